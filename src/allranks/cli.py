@@ -1,0 +1,170 @@
+"""The command line: one short function per command. Imports nothing heavy before it must."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allranks.errors import AllranksError
+
+app = typer.Typer(
+    name="allranks",
+    help="From one GPU to many, with the speedup measured, not guessed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# What stands after a lone `--`: click would mix it with the other arguments.
+_user_command: list[str] | None = None
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.callback()
+def _allranks() -> None:
+    pass
+
+
+@app.command(context_settings={"ignore_unknown_options": False})
+def run(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB.yaml]", help="Default: the bundled job.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. optimizer.lr=3e-4")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Resume although the mathematics changed.")
+    ] = False,
+    runs: Annotated[
+        Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")
+    ] = Path("runs"),
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which node of the layout this machine is.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
+    ] = 0,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train a job, or run your own script after `--`, on this machine."""
+    from allranks.launch.local import Place, run_here
+    from allranks.launch.prepare import Request, prepare
+    from allranks.launch.screen import Screen
+
+    console = people_console(as_json)
+    screen = Screen(console, debug=debug)
+    file, pairs = split_job(job, overrides or [])
+    request = Request(
+        job_file=file,
+        overrides=pairs,
+        command=_user_command,
+        layout=layout,
+        resume=resume,
+        force=force,
+        runs=runs,
+    )
+    place = Place(
+        node_rank=node_rank,
+        master=master,
+        max_restarts=max_restarts,
+        oversubscribe=oversubscribe,
+        debug=debug,
+    )
+    outcome = run_here(prepare(request), place, screen)
+    if outcome.error is not None:
+        print_error(outcome.error, as_json=as_json, more=outcome.result)
+        raise typer.Exit(outcome.exit_code)
+    screen.summary(outcome.result)
+    if as_json:
+        print(json.dumps(outcome.result))
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write.")] = Path("."),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented job.yaml and its JSON schema."""
+    from allranks.init import write_job
+
+    written = write_job(folder, force=force)
+    if as_json:
+        print(json.dumps(written))
+        return
+    for path in written.values():
+        print(f"wrote {path}")
+    print(f"train it: allranks run {written['job']}")
+
+
+def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
+    """The first word is the job file, unless it is an override of the bundled job."""
+    if job is None:
+        return None, overrides
+    if "=" in job and not Path(job).exists():
+        return None, [job, *overrides]
+    return Path(job), overrides
+
+
+def people_console(as_json: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=as_json, highlight=False)
+
+
+def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
+    print(f"error: {error.what}\n  fix: {error.fix}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": {"what": error.what, "fix": error.fix}, **(more or {})}))
+
+
+def main() -> NoReturn:
+    global _user_command
+    arguments = sys.argv[1:]
+    if "--" in arguments:
+        cut = arguments.index("--")
+        arguments, _user_command = arguments[:cut], arguments[cut + 1 :]
+    try:
+        app(arguments, standalone_mode=True)
+    except Exception as error:
+        from allranks.errors import AllranksError
+
+        if "--debug" in arguments:
+            raise
+        as_json = "--json" in arguments
+        if isinstance(error, AllranksError):
+            print_error(error, as_json=as_json)
+            sys.exit(error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _hush() -> None:
+    """A closed pipe (`allranks … | head`) is not an error."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())

@@ -1,0 +1,157 @@
+"""A rank's events: append-only JSON lines, written by one process, readable while it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from allranks.errors import AllranksError
+
+SCHEMA_VERSION = 1
+FLUSH_SECONDS = 0.5
+
+
+class Late(Protocol):
+    """A value that is still being computed or reduced when its event is recorded."""
+
+    def ready(self) -> bool: ...
+    def value(self) -> float | None: ...
+
+
+class EventLog:
+    """Buffers events and writes them twice a second from a thread of its own.
+
+    Recording an event costs one append: formatting and the file are off the training path. An
+    event with a `Late` value holds back itself and those behind it until the value is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error: OSError | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._buffer: list[dict[str, Any]] = []
+        self._writing = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Record one event. Cheap; raises nothing."""
+        self._buffer.append({"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields})
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Write what is complete; with `wait`, also what is still late."""
+        with self._writing:
+            count = 0
+            lines = []
+            for event in self._buffer:
+                late = event.get("loss")
+                if late is not None and not isinstance(late, float):
+                    if not (wait or late.ready()):
+                        break
+                    event["loss"] = late.value()
+                lines.append(format_event(event))
+                count += 1
+            if not lines:
+                return
+            del self._buffer[:count]
+            try:
+                _write_all(self._file, "".join(lines).encode())
+            except OSError as error:
+                self.error = error
+
+    def check(self) -> None:
+        """Raise if an earlier write failed, as on a full disk."""
+        if self.error is not None:
+            raise disk_error(self.error, self.path)
+
+    def close(self) -> None:
+        """Write everything and stop the thread; further events are lost."""
+        self._closing.set()
+        self._thread.join()
+        self.flush(wait=True)
+        os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            self.flush()
+
+
+def format_event(event: Mapping[str, Any]) -> str:
+    """One line. A value that JSON cannot hold (nan, inf) becomes null, its name kept beside it."""
+    try:
+        return json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
+    except ValueError:
+        bad = {k: v for k, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
+        names = {key: str(value) for key, value in bad.items()}
+        clean = {**event, **dict.fromkeys(bad), "nonfinite": names}
+        return json.dumps(clean, separators=(",", ":")) + "\n"
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file. A torn line (a killed rank) is skipped; a missing file has none."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                event = _parse(line)
+                if event is not None:
+                    yield event
+    except FileNotFoundError:
+        return
+
+
+def read_last_events(path: Path, num_bytes: int = 16384) -> list[dict[str, Any]]:
+    """The events in the last `num_bytes` of a file: what a progress display needs, at any size."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    if size > num_bytes:
+        lines = lines[1:]  # the first is most likely cut
+    return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def append_event(path: Path, event: str, **fields: Any) -> None:
+    """Add one event to the file of a rank that can no longer write it itself."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields}
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")  # end the torn line, so that this one can be read
+        file.write(format_event(record).encode())
+
+
+def disk_error(error: OSError, path: Path) -> AllranksError:
+    """An OSError of writing to the run folder, in words."""
+    return AllranksError(
+        f"cannot write {path}: {error.strerror or error}",
+        fix="free space (or raise the quota) on that disk, or use another one with --runs DIR; "
+        "then go on with --resume: committed checkpoints are intact",
+        exit_code=1,
+    )
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,104 @@
+"""The parts of a job that are mappings: optimizer, data, checkpoint, slurm, compress."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from allranks.job_types import Duration, DurationText, SlurmMemory, SlurmTime, Word
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen mapping that takes no key but its own, and each value as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Optimizer(Section):
+    """How the weights are updated."""
+
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="the update rule")
+    lr: PositiveFloat = Field(default=1e-3, description="the highest learning rate of the schedule")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.01, description="decoupled in adamw, L2 in sgd"
+    )
+    momentum: Fraction = Field(default=0.9, description="of sgd; adamw ignores it")
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        default=(0.9, 0.999), description="of adamw; sgd ignores them"
+    )
+    warmup: float = Field(
+        default=0.05, ge=0, le=1, description="fraction of the steps, from rate 0"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="how the rate falls after the warm-up"
+    )
+    clip: PositiveFloat | None = Field(
+        default=1.0, description="largest global gradient norm; null: off"
+    )
+
+
+class Data(Section):
+    """How samples reach the ranks."""
+
+    num_workers: Literal["auto"] | NonNegativeInt = Field(
+        default="auto", description="loader processes per rank; auto: from the CPUs allotted"
+    )
+    prefetch: PositiveInt = Field(default=4, description="batches loaded ahead")
+    stage: Literal["local"] | None = Field(
+        default=None, description="local: copy the data to each node's own disk first"
+    )
+
+
+class Checkpoint(Section):
+    """When the state is saved."""
+
+    every: DurationText | PositiveInt = Field(
+        default=Duration(600), description="a time (30s, 10m, 1h) or a number of steps (500)"
+    )
+    keep: PositiveInt = Field(default=3, description="how many of the newest stay")
+
+
+class Slurm(Section):
+    """What sbatch is asked for; null: nothing is."""
+
+    account: Word | None = Field(default=None, description="who is billed")
+    partition: Word | None = Field(default=None, description="which queue")
+    time: SlurmTime | None = Field(default=None, description="limit, such as 12:00:00 or 2h")
+    cpus_per_gpu: PositiveInt | None = Field(default=None, description="CPU cores for each GPU")
+    mem_per_gpu: SlurmMemory | None = Field(
+        default=None, description="memory for each GPU, such as 32G"
+    )
+    modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="environment modules to load"
+    )
+    setup: str = Field(default="", description="shell lines to run before the ranks start")
+    grace: DurationText | None = Field(
+        default=None, description="how long before the limit the job is told to save and stop"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Null asks for nothing, for the list and the text too."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
+
+
+class Compress(Section):
+    """Smaller gradients on the wire, at some loss."""
+
+    name: Word = Field(description="the method", examples=["powersgd"])
+    rank: PositiveInt | None = Field(default=None, description="of a low-rank method")

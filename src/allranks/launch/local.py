@@ -1,0 +1,294 @@
+"""Ranks on this machine, through torch's elastic agent: started, followed, stopped, never orphaned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from allranks.errors import AllranksError
+from allranks.events import append_event
+from allranks.launch import prepare
+from allranks.launch.prepare import Prepared
+from allranks.launch.screen import Screen
+from allranks.results import failure, result
+from allranks.rundir import RunDir
+
+if TYPE_CHECKING:
+    from allranks.launch.agent import Agent
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+STOPPED_AT_CHECKPOINT = 75
+STOPPED_AT_ONCE = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where these ranks run: all on this machine, or as one node of several."""
+
+    node_rank: int | None = None  # None: this machine plays every node
+    master: str | None = None  # HOST:PORT of node 0
+    max_restarts: int = 0
+    oversubscribe: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the command line reports."""
+
+    run: RunDir
+    result: dict[str, Any]
+    exit_code: int
+    error: AllranksError | None = None
+
+
+def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
+    """Run a prepared job to its end on this machine."""
+    here = ranks_here(prepared, place)
+    prepare.check_axes(prepared.job)
+    remarks = prepare.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
+    if place.node_rank is None and prepared.layout.nodes > 1:
+        remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
+    remarks += prepare.environment_warnings(prepared.job)
+    if prepared.run is not None and prepared.run.state() == "finished" and not prepared.changes:
+        screen.remark(f"run {prepared.run.name} is finished already")
+        return Outcome(prepared.run, result(prepared.run), 0)
+    with ExitStack() as held, Signals() as signals:
+        launch = Launch(prepared, place, here, signals, screen, held)
+        for remark in [*remarks, *prepared.remarks]:
+            screen.remark(remark)
+        return launch.run_to_end()
+
+
+def ranks_here(prepared: Prepared, place: Place) -> int:
+    layout = prepared.layout
+    if place.node_rank is None:
+        if place.master is not None:
+            raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
+        return layout.ranks
+    if place.master is None and layout.nodes > 1:
+        raise AllranksError(
+            "--node-rank is given without --master",
+            fix="add --master HOST:29500, HOST being the machine of node 0",
+        )
+    if not 0 <= place.node_rank < layout.nodes:
+        raise AllranksError(
+            f"--node-rank {place.node_rank} is not a node of layout {layout}",
+            fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
+        )
+    return layout.gpus
+
+
+class Signals:
+    """Stop signals that this process gets, kept until the ranks can be told."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._note) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def at_once(self) -> bool:
+        """A second Ctrl-C: the user does not want to wait."""
+        return self.received.count(signal.SIGINT) > 1
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
+
+class Launch:
+    """One attempt of one run, as seen from the process that started it."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        place: Place,
+        here: int,
+        signals: Signals,
+        screen: Screen,
+        held: ExitStack,
+    ) -> None:
+        self.prepared = prepared
+        self.place = place
+        self.here = here
+        self.signals = signals
+        self.screen = screen
+        self.first_rank = (place.node_rank or 0) * here
+        self.run, self.agent = self._meet(held)
+        self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
+
+    def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
+        """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
+        # Imports torch: from here on ranks really run on this machine.
+        from allranks.launch import agent, rendezvous
+
+        place, prepared = self.place, self.prepared
+        node_rank = place.node_rank or 0
+        num_nodes = 1 if place.node_rank is None else prepared.layout.nodes
+        address, port = split_master(place.master)
+        is_first = node_rank == 0
+        store = rendezvous.open_store(
+            address, port, is_first=is_first, seconds=rendezvous.MEETING_SECONDS
+        )
+        mine = None
+        if is_first:
+            run = prepare.open_run(prepared)
+            held.enter_context(run.held())
+            token = rendezvous.new_token()
+            (run.path / token).touch()
+            held.callback((run.path / token).unlink, missing_ok=True)
+            mine = rendezvous.Meeting(
+                str(run.path), prepared.attempt, str(prepared.layout), prepared.checkpoint, token
+            )
+        meeting = rendezvous.meet(store, node_rank, num_nodes, str(prepared.layout), mine)
+        run = RunDir(Path(meeting.run_dir))
+        prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
+        nodes = rendezvous.FixedNodes(
+            store,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            address=address,
+            run=run.name,
+            attempt=meeting.attempt,
+        )
+        environment = prepare.ranks_environment(
+            prepared, run, here=self.here, oversubscribe=place.oversubscribe
+        )
+        os.environ.update(environment)
+        command = prepare.fill_command(prepared, run) if prepared.job.command else []
+        logs = held.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
+        return run, agent.Agent(
+            nodes,
+            [sys.executable, "-m", "allranks.launch.rank_env", *command],
+            num_ranks=self.here,
+            max_restarts=max(place.max_restarts, prepared.job.max_restarts),
+            logs=logs,
+            # Ranks of a task cannot save once one is gone; a script may want to clean up.
+            grace_seconds=10 if command else 0,
+        )
+
+    def run_to_end(self) -> Outcome:
+        """Run the agent beside this thread, which follows the ranks and passes signals on."""
+        results: list[Any] = []
+        self.screen.follow(self.run, self.prepared.job, self.first_rank)
+        thread = threading.Thread(target=lambda: results.append(self.agent.run_quietly()))
+        with blocked_signals():  # inherited by the thread and by every rank that it starts
+            thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+            self._pass_signals_on()
+            self.screen.update(self.agent.attempt)
+        self._record_ends(results[0])
+        self.screen.finish(self.agent.attempt)
+        return self._outcome()
+
+    def _pass_signals_on(self) -> None:
+        received = self.signals.received
+        if not received:
+            return
+        self.agent.never_restart()
+        if self.signals.at_once:
+            self.agent.kill()
+            return
+        for process in self.agent.processes():
+            if (process, len(received)) in self._told:
+                continue
+            self._told.add((process, len(received)))
+            self.screen.stopping(received[-1].name)
+            with suppress_gone():
+                os.kill(process, received[-1])
+
+    def _record_ends(self, exit_codes: dict[int, int]) -> None:
+        """Write the end of every rank that could not, or (a user's script) did not know how to."""
+        is_command = self.prepared.job.command is not None
+        attempt = self.agent.attempt
+        for local_rank, code in exit_codes.items():
+            rank = self.first_rank + local_rank
+            if self.run.end(attempt, rank) is not None:
+                continue
+            if is_command and self.signals.received:
+                state = "stopped"
+            else:
+                state = "finished" if is_command and code == 0 else "failed"
+            fields: dict[str, Any] = {"state": state, "exit": code}
+            if code < 0:
+                fields["signal"] = signal.Signals(-code).name
+            append_event(self.run.events(attempt, rank), "end", **fields)
+
+    def _outcome(self) -> Outcome:
+        outcome = result(self.run)
+        # The run is still held by this process: for everyone else it is running until we return.
+        outcome["state"] = state = self.run.ended_state()
+        if self.signals.at_once:
+            return Outcome(self.run, outcome, STOPPED_AT_ONCE)
+        if state == "finished":
+            return Outcome(self.run, outcome, 0)
+        if state == "stopped":
+            return Outcome(self.run, outcome, STOPPED_AT_CHECKPOINT)
+        error = describe_failure(self.run, self.place.max_restarts)
+        return Outcome(self.run, outcome, 1, error)
+
+
+def split_master(master: str | None) -> tuple[str, int]:
+    """Address and port of node 0's store; any free port of this machine if there is only one."""
+    if master is None:
+        return "127.0.0.1", 0
+    host, colon, port = master.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise AllranksError(
+            f"--master {master} is not HOST:PORT", fix="write for example --master node1:29500"
+        )
+    return host, int(port)
+
+
+def describe_failure(run: RunDir, max_restarts: int) -> AllranksError:
+    """The failed rank in one message."""
+    failed = failure(run)
+    again = f"--resume {run.name} goes on from the last checkpoint"
+    if failed is None:
+        return AllranksError(f"run {run.name} failed", fix=again, exit_code=1)
+    rank, error = failed["rank"], failed.get("error")
+    if error is not None and error["fix"]:
+        return AllranksError(f"rank {rank}: {error['what']}", fix=error["fix"], exit_code=1)
+    if error is not None:
+        what = f"rank {rank} failed: {error['what']}"
+        return AllranksError(what, fix=f"see {failed['log']}; then {again}", exit_code=1)
+    code = failed["exit"]
+    how = f"was killed by {failed['signal']}" if "signal" in failed else f"ended with code {code}"
+    hint = "" if max_restarts else " (--max-restarts N would have restarted it)"
+    return AllranksError(
+        f"rank {rank} {how}{hint}", fix=f"see {failed['log']}; then {again}", exit_code=1
+    )
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """No stop signal can hit a rank before it is able to take one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def suppress_gone() -> Iterator[None]:
+    try:
+        yield
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,245 @@
+"""From what was typed to a run that can be started: new, or the next attempt of an old one. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks import __version__, commits, hardware
+from allranks.errors import AllranksError
+from allranks.job import Duration, Job, load_job
+from allranks.layout import Layout
+from allranks.rundir import RunDir, create_run, find_run, write_atomically
+
+DEFAULT_TIMEOUT = Duration(1800)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user typed."""
+
+    job_file: Path | None = None
+    overrides: Sequence[str] = ()
+    command: Sequence[str] | None = None
+    layout: str | None = None
+    resume: str | None = None
+    force: bool = False
+    runs: Path = Path("runs")
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A run to start. Nothing is written until `open`."""
+
+    request: Request
+    job: Job
+    run: RunDir | None  # None: a new one
+    attempt: int = 0
+    checkpoint: str = ""  # the checkpoint to go on from
+    threads: int | None = None  # of the attempt that wrote it, if its layout was the same
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+
+def prepare(request: Request) -> Prepared:
+    """Check everything that can be checked before anything is written or started."""
+    if request.resume is None:
+        return Prepared(request=request, job=_load(request), run=None)
+    named = None if request.job_file is None else _load(request).name
+    run = find_run(request.runs, request.resume, named)
+    if run.is_live():
+        with run.held():  # says who holds it
+            pass
+    prepared = _next_attempt(request, run)
+    if prepared.job.command is None:
+        _choose_checkpoint(prepared, run)
+    return prepared
+
+
+def _load(request: Request, overrides: Sequence[str] = ()) -> Job:
+    return load_job(
+        request.job_file,
+        [*overrides, *request.overrides],
+        command=request.command,
+        layout=request.layout,
+    )
+
+
+def _next_attempt(request: Request, run: RunDir) -> Prepared:
+    """The run's job, with the changes that were asked for and may be made."""
+    before = load_job(run.job_file, resolved=True)
+    if request.job_file is None and request.command is None:
+        job = load_job(run.job_file, request.overrides, layout=request.layout, resolved=True)
+    else:
+        # What was typed at the start still holds: only a changed file is a change.
+        job = _load(request, run.info().get("overrides", []))
+    if request.layout is None:
+        job = job.model_copy(update={"layout": before.layout})
+    changes = before.differences(job)
+    forbidden = [change for change in changes if change.mathematics]
+    if forbidden and not request.force:
+        lines = [f"{change.key}: {change.ours!r} became {change.theirs!r}" for change in forbidden]
+        raise AllranksError(
+            f"run {run.name} cannot go on with another mathematics: {'; '.join(lines)}",
+            fix="undo the change, start a new run without --resume, or add --force to go on anyway",
+        )
+    records = [{"key": c.key, "before": c.ours, "now": c.theirs} for c in changes]
+    attempts = run.attempts()
+    return Prepared(
+        request=request,
+        job=job,
+        run=run,
+        attempt=attempts[-1] + 1 if attempts else 0,
+        changes=records,
+        remarks=[f"{c.key}: {c.ours} -> {c.theirs}" for c in changes],
+    )
+
+
+def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
+    commit, damaged = commits.newest_whole(run.checkpoints)
+    prepared.remarks += damaged
+    if commit is None and damaged:
+        raise AllranksError(
+            f"run {run.name} has no readable checkpoint: {'; '.join(damaged)}",
+            fix="restore the folder from a backup, or start anew without --resume",
+            exit_code=1,
+        )
+    if commit is None:
+        prepared.remarks.append("no committed checkpoint yet: starting at step 0")
+        return
+    manifest = commit.manifest()
+    prepared.checkpoint = commit.path.name
+    prepared.remarks.append(f"resuming after step {commit.step}")
+    if manifest.get("layout") == str(prepared.layout):
+        # Sums over another number of threads round differently.
+        prepared.threads = manifest.get("threads")
+
+
+def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:
+    """Refuse `here` ranks that this machine cannot hold; remarks on those it holds badly."""
+    gpus = hardware.local_gpus()
+    if gpus and here > len(gpus) and not oversubscribe:
+        raise AllranksError(
+            f"layout {layout} needs {here} GPUs here, but this machine has {len(gpus)}",
+            fix=f"write --layout 1x{len(gpus)}, or add --oversubscribe to let ranks share a GPU "
+            "for testing",
+        )
+    if gpus:
+        shared = f"{here} ranks share {len(gpus)} GPU(s): timings are meaningless"
+        return [shared] if here > len(gpus) else []
+    cpus = hardware.cpus_allotted()
+    return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
+
+
+def check_axes(job: Job) -> None:
+    """Refuse a division of work that the training cannot do yet."""
+    layout = job.layout
+    if job.command is None and layout.ranks != layout.dp:
+        raise AllranksError(
+            f"layout {layout}: tasks train with data parallelism (dp) only so far",
+            fix=f"write --layout {layout.nodes}x{layout.gpus}",
+        )
+
+
+def open_run(prepared: Prepared) -> RunDir:
+    """The run's folder, made or updated: job.yaml as resolved, run.json."""
+    run = prepared.run or create_run(prepared.request.runs, prepared.job.name)
+    write_atomically(run.job_file, prepared.job.to_yaml())
+    info = run.info()
+    request = prepared.request
+    info |= {
+        "v": 1,
+        "run": run.name,
+        "created": info.get("created", time.time()),
+        "job_file": str(request.job_file.absolute()) if request.job_file else None,
+        "overrides": [*info.get("overrides", []), *request.overrides],
+        "layout": str(prepared.layout),
+        "backend": "local",
+        "jobs": [],
+        "cwd": os.getcwd(),
+        "code": hardware.code_version(Path.cwd()),
+        "allranks": __version__,
+        "packages": hardware.package_versions(),
+        "hardware": hardware.inventory(),
+    }
+    attempt = {
+        "attempt": prepared.attempt,
+        "layout": str(prepared.layout),
+        "started": time.time(),
+        "checkpoint": prepared.checkpoint or None,
+        "changes": prepared.changes,
+    }
+    info["attempts"] = [*info.get("attempts", []), attempt]
+    run.write_info(info)
+    commits.clean(run.checkpoints)
+    return run
+
+
+def fill_command(prepared: Prepared, run: RunDir) -> list[str]:
+    """The user's command for this layout and attempt, its placeholders filled in."""
+    job, layout = prepared.job, prepared.layout
+    values = {
+        "{nodes}": str(layout.nodes),
+        "{gpus}": str(layout.gpus),
+        "{ranks}": str(layout.ranks),
+        "{run}": run.name,
+    }
+    last = _fill(job.last, values) if job.last else ""
+    values["{last}"] = last
+    words = list(job.argv)
+    if job.resume and prepared.attempt > 0 and last and Path(last).exists():
+        words += job.resume.split()
+    return [_fill(word, values) for word in words]
+
+
+def _fill(text: str, values: dict[str, str]) -> str:
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, value)
+    return text
+
+
+def ranks_environment(
+    prepared: Prepared, run: RunDir, *, here: int, oversubscribe: bool
+) -> dict[str, str]:
+    """What `here` ranks on this machine find besides torchrun's variables and the user's own."""
+    job, layout = prepared.job, prepared.layout
+    env = {
+        "ALLRANKS_RUN_DIR": str(run.path),
+        "ALLRANKS_LAYOUT": str(layout),
+        "ALLRANKS_RANKS_PER_NODE": str(layout.gpus),
+        "ALLRANKS_CHECKPOINT": prepared.checkpoint,
+        "ALLRANKS_LAUNCHER": str(os.getpid()),
+        "ALLRANKS_TIMEOUT": str(job.timeout.seconds),
+        "ALLRANKS_TIMEOUT_IS_SET": str(int(job.timeout != DEFAULT_TIMEOUT)),
+    }
+    if oversubscribe:
+        env["ALLRANKS_OVERSUBSCRIBE"] = "1"
+    threads = prepared.threads or max(1, hardware.cpus_allotted() // here)
+    # Waiting threads that spin make a step 40 times slower as soon as anything else wants a core.
+    defaults = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Fragments of freed memory can be joined: fewer out-of-memory errors at no known cost.
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if here == layout.ranks:
+        # All ranks are on this machine: its name may not resolve, the loopback always works.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    env |= {key: value for key, value in defaults.items() if key not in os.environ}
+    return env | job.env
+
+
+def environment_warnings(job: Job) -> list[str]:
+    """Variables that do not do what people set them for."""
+    if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
+        return [
+            "NCCL_TIMEOUT is set, but NCCL does not read it: "
+            f"the job's key `timeout` ({job.timeout}) is what counts"
+        ]
+    return []

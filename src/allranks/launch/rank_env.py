@@ -1,0 +1,97 @@
+"""The first thing every rank runs: its environment and its log, then the training itself.
+
+Run by the launcher as `python -m allranks.launch.rank_env [COMMAND ...]`; without a command the
+rank is one of a native task. It keeps its process id: a command replaces it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from allranks.events import append_event
+from allranks.processes import die_with_parent
+from allranks.rundir import RunDir
+
+BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+def main() -> None:
+    die_with_parent(int(os.environ["ALLRANKS_LAUNCHER"]))
+    play_node(os.environ)
+    run = RunDir(Path(os.environ["ALLRANKS_RUN_DIR"]))
+    attempt, rank = int(os.environ["ALLRANKS_ATTEMPT"]), int(os.environ["RANK"])
+    redirect_output(run.log(attempt, rank))
+    command = sys.argv[1:]
+    if not command:
+        # Stop signals stay blocked until the worker can take them.
+        sys.argv = ["allranks.train.worker"]
+        runpy.run_module("allranks.train.worker", run_name="__main__")
+        return
+    append_event(
+        run.events(attempt, rank),
+        "start",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        layout=os.environ["ALLRANKS_LAYOUT"],
+        backend=None,
+    )
+    inject(os.environ)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+    replace_by(command)
+
+
+def play_node(env: os._Environ[str]) -> None:
+    """Where one launcher plays several nodes, give each rank the numbers of the node it plays."""
+    rank, per_node = int(env["RANK"]), int(env["ALLRANKS_RANKS_PER_NODE"])
+    env["LOCAL_RANK"] = str(rank % per_node)
+    env["LOCAL_WORLD_SIZE"] = str(per_node)
+    env["GROUP_RANK"] = str(rank // per_node)
+    env["GROUP_WORLD_SIZE"] = str(int(env["WORLD_SIZE"]) // per_node)
+    # torch names its store by this count; a node whose own ranks did not fail counts differently.
+    env["TORCHELASTIC_RESTART_COUNT"] = env["ALLRANKS_RESTARTS"]
+    if env.get("ALLRANKS_OVERSUBSCRIBE"):
+        # NCCL refuses two ranks on one GPU of one host: have it think that they are two hosts.
+        env["NCCL_HOSTID"] = f"allranks-{rank}"
+
+
+def redirect_output(path: Path) -> None:
+    """Everything that this process and its children print goes to the rank's log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text streams
+
+
+def inject(env: os._Environ[str]) -> None:
+    """Have Python, in the user's script, apply the job's settings to torch (see probe/inject)."""
+    folder = str(Path(__file__).parent.parent / "probe" / "inject")
+    earlier = env.get("PYTHONPATH")
+    env["PYTHONPATH"] = f"{folder}{os.pathsep}{earlier}" if earlier else folder
+
+
+def replace_by(command: list[str]) -> None:
+    """Become the user's command. `python` is the interpreter that runs allranks if none is found."""
+    program = command[0]
+    if program in ("python", "python3") and shutil.which(program) is None:
+        program = sys.executable
+    try:
+        os.execvp(program, command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main()

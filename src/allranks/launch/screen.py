@@ -1,0 +1,287 @@
+"""What the user sees of a run: remarks, a banner, progress, a summary. Drawn from the run folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from allranks.events import read_events, read_last_events
+from allranks.hardware import gpu_link, local_gpus
+from allranks.job import Job
+from allranks.rundir import RunDir
+
+PLAIN_LINE_SECONDS = 10.0
+READ_SECONDS = 0.5
+MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
+
+
+class Screen:
+    """Follows one run. `console` decides whether people read stdout or, with --json, stderr."""
+
+    def __init__(self, console: Console, *, debug: bool = False) -> None:
+        self.console = console
+        self.debug = debug
+        self._run: RunDir | None = None
+        self._job: Job | None = None
+        self._rank = 0
+        self._attempt = -1
+        self._stopping = False
+        self._bar: Bar | None = None
+
+    def remark(self, text: str) -> None:
+        self.console.print(Text(f"note: {text}", style="yellow"))
+
+    def stopping(self, signal_name: str) -> None:
+        """Said once, when the first rank is told to stop."""
+        if self._stopping:
+            return
+        self._stopping = True
+        native = self._job is not None and self._job.command is None
+        how = "saving a checkpoint at the next step" if native else "the script was told"
+        self.console.print(
+            Text(f"{signal_name}: stopping, {how}; Ctrl-C (again) stops at once", style="yellow")
+        )
+
+    def follow(self, run: RunDir, job: Job, rank: int) -> None:
+        """Show this run from now on, through the eyes of `rank`."""
+        self._run, self._job, self._rank = run, job, rank
+
+    def update(self, attempt: int) -> None:
+        """Show what is new. Call it often: it reads the disk twice a second at most."""
+        assert self._run is not None and self._job is not None
+        if attempt != self._attempt:
+            if self._attempt >= 0:
+                self._close()
+                self.remark(f"a rank died: all ranks restart (attempt {attempt})")
+            self._attempt = attempt
+            self._log = LogTail(self._run.log(attempt, self._rank))
+            self._events = self._run.events(attempt, self._rank)
+            self._start: dict[str, Any] | None = None
+            self._next_read = 0.0
+        now = time.monotonic()
+        if now < self._next_read:
+            return
+        # A log is shown sooner than progress: people wait for their own script's lines.
+        self._next_read = now + (READ_SECONDS if self._job.command is None else 0.1)
+        self._echo()
+        if self._job.command is None:
+            self._show_progress()
+
+    def finish(self, attempt: int) -> None:
+        """Show the rest and take the bar away."""
+        self._next_read = 0.0
+        self.update(attempt)
+        self._close()
+
+    def summary(self, result: dict[str, Any]) -> None:
+        """The table at the end, the folder, and the accuracy if there is one."""
+        self.console.print(summary_table(result))
+        self.console.print(Text(result["run_dir"], no_wrap=True, overflow="ignore"), crop=False)
+        accuracy = result["metrics"].get("val_accuracy")
+        if accuracy is not None:
+            self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
+
+    def _echo(self) -> None:
+        text = self._log.read()
+        if not text:
+            return
+        if self._job is not None and self._job.command is None and not self.debug:
+            # The rank writes its end before its traceback: the message comes from there.
+            assert self._run is not None
+            end = self._run.end(self._attempt, self._rank)
+            if end is not None and end["state"] == "failed":
+                text = text.partition("Traceback (most recent call last)")[0]
+        if text:
+            self.console.out(text, end="", highlight=False)
+
+    def _show_progress(self) -> None:
+        if self._start is None:
+            found = (e for e in read_events(self._events) if e["event"] == "start")
+            self._start = next(found, None)
+            if self._start is None:
+                return
+            assert self._run is not None and self._job is not None
+            self.console.print(banner(self._run.name, self._start, self._job))
+            self._bar = Bar(self.console, self._start, self._job)
+        if self._bar is not None:
+            self._bar.show(read_last_events(self._events))
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class LogTail:
+    """What was added to a log since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read(self) -> str:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                content = file.read(MAX_LOG_BYTES)
+        except FileNotFoundError:
+            return ""
+        self._position += len(content)
+        return content.decode(errors="replace")
+
+
+class Bar:
+    """A progress bar on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self, console: Console, start: dict[str, Any], job: Job) -> None:
+        self._console = console
+        self._start = start
+        self._epochs = job.epochs
+        self._loss: float | None = None
+        self._seen: tuple[int, float] = (start["step"], start["t"])
+        self._rate = 0.0
+        self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.fields[where]}"),
+                BarColumn(bar_width=None),
+                _Numbers(),
+                console=console,
+                expand=True,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task(
+                "", total=start["steps"], completed=start["step"], where="", numbers=""
+            )
+            self._progress.start()
+
+    def show(self, events: list[dict[str, Any]]) -> None:
+        steps = [event for event in events if event["event"] == "step"]
+        if not steps:
+            return
+        losses = [event["loss"] for event in steps if event.get("loss") is not None]
+        self._loss = losses[-1] if losses else self._loss
+        last = steps[-1]
+        self._measure(last)
+        where, numbers = self._words(last)
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=last["step"], where=where, numbers=numbers
+            )
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
+            step = f"step {last['step']}/{self._start['steps']}"
+            self._console.print(f"{where}  {step}  {'  '.join(numbers)}", highlight=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _measure(self, last: dict[str, Any]) -> None:
+        step, t = self._seen
+        if last["step"] <= step or last["t"] <= t:
+            return
+        rate = (last["step"] - step) / (last["t"] - t)
+        self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
+        self._seen = (last["step"], last["t"])
+
+    def _words(self, last: dict[str, Any]) -> tuple[str, list[str]]:
+        epochs = self._epochs or -(-self._start["steps"] // self._start["steps_per_epoch"])
+        numbers = []
+        if self._loss is not None:
+            numbers.append(f"loss {self._loss:.4f}")
+        if self._rate > 0:
+            left = (self._start["steps"] - last["step"]) / self._rate
+            numbers += [
+                f"{self._rate:,.1f} it/s",
+                f"{self._rate * self._start['global_batch']:,.0f} samples/s",
+                f"{duration(left)} left",
+            ]
+        return f"epoch {last['epoch']}/{epochs}", numbers
+
+
+class _Numbers(ProgressColumn):
+    """Numbers beside the bar; on a narrow terminal only those that fit, the last ones first."""
+
+    def render(self, task: Task) -> Text:
+        numbers = list(task.fields["numbers"] or [])
+        room = Console().width - 30
+        while len(numbers) > 1 and len("  ".join(numbers)) > room:
+            numbers.pop(1 if len(numbers) > 2 else 0)
+        return Text("  ".join(numbers), no_wrap=True, overflow="ellipsis")
+
+
+def banner(run: str, start: dict[str, Any], job: Job) -> Table:
+    """What is about to be trained, and how."""
+    table = Table(title=run, title_justify="left", title_style="bold", show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    ranks, per_epoch = start["world_size"], start["steps_per_epoch"]
+    table.add_row("layout", f"{start['layout']}  ({ranks} rank{'s' if ranks > 1 else ''})")
+    table.add_row("ranks", f"{start['backend']} over {link(start)}" if ranks > 1 else "alone")
+    threads = f", {start['threads']} threads each" if start["device"] == "CPU" else ""
+    table.add_row("device", f"{start['device']}{threads}")
+    compiled = ", compiled" if start["compile"] else ""
+    table.add_row("model", f"{start['parameters']:,} parameters, {start['precision']}{compiled}")
+    table.add_row("batch", batch_product(start))
+    length = f"{job.epochs} epochs" if job.epochs else f"{job.steps:,} steps"
+    table.add_row("length", f"{length}, {per_epoch:,} steps an epoch, {start['steps']:,} in all")
+    return table
+
+
+def batch_product(start: dict[str, Any]) -> str:
+    """The effective batch, as micro-batch x ranks x accumulation."""
+    accumulation = start["accumulation"]
+    sizes = sorted({-(-size // accumulation) for size in start["rank_batch"]})
+    micro = "-".join(str(size) for size in sizes)
+    even = sizes[0] * start["world_size"] * accumulation == start["global_batch"]
+    sign = "=" if even and len(sizes) == 1 else "≈"
+    product = f"{micro} x {start['world_size']} x {accumulation} {sign} {start['global_batch']}"
+    return f"{product}  (micro-batch x ranks x accumulation)"
+
+
+def link(start: dict[str, Any]) -> str:
+    """What connects the ranks."""
+    nodes = start.get("hosts", 1)
+    if nodes > 1:
+        return "the network"
+    if start["backend"] == "nccl":
+        return gpu_link(local_gpus())
+    return "the loopback interface"
+
+
+def summary_table(result: dict[str, Any]) -> Table:
+    """What came of it."""
+    table = Table(show_header=False, title=result["run"], title_justify="left", title_style="bold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    style = {"finished": "green", "stopped": "yellow"}.get(result["state"], "red")
+    table.add_row("state", Text(result["state"], style=style))
+    table.add_row("layout", f"{result['layout']}")
+    if result["steps"] is not None:
+        table.add_row("steps", f"{result['steps']:,} ({result['epochs']} epochs)")
+    if result["samples_per_second"]:
+        table.add_row("throughput", f"{result['samples_per_second']:,.0f} samples/s (measured)")
+    table.add_row("time", duration(result["seconds"]))
+    for name, value in result["metrics"].items():
+        if value is not None:
+            table.add_row(name, f"{value:.4f}")
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: 3.4s, 2m05s, 1h12m, 3d04h."""
+    if seconds < 60:
+        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+    for unit, smaller, size in (("m", "s", 60), ("h", "m", 3600), ("d", "h", 86400)):
+        if seconds < size * (60 if unit != "h" else 24) or unit == "d":
+            whole, rest = divmod(int(seconds), size)
+            return f"{whole}{unit}{rest * (60 if unit != 'd' else 24) // size:02d}{smaller}"
+    raise AssertionError("unreachable")

@@ -1,0 +1,157 @@
+"""How many nodes x GPUs, and how their ranks divide the work: `2x4`, `2x4:tp=4`, `1x8:fsdp=4`."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from allranks.errors import AllranksError
+
+AXES = ("dp", "fsdp", "tp", "pp")
+PATTERN = r"^[0-9]+x[0-9]+(:(dp|fsdp|tp|pp)=[0-9]+(,(dp|fsdp|tp|pp)=[0-9]+)*)?$"
+
+# Far above any machine there is: what is beyond it was mistyped, and would only fail later.
+MAX_NODES = 65_536
+MAX_GPUS_PER_NODE = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Nodes x GPUs (on a machine without GPUs: CPU ranks), and the ranks that each axis takes."""
+
+    nodes: int = 1
+    gpus: int = 1  # per node
+    dp: int = 0  # replicas of the model; 0 = what the other axes leave, and never 0 afterwards
+    fsdp: int = 1  # shards of each parameter
+    tp: int = 1  # shards of each matmul; keep inside a node
+    pp: int = 1  # stages of layers
+
+    def __post_init__(self) -> None:
+        self._check_limits()
+        if self.dp == 0:
+            if self.ranks % self._ranks_per_replica:
+                self._refuse_axes()
+            object.__setattr__(self, "dp", self.ranks // self._ranks_per_replica)
+        elif self.dp * self._ranks_per_replica != self.ranks:
+            self._refuse_dp()
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return self.fsdp * self.tp * self.pp
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read what `str` writes. Raises AllranksError."""
+        shape, colon, axes = text.strip().partition(":")
+        match = re.fullmatch(r"([0-9]+)x([0-9]+)", shape)
+        if match is None:
+            known = re.fullmatch(r"[0-9]+", shape)
+            example = f"1x{shape} for {shape} ranks on one node" if known else "2x4 or 2x4:tp=4"
+            raise AllranksError(
+                f'layout "{text}" is not NODESxGPUS, optionally followed by :axis=N,axis=N',
+                fix=f"write {example}",
+            )
+        if colon and not axes.strip():
+            raise AllranksError(f'layout "{text}" names no axis after ":"', fix=f"write {shape}")
+        nodes, gpus = (_bounded_int(number) for number in match.groups())
+        return cls(nodes, gpus, **(_parse_axes(text, shape, axes) if colon else {}))
+
+    def __str__(self) -> str:
+        """The shortest text that parses back: dp is what the others leave, so it is not written."""
+        return f"{self.nodes}x{self.gpus}" + self._axes_text()
+
+    def _axes_text(self, *, dp: bool = False) -> str:
+        written = [f"{axis}={getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
+        if dp:
+            written.append(f"dp={self.dp}")
+        return ":" + ",".join(written) if written else ""
+
+    def _check_limits(self) -> None:
+        limits = {"nodes": MAX_NODES, "gpus": MAX_GPUS_PER_NODE}
+        for field in ("nodes", "gpus", *AXES):
+            number = getattr(self, field)
+            limit = limits.get(field, MAX_NODES * MAX_GPUS_PER_NODE)
+            lowest = 0 if field == "dp" else 1
+            if not lowest <= number <= limit:
+                shown = str(number) if number <= limit else f"over {limit}"
+                raise AllranksError(
+                    f"a layout has {field} from 1 to {limit}, but {field} is {shown}",
+                    fix="write NODESxGPUS[:axis=N,...] with such numbers, for example 2x4:tp=4",
+                )
+
+    def _refuse_axes(self) -> NoReturn:
+        """The axes other than dp do not divide the ranks."""
+        shape, needed = f"{self.nodes}x{self.gpus}", self._ranks_per_replica
+        divisors = _divisors(self.ranks)
+        used = [axis for axis in AXES[1:] if getattr(self, axis) > 1]
+        if len(used) == 1:
+            below = max(number for number in divisors if number < needed)
+            near = [below, *[number for number in divisors if number > needed][:1]]
+            choices = " or ".join(
+                f"{shape}:{used[0]}={number}" if number > 1 else shape for number in near
+            )
+            fix = f"write {choices}"
+        else:
+            fix = f"choose axes whose product divides {self.ranks}"
+        enough = -(-self.ranks // needed) * needed
+        raise AllranksError(
+            f"layout {shape}{self._axes_text()}: fsdp={self.fsdp} x tp={self.tp} x pp={self.pp} "
+            f"takes {needed} ranks a replica, which does not divide the {self.ranks} of {shape}",
+            fix=f"{fix}, or ask for {enough} ranks",
+        )
+
+    def _refuse_dp(self) -> NoReturn:
+        """All axes were given, and their product is not the number of ranks."""
+        shape, needed = f"{self.nodes}x{self.gpus}", self.dp * self._ranks_per_replica
+        if self.ranks % self._ranks_per_replica == 0:
+            left = self.ranks // self._ranks_per_replica
+            fix = f"write {self} (dp is then {left}), or ask for {needed} ranks"
+        else:
+            fix = f"choose axes whose product is {self.ranks}, or ask for {needed} ranks"
+        raise AllranksError(
+            f"layout {shape}{self._axes_text(dp=True)}: dp={self.dp} x fsdp={self.fsdp} x "
+            f"tp={self.tp} x pp={self.pp} needs {needed} ranks, but {shape} has {self.ranks}",
+            fix=fix,
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return sorted({*small, *(number // low for low in small)})
+
+
+def _bounded_int(digits: str) -> int:
+    # Python refuses to convert thousands of digits: cut what is over every limit anyway.
+    return int(digits[:12]) if len(digits) > 12 else int(digits)
+
+
+def _parse_axes(text: str, shape: str, axes: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in axes.split(","):
+        axis, _, digits = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES:
+            close = difflib.get_close_matches(axis, AXES, n=1)
+            known = f"{AXES[0]}, {', '.join(AXES[1:-1])} and {AXES[-1]}"
+            example = f"{shape}:{close[0]}={digits or 2}" if close else f"for example {shape}:tp=2"
+            raise AllranksError(
+                f'layout "{text}" has no axis "{axis}"; the axes are {known}',
+                fix=f"write {example}",
+            )
+        if axis in sizes:
+            raise AllranksError(
+                f'layout "{text}" gives {axis} twice', fix=f"write {axis} once, as in {shape}:tp=2"
+            )
+        if not re.fullmatch(r"[0-9]+", digits) or not digits.strip("0"):
+            raise AllranksError(
+                f'layout "{text}": {axis} must be a positive integer, not "{digits}"',
+                fix=f"write {axis}=N, for example {shape}:tp=2",
+            )
+        sizes[axis] = _bounded_int(digits)
+    return sizes

@@ -1,0 +1,91 @@
+"""What came of a run, from its folder alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allranks.events import read_events, read_last_events
+from allranks.rundir import RunDir
+
+
+def result(run: RunDir) -> dict[str, Any]:
+    """A run in one object: what `allranks run --json` prints."""
+    attempts = run.attempts()
+    attempt = attempts[-1] if attempts else 0
+    start = run.start(attempt, _first_rank(run, attempt)) or {}
+    end = run.end(attempt, _first_rank(run, attempt)) or {}
+    step = _last_step(run, attempt) or {}
+    steps = end.get("step", step.get("step", start.get("step")))
+    loss = _last_loss(run, attempts)
+    metrics = {**({"loss": loss} if loss is not None else {}), **end.get("metrics", {})}
+    return {
+        "run": run.name,
+        "run_dir": str(run.path),
+        "state": run.state(),
+        "layout": start.get("layout", run.info().get("layout")),
+        "world_size": start.get("world_size"),
+        "attempt": attempt,
+        "steps": steps,
+        "epochs": end.get("epoch", step.get("epoch")),
+        "samples": end.get("samples", _samples(start, steps)),
+        "seconds": round(sum(_seconds(run, number) for number in attempts), 3),
+        "samples_per_second": end.get("samples_per_second"),
+        "global_batch": start.get("global_batch"),
+        "metrics": metrics,
+    }
+
+
+def failure(run: RunDir) -> dict[str, Any] | None:
+    """The rank that failed first in the last attempt, and why; None if none did.
+
+    Ranks whose only trouble is that another one is gone are passed over: they are its echo.
+    """
+    attempts = run.attempts()
+    if not attempts:
+        return None
+    failed = []
+    for rank in run.ranks(attempts[-1]):
+        end = run.end(attempts[-1], rank)
+        if end is not None and end["state"] == "failed":
+            failed.append({**end, "rank": rank, "log": str(run.log(attempts[-1], rank))})
+    failed.sort(key=lambda end: (end.get("error", {}).get("echo", False), end["t"]))
+    return failed[0] if failed else None
+
+
+def _first_rank(run: RunDir, attempt: int) -> int:
+    return min(run.ranks(attempt), default=0)
+
+
+def _last_step(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    events = read_last_events(run.events(attempt, _first_rank(run, attempt)))
+    return next((event for event in reversed(events) if event["event"] == "step"), None)
+
+
+def _last_loss(run: RunDir, attempts: list[int]) -> float | None:
+    for attempt in reversed(attempts):
+        # Far enough back for any log_every that people set.
+        events = read_last_events(run.events(attempt, 0), 1 << 20)
+        losses = [event["loss"] for event in events if "loss" in event]
+        if losses:
+            return losses[-1]  # type: ignore[no-any-return]  # a JSON number or null
+    return None
+
+
+def _samples(start: dict[str, Any], steps: int | None) -> int | None:
+    """Samples seen after so many steps, for a run that did not live to say."""
+    if steps is None or "steps_per_epoch" not in start:
+        return None
+    epochs, rest = divmod(steps, start["steps_per_epoch"])
+    size: int = start["samples_per_epoch"]
+    return epochs * size + min(rest * start["global_batch"], size)
+
+
+def _seconds(run: RunDir, attempt: int) -> float:
+    """Time from the first step to the last; measured by the rank, else from its events' times."""
+    rank = _first_rank(run, attempt)
+    end = run.end(attempt, rank)
+    if end is not None and "seconds" in end:
+        return float(end["seconds"])
+    first = next(read_events(run.events(attempt, rank)), None)
+    last = read_last_events(run.events(attempt, rank))
+    return last[-1]["t"] - first["t"] if first and last else 0.0

@@ -1,0 +1,218 @@
+"""A run's folder: the only interface between the parts of allranks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from allranks.errors import AllranksError
+from allranks.events import read_events, read_last_events
+
+State = Literal["queued", "running", "finished", "failed", "stopped"]
+
+NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths in one run's folder, and what can be told from them."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def job_name(self) -> str:
+        match = NAME.fullmatch(self.name)
+        return match["job"] if match else self.name
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / str(number)
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank}.log"
+
+    def events(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank}.jsonl"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts made so far, oldest first."""
+        folder = self.path / "attempts"
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def ranks(self, attempt: int) -> list[int]:
+        """Ranks that wrote events in an attempt."""
+        paths = self.attempt(attempt).glob("rank-*.jsonl")
+        return sorted(int(path.stem.removeprefix("rank-")) for path in paths)
+
+    def info(self) -> dict[str, Any]:
+        """The content of run.json; empty if there is none (yet)."""
+        try:
+            content = json.loads((self.path / "run.json").read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write_info(self, info: dict[str, Any]) -> None:
+        write_atomically(self.path / "run.json", json.dumps(info, indent=2) + "\n")
+
+    def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
+        """The start event of a rank, if it came that far."""
+        for event in read_events(self.events(attempt, rank)):
+            if event["event"] == "start":
+                return event
+        return None
+
+    def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
+        """The end event of a rank, if it has ended in order."""
+        events = [e for e in read_last_events(self.events(attempt, rank)) if e["event"] == "end"]
+        return events[-1] if events else None
+
+    def state(self) -> State:
+        """One word for the whole run; a run without a live process or an end is failed."""
+        return "running" if self.is_live() else self.ended_state()
+
+    def ended_state(self) -> State:
+        """The same for a run that is known to have ended."""
+        attempts = self.attempts()
+        if not attempts:
+            return "failed"
+        ranks = self.ranks(attempts[-1])
+        ends = [self.end(attempts[-1], rank) for rank in ranks]
+        states = {end["state"] if end else "failed" for end in ends}
+        for state in ("failed", "stopped", "finished"):
+            if state in states:
+                return state  # type: ignore[return-value]  # a member of the tuple above
+        return "failed"
+
+    def is_live(self) -> bool:
+        """Whether some process, on this or another machine, holds the run."""
+        try:
+            descriptor = os.open(self._lock_file, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the run's one writer; raises if another process is. Released even by SIGKILL."""
+        descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take(descriptor)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        for _ in range(20):  # is_live() of another process may hold it for a moment
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        raise AllranksError(
+            f"run {self.name} is live: {holder} is writing to it",
+            fix="wait for it or stop it (Ctrl-C in its terminal), then resume; "
+            "or leave out --resume for a new run",
+        )
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+
+def create_run(runs: Path, job_name: str) -> RunDir:
+    """A new folder `<job name>-<date>-<time>-<4 hex>` under `runs`."""
+    while True:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = runs.absolute() / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise AllranksError(
+                f"cannot make the run folder {path}: {error.strerror}",
+                fix="choose another place with --runs DIR (or ALLRANKS_RUNS)",
+            ) from None
+        return RunDir(path)
+
+
+def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
+    """The run that a name, a unique prefix, a path, or `last` stands for."""
+    as_path = Path(reference).expanduser()
+    if reference != "last" and (as_path / "run.json").is_file():
+        return RunDir(as_path.resolve())
+    known = list_runs(runs)
+    if reference == "last":
+        known = [run for run in known if job_name in (None, run.job_name)]
+        if known:
+            return known[0]
+        of_job = f" of job {job_name}" if job_name else ""
+        raise AllranksError(f"no run{of_job} in {runs}", fix="start one: allranks run job.yaml")
+    matches = [run for run in known if run.name.startswith(reference)]
+    exact = [run for run in matches if run.name == reference]
+    if len(exact or matches) == 1:
+        return (exact or matches)[0]
+    if matches:
+        names = ", ".join(run.name for run in matches[:5])
+        raise AllranksError(
+            f"{reference!r} fits {len(matches)} runs: {names}", fix="write more of the name"
+        )
+    newest = ", ".join(run.name for run in known[:3]) or "none"
+    raise AllranksError(
+        f"no run {reference!r} in {runs} (newest: {newest})",
+        fix="write a run's name, a unique prefix of it, its path, or last",
+    )
+
+
+def list_runs(runs: Path) -> list[RunDir]:
+    """All runs in a folder, newest first."""
+    paths = runs.absolute().iterdir() if runs.is_dir() else iter(())
+    found = [(match["time"], path) for path in paths if (match := NAME.fullmatch(path.name))]
+    found.sort(key=lambda item: (item[0], _created(item[1])), reverse=True)
+    return [RunDir(path) for _, path in found]
+
+
+def _created(path: Path) -> float:
+    # Names have a resolution of one second: run.json tells two runs of the same second apart.
+    return float(RunDir(path).info().get("created", 0.0))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old content or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

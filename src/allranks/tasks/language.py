@@ -1,0 +1,236 @@
+"""A GPT-2-shaped language model on a memory-mapped file of tokens, or on Python's own sources."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from allranks.errors import AllranksError
+from allranks.tasks import Task
+from allranks.tasks.gpt import GPT, SHAPES, Shape
+from allranks.tasks.options import check_choice, check_count, check_number
+
+BUILT_TOKENS = 2_000_000  # of the file built where none is given: 4 MB on disk
+VAL_SHARE = 0.05
+# 5% of a large file could take longer to evaluate than the training steps in between.
+MAX_VAL_TOKENS = 1_000_000
+CHECKED_WINDOWS = 64  # looked at before training starts; the others when they are read
+
+Tokens = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
+
+
+@dataclass
+class Language(Task):
+    """Predict the next token. The perplexity is `exp(loss)`: of the mean, never a mean of exps."""
+
+    size: str = "tiny"  # 16m, 124m (GPT-2 small), 1.5b (GPT-2 XL)
+    tokens: str | Path | None = None  # .bin: uint16, little-endian; or .npy; null: build one
+    context: int | None = None  # tokens seen at once; null: the size's
+    vocabulary: int | None = None  # number of token ids; null: the size's
+    dropout: float = 0.0
+
+    defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 32, "steps": 500}
+
+    def __post_init__(self) -> None:
+        check_choice("language", "size", self.size, tuple(SHAPES))
+        check_number("language", "dropout", self.dropout, 0, 0.9)
+        if self.context is not None:
+            check_count("language", "context", self.context, 1, 1_048_576)
+        if self.vocabulary is not None:
+            check_count("language", "vocabulary", self.vocabulary, 2, 16_777_216)
+        if not isinstance(self.tokens, str | Path | None):
+            raise AllranksError(
+                f"option tokens of the task language cannot be {self.tokens!r}",
+                fix="set options.tokens to the path of a .bin or .npy file, or to null",
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The size's shape, with the options that change it."""
+        shape = SHAPES[self.size]
+        return replace(
+            shape,
+            context=self.context or shape.context,
+            vocabulary=self.vocabulary or shape.vocabulary,
+        )
+
+    def model(self) -> nn.Module:
+        return GPT(self.shape, self.dropout)
+
+    def datasets(self) -> Mapping[str, Dataset[Any]]:
+        path, context, vocabulary = self._token_file(), self.shape.context, self.shape.vocabulary
+        num_tokens = len(open_tokens(path))
+        num_windows = num_tokens // (context + 1)
+        if num_windows < 2:
+            raise AllranksError(
+                f"{path} has {num_tokens:,} tokens, too few for a training and a validation window"
+                f" of {context + 1:,} tokens each",
+                fix=f"give options.tokens at least {2 * (context + 1):,} tokens,"
+                f" or set options.context to at most {max(1, num_tokens // 2 - 1):,}",
+            )
+        num_val = max(1, int(num_windows * VAL_SHARE))
+        num_train = num_windows - num_val
+        num_val = min(num_val, max(1, MAX_VAL_TOKENS // (context + 1)))
+        everything = Windows(path, context, vocabulary, range(num_windows))
+        everything.batch(np.linspace(0, num_windows - 1, CHECKED_WINDOWS, dtype=int).tolist())
+        return {
+            "train": Windows(path, context, vocabulary, range(num_train)),
+            "val": Windows(path, context, vocabulary, range(num_train, num_train + num_val)),
+        }
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        # In float32 wherever this is called: bfloat16 would leave the loss three digits.
+        logits = outputs.float().flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(1)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        return {"accuracy": (outputs.argmax(2) == targets).float().mean(1)}
+
+    def stage(self, local: Callable[[Path], Path]) -> None:
+        self.tokens = local(self._token_file())
+
+    def stages(self, model: nn.Module) -> list[nn.Module]:
+        # The first and the last share one Parameter, the token embedding. Who puts them on
+        # different ranks gives each its own copy: they start equal, so they stay equal if the
+        # sum of their two gradients goes to both before every optimizer step (and the matrix
+        # counts once in the gradient norm).
+        assert isinstance(model, GPT)
+        return [model.embedding, *model.blocks, model.head]
+
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        # One all-reduce after attention and one after the MLP; embeddings, norms and head are
+        # computed by every rank alike.
+        return {
+            "blocks.*.attention.qkv": ColwiseParallel(),
+            "blocks.*.attention.out": RowwiseParallel(),
+            "blocks.*.mlp.up": ColwiseParallel(),
+            "blocks.*.mlp.down": RowwiseParallel(),
+        }
+
+    def _token_file(self) -> Path:
+        if self.tokens is None:
+            return built_token_file()
+        path = Path(self.tokens).expanduser()
+        if not path.is_file():
+            raise AllranksError(
+                f"there is no token file {path.absolute()}",
+                fix="correct options.tokens, or set it to null to train on Python's own sources",
+            )
+        return path
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Non-overlapping windows of a token file: `(tokens, the tokens that follow each)`."""
+
+    def __init__(self, path: Path, context: int, vocabulary: int, part: range) -> None:
+        self.path, self.context, self.vocabulary, self.part = path, context, vocabulary, part
+        length = context + 1
+        tokens = open_tokens(path)[part.start * length : part.stop * length]
+        self.windows = tokens.reshape(len(part), length)  # a view: nothing is read yet
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled memory map would carry the whole file to each worker process.
+        return Windows, (self.path, self.context, self.vocabulary, self.part)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch([index])
+        return inputs[0], targets[0]
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The collated batch of these samples, in one read: `[batch, context]` each."""
+        windows = self.windows[np.asarray(indices)]
+        lowest, highest = windows.min(), windows.max()
+        # On a GPU an id out of range would end in an assertion that names neither id nor file.
+        if lowest < 0 or highest >= self.vocabulary:
+            raise AllranksError(
+                f"{self.path} has the token id {lowest if lowest < 0 else highest}, but the"
+                f" vocabulary is {self.vocabulary:,}: ids from 0 to {self.vocabulary - 1:,}",
+                fix=f"set options.vocabulary to at least {int(highest) + 1}, options.size to one"
+                " with a larger vocabulary, or options.tokens to a file of this vocabulary",
+            )
+        tokens = torch.from_numpy(windows.astype(np.int64))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def open_tokens(path: Path) -> Tokens:
+    """The file's token ids, memory-mapped."""
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r")
+        elif path.suffix == ".bin":
+            # An empty file cannot be mapped.
+            empty = path.stat().st_size == 0
+            tokens = np.empty(0, "<u2") if empty else np.memmap(path, "<u2", mode="r")
+        else:
+            raise ValueError(f"the name ends in {path.suffix!r}")
+        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError("not one row of whole numbers")
+    except (OSError, EOFError, ValueError) as error:
+        raise AllranksError(
+            f"{path} cannot be read as a token file: {error}",
+            fix="set options.tokens to a .bin of little-endian uint16 ids, as nanoGPT writes,"
+            " or a .npy with a 1-D array of integers",
+        ) from error
+    return np.asarray(tokens)  # plain: np.memmap makes every slice a little slower
+
+
+def built_token_file() -> Path:
+    """The bytes of Python's own sources as tokens, in the user's cache; built where missing.
+
+    Any number of ranks may call it at once: each writes its own file, and all write the same.
+    """
+    # sys.stdlib_module_names leaves out what differs between machines of one Python version.
+    folder = Path(sysconfig.get_path("stdlib"))
+    sources = [folder / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allranks"
+        path = cache / f"python-{platform.python_version()}-{BUILT_TOKENS}.bin"
+        if path.is_file():
+            return path
+        text = b"".join(source.read_bytes() for source in sources if source.is_file())
+        if not text:
+            raise FileNotFoundError("there are no .py files")
+        cache.mkdir(parents=True, exist_ok=True)
+        _write(path, np.frombuffer(text[:BUILT_TOKENS], np.uint8).astype("<u2").tobytes())
+    except (OSError, RuntimeError) as error:
+        raise AllranksError(
+            f"no token file could be built from Python's sources in {folder}: {error}",
+            fix="set XDG_CACHE_HOME to a folder that can be written, or options.tokens to a file",
+        ) from error
+    return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write all of the file or none of it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            # Others may have mapped the file of a faster rank: on NFS a replaced one goes stale.
+            if path.exists():
+                os.unlink(file.name)
+            else:
+                os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,328 @@
+"""Checkpoints: staged in memory, written in the background, committed by one rename.
+
+Tensors go through torch.distributed.checkpoint, so that any layout can read what any other wrote;
+everything else is in `checkpoint.json` (see allranks.commits). Nothing in a checkpoint is
+unpickled freely: loading one cannot run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from allranks import commits
+from allranks.commits import Commit
+from allranks.errors import AllranksError
+from allranks.events import EventLog, disk_error
+from allranks.train.data import Progress
+
+
+class Checkpointer:
+    """Saves a training's tensors without stopping it for longer than a copy in memory takes.
+
+    All ranks must call `save` at the same steps. `group` is a gloo group for the background.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: int,
+        group: dist.ProcessGroup,
+        log: EventLog,
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
+        self.keep = keep
+        self.group = group
+        self.log = log
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.saved_step = -1  # the newest step that was or is being saved
+        self._last_save = time.monotonic()
+        self._staged: dict[str, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, progress: Progress, notes: dict[str, Any]) -> None:
+        """Stage everything and write it in the background. Every rank must call it."""
+        if progress.step == self.saved_step:
+            return
+        started = time.perf_counter()
+        self.finish()  # one at a time: the staging memory is reused
+        waited = time.perf_counter()
+        self._stage()
+        stall = time.perf_counter() - started
+        manifest = {
+            "v": 1,
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "position": progress.position,
+            "samples": progress.samples,
+            "world_size": self.world_size,
+            "torch": torch.__version__,
+            **notes,
+        }
+        self.saved_step = progress.step
+        self._last_save = time.monotonic()
+        self._writing = self._thread.submit(self._write, manifest, started, stall, waited - started)
+
+    def seconds_since_save(self) -> float:
+        return time.monotonic() - self._last_save
+
+    @property
+    def failed(self) -> bool:
+        """Whether the write in the background has ended in an error, which `finish` will raise."""
+        return (
+            self._writing is not None
+            and self._writing.done()
+            and self._writing.exception() is not None
+        )
+
+    def finish(self) -> None:
+        """Wait until the last save is committed; raises if it could not be."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _stage(self) -> None:
+        """Copy the tensors that this rank will write into memory that is kept for it."""
+        tensors = training_tensors(self.model, self.optimizer)
+        mine = share_of_tensors(tensors, self.rank, self.world_size)
+        if self._staged.keys() != mine.keys():
+            self._staged = {
+                name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                for name, tensor in mine.items()
+            }
+        for name, tensor in mine.items():
+            self._staged[name].copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def _write(
+        self, manifest: dict[str, Any], started: float, stall: float, waited: float
+    ) -> None:
+        step = manifest["step"]
+        writing = commits.writing_folder(self.folder, step)
+        try:
+            files = self._write_files(writing)
+            if self.rank == 0:
+                commits.commit(self.folder, step, {**manifest, "files": files}, keep=self.keep)
+        except OSError as error:
+            raise disk_error(error, Path(error.filename or writing)) from error
+        seconds = time.perf_counter() - started - waited
+        self.log.write(
+            "checkpoint", step=step, seconds=round(seconds, 6), stall=round(stall, 6)
+        )
+
+    def _write_files(self, folder: Path) -> dict[str, Any]:
+        """Write and sync this rank's files; the manifest's entries of all ranks, on rank 0."""
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = FileSystemWriter(folder, sync_files=False)  # seal() syncs
+        try:
+            dcp.save(dict(self._staged), storage_writer=writer, process_group=self.group)
+        except dcp.CheckpointException as error:
+            raise _cause(error) from None
+        sealed: dict[str, Any] | OSError
+        try:
+            paths = list(folder.glob(f"__{self.rank}_*.distcp"))
+            if self.rank == 0:
+                paths.append(folder / ".metadata")
+            sealed = {path.name: commits.seal(path) for path in paths}
+        except OSError as error:
+            sealed = error
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, sealed, group=self.group)
+        files: dict[str, Any] = {}
+        for part in gathered:
+            if isinstance(part, OSError):
+                raise part
+            files |= part
+        return files
+
+
+def _cause(error: dcp.CheckpointException) -> BaseException:
+    """What went wrong on the first rank that failed; an OSError if there is one among them."""
+    causes = [failure[0] for _, failure in sorted(error.failures.items())]
+    for cause in causes:
+        nested: BaseException | None = cause
+        while nested is not None:
+            if isinstance(nested, OSError):
+                return nested
+            nested = nested.__cause__ or nested.__context__
+    # torch's own writer reports a full disk as a RuntimeError that names the file.
+    for cause in causes:
+        if isinstance(cause, RuntimeError) and "file write failed" in str(cause):
+            return OSError(28, "No space left on device")
+    return causes[0]
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor that a training is made of, by name."""
+    tensors = model_tensors(model)
+    for name, parameter in named_parameters(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers; one that goes by several names (tied weights) under the first."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensors[f"model.{name}"] = value.detach()
+    return tensors
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trained parameters in the optimizer's order, under the names that the state dict uses."""
+    prefix = "_checkpoint_wrapped_module."  # of activation checkpointing
+    return [
+        (name.replace(prefix, ""), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def share_of_tensors(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """The tensors that a rank writes, all ranks' shares being about equal in bytes."""
+    loads = [0] * world_size
+    mine = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        owner = loads.index(min(loads))
+        loads[owner] += tensors[name].nbytes
+        if owner == rank:
+            mine[name] = tensors[name]
+    return mine
+
+
+def load(
+    commit: Commit, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Progress, dict[str, Any]]:
+    """Put a committed checkpoint into a model and its optimizer; the progress and the manifest."""
+    manifest = commit.manifest()
+    reader = TensorReader(commit.path, manifest["files"])
+    metadata = reader.read_metadata()
+    stored = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    expected = model_tensors(model)
+    for name, tensor in expected.items():
+        shape = tuple(stored[name].shape) if name in stored else "no such tensor"
+        if shape != tuple(tensor.shape):
+            raise AllranksError(
+                f"{commit.path.name} does not fit the model: {name} is {tuple(tensor.shape)} "
+                f"in the model, {shape} in the checkpoint",
+                fix="resume with the task and options that the run was started with",
+            )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(stored, storage_reader=reader, no_dist=True)  # each rank reads for itself
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(stored[name])
+    _load_optimizer(optimizer, model, stored)
+    progress = Progress(**{key: manifest[key] for key in Progress.__dataclass_fields__})
+    return progress, manifest
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, stored: dict[str, Tensor]
+) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for index, (name, _) in enumerate(named_parameters(model)):
+        prefix = f"optimizer.{name}."
+        own = {key: value for key, value in stored.items() if key.startswith(prefix)}
+        # A name may be the beginning of another: "a." is of "a.b.exp_avg" too.
+        own = {key: value for key, value in own.items() if "." not in key[len(prefix) :]}
+        if own:
+            state[index] = {key[len(prefix) :]: value for key, value in own.items()}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class TensorReader(FileSystemReader):
+    """Reads tensors, and only tensors, of the files that the manifest lists."""
+
+    def __init__(self, path: Path, files: dict[str, Any]) -> None:
+        super().__init__(path)
+        self._files = files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        content = (Path(self.path) / ".metadata").read_bytes()
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, Metadata):
+            raise AllranksError(
+                f"{self.path}/.metadata is not a checkpoint's", fix="use another checkpoint"
+            )
+        for name, entry in metadata.state_dict_metadata.items():
+            # Entries of other kinds would be unpickled.
+            if not isinstance(entry, TensorStorageMetadata):
+                raise AllranksError(
+                    f"{self.path} holds {name}, which is not a tensor", fix="use another checkpoint"
+                )
+        for info in metadata.storage_data.values():
+            if info.relative_path not in self._files:
+                raise AllranksError(
+                    f"{self.path}/.metadata names {info.relative_path}, which is not in its list",
+                    fix="use another checkpoint",
+                )
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """`.metadata` is a pickle: only the plain data classes that torch puts there are let in."""
+
+    allowed = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "ChunkStorageMetadata",
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self.allowed:
+            return super().find_class(module, name)
+        raise AllranksError(
+            f"the checkpoint's .metadata asks for {module}.{name}, which a checkpoint never holds",
+            fix="do not trust this checkpoint; use another one",
+            exit_code=1,
+        )

@@ -1,0 +1,360 @@
+"""Which sample goes where, and how it gets there.
+
+The order of samples is a function of (seed, epoch, position). A global batch is the next
+`batch_size` positions; it is cut into ranks and micro-batches as evenly as it goes, so each sample
+is seen exactly once an epoch on any layout, the last uneven batch included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from allranks.processes import die_with_parent
+from allranks.tasks import Task
+from allranks.train.seeds import mix
+
+ON_DEVICE_BYTES = 1 << 28  # in-memory data sets up to this size live on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a global batch is divided: over `parts` ranks, this one being `part`, then by size."""
+
+    batch_size: int
+    part: int
+    parts: int
+    micro_batch_size: int | None = None
+
+    def share(self, start: int, stop: int) -> tuple[int, int]:
+        """This rank's positions of a global batch; two ranks' shares differ by one at most."""
+        count = stop - start
+        low, high = self.part * count // self.parts, (self.part + 1) * count // self.parts
+        return start + low, start + high
+
+    def micro_batches(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The positions of each of this rank's micro-batches of a global batch.
+
+        Every rank has the same number of them, because forward passes may be collective: where
+        there are too few samples to go round, some are empty.
+        """
+        low, high = self.share(start, stop)
+        if self.micro_batch_size is None:
+            return [(low, high)]
+        size, largest_share = high - low, -(-(stop - start) // self.parts)
+        count = -(-largest_share // self.micro_batch_size)
+        return [(low + i * size // count, low + (i + 1) * size // count) for i in range(count)]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the training is. Saved with every checkpoint; the same on every rank."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # epochs completed
+    position: int = 0  # samples of the current epoch that were seen
+    samples: int = 0  # samples seen in all
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """An empty one carries one borrowed sample of weight 0, so that models need not handle none."""
+
+    inputs: Any
+    targets: Any
+    weights: Tensor  # per sample; over the global batch they sum to the number of ranks
+    is_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's share of one global batch."""
+
+    epoch: int  # counted from 1
+    num_samples: int  # this rank's
+    global_samples: int
+    ends_epoch: bool
+    micro_batches: Iterator[MicroBatch]
+    num_micro_batches: int
+
+
+class TrainingData:
+    """An endless stream of global batches from any position on."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        task: Task,
+        cut: Cut,
+        *,
+        seed: int,
+        device: torch.device,
+        num_workers: int | Literal["auto"] = "auto",
+        prefetch: int = 4,
+        num_cpus: int = 1,
+    ) -> None:
+        self.num_samples = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        self.cut = cut
+        self.seed = seed
+        self.device = device
+        self._weights: dict[tuple[int, float], Tensor] = {}
+        has_transform = task.has_transform()
+        self._samples = _Samples(dataset, task.transform if has_transform else None, seed)
+        self._fetch = None if has_transform else direct_fetch(dataset, device)
+        if num_workers == "auto":
+            num_workers = 0 if self._fetch else spare_workers(num_cpus)
+        if num_workers > 0:
+            self._fetch = None
+        self._loader_options = loader_options(num_workers, prefetch, device)
+        self._loader_options["collate_fn"] = self._samples.collate
+        self.num_workers = num_workers
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.cut.batch_size)
+
+    def order(self, epoch: int) -> Tensor:
+        """The index of the sample at each position of an epoch, counted from 0."""
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def batches(self, progress: Progress) -> Iterator[Batch]:
+        """Global batches from the next sample on, without end."""
+        fetched = ahead_on_device(self._fetched(progress), self.device)
+        for epoch, start, stop in self._spans(progress):
+            low, high = self.cut.share(start, stop)
+            pieces = self.cut.micro_batches(start, stop)
+            yield Batch(
+                epoch=epoch + 1,
+                num_samples=high - low,
+                global_samples=stop - start,
+                ends_epoch=stop == self.num_samples,
+                num_micro_batches=len(pieces),
+                micro_batches=self._micro_batches(fetched, pieces, self.cut.parts / (stop - start)),
+            )
+
+    def example(self, progress: Progress) -> MicroBatch:
+        """The next micro-batch, with its weights, fetched aside from the stream."""
+        epoch, indices = next(self._indices(progress))
+        if self._fetch is not None:
+            batch = self._fetch(indices)
+        else:
+            batch = self._samples.collate([self._samples[epoch, i] for i in indices.tolist()])
+        inputs, targets = on_device(batch, self.device)
+        return MicroBatch(inputs, targets, self._sample_weights(len(indices), 1.0))
+
+    def _fetched(self, progress: Progress) -> Iterator[Any]:
+        if self._fetch is not None:
+            fetch = self._fetch
+            return (fetch(indices) for _, indices in self._indices(progress))
+        # A loader's worker needs the epoch too: transforms are seeded by it.
+        keys = ([(e, i) for i in indices.tolist()] for e, indices in self._indices(progress))
+        return iter(DataLoader(self._samples, batch_sampler=keys, **self._loader_options))
+
+    def _micro_batches(
+        self, fetched: Iterator[Any], pieces: list[tuple[int, int]], weight: float
+    ) -> Iterator[MicroBatch]:
+        for low, high in pieces:
+            inputs, targets = next(fetched)
+            if high > low:
+                yield MicroBatch(inputs, targets, self._sample_weights(high - low, weight))
+            else:
+                yield MicroBatch(inputs, targets, self._sample_weights(1, 0.0), is_empty=True)
+
+    def _sample_weights(self, num_samples: int, weight: float) -> Tensor:
+        key = (num_samples, weight)
+        if key not in self._weights:
+            self._weights[key] = torch.full((num_samples,), weight, device=self.device)
+        return self._weights[key]
+
+    def _spans(self, progress: Progress) -> Iterator[tuple[int, int, int]]:
+        """Epoch (from 0), start and stop position of every global batch from `progress` on."""
+        position = progress.position
+        for epoch in itertools.count(progress.epoch):
+            while position < self.num_samples:
+                stop = min(position + self.cut.batch_size, self.num_samples)
+                yield epoch, position, stop
+                position = stop
+            position = 0
+
+    def _indices(self, progress: Progress) -> Iterator[tuple[int, Tensor]]:
+        """Epoch and sample indices of every micro-batch of this rank from `progress` on."""
+        ordered_epoch, order = -1, torch.empty(0)
+        for epoch, start, stop in self._spans(progress):
+            if epoch != ordered_epoch:
+                ordered_epoch, order = epoch, self.order(epoch)
+                if self._fetch is not None:
+                    order = order.to(self._fetch.index_device)
+            for low, high in self.cut.micro_batches(start, stop):
+                yield epoch, order[low:high] if high > low else order[start : start + 1]
+
+
+class EvaluationData:
+    """This rank's share of a whole data set, in order."""
+
+    def __init__(
+        self, dataset: Dataset[Any], cut: Cut, *, device: torch.device, num_workers: int = 0
+    ) -> None:
+        self.device = device
+        size: int = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        low, high = cut.share(0, size)
+        starts = range(low, high, cut.batch_size)
+        self._spans = [(start, min(start + cut.batch_size, high)) for start in starts]
+        self._is_empty = not self._spans
+        if self._is_empty:
+            self._spans = [(0, 1)]  # borrowed, so that this rank too learns the metrics' names
+        self._fetch = direct_fetch(dataset, device)
+        self._loader: DataLoader[Any] | None = None
+        if self._fetch is None:
+            ranges = [list(range(*span)) for span in self._spans]
+            options = loader_options(num_workers, 2, device)
+            self._loader = DataLoader(dataset, batch_sampler=ranges, **options)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
+        """Inputs, targets and number of samples (0 if they are borrowed) of each batch."""
+        if self._fetch is None:
+            assert self._loader is not None
+            fetched: Iterator[Any] = iter(self._loader)
+        else:
+            fetched = map(self._fetch, self._index_ranges(self._fetch.index_device))
+        pairs = ahead_on_device(fetched, self.device)
+        for (low, high), (inputs, targets) in zip(self._spans, pairs, strict=True):
+            yield inputs, targets, 0 if self._is_empty else high - low
+
+    def _index_ranges(self, device: torch.device) -> Iterator[Tensor]:
+        return (torch.arange(low, high, device=device) for low, high in self._spans)
+
+
+class _Samples(Dataset[Any]):
+    """A data set whose transforms draw from a generator per (seed, epoch, sample)."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        transform: Callable[[Any, torch.Generator], Any] | None,
+        seed: int,
+    ) -> None:
+        self.dataset = dataset
+        self.transform = transform
+        self.seed = seed
+        self.batch: Callable[[list[int]], Any] | None = getattr(dataset, "batch", None)
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        if self.batch is not None and self.transform is None:
+            return index
+        sample = self.dataset[index]
+        if self.transform is None:
+            return sample
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
+        return self.transform(sample, generator)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Called in the loader's worker."""
+        if self.batch is not None and self.transform is None:
+            return self.batch(samples)
+        return torch.utils.data.default_collate(samples)
+
+
+class TensorFetch:
+    """Batches of an in-memory data set by one indexing each; on the device if they fit there."""
+
+    def __init__(self, dataset: TensorDataset, device: torch.device) -> None:
+        fits = sum(tensor.nbytes for tensor in dataset.tensors) <= ON_DEVICE_BYTES
+        self.index_device = device if fits else torch.device("cpu")
+        self._tensors = [tensor.to(self.index_device) for tensor in dataset.tensors]
+
+    def __call__(self, indices: Tensor) -> Any:
+        return [tensor.index_select(0, indices) for tensor in self._tensors]
+
+
+class BatchFetch:
+    """Batches of a data set that has a method `batch(indices)` of its own."""
+
+    index_device = torch.device("cpu")
+
+    def __init__(self, batch: Callable[[list[int]], Any]) -> None:
+        self._batch = batch
+
+    def __call__(self, indices: Tensor) -> Any:
+        return self._batch(indices.tolist())
+
+
+def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | BatchFetch | None:
+    """How to get a batch in one call, for data sets that need no loader; None for the others."""
+    if isinstance(dataset, TensorDataset):
+        return TensorFetch(dataset, device)
+    batch = getattr(dataset, "batch", None)
+    return BatchFetch(batch) if batch is not None else None
+
+
+def spare_workers(num_cpus: int) -> int:
+    """Loader workers for a rank that has `num_cpus`: what it does not need itself, within reason."""
+    return min(max(num_cpus - 1, 0), 8)
+
+
+def loader_options(num_workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of every DataLoader here."""
+    options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": device.type == "cuda"}
+    if num_workers > 0:
+        options["persistent_workers"] = True
+        options["prefetch_factor"] = prefetch
+        options["worker_init_fn"] = _end_with_rank
+    return options
+
+
+def ahead_on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Copy each batch to a CUDA device one ahead of its use, on a stream of its own."""
+    if device.type != "cuda":
+        return batches
+    return _ahead_on_cuda(batches, device)
+
+
+def _ahead_on_cuda(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    stream = torch.cuda.Stream(device)
+    ready: Any = None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = on_device(batch, device)
+        if ready is not None:
+            yield ready
+        torch.cuda.current_stream(device).wait_stream(stream)
+        _used_by_current_stream(copied)
+        ready = copied
+    if ready is not None:
+        yield ready
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Every tensor in a batch, copied without waiting."""
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu" and device.type == "cuda" and not value.is_pinned():
+            value = value.pin_memory()
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: on_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(on_device(item, device) for item in value)
+    return value
+
+
+def _used_by_current_stream(value: Any) -> None:
+    # The allocator must not hand the memory to the copying stream while this one still reads it.
+    if isinstance(value, Tensor) and value.is_cuda:
+        value.record_stream(torch.cuda.current_stream(value.device))
+    elif isinstance(value, dict):
+        for item in value.values():
+            _used_by_current_stream(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _used_by_current_stream(item)
+
+
+def _end_with_rank(worker: int) -> None:
+    die_with_parent()

@@ -1,0 +1,236 @@
+"""The training loop. Read it top to bottom: nothing happens elsewhere, and no collective is hidden.
+
+Worker.py builds the parts; this puts them to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from allranks.tasks import Task
+from allranks.train.checkpoint import Checkpointer
+from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData
+from allranks.train.meter import Meter
+from allranks.train.optim import Schedule, clip_gradients
+from allranks.train.parallelize import (
+    SynchronisedBatchNorm,
+    norms_ignore_this_rank,
+    plain,
+    without_sync,
+)
+from allranks.train.pulse import Pulse
+from allranks.train.seeds import mix
+from allranks.train.signals import stop_requested
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """The parts of one rank's training."""
+
+    task: Task
+    model: nn.Module  # as parallelize() returned it
+    parameters: list[nn.Parameter]
+    norms: list[SynchronisedBatchNorm]
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scaler: torch.amp.GradScaler
+    autocast: AbstractContextManager[None]
+    max_norm: float | None
+    data: TrainingData
+    evaluations: Mapping[str, EvaluationData]
+    meter: Meter
+    pulse: Pulse
+    checkpointer: Checkpointer
+    save_every: SaveEvery
+    device: torch.device
+    seed: int
+    last_step: int
+    notes: dict[str, Any]  # what a checkpoint says besides the progress
+    progress: Progress = field(default_factory=Progress)
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # every evaluation so far
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvery:
+    """When checkpoints are due: after so many steps, or so many seconds by rank 0's clock."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def train(t: Training) -> Literal["finished", "stopped"]:
+    """Train to the last step, or to a step that all ranks agree to stop at; either way it is saved."""
+    stopping = t.pulse.agree(stop=stop_requested() is not None).stop
+    batches = t.data.batches(t.progress)
+    t.model.train()
+    t.meter.begin_step()
+    while t.progress.step < t.last_step and not stopping:
+        batch = next(batches)
+        step = t.progress.step + 1
+        t.schedule.set(t.optimizer, step)
+        seed_dropout(t, step)
+        loss = forward_backward(t, batch, want_loss=t.meter.wants_loss(step))  # collective
+        update(t)
+        advance(t.progress, batch)
+        t.meter.end_step(t.progress, batch, loss)
+
+        if t.pulse.beats_next:
+            t.meter.reduce_losses()  # collective, in the background
+        decision = t.pulse.step(stop_requested() is not None, save_due(t), something_failed(t))
+        if decision.failed:
+            raise_failure(t)
+        if batch.ends_epoch or step == t.last_step:
+            evaluate_and_record(t, "val")  # collective
+        if decision.save or (t.save_every.steps and step % t.save_every.steps == 0):
+            save(t)  # collective, in the background
+            t.meter.begin_step()
+        stopping = decision.stop
+
+    t.meter.reduce_losses()
+    finished = t.progress.step >= t.last_step
+    if finished:
+        evaluate_and_record(t, "test")
+    save(t)
+    t.checkpointer.finish()
+    return "finished" if finished else "stopped"
+
+
+def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | None:
+    """Gradients of the mean loss over the global batch; this rank's part of that mean if wanted.
+
+    Ranks exchange gradients during the last micro-batch only.
+    """
+    loss: Tensor | None = None
+    total_weight: Tensor | None = None
+    for number, micro in enumerate(batch.micro_batches, start=1):
+        with nullcontext() if number == batch.num_micro_batches else without_sync(t.model):
+            losses, weights, own_weight = weighted_losses(t, micro)
+            t.scaler.scale(losses).backward(weights)
+        if want_loss:
+            part = torch.dot(losses.detach(), weights)
+            loss = part if loss is None else loss + part
+        if own_weight is not None:
+            total_weight = own_weight if total_weight is None else total_weight + own_weight
+    world_size = t.data.cut.parts
+    if total_weight is not None:  # the task weighs its samples: only now is the divisor known
+        dist.all_reduce(total_weight)  # collective
+        correction = world_size / total_weight
+        torch._foreach_mul_([p.grad for p in t.parameters if p.grad is not None], correction)
+        loss = loss * correction if loss is not None else None
+    return loss / world_size if loss is not None else None
+
+
+def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A loss per sample, its weight in the global mean, and the sum of weights if the task's own."""
+    with norms_ignore_this_rank(t.norms) if micro.is_empty and t.norms else nullcontext():
+        with t.autocast:
+            outputs = t.model(micro.inputs)
+            losses = t.task.loss(outputs, micro.targets)
+    if isinstance(losses, tuple):
+        losses, own = losses
+        weights = micro.weights * own
+        return losses.float(), weights, weights.sum()
+    return losses.float(), micro.weights, None
+
+
+def update(t: Training) -> None:
+    """One optimizer step on the gradients there are."""
+    t.scaler.unscale_(t.optimizer)
+    if t.max_norm is not None:
+        clip_gradients([p.grad for p in t.parameters if p.grad is not None], t.max_norm)
+    t.scaler.step(t.optimizer)
+    t.scaler.update()
+    for parameter in t.parameters:
+        parameter.grad = None
+
+
+def advance(progress: Progress, batch: Batch) -> None:
+    progress.step += 1
+    progress.samples += batch.global_samples
+    progress.position += batch.global_samples
+    if batch.ends_epoch:
+        progress.epoch += 1
+        progress.position = 0
+
+
+def seed_dropout(t: Training, step: int) -> None:
+    """Masks follow (seed, step, rank): a resumed run draws the same ones."""
+    seed = mix(t.seed, step, t.data.cut.part)
+    torch.default_generator.manual_seed(seed)
+    if t.device.type == "cuda":
+        torch.cuda.default_generators[t.device.index].manual_seed(seed)
+
+
+@torch.no_grad()
+def evaluate(t: Training, split: str) -> dict[str, float]:
+    """Means over a whole data set, equal on all ranks. Every rank must call it."""
+    model = plain(t.model).eval()
+    sums: dict[str, Tensor] = {}  # name -> [sum of values, sum of their weights]
+    for inputs, targets, num_samples in t.evaluations[split]:
+        with t.autocast:
+            outputs = model(inputs)
+            losses = t.task.loss(outputs, targets)
+        weights = torch.ones_like(losses[0] if isinstance(losses, tuple) else losses)
+        if isinstance(losses, tuple):
+            losses, weights = losses
+        for name, values in {"loss": losses, **t.task.metrics(outputs, targets)}.items():
+            weight = weights.double() if name == "loss" else torch.ones_like(values.double())
+            pair = torch.stack([(values.double() * weight).sum(), weight.sum()])
+            sums[name] = sums.get(name, 0) + pair * (num_samples > 0)
+    totals = torch.stack(list(sums.values()))
+    dist.all_reduce(totals)  # collective
+    t.model.train()
+    means = (totals[:, 0] / totals[:, 1]).tolist()
+    return dict(zip(sums, means, strict=True))
+
+
+def evaluate_and_record(t: Training, split: str) -> None:
+    if split not in t.evaluations:
+        return
+    for name, value in evaluate(t, split).items():
+        record = {"step": t.progress.step, "name": f"{split}_{name}", "value": value}
+        t.metrics.append(record)
+        if t.meter.rank == 0:
+            t.meter.log.write("metric", **record)
+    t.meter.begin_step()
+
+
+def save(t: Training) -> None:
+    """Every rank must call it."""
+    notes = {**t.notes, "metrics": t.metrics}
+    if t.scaler.is_enabled():
+        notes["scaler"] = t.scaler.state_dict()
+    t.checkpointer.save(t.progress, notes)
+
+
+def save_due(t: Training) -> bool:
+    """By rank 0's clock; other ranks hear of it through the pulse."""
+    return (
+        t.save_every.seconds is not None
+        and t.meter.rank == 0
+        and t.checkpointer.seconds_since_save() >= t.save_every.seconds
+    )
+
+
+def something_failed(t: Training) -> bool:
+    """Whether this rank's checkpoint or events could not be written in the background."""
+    return t.checkpointer.failed or t.meter.log.error is not None
+
+
+def raise_failure(t: Training) -> None:
+    """Every rank stops when one cannot write; this one says why if it knows."""
+    t.meter.log.check()
+    if t.checkpointer.failed:
+        t.checkpointer.finish()
+    raise PeerFailure
+
+
+class PeerFailure(Exception):
+    """Another rank has failed and says why."""

@@ -1,0 +1,249 @@
+"""A model made ready for many ranks: synchronised norms, checkpointing, compilation, DDP, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from allranks.errors import AllranksError
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+
+# torch 2.13 renamed it, and warns of the old name.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
+
+
+def parallelize(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    activation_checkpointing: Literal["off", "full", "selective"] = "off",
+    compile: bool = False,
+) -> nn.Module:
+    """The model to call in training. Every rank must call it: DDP compares the parameters."""
+    model = synchronise_batch_norm(model)
+    model.to(device)
+    if activation_checkpointing != "off":
+        checkpoint_activations(model, selective=activation_checkpointing == "selective")
+    if compile:
+        model.compile()
+    if dist.get_world_size() == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        # Buffers are equal on all ranks already: the only ones that training changes are those
+        # of BatchNorm, and that is synchronised.
+        **{_SYNC_BUFFERS: False},
+    )
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model without its DDP wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def without_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backward passes that only add up gradients on this rank."""
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return nullcontext()
+
+
+# Precision.
+
+
+def resolve_precision(wanted: str, device: torch.device) -> Precision:
+    """What `auto` stands for here, or an error if this device cannot do what is wanted."""
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "auto":
+        return "bf16" if bf16 else "fp32"
+    if wanted == "tf32" and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
+        raise AllranksError(
+            f"precision: tf32 needs an NVIDIA GPU of the Ampere generation or later, not {device}",
+            fix="write precision: fp32, or auto",
+        )
+    if wanted == "bf16" and device.type == "cuda" and not bf16:
+        raise AllranksError(
+            f"precision: bf16 is not supported by {torch.cuda.get_device_name(device)}",
+            fix="write precision: fp16, or auto",
+        )
+    assert wanted in ("fp32", "tf32", "fp16", "bf16")
+    return wanted  # type: ignore[return-value]  # narrowed by the line above
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """The context of every forward pass; reusable. Also sets how fp32 matrix products are done."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    if precision in ("fp16", "bf16"):
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        return torch.autocast(device.type, dtype=dtype)
+    return nullcontext()  # a disabled autocast would cost microseconds a step
+
+
+# Activation checkpointing.
+
+
+def checkpoint_activations(model: nn.Module, *, selective: bool) -> None:
+    """Recompute the activations of each repeated block in the backward pass.
+
+    `selective` keeps the results of matrix products and attention, which are dear to recompute.
+    """
+    blocks = repeated_blocks(model)
+    if blocks is None:
+        raise AllranksError(
+            "activation_checkpointing: the model has no ModuleList or Sequential of several blocks",
+            fix="write activation_checkpointing: off, or put the model's layers in one",
+        )
+    for name, block in list(blocks.named_children()):
+        if selective:
+            wrapped = checkpoint_wrapper(block, context_fn=_keep_matrix_products)
+        else:
+            wrapped = checkpoint_wrapper(block)
+        setattr(blocks, name, wrapped)
+
+
+def repeated_blocks(model: nn.Module) -> nn.Module | None:
+    """The ModuleList or Sequential that holds most of the parameters."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    lists = [m for m in lists if len(m) > 1]
+    return max(lists, key=_num_parameters, default=None)
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+_DEAR = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _keep_matrix_products() -> tuple[
+    AbstractContextManager[None], AbstractContextManager[None]
+]:
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
+
+
+# BatchNorm over all ranks.
+
+
+class SynchronisedBatchNorm(_BatchNorm):
+    """BatchNorm over the samples of all ranks, on any device. Its forward pass is collective.
+
+    torch's SyncBatchNorm does this on GPUs only. Mean first, then the squared distances from it:
+    the difference of two large sums would lose the digits that layouts must agree on.
+    """
+
+    contributes = True  # False on a rank whose only sample is a borrowed one
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        x = input.float()
+        weight = float(self.contributes)
+        count = torch.full((1,), weight * x.numel() / x.size(1), device=x.device)
+        totals = _sum_over_ranks(torch.cat([x.sum(dims) * weight, count]))
+        count = totals[-1].detach()
+        mean = totals[:-1] / count
+        centred = x - mean.view(shape)
+        variance = _sum_over_ranks((centred * centred).sum(dims) * weight) / count
+        self._track(mean.detach(), variance.detach(), count)
+        y = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        return y.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if not self.track_running_stats:
+            return
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        unbiased = variance * (count / torch.clamp(count - 1, min=1))
+        if self.momentum is None:
+            share = 1.0 / self.num_batches_tracked.float()
+            self.running_mean += (mean - self.running_mean) * share
+            self.running_var += (unbiased - self.running_var) * share
+        else:
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(unbiased, self.momentum)
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    if dist.get_world_size() == 1:
+        return value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        result: Tensor = all_reduce_with_gradient(value)
+    return result
+
+
+def synchronise_batch_norm(module: nn.Module) -> nn.Module:
+    """Replace every BatchNorm in a module by a synchronised one with the same state."""
+    if isinstance(module, _BatchNorm) and not isinstance(module, SynchronisedBatchNorm):
+        twin = SynchronisedBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+        )
+        twin.train(module.training)
+        twin.load_state_dict(module.state_dict())
+        return twin
+    for name, child in list(module.named_children()):
+        setattr(module, name, synchronise_batch_norm(child))
+    return module
+
+
+def batch_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:
+    return [module for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
+
+
+@contextlib.contextmanager
+def norms_ignore_this_rank(norms: list[SynchronisedBatchNorm]) -> Iterator[None]:
+    """Take part in the norms' sums with nothing."""
+    for norm in norms:
+        norm.contributes = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.contributes = True

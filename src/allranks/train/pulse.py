@@ -1,0 +1,83 @@
+"""What all ranks decide together (to stop, to save), without one of them waiting for it.
+
+Every third of a second or so the ranks add up a few numbers over gloo, in the background: started
+after one step, read after the next. All ranks start and read at the same steps, so that all act
+at the same step, and the device is never synchronised for it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+PERIOD_SECONDS = 0.3
+MAX_STEPS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The same on every rank."""
+
+    stop: bool = False  # some rank was asked to stop
+    save: bool = False  # rank 0's clock says that a checkpoint is due
+    failed: bool = False  # some rank's background work failed
+
+
+NOTHING = Decision()
+
+
+class Pulse:
+    """One exchange in flight at most. `group`: a gloo group of all ranks, or None for one rank."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._numbers = torch.zeros(4, dtype=torch.float64)
+        self._work: dist.Work | None = None
+        self._steps = 0  # since the last exchange was started
+        self._interval = 1  # steps from one start to the next
+        self._started = time.perf_counter()
+
+    @property
+    def beats_next(self) -> bool:
+        """Whether the next call of `step` starts an exchange. The same on every rank."""
+        return self._steps + 1 >= self._interval
+
+    def step(self, stop: bool, save: bool, failed: bool) -> Decision:
+        """What was agreed, if anything. Every rank must call it after every step."""
+        if self.group is None:
+            return Decision(stop, save, failed) if stop or save or failed else NOTHING
+        self._steps += 1
+        decision = self._read() if self._work is not None else NOTHING
+        if self._steps >= self._interval:
+            self._start(stop, save, failed)
+        return decision
+
+    def agree(self, stop: bool, save: bool = False, failed: bool = False) -> Decision:
+        """Decide at once. Every rank must call it; it waits for all of them."""
+        if self.group is None:
+            return Decision(stop, save, failed)
+        if self._work is not None:
+            self._read()
+        self._start(stop, save, failed)
+        return self._read()
+
+    def _start(self, stop: bool, save: bool, failed: bool) -> None:
+        now = time.perf_counter()
+        step_seconds = (now - self._started) / max(self._steps, 1)
+        self._numbers.copy_(torch.tensor([stop, save, failed, step_seconds], dtype=torch.float64))
+        self._work = dist.all_reduce(self._numbers, group=self.group, async_op=True)
+        self._steps = 0
+        self._started = now
+
+    def _read(self) -> Decision:
+        assert self._work is not None and self.group is not None
+        self._work.wait()
+        self._work = None
+        stop, save, failed, seconds = self._numbers.tolist()
+        # From a sum over all ranks, so that every rank comes to the same interval.
+        mean_seconds = max(seconds / self.group.size(), 1e-6)
+        self._interval = int(min(max(PERIOD_SECONDS / mean_seconds, 1), MAX_STEPS))
+        return Decision(stop > 0, save > 0, failed > 0)

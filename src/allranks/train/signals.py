@@ -1,0 +1,27 @@
+"""Signals only raise a flag; the ranks agree on a step to stop at (pulse.py). No torch."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+# USR2, not USR1, for "your time is nearly up": NCCL may already handle USR1.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+_received: list[str] = []
+
+
+def listen() -> None:
+    """Take stop signals from now on, and those that came since the launcher blocked them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def stop_requested() -> str | None:
+    """The name of the first stop signal that this rank got, or None."""
+    return _received[0] if _received else None
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _received.append(signal.Signals(number).name)

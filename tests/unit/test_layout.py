@@ -1,0 +1,98 @@
+"""Layouts: read, written, and refused with the numbers and a layout that works."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from allranks.errors import AllranksError
+from allranks.layout import MAX_GPUS_PER_NODE, MAX_NODES, Layout
+
+# A loaded machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "written"),
+    [
+        ("1x1", Layout(1, 1, dp=1), "1x1"),
+        ("2x4", Layout(2, 4, dp=8), "2x4"),
+        (" 2x4 ", Layout(2, 4, dp=8), "2x4"),
+        ("2x4:dp=8", Layout(2, 4, dp=8), "2x4"),
+        ("2x4:tp=4", Layout(2, 4, dp=2, tp=4), "2x4:tp=4"),
+        ("1x8:fsdp=4,dp=2", Layout(1, 8, dp=2, fsdp=4), "1x8:fsdp=4"),
+        ("1x8:dp=2, fsdp=4", Layout(1, 8, dp=2, fsdp=4), "1x8:fsdp=4"),
+        ("1x4:pp=4", Layout(1, 4, dp=1, pp=4), "1x4:pp=4"),
+        ("1x8:pp=2,tp=2,fsdp=2", Layout(1, 8, dp=1, fsdp=2, tp=2, pp=2), "1x8:fsdp=2,tp=2,pp=2"),
+    ],
+)
+def test_parse_and_format(text: str, layout: Layout, written: str) -> None:
+    assert Layout.parse(text) == layout
+    assert str(layout) == written
+
+
+def test_ranks_and_the_dp_that_is_left() -> None:
+    layout = Layout(nodes=4, gpus=8, tp=4, pp=2)
+    assert layout.ranks == 32
+    assert layout.dp == 4
+
+
+sizes = st.integers(1, 5)
+
+
+@unhurried
+@given(sizes, sizes, sizes, sizes, st.integers(1, 50))
+def test_round_trip(dp: int, fsdp: int, tp: int, pp: int, nodes: int) -> None:
+    layout = Layout(nodes, dp * fsdp * tp * pp, dp * nodes, fsdp, tp, pp)
+    assert Layout.parse(str(layout)) == layout
+    assert layout.dp * layout.fsdp * layout.tp * layout.pp == layout.ranks
+
+
+@unhurried
+@given(st.text(max_size=20) | st.from_regex(r"[0-9]{0,3}x[0-9]{0,3}(:[a-z]{1,5}=[0-9]{0,3})?"))
+def test_any_text_parses_or_is_refused_with_a_fix(text: str) -> None:
+    try:
+        layout = Layout.parse(text)
+    except AllranksError:
+        return  # it cannot be made without a fix
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        ("8", "is not NODESxGPUS", "write 1x8 "),
+        ("", "is not NODESxGPUS", "2x4:tp=4"),
+        ("2x4@slurm", "is not NODESxGPUS", "2x4"),
+        ("-1x4", "is not NODESxGPUS", "2x4"),
+        ("٣x٣", "is not NODESxGPUS", "2x4"),
+        ("0x4", "nodes is 0", "2x4"),
+        ("1x0", "gpus is 0", "2x4"),
+        ("1x" + "9" * 5000, f"over {MAX_GPUS_PER_NODE}", "2x4"),
+        (f"{MAX_NODES + 1}x1", f"over {MAX_NODES}", "2x4"),
+        ("1x8:", 'no axis after ":"', "write 1x8"),
+        ("1x8:fdsp=2", "dp, fsdp, tp and pp", "write 1x8:fsdp=2"),
+        ("1x8:expert=2", "dp, fsdp, tp and pp", "1x8:tp=2"),
+        ("1x8:tp=2,tp=2", "tp twice", "once"),
+        ("1x8:tp", "positive integer", "tp=N"),
+        ("1x8:tp=0", "positive integer", "tp=N"),
+        ("1x8:dp=0", "positive integer", "dp=N"),
+        ("1x8:tp=-2", "positive integer", "tp=N"),
+        ("1x8:tp=3", "does not divide the 8", "write 1x8:tp=2 or 1x8:tp=4, or ask for 9 ranks"),
+        ("1x8:tp=16", "does not divide the 8", "write 1x8:tp=8, or ask for 16 ranks"),
+        ("1x1:tp=2", "does not divide the 1", "write 1x1, or ask for 2 ranks"),
+        ("1x8:tp=3,pp=2", "takes 6 ranks", "divides 8, or ask for 12 ranks"),
+        (
+            "1x8:dp=1,tp=2,pp=2",
+            "dp=1 x fsdp=1 x tp=2 x pp=2 needs 4 ranks, but 1x8 has 8",
+            "write 1x8:tp=2,pp=2 (dp is then 2), or ask for 4 ranks",
+        ),
+        ("1x8:dp=3,tp=3", "needs 9 ranks, but 1x8 has 8", "product is 8, or ask for 9 ranks"),
+        (f"{MAX_NODES}x{MAX_GPUS_PER_NODE}:tp=3", "does not divide", "tp=2"),
+    ],
+)
+def test_refusals(text: str, what: str, fix: str) -> None:
+    with pytest.raises(AllranksError) as refusal:
+        Layout.parse(text)
+    assert what in refusal.value.what
+    assert fix in refusal.value.fix
+    assert refusal.value.exit_code == 2
