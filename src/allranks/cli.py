@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -38,10 +39,10 @@ def _allranks() -> None:
 @app.command(context_settings={"ignore_unknown_options": False})
 def run(
     job: Annotated[
-        str | None, typer.Argument(metavar="[JOB.yaml]", help="Default: the bundled job.")
+        str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. optimizer.lr=3e-4")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")] = None,
     resume: Annotated[
@@ -142,29 +143,39 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 
 
 def main() -> NoReturn:
+    """The console script, and `python -m allranks`."""
     global _user_command
     arguments = sys.argv[1:]
     if "--" in arguments:
         cut = arguments.index("--")
         arguments, _user_command = arguments[:cut], arguments[cut + 1 :]
+    as_json = "--json" in arguments
     try:
-        app(arguments, standalone_mode=True)
-    except Exception as error:
-        from allranks.errors import AllranksError
-
-        if "--debug" in arguments:
-            raise
-        as_json = "--json" in arguments
-        if isinstance(error, AllranksError):
-            print_error(error, as_json=as_json)
-            sys.exit(error.exit_code)
-        raise
+        # On its own typer prints what is wrong with the arguments, for people, and exits.
+        sys.exit(app(arguments, standalone_mode=not as_json))
     except KeyboardInterrupt:
         sys.exit(130)
-    sys.exit(0)
+    except BrokenPipeError:  # `allranks ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        mended = as_user_error(error)
+        if mended is None or "--debug" in arguments:
+            raise
+        print_error(mended, as_json=as_json)
+        sys.exit(mended.exit_code)
 
 
-def _hush() -> None:
-    """A closed pipe (`allranks … | head`) is not an error."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
+def as_user_error(error: Exception) -> AllranksError | None:
+    """An error that is the user's to mend: ours, or typer's about the arguments."""
+    from allranks.errors import AllranksError
+
+    if isinstance(error, AllranksError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        from allranks.events import disk_error
+
+        return disk_error(error, Path(error.filename or "runs"))
+    if hasattr(error, "format_message"):
+        return AllranksError(error.format_message(), fix="see allranks --help")
+    return None

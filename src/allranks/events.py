@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from allranks.errors import AllranksError
 
@@ -37,6 +37,7 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._buffer: list[dict[str, Any]] = []
+        self._unwritten = b""
         self._writing = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -46,26 +47,35 @@ class EventLog:
         """Record one event. Cheap; raises nothing."""
         self._buffer.append({"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields})
 
-    def flush(self, *, wait: bool = False) -> None:
-        """Write what is complete; with `wait`, also what is still late."""
+    def flush(self, late: Literal["hold", "wait", "drop"] = "hold") -> None:
+        """Write what is there. Events whose value is late are held back, waited for, or cut."""
         with self._writing:
             count = 0
             lines = []
             for event in self._buffer:
-                late = event.get("loss")
-                if late is not None and not isinstance(late, float):
-                    if not (wait or late.ready()):
+                loss = event.get("loss")
+                if loss is not None and not isinstance(loss, float):
+                    is_ready = loss.ready()
+                    if late == "hold" and not is_ready:
                         break
-                    event["loss"] = late.value()
+                    event["loss"] = loss.value() if is_ready or late == "wait" else None
+                    if event["loss"] is None:
+                        del event["loss"]
                 lines.append(format_event(event))
                 count += 1
-            if not lines:
-                return
             del self._buffer[:count]
-            try:
-                _write_all(self._file, "".join(lines).encode())
-            except OSError as error:
-                self.error = error
+            self._unwritten += "".join(lines).encode()
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                written = os.write(self._file, self._unwritten)
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:  # what is left is tried again with the next flush
+            self.error = error
+        else:
+            self.error = None
 
     def check(self) -> None:
         """Raise if an earlier write failed, as on a full disk."""
@@ -76,7 +86,7 @@ class EventLog:
         """Write everything and stop the thread; further events are lost."""
         self._closing.set()
         self._thread.join()
-        self.flush(wait=True)
+        self.flush("wait")
         os.close(self._file)
 
     def _run(self) -> None:
@@ -149,9 +159,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event else None
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

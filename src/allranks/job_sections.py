@@ -64,7 +64,7 @@ class Data(Section):
 class Checkpoint(Section):
     """When the state is saved."""
 
-    every: DurationText | PositiveInt = Field(
+    every: PositiveInt | DurationText = Field(
         default=Duration(600), description="a time (30s, 10m, 1h) or a number of steps (500)"
     )
     keep: PositiveInt = Field(default=3, description="how many of the newest stay")

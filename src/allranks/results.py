@@ -26,7 +26,7 @@ def result(run: RunDir) -> dict[str, Any]:
         "world_size": start.get("world_size"),
         "attempt": attempt,
         "steps": steps,
-        "epochs": end.get("epoch", step.get("epoch")),
+        "epochs": end.get("epoch", _epochs(start, steps)),
         "samples": end.get("samples", _samples(start, steps)),
         "seconds": round(sum(_seconds(run, number) for number in attempts), 3),
         "samples_per_second": end.get("samples_per_second"),
@@ -69,6 +69,11 @@ def _last_loss(run: RunDir, attempts: list[int]) -> float | None:
         if losses:
             return losses[-1]  # type: ignore[no-any-return]  # a JSON number or null
     return None
+
+
+def _epochs(start: dict[str, Any], steps: int | None) -> int | None:
+    """Epochs completed after so many steps."""
+    return None if steps is None else steps // start.get("steps_per_epoch", steps + 1)
 
 
 def _samples(start: dict[str, Any], steps: int | None) -> int | None:

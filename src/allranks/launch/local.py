@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
-from allranks.events import append_event
+from allranks.events import append_event, disk_error
 from allranks.launch import prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
@@ -62,7 +62,9 @@ def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
     if prepared.run is not None and prepared.run.state() == "finished" and not prepared.changes:
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
-    with ExitStack() as held, Signals() as signals:
+    signals = Signals()
+    signals.listen()
+    with ExitStack() as held:
         launch = Launch(prepared, place, here, signals, screen, held)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
@@ -94,13 +96,10 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
 
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._note) for number in FORWARDED}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def listen(self) -> None:
+        """To the end of the process: what comes after the ranks have ended changes nothing."""
+        for number in FORWARDED:
+            signal.signal(number, self._note)
 
     @property
     def at_once(self) -> bool:
@@ -130,6 +129,7 @@ class Launch:
         self.screen = screen
         self.first_rank = (place.node_rank or 0) * here
         self.run, self.agent = self._meet(held)
+        self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
@@ -228,7 +228,11 @@ class Launch:
             fields: dict[str, Any] = {"state": state, "exit": code}
             if code < 0:
                 fields["signal"] = signal.Signals(-code).name
-            append_event(self.run.events(attempt, rank), "end", **fields)
+            path = self.run.events(attempt, rank)
+            try:
+                append_event(path, "end", **fields)
+            except OSError as error:
+                self._disk_error = disk_error(error, path)
 
     def _outcome(self) -> Outcome:
         outcome = result(self.run)
@@ -240,8 +244,8 @@ class Launch:
             return Outcome(self.run, outcome, 0)
         if state == "stopped":
             return Outcome(self.run, outcome, STOPPED_AT_CHECKPOINT)
-        error = describe_failure(self.run, self.place.max_restarts)
-        return Outcome(self.run, outcome, 1, error)
+        error = self._disk_error or describe_failure(self.run, self.place.max_restarts)
+        return Outcome(self.run, outcome, error.exit_code, error)
 
 
 def split_master(master: str | None) -> tuple[str, int]:
@@ -259,12 +263,13 @@ def split_master(master: str | None) -> tuple[str, int]:
 def describe_failure(run: RunDir, max_restarts: int) -> AllranksError:
     """The failed rank in one message."""
     failed = failure(run)
-    again = f"--resume {run.name} goes on from the last checkpoint"
+    again = f"allranks run --resume {run.name} goes on from the last checkpoint"
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=again, exit_code=1)
     rank, error = failed["rank"], failed.get("error")
     if error is not None and error["fix"]:
-        return AllranksError(f"rank {rank}: {error['what']}", fix=error["fix"], exit_code=1)
+        code = failed["exit"]
+        return AllranksError(f"rank {rank}: {error['what']}", fix=error["fix"], exit_code=code)
     if error is not None:
         what = f"rank {rank} failed: {error['what']}"
         return AllranksError(what, fix=f"see {failed['log']}; then {again}", exit_code=1)

@@ -226,7 +226,8 @@ def banner(run: str, start: dict[str, Any], job: Job) -> Table:
     ranks, per_epoch = start["world_size"], start["steps_per_epoch"]
     table.add_row("layout", f"{start['layout']}  ({ranks} rank{'s' if ranks > 1 else ''})")
     table.add_row("ranks", f"{start['backend']} over {link(start)}" if ranks > 1 else "alone")
-    threads = f", {start['threads']} threads each" if start["device"] == "CPU" else ""
+    plural = "s" if start["threads"] > 1 else ""
+    threads = f", {start['threads']} thread{plural} a rank" if start["device"] == "CPU" else ""
     table.add_row("device", f"{start['device']}{threads}")
     compiled = ", compiled" if start["compile"] else ""
     table.add_row("model", f"{start['parameters']:,} parameters, {start['precision']}{compiled}")

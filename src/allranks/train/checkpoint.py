@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,6 +125,8 @@ class Checkpointer:
             if self.rank == 0:
                 commits.commit(self.folder, step, {**manifest, "files": files}, keep=self.keep)
         except OSError as error:
+            # Half a checkpoint is of no use, and the space is needed to say what happened.
+            shutil.rmtree(writing, ignore_errors=True)
             raise disk_error(error, Path(error.filename or writing)) from error
         seconds = time.perf_counter() - started - waited
         self.log.write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def load_task(job: Job) -> Task:
 
 def _construct(cls: type[Task], options: dict[str, Any]) -> Task:
     try:
-        if hasattr(cls, "__dataclass_fields__"):
+        if dataclasses.is_dataclass(cls):
             return TypeAdapter(cls).validate_python(options)
         return cls(**options)
     except ValidationError as error:
@@ -42,7 +43,7 @@ def _construct(cls: type[Task], options: dict[str, Any]) -> Task:
         raise AllranksError(
             f"options.{key}: {first['msg']}, got {first.get('input')!r}",
             fix=f"correct options.{key} in the job file; {cls.__name__} takes "
-            + ", ".join(getattr(cls, "__dataclass_fields__", {})),
+            + ", ".join(field.name for field in dataclasses.fields(cls)),  # type: ignore[arg-type]
         ) from None
     except TypeError as error:
         raise AllranksError(f"options: {error}", fix="correct the options in the job file") from None

@@ -94,20 +94,30 @@ def main() -> None:
 
 def fail(error: BaseException, log: EventLog) -> None:
     """Say why in the end event, then in the log, and leave without waiting for the other ranks."""
+    what, fix, code = f"{type(error).__name__}: {error}{where(error)}", "", 1
     if isinstance(error, PeerFailure):
-        what, fix = "stopped because another rank failed", ""
+        what = "stopped because another rank failed"
     elif isinstance(error, AllranksError):
-        what, fix = error.what, error.fix
-    else:
-        what, fix = f"{type(error).__name__}: {error}", ""
+        what, fix, code = error.what, error.fix, error.exit_code
     is_echo = isinstance(error, PeerFailure | dist.DistError) or "Connection closed" in what
     # The end event comes first: the launcher then knows that what follows is a traceback.
     fields: dict[str, Any] = {"what": what, "fix": fix, "echo": is_echo}
-    log.write("end", state="failed", exit=1, error=fields)
-    log.flush()
+    log.write("end", state="failed", exit=code, error=fields)
+    log.flush("drop")  # losses that other ranks have a part in will never come
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)  # destroying the process group could wait for ranks that will never come
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of the user's own code, if there is one."""
+    installed = ("site-packages", "dist-packages", str(Path(commits.__file__).parent))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in installed)
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def choose_device(me: Rank) -> torch.device:

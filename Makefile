@@ -1,0 +1,71 @@
+# Set-up, demo and tests. Needs make and Python 3.11 or later; the rest goes into .venv.
+
+PYTHON ?= python3
+PIP_VERSION := 26.3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PYTEST ?=
+DOCS := $(wildcard docs/reference/*.md)
+COG := $(BIN)/python -m cogapp -I docs
+
+# Stamps: what is installed was installed for these files as they are now.
+PACKAGE := $(VENV)/.package
+DEV := $(VENV)/.dev
+SETTINGS := pyproject.toml constraints.txt Makefile
+
+.PHONY: help demo test lint docs soak clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train the bundled job"
+	@echo "make test    lint, types, docs and tests"
+	@echo "make soak    the long trials in full"
+	@echo "make lint    ruff and mypy"
+	@echo "make docs    write the generated parts of docs/ anew"
+	@echo "make clean   remove .venv and caches; runs/ stays"
+
+demo: $(PACKAGE)
+	@$(BIN)/python -m allranks run
+
+test: lint
+	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
+	@$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(DEV)
+	@$(BIN)/python -m ruff check
+	@$(BIN)/python -m ruff format --check
+	@$(BIN)/python -m mypy
+
+docs: $(DEV)
+	@$(COG) -r $(DOCS)
+
+soak: $(DEV)
+	@$(BIN)/python -m pytest -m soak $(PYTEST)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(PACKAGE): $(SETTINGS) | $(BIN)/python
+	@echo "installing allranks into $(VENV): torch is large, this can take minutes"
+	@$(PIP) install "pip==$(PIP_VERSION)"
+	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e .
+	@touch $@
+
+$(DEV): $(SETTINGS) | $(BIN)/python
+	@echo "installing allranks and its tests' needs into $(VENV): this can take minutes"
+	@$(PIP) install "pip==$(PIP_VERSION)"
+	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits]' --group dev
+	@touch $(PACKAGE) $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is missing or older than 3.11"; \
+	  echo "  fix: install Python 3.11 or later, or name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get -qq update && apt-get -qq install -y python3-venv; } || { \
+	  echo "error: $(PYTHON) cannot make virtual environments: it has no module ensurepip"; \
+	  echo "  fix: install it (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)

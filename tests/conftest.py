@@ -1,0 +1,168 @@
+"""Every test leaves the process as it found it; and the command line as a fixture."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+LEAVE_SECONDS = 3.0  # what a process or thread may take to end after its test
+
+# Inherited by every process that a test starts, so that orphans are known too.
+MARK = uuid.uuid4().hex
+os.environ["ALLRANKS_TESTS"] = MARK
+
+
+class Allranks(Protocol):
+    """The command line of this environment."""
+
+    def __call__(
+        self,
+        *args: str | Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 55,
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def allranks(tmp_path: Path) -> Allranks:
+    """`allranks(*args)` runs the command line, in the test's own folder unless told otherwise."""
+
+    def run(
+        *args: str | Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 55,
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "allranks", *map(str, args)],
+            cwd=cwd or tmp_path,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What tasks build and keep goes here, never to the user's own cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("ALLRANKS_RUNS", raising=False)
+        yield folder
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> Iterator[None]:
+    """A world of this one rank."""
+    import torch.distributed as dist
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test after which a variable, a thread, a process or a process group is left over."""
+    variables = dict(os.environ)
+    threads, processes = set(threading.enumerate()), set(descendants())
+    yield
+    leaks = [
+        *changed_variables(variables),
+        *(f"thread {thread.name}" for thread in new_threads(threads)),
+        *(f"process {pid}: {words}" for pid, words in new_processes(processes).items()),
+        *process_groups(),
+    ]
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def changed_variables(before: dict[str, str]) -> list[str]:
+    now = dict(os.environ)
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    # torch sets the second one when it is first asked for an optimizer.
+    names = sorted(set(names) - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+    for name in names:  # the next test is not to blame
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"variable {name}" for name in names]
+
+
+def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in left if thread.is_alive()]
+
+
+def new_processes(before: set[int]) -> dict[int, str]:
+    """Processes that do not go by themselves; they are killed."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while left := {pid: words for pid, words in descendants().items() if pid not in before}:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def process_groups() -> list[str]:
+    if "torch.distributed" not in sys.modules:
+        return []
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["a process group"]
+
+
+def descendants() -> dict[int, str]:
+    """Living processes of these tests, orphans among them; not the servers of multiprocessing."""
+    servers = {
+        os.getpid(),
+        getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None),
+        getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None),
+    }
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if pid in servers:
+            continue
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            is_marked = MARK.encode() in (folder / "environ").read_bytes()
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # gone, or not ours to look at
+            continue
+        state, parent = stat[0], int(stat[1])
+        if (is_marked or parent == os.getpid()) and state != "Z":
+            found[pid] = words[:200]
+    return found

@@ -1,0 +1,171 @@
+"""`run_ranks`: call a function on real ranks, processes that talk over gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from allranks.processes import die_with_parent
+
+Result = TypeVar("Result")
+
+GRACE_SECONDS = 1.0  # for ranks that fail only because another one has
+
+
+def run_ranks(
+    function: Callable[..., Result],
+    world_size: int,
+    tmp_path: Path,
+    *args: Any,
+    timeout: float = 30,
+) -> list[Result]:
+    """What `function(*args)` returns on each of `world_size` ranks.
+
+    Raises an AssertionError that says which ranks raised (with their tracebacks, the first to
+    raise first), which died (of what), and which were silent for `timeout` seconds (and where).
+    No process outlives the call. The function and its arguments must be picklable.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "pytest"])
+    folder = tmp_path / f"ranks-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    ranks: list[_Rank] = []
+    failures = ["not all ranks were started"]
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            work = pickle.dumps((function, args))
+            process = context.Process(
+                target=_run, args=(sender, work, rank, world_size, folder, timeout), daemon=True
+            )
+            process.start()
+            sender.close()
+            ranks.append(_Rank(rank, process, receiver))
+        _follow(ranks, timeout)
+        failures = [_words(rank, timeout, folder) for rank in sorted(ranks, key=_order)]
+    finally:
+        for each in ranks:
+            each.end(gently=not any(failures))
+    if any(failures):
+        raise AssertionError("\n".join(filter(None, failures)))
+    return [rank.value for rank in ranks]
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    outcome: str = "silent"  # returned, raised or died
+    value: Any = None
+    when: float = field(default_factory=time.monotonic)
+
+    def hear(self) -> None:
+        """Take its word, or its death."""
+        try:
+            self.outcome, self.value = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.outcome = "died"
+            self.process.join(5)
+        self.when = time.monotonic()
+
+    def end(self, *, gently: bool) -> None:
+        if gently:
+            self.process.join(5)
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+def _follow(ranks: list[_Rank], timeout: float) -> None:
+    """Until every rank has been heard of, or the time is over; it is soon after a failure."""
+    deadline = time.monotonic() + timeout
+    while silent := [rank for rank in ranks if rank.outcome == "silent"]:
+        ready = wait([rank.pipe for rank in silent], deadline - time.monotonic())
+        if not ready:
+            return
+        for rank in silent:
+            if rank.pipe in ready:
+                rank.hear()
+                if rank.outcome in ("raised", "died"):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+
+
+def _order(rank: _Rank) -> tuple[bool, float]:
+    return rank.outcome == "silent", rank.when
+
+
+def _words(rank: _Rank, timeout: float, folder: Path) -> str:
+    name = f"rank {rank.number}"
+    if rank.outcome == "raised":
+        return f"{name} raised:\n{rank.value}"
+    if rank.outcome == "died":
+        code = rank.process.exitcode
+        how = (
+            f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with {code}"
+        )
+        return f"{name} died {how}"
+    if rank.outcome == "silent":
+        return f"{name} was silent (limit {timeout:g} s):\n{_where(rank, folder)}"
+    return ""
+
+
+def _where(rank: _Rank, folder: Path) -> str:
+    """The stack of a silent rank."""
+    assert rank.process.pid is not None
+    stack = folder / f"stack-{rank.number}"
+    if not stack.exists():
+        return "(it had not started)"
+    os.kill(rank.process.pid, signal.SIGUSR1)
+    end = time.monotonic() + 1
+    while time.monotonic() < end and not stack.read_text().endswith("\n"):
+        time.sleep(0.02)
+    return stack.read_text()
+
+
+def _run(
+    pipe: Connection, work: bytes, rank: int, world_size: int, folder: Path, timeout: float
+) -> None:
+    """In the rank's process."""
+    import torch
+    import torch.distributed as dist
+
+    die_with_parent()
+    with (folder / f"stack-{rank}").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        warnings.simplefilter("error")
+        try:
+            function, args = pickle.loads(work)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder / 'store'}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=2 * timeout),  # this process's own limit comes first
+            )
+            message = pickle.dumps(("returned", function(*args)))
+        except BaseException:
+            pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
+            os._exit(1)  # without waiting for ranks that may never come
+        pipe.send_bytes(message)
+        # Others may still be reading what this rank sent last.
+        dist.barrier()
+        dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)

@@ -1,0 +1,332 @@
+"""Which sample goes where: the same samples in the same order on any layout, from any position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from allranks.tasks import Task
+from allranks.train.data import Batch, Cut, EvaluationData, Progress, TrainingData
+from allranks.train.loop import advance
+
+CPU = torch.device("cpu")
+LAYOUTS = [(1, None), (2, None), (4, None), (2, 3), (3, 1), (7, None)]  # ranks, micro-batch size
+
+# More workers than cores is what these tests ask for.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers(Dataset[Any]):
+    """Samples one by one: needs a loader."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return torch.tensor([float(index), -float(index)]), index
+
+
+class Batches(Numbers):
+    """Whole batches in one call."""
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        numbers = torch.tensor(indices)
+        return torch.stack([numbers.float(), -numbers.float()], dim=1), numbers
+
+
+def tensors(size: int) -> TensorDataset:
+    numbers = torch.arange(size)
+    return TensorDataset(torch.stack([numbers.float(), -numbers.float()], dim=1), numbers)
+
+
+class Plain(Task):
+    pass
+
+
+@dataclass
+class Noisy(Task):
+    """Adds noise to every sample."""
+
+    def transform(self, sample: Any, generator: Generator) -> Any:
+        inputs, target = sample
+        return inputs + torch.rand(2, generator=generator), target
+
+
+def training(
+    dataset: Dataset[Any],
+    cut: Cut,
+    *,
+    seed: int = 0,
+    task: Task | None = None,
+    num_workers: Any = "auto",
+) -> TrainingData:
+    return TrainingData(
+        dataset, task or Plain(), cut, seed=seed, device=CPU, num_workers=num_workers
+    )
+
+
+@dataclass
+class Seen:
+    """What one rank got of one global batch."""
+
+    indices: list[int]
+    inputs: list[Tensor]
+    weights: list[float]
+    micro_batches: int
+    empty: int
+    batch: Batch
+
+
+def see(batch: Batch) -> Seen:
+    seen = Seen([], [], [], 0, 0, batch)
+    for micro in batch.micro_batches:
+        assert len(micro.inputs) == len(micro.targets) == len(micro.weights)
+        seen.micro_batches += 1
+        if micro.is_empty:
+            seen.empty += 1
+            assert micro.weights.tolist() == [0.0]
+        else:
+            seen.indices += micro.targets.tolist()
+            seen.inputs += list(micro.inputs)
+            seen.weights += micro.weights.tolist()
+    assert seen.micro_batches == batch.num_micro_batches
+    assert len(seen.indices) == batch.num_samples
+    return seen
+
+
+def stream(data: TrainingData, num_steps: int, progress: Progress | None = None) -> list[Seen]:
+    batches = data.batches(progress or Progress())
+    return [see(batch) for batch in islice(batches, num_steps)]
+
+
+# --- Cut ----------------------------------------------------------------------------------------
+
+
+CUTS = {
+    "size": st.integers(1, 300),
+    "batch": st.integers(1, 100),
+    "ranks": st.integers(1, 17),
+    "micro": st.one_of(st.none(), st.integers(1, 40)),
+}
+
+
+@given(**CUTS)
+def test_every_position_is_seen_exactly_once_and_in_order(
+    size: int, batch: int, ranks: int, micro: int | None
+) -> None:
+    cuts = [Cut(batch, rank, ranks, micro) for rank in range(ranks)]
+    seen: list[int] = []
+    for start in range(0, size, batch):
+        stop = min(start + batch, size)
+        for cut in cuts:
+            for low, high in cut.micro_batches(start, stop):
+                assert low <= high
+                seen += range(low, high)
+    assert seen == list(range(size))
+
+
+@given(**CUTS)
+def test_a_batch_is_cut_evenly_into_equally_many_micro_batches(
+    size: int, batch: int, ranks: int, micro: int | None
+) -> None:
+    for start in range(0, size, batch):
+        stop = min(start + batch, size)
+        shares = [
+            Cut(batch, rank, ranks, micro).micro_batches(start, stop) for rank in range(ranks)
+        ]
+        sizes = [sum(high - low for low, high in share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert len({len(share) for share in shares}) == 1
+        pieces = [high - low for share in shares for low, high in share]
+        assert max(pieces) <= (micro or batch)
+        if micro is not None:
+            # As few as do: one fewer could not hold the largest share.
+            assert (len(shares[0]) - 1) * micro < max(sizes)
+
+
+# --- The stream ---------------------------------------------------------------------------------
+
+
+@given(**CUTS, seed=st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_on_any_layout_is_the_epoch_of_one_rank(
+    size: int, batch: int, ranks: int, micro: int | None, seed: int
+) -> None:
+    dataset = tensors(size)
+    parts = [training(dataset, Cut(batch, r, ranks, micro), seed=seed) for r in range(ranks)]
+    steps = parts[0].steps_per_epoch
+    streams = [stream(part, 2 * steps) for part in parts]
+    for epoch in range(2):
+        order = parts[0].order(epoch).tolist()
+        assert sorted(order) == list(range(size))
+        for step in range(steps):
+            shares = [rank[epoch * steps + step] for rank in streams]
+            expected = order[step * batch : (step + 1) * batch]
+            assert [index for share in shares for index in share.indices] == expected
+            weights = [weight for share in shares for weight in share.weights]
+            assert weights == pytest.approx([ranks / len(expected)] * len(expected))
+            assert len({share.micro_batches for share in shares}) == 1
+            for share in shares:
+                assert share.batch.epoch == epoch + 1
+                assert share.batch.global_samples == len(expected)
+                assert share.batch.ends_epoch == (step == steps - 1)
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    first = training(tensors(500), Cut(32, 0, 1), seed=3)
+    torch.manual_seed(99)
+    other = training(Numbers(500), Cut(7, 2, 5, 1), seed=3, task=Noisy(), num_workers=1)
+    for epoch in range(3):
+        assert torch.equal(first.order(epoch), other.order(epoch))
+    assert not torch.equal(first.order(0), first.order(1))
+    assert not torch.equal(first.order(0), training(tensors(500), Cut(32, 0, 1), seed=4).order(0))
+
+
+@pytest.mark.parametrize(("ranks", "micro"), LAYOUTS)
+@pytest.mark.parametrize("batch", [10, 7])
+def test_a_resumed_stream_goes_on_at_the_very_next_sample(
+    ranks: int, micro: int | None, batch: int
+) -> None:
+    for rank in range(ranks):
+        data = training(tensors(23), Cut(batch, rank, ranks, micro))
+        whole = stream(data, 10)
+        progress = Progress()
+        for step in range(9):
+            rest = stream(data, 10 - step, progress)
+            assert [seen.indices for seen in rest] == [seen.indices for seen in whole[step:]]
+            assert [seen.weights for seen in rest] == [seen.weights for seen in whole[step:]]
+            advance(progress, whole[step].batch)
+            assert progress.step == step + 1
+
+
+def test_a_stream_goes_on_with_another_batch_size_and_layout() -> None:
+    data = training(tensors(23), Cut(10, 0, 1))
+    progress = Progress()
+    for seen in stream(data, 3):
+        advance(progress, seen.batch)
+    assert progress == Progress(step=3, epoch=1, position=0, samples=23)
+    advance(progress, stream(data, 1, progress)[0].batch)
+    rest = [stream(training(tensors(23), Cut(4, rank, 2)), 4, progress) for rank in range(2)]
+    seen_then = [index for step in range(4) for rank in rest for index in rank[step].indices]
+    assert seen_then == data.order(1).tolist()[10:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", [Numbers, Batches])
+def test_loaders_give_the_same_batches_as_direct_access(
+    kind: type[Numbers], num_workers: int
+) -> None:
+    cut = Cut(10, 1, 2, 3)
+    expected = stream(training(tensors(23), cut), 7)
+    seen = stream(training(kind(23), cut, num_workers=num_workers), 7)
+    assert [one.indices for one in seen] == [one.indices for one in expected]
+    for one, other in zip(seen, expected, strict=True):
+        assert torch.equal(torch.stack(one.inputs), torch.stack(other.inputs))
+        assert (one.empty, one.weights) == (other.empty, other.weights)
+
+
+def test_a_loader_resumes_like_direct_access() -> None:
+    cut = Cut(10, 0, 2)
+    progress = Progress(step=4, epoch=1, position=10, samples=33)
+    expected = stream(training(tensors(23), cut), 4, progress)
+    seen = stream(training(Numbers(23), cut, num_workers=1), 4, progress)
+    assert [one.indices for one in seen] == [one.indices for one in expected]
+
+
+# --- Transforms ---------------------------------------------------------------------------------
+
+
+def transformed(ranks: int, micro: int | None, num_workers: int) -> dict[tuple[int, int], Tensor]:
+    """Every sample of two epochs as the model sees it, by epoch and index."""
+    seen: dict[tuple[int, int], Tensor] = {}
+    for rank in range(ranks):
+        cut = Cut(10, rank, ranks, micro)
+        data = training(Numbers(23), cut, task=Noisy(), seed=5, num_workers=num_workers)
+        for step in stream(data, 2 * data.steps_per_epoch):
+            for index, inputs in zip(step.indices, step.inputs, strict=True):
+                key = (step.batch.epoch, index)
+                assert key not in seen
+                seen[key] = inputs
+    return seen
+
+
+def test_transforms_depend_on_neither_workers_nor_ranks() -> None:
+    reference = transformed(1, None, 0)
+    assert len(reference) == 46
+    noise = {
+        tuple((inputs - torch.tensor([i, -i])).tolist()) for (_, i), inputs in reference.items()
+    }
+    assert len(noise) == 46  # a draw of its own for every sample and epoch
+    for ranks, micro, num_workers in ((1, None, 2), (2, None, 1), (3, 2, 0), (4, 1, 0)):
+        seen = transformed(ranks, micro, num_workers)
+        assert seen.keys() == reference.keys()
+        assert all(torch.equal(seen[key], reference[key]) for key in seen)
+
+
+def test_transforms_apply_to_in_memory_data_too() -> None:
+    data = training(tensors(23), Cut(23, 0, 1), task=Noisy(), num_workers=0)
+    inputs = torch.stack(stream(data, 1)[0].inputs)
+    assert not torch.equal(inputs, inputs.round())
+
+
+# --- Too few samples to go round ----------------------------------------------------------------
+
+
+def test_empty_micro_batches_carry_one_borrowed_sample_of_no_weight() -> None:
+    ranks = [training(tensors(9), Cut(3, rank, 5, 1)) for rank in range(5)]
+    for step in zip(*(stream(rank, 3) for rank in ranks), strict=True):
+        assert [seen.micro_batches for seen in step] == [1] * 5
+        assert sum(seen.empty for seen in step) == 2
+        assert sum(len(seen.indices) for seen in step) == 3
+        assert sum(sum(seen.weights) for seen in step) == pytest.approx(5)
+
+
+def test_the_example_is_the_next_micro_batch_and_takes_nothing_from_the_stream() -> None:
+    for dataset, num_workers in ((tensors(23), 0), (Numbers(23), 1), (Batches(23), 1)):
+        data = training(dataset, Cut(10, 1, 2, 3), num_workers=num_workers)
+        example = data.example(Progress())
+        seen = stream(data, 1)[0]
+        assert example.targets.tolist() == seen.indices[: len(example.targets)]
+        assert example.weights.shape == (len(example.targets),)
+
+
+# --- Evaluation ---------------------------------------------------------------------------------
+
+
+def evaluated(dataset: Dataset[Any], cut: Cut, num_workers: int = 0) -> Iterator[tuple[int, int]]:
+    for _, targets, num_samples in EvaluationData(
+        dataset, cut, device=CPU, num_workers=num_workers
+    ):
+        assert num_samples in (0, len(targets))
+        yield from ((index, num_samples) for index in targets.tolist())
+
+
+@pytest.mark.parametrize("kind", [tensors, Numbers, Batches])
+@pytest.mark.parametrize("ranks", [1, 3, 30])
+def test_every_sample_is_evaluated_once(kind: Any, ranks: int) -> None:
+    seen = []
+    for rank in range(ranks):
+        rows = list(evaluated(kind(23), Cut(4, rank, ranks)))
+        assert rows  # so that every rank learns the metrics' names
+        seen += [index for index, num_samples in rows if num_samples > 0]
+    assert seen == list(range(23))
+
+
+def test_evaluation_can_be_repeated_with_workers() -> None:
+    data = EvaluationData(Numbers(23), Cut(4, 0, 1), device=CPU, num_workers=1)
+    passes = [[i for _, targets, _ in data for i in targets.tolist()] for _ in range(2)]
+    assert passes == [list(range(23))] * 2

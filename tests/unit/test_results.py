@@ -1,0 +1,160 @@
+"""What came of a run, from files that a run may have left in any state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.events import append_event
+from allranks.results import failure, result
+from allranks.rundir import RunDir
+
+START = {
+    "rank": 0,
+    "world_size": 2,
+    "layout": "1x2",
+    "global_batch": 97,
+    "samples_per_epoch": 1000,
+    "steps_per_epoch": 11,
+    "step": 0,
+    "steps": 22,
+}
+KEYS = {
+    *("run", "run_dir", "state", "layout", "world_size", "steps", "epochs", "samples", "seconds"),
+    *("samples_per_second", "global_batch", "metrics"),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "job-20261101-120000-aaaa")
+
+
+def start(run: RunDir, attempt: int = 0, ranks: int = 2, **fields: Any) -> None:
+    for rank in range(ranks):
+        append_event(run.events(attempt, rank), "start", **{**START, "rank": rank, **fields})
+
+
+def step(run: RunDir, number: int, attempt: int = 0, **fields: Any) -> None:
+    append_event(
+        run.events(attempt, 0), "step", step=number, epoch=1, samples=49, seconds=0.1, **fields
+    )
+
+
+def test_a_finished_run(run: RunDir) -> None:
+    start(run)
+    step(run, 21)
+    step(run, 22, loss=0.5)
+    end = {"step": 22, "epoch": 2, "samples": 2000, "seconds": 4.0, "samples_per_second": 500.0}
+    for rank in range(2):
+        metrics = {"val_accuracy": 0.9}
+        append_event(run.events(0, rank), "end", state="finished", metrics=metrics, **end)
+    outcome = result(run)
+    assert set(outcome) >= KEYS
+    assert outcome["run"] == run.name
+    assert outcome["run_dir"] == str(run.path)
+    assert outcome["state"] == "finished"
+    assert (outcome["layout"], outcome["world_size"], outcome["global_batch"]) == ("1x2", 2, 97)
+    assert (outcome["steps"], outcome["epochs"], outcome["samples"]) == (22, 2, 2000)
+    assert (outcome["seconds"], outcome["samples_per_second"]) == (4.0, 500.0)
+    assert outcome["metrics"] == {"loss": 0.5, "val_accuracy": 0.9}
+    json.dumps(outcome, allow_nan=False)
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(0, 0), (1, 97), (10, 970), (11, 1000), (12, 1097)])
+def test_a_killed_run_is_counted_from_its_last_step(run: RunDir, steps: int, samples: int) -> None:
+    start(run)
+    if steps:
+        step(run, steps)
+    outcome = result(run)
+    assert outcome["state"] == "failed"
+    assert (outcome["steps"], outcome["samples"]) == (steps, samples)
+
+
+def test_seconds_add_up_over_attempts(run: RunDir) -> None:
+    start(run)
+    append_event(run.events(0, 0), "end", state="stopped", seconds=2.5)
+    start(run, attempt=1)
+    append_event(run.events(1, 0), "end", state="finished", seconds=1.5)
+    outcome = result(run)
+    assert outcome["seconds"] == 4.0
+    assert outcome["attempt"] == 1
+
+
+def test_the_loss_may_come_from_an_earlier_attempt(run: RunDir) -> None:
+    start(run)
+    step(run, 10, loss=0.7)
+    start(run, attempt=1)
+    step(run, 11, attempt=1)
+    assert result(run)["metrics"] == {"loss": 0.7}
+
+
+def test_a_run_that_never_started(run: RunDir) -> None:
+    run.path.mkdir()
+    run.write_info({"layout": "1x4"})
+    outcome = result(run)
+    assert set(outcome) >= KEYS
+    assert (outcome["state"], outcome["layout"], outcome["steps"]) == ("failed", "1x4", None)
+    assert failure(run) is None
+
+
+# --- Who failed ---------------------------------------------------------------------------------
+
+
+def fail(run: RunDir, rank: int, t: float, error: dict[str, Any] | None = None) -> None:
+    fields = {"error": error} if error else {}
+    append_event(run.events(0, rank), "end", state="failed", exit=1, t=t, **fields)
+
+
+def error(what: str, *, echo: bool = False) -> dict[str, Any]:
+    return {"what": what, "fix": "", "echo": echo}
+
+
+def test_the_first_to_fail_is_the_one(run: RunDir) -> None:
+    start(run, ranks=3)
+    fail(run, 0, 12.0, error("later"))
+    fail(run, 1, 11.0, error("first"))
+    fail(run, 2, 13.0, error("last"))
+    failed = failure(run)
+    assert failed is not None
+    assert (failed["rank"], failed["error"]["what"]) == (1, "first")
+    assert failed["log"] == str(run.log(0, 1))
+
+
+def test_echoes_are_passed_over_though_they_came_first(run: RunDir) -> None:
+    start(run, ranks=3)
+    fail(run, 0, 10.0, error("Connection closed by peer", echo=True))
+    fail(run, 1, 11.0, error("Connection closed by peer", echo=True))
+    fail(run, 2, 12.0, error("ValueError: no such spiral"))
+    failed = failure(run)
+    assert failed is not None
+    assert failed["rank"] == 2
+
+
+def test_a_killed_rank_is_found_among_echoes(run: RunDir) -> None:
+    start(run)
+    fail(run, 0, 10.0, error("Connection closed by peer", echo=True))
+    append_event(run.events(0, 1), "end", state="failed", exit=-9, signal="SIGKILL")
+    failed = failure(run)
+    assert failed is not None
+    assert (failed["rank"], failed["signal"]) == (1, "SIGKILL")
+
+
+def test_echoes_alone_are_still_told(run: RunDir) -> None:
+    start(run)
+    fail(run, 1, 10.0, error("Connection closed by peer", echo=True))
+    failed = failure(run)
+    assert failed is not None
+    assert failed["rank"] == 1
+
+
+def test_only_the_last_attempt_counts(run: RunDir) -> None:
+    start(run)
+    fail(run, 0, 10.0, error("old"))
+    start(run, attempt=1)
+    for rank in range(2):
+        append_event(run.events(1, rank), "end", state="finished")
+    assert failure(run) is None
