@@ -14,27 +14,15 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import pytest
+from tests.commandline import Allranks, run_allranks
 
 LEAVE_SECONDS = 3.0  # what a process or thread may take to end after its test
 
 # Inherited by every process that a test starts, so that orphans are known too.
 MARK = uuid.uuid4().hex
 os.environ["ALLRANKS_TESTS"] = MARK
-
-
-class Allranks(Protocol):
-    """The command line of this environment."""
-
-    def __call__(
-        self,
-        *args: str | Path,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 55,
-    ) -> subprocess.CompletedProcess[str]: ...
 
 
 @pytest.fixture
@@ -47,28 +35,18 @@ def allranks(tmp_path: Path) -> Allranks:
         env: Mapping[str, str] | None = None,
         timeout: float = 55,
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "allranks", *map(str, args)],
-            cwd=cwd or tmp_path,
-            env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return run_allranks(*args, cwd=cwd or tmp_path, env=env, timeout=timeout)
 
     return run
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What tasks build and keep goes here, never to the user's own cache."""
-    folder = tmp_path_factory.mktemp("cache")
+def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tasks build and keep goes elsewhere than to the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("ALLRANKS_RUNS", raising=False)
-        yield folder
+        yield
 
 
 @pytest.fixture
@@ -102,8 +80,9 @@ def no_leaks() -> Iterator[None]:
 def changed_variables(before: dict[str, str]) -> list[str]:
     now = dict(os.environ)
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    # torch sets the second one when it is first asked for an optimizer.
-    names = sorted(set(names) - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+    # torch (at its first optimizer) and scikit-learn set variables of their own for good.
+    foreign = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
+    names = sorted(name for name in names if not name.startswith(foreign))
     for name in names:  # the next test is not to blame
         if name in before:
             os.environ[name] = before[name]

@@ -30,6 +30,7 @@ def test_leaks_are_found(tmp_path: Path) -> None:
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     # Its own marker of processes, not this session's.
     env = {name: value for name, value in os.environ.items() if name != "ALLRANKS_TESTS"}
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
     command = [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider"]
     outcome = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False

@@ -101,7 +101,7 @@ def test_closing_waits_for_what_is_late_and_notes_what_never_came(tmp_path: Path
     log.write("end", state="failed")
     log.close()
     first, last = read_events(log.path)
-    assert first["loss"] is None
+    assert first.get("loss") is None
     assert last["state"] == "failed"
 
 

@@ -210,9 +210,11 @@ def test_augment_shifts_by_up_to_one_pixel_and_draws_from_the_generator_alone() 
     assert seen == {(row, column) for row in (3, 4, 5) for column in (3, 4, 5)}
 
 
-def test_without_augment_the_sample_stays() -> None:
-    sample = (torch.ones(1, 8, 8), torch.tensor(1))
-    assert Digits().transform(sample, torch.Generator()) is sample
+def test_only_a_task_that_changes_its_samples_says_so() -> None:
+    assert Digits(augment=True).has_transform()
+    assert not Digits().has_transform()
+    assert not Spiral().has_transform()
+    assert not Language().has_transform()
 
 
 def test_missing_scikit_learn_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

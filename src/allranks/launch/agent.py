@@ -7,7 +7,12 @@ import os
 import signal
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
@@ -18,7 +23,8 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch does not type it
     """Starts ranks and restarts all of them when one dies; run it off the main thread.
 
     Off the main thread it installs no signal handlers. Its own would kill the ranks after 30
-    seconds, and they may need longer for a checkpoint.
+    seconds, and they may need longer for a checkpoint. `kills_peers`: end the ranks beside a
+    failed one at once, because they can only hang.
     """
 
     def __init__(
@@ -29,7 +35,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch does not type it
         num_ranks: int,
         max_restarts: int,
         logs: str,
-        grace_seconds: int,
+        kills_peers: bool,
     ) -> None:
         spec = WorkerSpec(
             role="default",
@@ -42,24 +48,23 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch does not type it
         )
         super().__init__(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=logs))
         self._nodes = nodes
-        self._grace_seconds = grace_seconds
+        self._kills_peers = kills_peers
+        self._failed: dict[int, int] = {}  # exit codes by local rank
 
     @property
     def attempt(self) -> int:
         """The run's attempt that is under way."""
         return self._nodes.first_attempt + max(self._nodes.round, 0)
 
-    def run_quietly(self) -> dict[int, int]:
-        """Run to the end; the exit code of each local rank."""
+    def run_quietly(self) -> dict[int, int | None]:
+        """Run to the end; exit code by (global) rank, None for ranks ended because of another."""
         # Its warnings tell of what the launcher tells better.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         outcome = self.run()
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
         if outcome.state == WorkerState.SUCCEEDED:
-            return dict.fromkeys(outcome.return_values, 0)
-        codes = {failure.local_rank: failure.exitcode for failure in outcome.failures.values()}
-        # The others were healthy until they were ended for it.
-        killed = dict.fromkeys(range(self._worker_group.spec.local_world_size), -signal.SIGKILL)
-        return killed | codes
+            return dict.fromkeys(ranks, 0)
+        return {rank: self._failed.get(local_rank) for local_rank, rank in enumerate(ranks)}
 
     def processes(self) -> list[int]:
         """Process ids of the ranks that were started last."""
@@ -78,9 +83,23 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch does not type it
             except ProcessLookupError:
                 continue
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._failed = {}
+        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Before torch looks: when it finds a failed rank it sends the others SIGTERM and waits up
+        # to 30 seconds, then counts them as failed too.
+        if not self._failed:
+            handlers = self._pcontext.subprocess_handlers
+            codes = {rank: handler.proc.poll() for rank, handler in handlers.items()}
+            self._failed = {rank: code for rank, code in codes.items() if code}
+            if self._failed and self._kills_peers:
+                self.kill()
+        return super()._monitor_workers(worker_group)
+
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        # Called when a rank has failed, for the others. They hang in a collective at worst.
-        if self._grace_seconds == 0:
+        if self._kills_peers:
             super()._shutdown(signal.SIGKILL)
         else:
-            super()._shutdown(signal.SIGTERM, timeout=self._grace_seconds)
+            super()._shutdown(*args, **kwargs)

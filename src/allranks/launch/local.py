@@ -143,7 +143,7 @@ class Launch:
         address, port = split_master(place.master)
         is_first = node_rank == 0
         store = rendezvous.open_store(
-            address, port, is_first=is_first, seconds=rendezvous.MEETING_SECONDS
+            address, port, is_first=is_first, interrupted=self._interrupted
         )
         mine = None
         if is_first:
@@ -155,7 +155,9 @@ class Launch:
             mine = rendezvous.Meeting(
                 str(run.path), prepared.attempt, str(prepared.layout), prepared.checkpoint, token
             )
-        meeting = rendezvous.meet(store, node_rank, num_nodes, str(prepared.layout), mine)
+        meeting = rendezvous.meet(
+            store, node_rank, str(prepared.layout), mine, self._interrupted
+        )
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
         nodes = rendezvous.FixedNodes(
@@ -179,18 +181,27 @@ class Launch:
             max_restarts=max(place.max_restarts, prepared.job.max_restarts),
             logs=logs,
             # Ranks of a task cannot save once one is gone; a script may want to clean up.
-            grace_seconds=10 if command else 0,
+            kills_peers=not command,
         )
+
+    def _interrupted(self) -> bool:
+        return bool(self.signals.received)
 
     def run_to_end(self) -> Outcome:
         """Run the agent beside this thread, which follows the ranks and passes signals on."""
         results: list[Any] = []
         self.screen.follow(self.run, self.prepared.job, self.first_rank)
-        thread = threading.Thread(target=lambda: results.append(self.agent.run_quietly()))
+        thread = threading.Thread(
+            target=lambda: results.append(self.agent.run_quietly()), daemon=True
+        )
         with blocked_signals():  # inherited by the thread and by every rank that it starts
             thread.start()
         while thread.is_alive():
             thread.join(0.1)
+            if self._interrupted() and not self.agent.processes():
+                from allranks.launch.rendezvous import Interrupted
+
+                raise Interrupted
             self._pass_signals_on()
             self.screen.update(self.agent.attempt)
         self._record_ends(results[0])
@@ -213,26 +224,31 @@ class Launch:
             with suppress_gone():
                 os.kill(process, received[-1])
 
-    def _record_ends(self, exit_codes: dict[int, int]) -> None:
+    def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
-        is_command = self.prepared.job.command is not None
         attempt = self.agent.attempt
-        for local_rank, code in exit_codes.items():
-            rank = self.first_rank + local_rank
+        for rank, code in exit_codes.items():
             if self.run.end(attempt, rank) is not None:
                 continue
-            if is_command and self.signals.received:
-                state = "stopped"
-            else:
-                state = "finished" if is_command and code == 0 else "failed"
-            fields: dict[str, Any] = {"state": state, "exit": code}
-            if code < 0:
-                fields["signal"] = signal.Signals(-code).name
             path = self.run.events(attempt, rank)
             try:
-                append_event(path, "end", **fields)
+                append_event(path, "end", **self._end(code))
             except OSError as error:
                 self._disk_error = disk_error(error, path)
+
+    def _end(self, code: int | None) -> dict[str, Any]:
+        is_command = self.prepared.job.command is not None
+        if is_command and self.signals.received:
+            state = "stopped"
+        else:
+            state = "finished" if is_command and code == 0 else "failed"
+        fields: dict[str, Any] = {"state": state, "exit": code}
+        if code is None:
+            what = "ended because another rank failed"
+            fields["error"] = {"what": what, "fix": "", "echo": True}
+        elif code < 0:
+            fields["signal"] = signal.Signals(-code).name
+        return fields
 
     def _outcome(self) -> Outcome:
         outcome = result(self.run)
@@ -243,9 +259,23 @@ class Launch:
         if state == "finished":
             return Outcome(self.run, outcome, 0)
         if state == "stopped":
-            return Outcome(self.run, outcome, STOPPED_AT_CHECKPOINT)
-        error = self._disk_error or describe_failure(self.run, self.place.max_restarts)
+            return Outcome(self.run, outcome, self._stopped_code())
+        error = self._disk_error or describe_failure(
+            self.run, self.prepared, self.place
+        )
         return Outcome(self.run, outcome, error.exit_code, error)
+
+
+    def _stopped_code(self) -> int:
+        """75 if the run can go on from where it was stopped."""
+        job = self.prepared.job
+        ends = [self.run.end(self.agent.attempt, rank) for rank in self.run.ranks(self.agent.attempt)]
+        saved = prepare.last_of(self.prepared, self.run)
+        if job.command is None or all(end and end["exit"] == 0 for end in ends):
+            return STOPPED_AT_CHECKPOINT
+        if saved and Path(saved).exists():
+            return STOPPED_AT_CHECKPOINT
+        return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
 
 
 def split_master(master: str | None) -> tuple[str, int]:
@@ -260,10 +290,10 @@ def split_master(master: str | None) -> tuple[str, int]:
     return host, int(port)
 
 
-def describe_failure(run: RunDir, max_restarts: int) -> AllranksError:
+def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:
     """The failed rank in one message."""
     failed = failure(run)
-    again = f"allranks run --resume {run.name} goes on from the last checkpoint"
+    again = f"allranks run --resume {run.name}"
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=again, exit_code=1)
     rank, error = failed["rank"], failed.get("error")
@@ -272,13 +302,13 @@ def describe_failure(run: RunDir, max_restarts: int) -> AllranksError:
         return AllranksError(f"rank {rank}: {error['what']}", fix=error["fix"], exit_code=code)
     if error is not None:
         what = f"rank {rank} failed: {error['what']}"
-        return AllranksError(what, fix=f"see {failed['log']}; then {again}", exit_code=1)
-    code = failed["exit"]
-    how = f"was killed by {failed['signal']}" if "signal" in failed else f"ended with code {code}"
-    hint = "" if max_restarts else " (--max-restarts N would have restarted it)"
-    return AllranksError(
-        f"rank {rank} {how}{hint}", fix=f"see {failed['log']}; then {again}", exit_code=1
-    )
+    elif "signal" in failed:
+        what = f"rank {rank} was killed by {failed['signal']}"
+    else:
+        what = f"rank {rank} ended with code {failed['exit']}"
+    if "signal" in failed and not max(place.max_restarts, prepared.job.max_restarts):
+        again += " (--max-restarts N would restart by itself)"
+    return AllranksError(what, fix=f"see {failed['log']}; go on with {again}", exit_code=1)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -185,19 +186,26 @@ def open_run(prepared: Prepared) -> RunDir:
 
 def fill_command(prepared: Prepared, run: RunDir) -> list[str]:
     """The user's command for this layout and attempt, its placeholders filled in."""
-    job, layout = prepared.job, prepared.layout
-    values = {
+    job, last = prepared.job, last_of(prepared, run)
+    words = job.argv
+    if job.resume and prepared.attempt > 0 and Path(last).exists():
+        words += shlex.split(job.resume)
+    values = {**_placeholders(prepared.layout, run), "{last}": last}
+    return [_fill(word, values) for word in words]
+
+
+def last_of(prepared: Prepared, run: RunDir) -> str:
+    """Where the user's script keeps its newest checkpoint; empty if the job does not say."""
+    return _fill(prepared.job.last or "", _placeholders(prepared.layout, run))
+
+
+def _placeholders(layout: Layout, run: RunDir) -> dict[str, str]:
+    return {
         "{nodes}": str(layout.nodes),
         "{gpus}": str(layout.gpus),
         "{ranks}": str(layout.ranks),
         "{run}": run.name,
     }
-    last = _fill(job.last, values) if job.last else ""
-    values["{last}"] = last
-    words = list(job.argv)
-    if job.resume and prepared.attempt > 0 and last and Path(last).exists():
-        words += job.resume.split()
-    return [_fill(word, values) for word in words]
 
 
 def _fill(text: str, values: dict[str, str]) -> str:

@@ -6,6 +6,8 @@ import json
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,18 +35,32 @@ class Meeting:
     token: str  # name of a file in the run folder: who sees it sees the same disk
 
 
-def open_store(address: str, port: int, *, is_first: bool, seconds: float) -> dist.TCPStore:
+class Interrupted(AllranksError):
+    """The user stopped the launcher while it waited for other nodes."""
+
+    def __init__(self) -> None:
+        what = "stopped before all nodes were there: no rank was started"
+        super().__init__(what, fix="type the command again", exit_code=130)
+
+
+def open_store(
+    address: str, port: int, *, is_first: bool, interrupted: Callable[[], bool]
+) -> dist.TCPStore:
     """The store that all nodes share; the first node serves it. Port 0 takes any free one."""
     try:
+        if not is_first:
+            _wait_for(lambda: _answers(address, port), interrupted)
         return dist.TCPStore(
             address,
             port,
             is_master=is_first,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=MEETING_SECONDS),
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (dist.DistError, RuntimeError, TimeoutError, OSError) as error:
+        if is_first:
+            _refuse_second_first(address, port)
         verb = "serve at" if is_first else "reach node 0 at"
         raise AllranksError(
             f"cannot {verb} {address}:{port}: {str(error).splitlines()[0]}",
@@ -55,23 +71,19 @@ def open_store(address: str, port: int, *, is_first: bool, seconds: float) -> di
 
 
 def meet(
-    store: dist.Store, node_rank: int, num_nodes: int, layout: str, mine: Meeting | None
+    store: dist.Store,
+    node_rank: int,
+    layout: str,
+    mine: Meeting | None,
+    interrupted: Callable[[], bool],
 ) -> Meeting:
-    """Agree with node 0 (which passes `mine`) on one run; refuse a second node of the same rank."""
-    me = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "layout": layout})
-    # compare_set returns what is there in the end: its own value only for the first to come.
-    there = json.loads(store.compare_set(f"node/{node_rank}", "", me))
-    if there != json.loads(me):
-        raise AllranksError(
-            f"two nodes say that they are node {node_rank}: process {there['pid']} on "
-            f"{there['host']}, and process {os.getpid()} on {socket.gethostname()}",
-            fix=f"give each machine its own --node-rank, from 0 to {num_nodes - 1}",
-        )
+    """Agree with node 0 (which passes `mine`) on one run; refuse a node that does not fit."""
     if mine is not None:
         store.set("meeting", json.dumps(asdict(mine)))
-        return mine
-    store.set_timeout(timedelta(seconds=MEETING_SECONDS))
-    meeting = Meeting(**json.loads(store.get("meeting")))
+        meeting = mine
+    else:
+        _wait_for(lambda: bool(store.check(["meeting"])), interrupted)
+        meeting = Meeting(**json.loads(store.get("meeting")))
     if meeting.layout != layout:
         raise AllranksError(
             f"node 0 was started with --layout {meeting.layout}, node {node_rank} with {layout}",
@@ -83,7 +95,51 @@ def meet(
             f"{meeting.run_dir}",
             fix="give every machine the same --runs DIR, on a disk that all of them share",
         )
+    me = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+    # compare_set returns what is there in the end: its own value only for the first to come.
+    there = json.loads(store.compare_set(f"node/{node_rank}", "", me))
+    if there != json.loads(me):
+        raise _duplicate(node_rank, there)
     return meeting
+
+
+def _wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> None:
+    """Wait in Python, where a Ctrl-C is noticed; torch's own waiting is deaf to it."""
+    deadline = time.monotonic() + MEETING_SECONDS
+    while not condition():
+        if interrupted():
+            raise Interrupted
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no answer for {MEETING_SECONDS:.0f} seconds")
+        time.sleep(0.2)
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=2):
+            return True
+    except socket.gaierror:
+        raise  # no machine of that name: waiting will not help
+    except OSError:
+        return False
+
+
+def _duplicate(node_rank: int, there: dict[str, object]) -> AllranksError:
+    return AllranksError(
+        f"two nodes say that they are --node-rank {node_rank}: process {there['pid']} on "
+        f"{there['host']}, and process {os.getpid()} on {socket.gethostname()}",
+        fix="give each machine of the layout its own --node-rank, counted from 0",
+    )
+
+
+def _refuse_second_first(address: str, port: int) -> None:
+    """If the port is taken by another node 0, say so."""
+    try:
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
+        there = json.loads(store.get("node/0"))
+    except (dist.DistError, RuntimeError, ValueError):
+        return
+    raise _duplicate(0, there)
 
 
 def new_token() -> str:
@@ -124,8 +180,24 @@ class FixedNodes(RendezvousHandler):
             dist.PrefixStore(f"agents/{self.round}", self._store),
             self._node_rank,
             self._num_nodes,
-            RendezvousStoreInfo(self._address, self._store.port),
+            RendezvousStoreInfo(self._address, self._port_of_ranks()),
         )
+
+    def _port_of_ranks(self) -> int:
+        """The port of the store in which the ranks meet: a fresh one after a restart.
+
+        torch leaves the addresses of the ranks in it, and would have new ranks call dead ones.
+        """
+        if self.round == 0:
+            return int(self._store.port)
+        if self._node_rank == 0:
+            # Beside the port that the user typed: where that one is open, others near it may be.
+            wanted = self._store.port + self.round if self._num_nodes > 1 else 0
+            self._store_of_ranks = dist.TCPStore(
+                self._address, wanted, is_master=True, wait_for_workers=False
+            )
+            self._store.set(f"port/{self.round}", str(self._store_of_ranks.port))
+        return int(self._store.get(f"port/{self.round}"))
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if another node has gone on to a further round: this one must follow."""

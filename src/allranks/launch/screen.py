@@ -81,8 +81,9 @@ class Screen:
 
     def summary(self, result: dict[str, Any]) -> None:
         """The table at the end, the folder, and the accuracy if there is one."""
+        self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
-        self.console.print(Text(result["run_dir"], no_wrap=True, overflow="ignore"), crop=False)
+        self.console.print(Text(result["run_dir"]), soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
@@ -107,7 +108,8 @@ class Screen:
             if self._start is None:
                 return
             assert self._run is not None and self._job is not None
-            self.console.print(banner(self._run.name, self._start, self._job))
+            self.console.print(Text(self._run.name, style="bold"))
+            self.console.print(banner(self._start, self._job))
             self._bar = Bar(self.console, self._start, self._job)
         if self._bar is not None:
             self._bar.show(read_last_events(self._events))
@@ -218,9 +220,9 @@ class _Numbers(ProgressColumn):
         return Text("  ".join(numbers), no_wrap=True, overflow="ellipsis")
 
 
-def banner(run: str, start: dict[str, Any], job: Job) -> Table:
+def banner(start: dict[str, Any], job: Job) -> Table:
     """What is about to be trained, and how."""
-    table = Table(title=run, title_justify="left", title_style="bold", show_header=False, box=None)
+    table = Table(show_header=False, box=None)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     ranks, per_epoch = start["world_size"], start["steps_per_epoch"]
@@ -260,7 +262,7 @@ def link(start: dict[str, Any]) -> str:
 
 def summary_table(result: dict[str, Any]) -> Table:
     """What came of it."""
-    table = Table(show_header=False, title=result["run"], title_justify="left", title_style="bold")
+    table = Table(show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     style = {"finished": "green", "stopped": "yellow"}.get(result["state"], "red")

@@ -1,0 +1,65 @@
+"""The generated parts of docs/reference, called from cog blocks: `make docs` writes them anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from allranks.init import commented_job
+from allranks.job import json_schema
+from allranks.job_problems import in_words
+
+
+def help_of(*command: str) -> str:
+    """What `allranks COMMAND --help` prints in 80 columns, as a code block."""
+    env = {**os.environ, "TERMINAL_WIDTH": "80", "COLUMNS": "80", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", *command, "--help"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
+    return "\n".join(["```", f"$ allranks {' '.join([*command, '--help'])}", *lines, "```"])
+
+
+def job_keys() -> str:
+    """A table of the job's own keys, then one for each key that is a mapping."""
+    schema = json_schema()
+    parts = ["\n".join(table(schema["properties"]))]
+    for key, value in schema["properties"].items():
+        section = section_of(value, schema)
+        if section is not None:
+            lines = [f"### {key}", "", section["description"], "", *table(section["properties"])]
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def table(keys: Mapping[str, Any]) -> Iterator[str]:
+    yield "| key | value | default | |"
+    yield "|---|---|---|---|"
+    for key, value in keys.items():
+        is_section = "$ref" in value or any("$ref" in each for each in value.get("anyOf", []))
+        allowed = "[see below](#" + key + ")" if is_section else in_words(value)
+        default = value.get("default")
+        shown = "" if is_section and default is not None else f"`{json.dumps(default)}`"
+        cells = [f"`{key}`", allowed, shown if "default" in value else "", value["description"]]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def section_of(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for part in [value, *value.get("anyOf", [])]:
+        if "$ref" in part:
+            section: Mapping[str, Any] = schema["$defs"][part["$ref"].rpartition("/")[2]]
+            return section
+    return None
+
+
+def job_example() -> str:
+    """The file that `allranks init` writes, as a code block."""
+    return "```yaml\n" + commented_job().rstrip() + "\n```"

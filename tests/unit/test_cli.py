@@ -1,0 +1,168 @@
+"""The command line before any rank runs: answers, exit codes, and no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commandline import Allranks
+
+from allranks import commits
+from allranks.commits import seal, writing_folder
+from allranks.launch.prepare import Request, open_run, prepare
+
+# Runs the command line as `python -m allranks` would, then says what was imported.
+WATCHED = """
+import atexit, os, sys
+
+def say():
+    heavy = sorted({"torch", "sklearn", "numpy"} & set(sys.modules))
+    open(os.environ["IMPORTED"], "w").write(" ".join(heavy))
+
+atexit.register(say)
+from allranks.cli import main
+main()
+"""
+
+
+def watched(folder: Path, *args: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The outcome, and which heavy packages were imported."""
+    note = folder / "imported"
+    outcome = subprocess.run(
+        [sys.executable, "-c", WATCHED, *args],
+        cwd=folder,
+        env={**os.environ, "IMPORTED": str(note)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return outcome, note.read_text().split()
+
+
+def damage_the_only_checkpoint(folder: Path) -> None:
+    run = open_run(prepare(Request(runs=folder / "runs")))
+    writing = writing_folder(run.checkpoints, 10)
+    writing.mkdir(parents=True)
+    (writing / ".metadata").write_bytes(b"metadata")
+    manifest = {"step": 10, "files": {".metadata": seal(writing / ".metadata")}}
+    commits.commit(run.checkpoints, 10, manifest, keep=3)
+    (run.checkpoints / "step-10" / ".metadata").write_bytes(b"METADATA")
+
+
+# arguments of `allranks run`, exit code, words of the error, words of the fix
+WRONG = {
+    "unknown key": (["batchsize=3"], 2, "batchsize", "batch_size"),
+    "unknown key in a file": (["typo.yaml"], 2, "typo.yaml", "epochs"),
+    "wrong type": (["epochs=many"], 2, "many", "epochs"),
+    "wrong value": (["precision=fp8"], 2, "fp8", "bf16"),
+    "not yaml": (["broken.yaml"], 2, "broken.yaml", ""),
+    "impossible layout": (["--layout", "1x4:tp=3"], 2, "tp=3", "1x4:tp=2"),
+    "not a layout": (["--layout", "four"], 2, "four", "2x4"),
+    "axes that are not there yet": (["--layout", "1x2:tp=2"], 2, "tp=2", "1x2"),
+    "missing file": (["missing.yaml"], 2, "missing.yaml", ""),
+    "task of no module": (["task=nowhere.at_all:Thing"], 2, "nowhere", "PYTHONPATH"),
+    "task of no class": (["task=mine:Thing"], 2, "Thing", "mine:Mine"),
+    "misspelt task": (["task=spirals"], 2, "spirals", "spiral"),
+    "unknown option": (["options.nois=1"], 2, "nois", "noise"),
+    "unknown run": (["--resume", "nothing"], 2, "nothing", "last"),
+    "no run at all": (["--resume", "last", "--runs", "elsewhere"], 2, "elsewhere", "allranks run"),
+    "damaged only checkpoint": (["--resume", "last"], 1, "step-10 is damaged", "backup"),
+    "master alone": (["--master", "a:1"], 2, "--master", "--node-rank"),
+    "node rank alone": (["--node-rank", "0", "--layout", "2x1"], 2, "--node-rank", "--master"),
+    "no such node": (
+        ["--node-rank", "2", "--master", "a:1", "--layout", "2x1"],
+        2,
+        "--node-rank 2",
+        "0 to 1",
+    ),
+    "no command": (["--"], 2, "command", "python train.py"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "typo.yaml").write_text("task: spiral\nepoch: 3\n")
+    (tmp_path / "broken.yaml").write_text("task: [spiral\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom allranks.tasks import Task\n\nclass Mine(Task):\n    pass\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.replace(" ", "-"))
+def test_what_is_wrong_is_answered_without_torch(folder: Path, case: str) -> None:
+    args, code, what, fix = WRONG[case]
+    if case == "damaged only checkpoint":
+        damage_the_only_checkpoint(folder)
+    # --json stands before a lone `--`, which ends the options.
+    outcome, imported = watched(folder, "run", "--json", *args)
+    assert "torch" not in imported
+    assert outcome.returncode == code
+    error = json.loads(outcome.stdout)["error"]
+    assert what in error["what"]
+    assert fix in error["fix"]
+    assert "Traceback" not in outcome.stderr
+    assert error["what"].splitlines()[0] in outcome.stderr
+    assert not list((folder / "runs").glob("*/attempts"))
+
+
+def test_without_json_an_error_is_for_people(folder: Path, allranks: Allranks) -> None:
+    outcome = allranks("run", "batchsize=3", cwd=folder)
+    assert outcome.returncode == 2
+    assert outcome.stdout == ""
+    assert outcome.stderr.startswith("error: ")
+    assert "\n  fix: " in outcome.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_debug_shows_the_traceback(folder: Path, allranks: Allranks) -> None:
+    outcome = allranks("run", "batchsize=3", "--debug", cwd=folder)
+    assert outcome.returncode != 0
+    assert "Traceback" in outcome.stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["init", "--help"], []])
+def test_help_imports_nothing_heavy(folder: Path, args: list[str]) -> None:
+    outcome, imported = watched(folder, *args)
+    assert imported == []
+    assert "Usage" in outcome.stdout + outcome.stderr
+    assert outcome.returncode == (0 if args else 2)
+
+
+def test_help_names_every_command(allranks: Allranks) -> None:
+    text = allranks("--help").stdout
+    assert "run" in text
+    assert "init" in text
+
+
+def test_init_imports_nothing_heavy_and_writes_a_job_that_is_taken(
+    folder: Path, allranks: Allranks
+) -> None:
+    outcome, imported = watched(folder, "init", "new", "--json")
+    assert outcome.returncode == 0
+    assert imported == []
+    written = json.loads(outcome.stdout)
+    assert written == {
+        "job": str(folder / "new" / "job.yaml"),
+        "schema": str(folder / "new" / "job.schema.json"),
+    }
+    again = allranks("init", "new", "--json", cwd=folder)
+    assert again.returncode == 2
+    assert "--force" in json.loads(again.stdout)["error"]["fix"]
+
+
+def test_wrong_usage_has_exit_code_2(allranks: Allranks) -> None:
+    assert allranks("run", "--no-such-option").returncode == 2
+    assert allranks("no-such-command").returncode == 2
+
+
+def test_the_console_script_is_there() -> None:
+    script = Path(sys.executable).parent / "allranks"
+    outcome = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0
+    assert "Usage" in outcome.stdout

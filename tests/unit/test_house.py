@@ -1,0 +1,121 @@
+"""The rules of the house: where torch may be imported, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "allranks"
+FEATURES = {"train", "launch", "probe", "measure", "plan", "report", "watch", "doctor"}
+# Where a rank really runs, or is started.
+TORCH = ("train/", "tasks/", "probe/", "launch/agent.py", "launch/rendezvous.py")
+# These import torch, or take as long.
+HEAVY = {"torch", "torchvision", "torchaudio", "lightning", "accelerate", "transformers", "sklearn"}
+# The rest may import these in functions only.
+RANK_SIDE = {"allranks.launch.agent", "allranks.launch.rendezvous"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    parts = ("allranks", *file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path, *, typing: bool = False) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports, in functions too, with its line.
+
+    `if TYPE_CHECKING:` is left out unless `typing`: nothing in it is ever imported.
+    """
+    tree = ast.parse(file.read_text())
+    package = (
+        module_name(file) if file.name == "__init__.py" else module_name(file).rpartition(".")[0]
+    )
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            skipped |= {id(child) for part in node.body for child in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in skipped and not typing:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:  # `from allranks import train` is of allranks.train
+                yield f"{name}.{alias.name}", node.lineno
+
+
+def part_of(name: str) -> str:
+    """The feature or folder that a module of ours is in, or nothing for the base."""
+    words = name.split(".")
+    return words[1] if words[0] == "allranks" and len(words) > 1 else ""
+
+
+def test_the_walk_finds_imports_in_functions_and_skips_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "launch" / "made_up.py"
+    file.parent.mkdir()
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    import torch\n"
+        "def f():\n"
+        "    from ..train import loop\n"
+        "    import torch.nn as nn\n"
+    )
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    names = [name for name, _ in imports(file)]
+    assert names == ["typing.TYPE_CHECKING", "allranks.train.loop", "torch.nn"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_torch_is_imported_only_where_a_rank_runs(file: Path) -> None:
+    path = file.relative_to(PACKAGE).as_posix()
+    if path.startswith(TORCH):
+        return
+    heavy = [(name, line) for name, line in imports(file) if name.split(".")[0] in HEAVY]
+    assert not heavy, f"{path} imports {heavy}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_features_do_not_import_each_other(file: Path) -> None:
+    own = part_of(module_name(file))
+    if own == "cli":
+        return
+    foreign = {
+        (name, line)
+        for name, line in imports(file, typing=True)
+        if part_of(name) in FEATURES - {own}
+    }
+    assert not foreign, f"{file.relative_to(PACKAGE)} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_nobody_but_train_knows_the_bundled_tasks(file: Path) -> None:
+    own = part_of(module_name(file))
+    if own in ("train", "tasks"):
+        return
+    known = {name for name, _ in imports(file) if name.startswith("allranks.tasks.")}
+    assert known <= {"allranks.tasks.BUNDLED", "allranks.tasks.Task", "allranks.tasks.__path__"}
+
+
+def test_whoever_loads_a_torch_module_of_ours_does_it_late() -> None:
+    """`launch/agent.py` and `rendezvous.py` import torch: at the top only of one another."""
+    for file in FILES:
+        if module_name(file) in RANK_SIDE or part_of(module_name(file)) in ("train", "tasks"):
+            continue
+        top = ast.Module(ast.parse(file.read_text()).body, [])
+        names = {
+            f"{node.module}.{alias.name}"
+            for node in top.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        late = {name for name in names if any(name.startswith(side) for side in RANK_SIDE)}
+        assert not late, f"{module_name(file)} imports {late} at once"

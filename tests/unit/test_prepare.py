@@ -1,0 +1,350 @@
+"""From what was typed to a run that can be started."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks import commits, hardware
+from allranks.commits import seal, writing_folder
+from allranks.errors import AllranksError
+from allranks.events import append_event
+from allranks.gpus import LocalGPU
+from allranks.job import load_job
+from allranks.launch.prepare import (
+    Prepared,
+    Request,
+    check_axes,
+    check_machine,
+    environment_warnings,
+    fill_command,
+    open_run,
+    prepare,
+    ranks_environment,
+)
+from allranks.layout import Layout
+from allranks.rundir import RunDir
+
+JOB = "name: mine\ntask: spiral\nbatch_size: 96\nsteps: 100\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a job file, from which everything here is typed."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def typed(*overrides: str, file: bool = True, **options: Any) -> Request:
+    return Request(job_file=Path("job.yaml") if file else None, overrides=overrides, **options)
+
+
+def started(*overrides: str, **options: Any) -> RunDir:
+    """A run whose first attempt was started with this."""
+    run = open_run(prepare(typed(*overrides, **options)))
+    append_event(run.events(0, 0), "start")
+    return run
+
+
+def save(run: RunDir, step: int, **notes: Any) -> Path:
+    writing = writing_folder(run.checkpoints, step)
+    writing.mkdir(parents=True)
+    (writing / ".metadata").write_bytes(b"metadata")
+    manifest = {"step": step, "files": {".metadata": seal(writing / ".metadata")}, **notes}
+    return commits.commit(run.checkpoints, step, manifest, keep=3).path
+
+
+# --- A new run ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_before_everything_is_checked(folder: Path) -> None:
+    prepared = prepare(typed("seed=3", layout="1x2"))
+    assert (prepared.job.seed, str(prepared.layout), prepared.attempt) == (3, "1x2", 0)
+    assert prepared.run is None
+    assert sorted(path.name for path in folder.iterdir()) == ["job.yaml"]
+
+
+def test_the_run_folder_holds_the_job_as_resolved_and_its_origin(folder: Path) -> None:
+    prepared = prepare(typed("seed=3"))
+    run = open_run(prepared)
+    assert run.path.parent == folder / "runs"
+    assert load_job(run.job_file, resolved=True) == prepared.job
+    info = run.info()
+    assert info["run"] == run.name
+    assert info["job_file"] == str(folder / "job.yaml")
+    assert info["overrides"] == ["seed=3"]
+    assert info["layout"] == "1x1"
+    assert info["packages"]["torch"]
+    assert info["hardware"]["cpus"]
+    assert [attempt["attempt"] for attempt in info["attempts"]] == [0]
+
+
+def test_the_runs_folder_can_be_elsewhere(tmp_path: Path) -> None:
+    assert open_run(prepare(typed(runs=tmp_path / "there"))).path.parent == tmp_path / "there"
+
+
+# --- Resuming -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_resuming_is_the_next_attempt_of_the_same_job(file: bool) -> None:
+    run = started("seed=3")
+    prepared = prepare(typed(file=file, resume="last"))
+    assert prepared.run == run
+    assert prepared.attempt == 1
+    assert prepared.job.seed == 3  # what was typed at the start still holds
+    assert prepared.changes == []
+    assert any("step 0" in remark for remark in prepared.remarks)
+    open_run(prepared)
+    assert [attempt["attempt"] for attempt in run.info()["attempts"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change", ["batch_size=97", "seed=1", "optimizer.lr=3e-4", "options.noise=0.1", "task=digits"]
+)
+def test_another_mathematics_is_refused_unless_forced(change: str) -> None:
+    run = started()
+    with pytest.raises(AllranksError, match="another mathematics") as refusal:
+        prepare(typed(change, resume=run.name))
+    assert change.partition("=")[0] in refusal.value.what
+    assert "--force" in refusal.value.fix
+    prepared = prepare(typed(change, resume=run.name, force=True))
+    assert change.partition("=")[0] in [record["key"] for record in prepared.changes]
+
+
+def test_a_changed_file_is_a_change(folder: Path) -> None:
+    run = started()
+    (folder / "job.yaml").write_text(JOB.replace("96", "128"))
+    with pytest.raises(AllranksError, match="batch_size: 96 became 128"):
+        prepare(typed(resume=run.name))
+    # Without naming the file, the run's own job holds.
+    assert prepare(typed(file=False, resume=run.name)).job.batch_size == 96
+
+
+@pytest.mark.parametrize(
+    ("change", "key"), [("log_every=1", "log_every"), ("checkpoint.every=5", "checkpoint.every")]
+)
+def test_other_changes_are_taken_over_and_recorded(change: str, key: str) -> None:
+    run = started()
+    prepared = prepare(typed(change, resume=run.name))
+    assert [record["key"] for record in prepared.changes] == [key]
+    open_run(prepared)
+    assert run.info()["attempts"][-1]["changes"] == prepared.changes
+    assert json.loads(json.dumps(prepared.changes)) == prepared.changes
+
+
+def test_a_run_keeps_its_layout_unless_told_otherwise() -> None:
+    run = started(layout="1x4")
+    assert str(prepare(typed(resume=run.name)).layout) == "1x4"
+    assert str(prepare(typed(resume=run.name, layout="1x2")).layout) == "1x2"
+
+
+def test_a_live_run_is_refused() -> None:
+    run = started()
+    with run.held(), pytest.raises(AllranksError, match="is live"):
+        prepare(typed(resume=run.name))
+
+
+# --- Which checkpoint ---------------------------------------------------------------------------
+
+
+def test_the_newest_whole_checkpoint_is_chosen_and_damage_told() -> None:
+    run = started()
+    save(run, 10)
+    (save(run, 20) / ".metadata").write_bytes(b"METADATA")
+    prepared = prepare(typed(resume=run.name))
+    assert prepared.checkpoint == "step-10"
+    assert any("step-20 is damaged" in remark for remark in prepared.remarks)
+    assert any("after step 10" in remark for remark in prepared.remarks)
+
+
+def test_without_a_whole_checkpoint_it_is_refused_not_restarted() -> None:
+    run = started()
+    (save(run, 20) / ".metadata").unlink()
+    with pytest.raises(
+        AllranksError, match="no readable checkpoint: step-20 is damaged"
+    ) as refusal:
+        prepare(typed(resume=run.name))
+    assert refusal.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("layout", "threads"), [("1x2", 7), ("1x4", None), (None, 7)])
+def test_the_thread_count_is_kept_on_the_same_layout(
+    layout: str | None, threads: int | None
+) -> None:
+    run = started(layout="1x2")
+    save(run, 10, layout="1x2", threads=7)
+    assert prepare(typed(resume=run.name, layout=layout)).threads == threads
+
+
+def test_opening_a_run_removes_what_a_killed_attempt_left() -> None:
+    run = started()
+    writing_folder(run.checkpoints, 5).mkdir(parents=True)
+    open_run(prepare(typed(resume=run.name)))
+    assert list(run.checkpoints.iterdir()) == []
+
+
+# --- The user's own command ---------------------------------------------------------------------
+
+
+def command(
+    words: Sequence[str], *, attempt: int = 0, last: str | None = None, resume: str | None = None
+) -> list[str]:
+    overrides = [f"last={json.dumps(last)}", f"resume={json.dumps(resume)}"]
+    job = load_job(None, overrides, command=words, layout="2x4")
+    prepared = Prepared(request=Request(), job=job, run=None, attempt=attempt)
+    return fill_command(prepared, RunDir(Path("runs/mine-20261101-120000-aaaa")))
+
+
+def test_placeholders_are_filled() -> None:
+    words = ["python", "train.py", "--nodes={nodes}", "{gpus}", "{ranks}", "{run}", "a b"]
+    run = "mine-20261101-120000-aaaa"
+    assert command(words) == ["python", "train.py", "--nodes=2", "4", "8", run, "a b"]
+
+
+def test_resume_is_appended_on_a_later_attempt_if_there_is_something_to_resume(
+    tmp_path: Path,
+) -> None:
+    def train(attempt: int) -> list[str]:
+        last = str(tmp_path / "my {run}" / "last.ckpt")
+        return command(["train"], attempt=attempt, last=last, resume="--ckpt_path {last}")
+
+    assert train(attempt=0) == ["train"]
+    assert train(attempt=1) == ["train"]
+    saved = tmp_path / "my mine-20261101-120000-aaaa" / "last.ckpt"
+    saved.parent.mkdir()
+    saved.touch()
+    assert train(attempt=0) == ["train"]
+    assert train(attempt=1) == ["train", "--ckpt_path", str(saved)]
+
+
+def test_the_command_can_refer_to_its_checkpoint_itself() -> None:
+    filled = command(["train", "--save", "{last}"], last="ckpt/{run}.pt")
+    assert filled == ["train", "--save", "ckpt/mine-20261101-120000-aaaa.pt"]
+
+
+# --- What ranks find ----------------------------------------------------------------------------
+
+DEFAULTS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME")
+
+
+def environment(
+    *overrides: str, here: int = 2, layout: str = "1x2", **options: Any
+) -> dict[str, str]:
+    prepared = prepare(typed(*overrides, layout=layout))
+    prepared.threads = options.pop("threads", None)
+    prepared.checkpoint = options.pop("checkpoint", "")
+    return ranks_environment(
+        prepared, RunDir(Path("/runs/x")), here=here, **{"oversubscribe": False, **options}
+    )
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF", "NCCL_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 8)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("clean")
+def test_ranks_share_the_cpus_and_meet_on_the_loopback() -> None:
+    env = environment(checkpoint="step-10")
+    assert env["OMP_NUM_THREADS"] == "4"
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert env["NCCL_DEBUG"] == "WARN"
+    assert env["ALLRANKS_RUN_DIR"] == "/runs/x"
+    assert env["ALLRANKS_LAYOUT"] == "1x2"
+    assert env["ALLRANKS_CHECKPOINT"] == "step-10"
+    assert env["ALLRANKS_LAUNCHER"] == str(os.getpid())
+    assert "ALLRANKS_OVERSUBSCRIBE" not in env
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(("here", "threads"), [(1, "8"), (3, "2"), (16, "1")])
+def test_threads_follow_the_share_and_are_never_none(here: int, threads: str) -> None:
+    assert environment(here=here)["OMP_NUM_THREADS"] == threads
+    assert environment(here=here, threads=5)["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_the_user_exported_is_left_alone(clean: pytest.MonkeyPatch, name: str) -> None:
+    clean.setenv(name, "mine")
+    assert name not in environment()
+
+
+def test_the_old_name_of_the_allocators_variable_counts(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_ALLOC_CONF" not in environment()
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_jobs_env_is_above_the_defaults() -> None:
+    env = environment("env.OMP_NUM_THREADS=3", "env.NCCL_DEBUG=INFO", "env.MY_OWN=x")
+    assert (env["OMP_NUM_THREADS"], env["NCCL_DEBUG"], env["MY_OWN"]) == ("3", "INFO", "x")
+
+
+@pytest.mark.usefixtures("clean")
+def test_ranks_on_several_machines_do_not_meet_on_the_loopback() -> None:
+    assert "GLOO_SOCKET_IFNAME" not in environment(layout="2x2", here=2)
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_timeout_and_whether_it_was_set() -> None:
+    assert environment()["ALLRANKS_TIMEOUT"] == "1800"
+    assert environment()["ALLRANKS_TIMEOUT_IS_SET"] == "0"
+    env = environment("timeout=5m", oversubscribe=True)
+    assert (env["ALLRANKS_TIMEOUT"], env["ALLRANKS_TIMEOUT_IS_SET"]) == ("300", "1")
+    assert env["ALLRANKS_OVERSUBSCRIBE"] == "1"
+
+
+@pytest.mark.parametrize("where", ["exported", "job"])
+def test_nccl_timeout_is_warned_of(clean: pytest.MonkeyPatch, where: str) -> None:
+    assert environment_warnings(prepare(typed()).job) == []
+    if where == "exported":
+        clean.setenv("NCCL_TIMEOUT", "60")
+    job = prepare(typed(*(["env.NCCL_TIMEOUT=60"] if where == "job" else []))).job
+    (warning,) = environment_warnings(job)
+    assert "NCCL_TIMEOUT" in warning
+    assert "`timeout`" in warning
+
+
+# --- What the machine can hold ------------------------------------------------------------------
+
+
+def gpus(number: int) -> list[LocalGPU]:
+    return [LocalGPU.__new__(LocalGPU) for _ in range(number)]
+
+
+def test_more_ranks_than_cores_are_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "local_gpus", lambda: [])
+    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 2)
+    assert check_machine(Layout(1, 2), here=2, oversubscribe=False) == []
+    (remark,) = check_machine(Layout(1, 4), here=4, oversubscribe=False)
+    assert "4 ranks on 2 CPU" in remark
+
+
+def test_more_ranks_than_gpus_are_refused_unless_they_may_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "local_gpus", lambda: gpus(2))
+    assert check_machine(Layout(1, 2), here=2, oversubscribe=False) == []
+    with pytest.raises(AllranksError, match="needs 4 GPUs here, but this machine has 2") as refusal:
+        check_machine(Layout(1, 4), here=4, oversubscribe=False)
+    assert "--layout 1x2" in refusal.value.fix
+    (remark,) = check_machine(Layout(1, 4), here=4, oversubscribe=True)
+    assert "meaningless" in remark
+
+
+def test_other_axes_than_dp_are_refused_for_tasks_but_not_for_commands() -> None:
+    check_axes(load_job(None, layout="2x2"))
+    check_axes(load_job(None, command=["train"], layout="1x4:tp=2"))
+    with pytest.raises(AllranksError, match="tp=2"):
+        check_axes(load_job(None, layout="1x4:tp=2"))

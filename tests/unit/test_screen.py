@@ -1,0 +1,229 @@
+"""What the user sees: banner, batch as a product, times, progress without a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from allranks.events import append_event
+from allranks.job import Job, parse_job
+from allranks.launch.screen import (
+    LogTail,
+    Screen,
+    batch_product,
+    duration,
+)
+from allranks.rundir import RunDir
+
+START: dict[str, Any] = {
+    "rank": 0,
+    "world_size": 4,
+    "host": "node1",
+    "layout": "1x4",
+    "backend": "gloo",
+    "device": "CPU",
+    "threads": 2,
+    "precision": "fp32",
+    "compile": False,
+    "parameters": 2834,
+    "global_batch": 128,
+    "rank_batch": [32],
+    "accumulation": 1,
+    "samples_per_epoch": 7000,
+    "steps_per_epoch": 55,
+    "step": 0,
+    "steps": 1100,
+    "epoch": 0,
+}
+RESULT: dict[str, Any] = {
+    "run": "job-20261101-120000-aaaa",
+    "run_dir": "/very/long/path/" + "x" * 200 + "/job-20261101-120000-aaaa",
+    "state": "finished",
+    "layout": "1x4",
+    "steps": 1100,
+    "epochs": 20,
+    "seconds": 75.0,
+    "samples_per_second": 12345.6,
+    "metrics": {"loss": 0.1234567, "val_accuracy": 0.9876},
+}
+
+
+def summary(result: dict[str, Any], width: int = 100) -> str:
+    text = io.StringIO()
+    Screen(Console(file=text, width=width)).summary(result)
+    return text.getvalue()
+
+
+def job(**keys: Any) -> Job:
+    return parse_job({"task": "spiral", **keys})
+
+
+# --- Banner -------------------------------------------------------------------------------------
+
+
+def banner(folder: Path, start: dict[str, Any], job: Job) -> str:
+    """What is shown of a run that has just started."""
+    run = RunDir(folder / "job-20261101-120000-aaaa")
+    append_event(run.events(0, 0), "start", **start)
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=100))
+    screen.follow(run, job, 0)
+    screen.finish(0)
+    return text.getvalue()
+
+
+def test_the_banner_says_all_that_is_asked_for(tmp_path: Path) -> None:
+    text = banner(tmp_path, START, job(epochs=20))
+    for words in (
+        *("job-20261101-120000-aaaa", "1x4", "4 ranks", "gloo over the loopback", "CPU"),
+        *("fp32", "2,834 parameters", "32 x 4 x 1 = 128"),
+        *("20 epochs", "55 steps an epoch", "1,100 in all"),
+    ):
+        assert words in text
+
+
+def test_one_rank_is_alone_and_steps_may_be_the_length(tmp_path: Path) -> None:
+    start = {**START, "world_size": 1, "layout": "1x1", "rank_batch": [128]}
+    text = banner(tmp_path, start, job(steps=1100))
+    assert "(1 rank)" in text
+    assert "alone" in text
+    assert "1,100 steps" in text
+    assert "128 x 1 x 1 = 128" in text
+
+
+# --- The batch ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "global_batch", "rank_batch", "accumulation", "words"),
+    [
+        (4, 128, [32], 1, "32 x 4 x 1 = 128"),
+        (2, 128, [64], 4, "16 x 2 x 4 = 128"),
+        (2, 97, [48, 49], 1, "48-49 x 2 x 1 ≈ 97"),
+        (4, 2, [0, 1], 1, "0-1 x 4 x 1 ≈ 2"),
+        (1, 7, [7], 2, "4 x 1 x 2 ≈ 7"),
+    ],
+)
+def test_the_batch_is_a_product_that_is_equal_only_if_it_is(
+    world_size: int, global_batch: int, rank_batch: list[int], accumulation: int, words: str
+) -> None:
+    start = {
+        "world_size": world_size,
+        "global_batch": global_batch,
+        "rank_batch": rank_batch,
+        "accumulation": accumulation,
+    }
+    assert batch_product(start).startswith(words)
+
+
+# --- Times --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0s"),
+        (3.44, "3.4s"),
+        (42.4, "42s"),
+        (125, "2m05s"),
+        (3599, "59m59s"),
+        (3600, "1h00m"),
+        (4320, "1h12m"),
+        (86399, "23h59m"),
+        (86400, "1d00h"),
+        (273600, "3d04h"),
+        (8640000, "100d00h"),
+    ],
+)
+def test_a_time_has_two_units_at_most(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.floats(0, 1e9))
+def test_any_time_can_be_shown(seconds: float) -> None:
+    assert len(duration(seconds)) <= 9
+
+
+# --- Summary ------------------------------------------------------------------------------------
+
+
+def test_the_summary_ends_with_the_run_folder_whole_and_the_accuracy() -> None:
+    lines = summary(RESULT, width=80).splitlines()
+    assert lines[-2] == RESULT["run_dir"]
+    assert lines[-1] == "validation accuracy 98.8%"
+
+
+def test_the_summary_has_what_there_is() -> None:
+    text = summary(RESULT)
+    for words in ("finished", "1,100", "12,346 samples/s (measured)", "1m15s", "0.1235", "0.9876"):
+        assert words in text
+    bare = {**RESULT, "state": "failed", "steps": None, "samples_per_second": None, "metrics": {}}
+    assert "failed" in summary(bare)
+
+
+# --- Following a run ----------------------------------------------------------------------------
+
+
+def test_a_run_is_followed_from_its_folder(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "job-20261101-120000-aaaa")
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=100))
+    screen.follow(run, job(epochs=20), 0)
+    screen.update(0)  # nothing is there yet
+    append_event(run.events(0, 0), "start", **START)
+    run.log(0, 0).write_text("a line of the task's own\n")
+    append_event(run.events(0, 0), "step", step=1, epoch=1, samples=32, seconds=0.1, loss=0.5)
+    screen.finish(0)
+    assert "a line of the task's own" in text.getvalue()
+    assert "32 x 4 x 1 = 128" in text.getvalue()
+
+
+def test_a_restart_is_remarked_on_and_shown_anew(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "job-20261101-120000-aaaa")
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=100))
+    screen.follow(run, job(epochs=20), 0)
+    for attempt in range(2):
+        append_event(run.events(attempt, 0), "start", **START)
+        screen.update(attempt)
+    screen.finish(1)
+    assert text.getvalue().count("32 x 4 x 1 = 128") == 2
+    assert "attempt 1" in text.getvalue()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_traceback_of_a_task_is_shown_only_when_asked_for(tmp_path: Path, debug: bool) -> None:
+    run = RunDir(tmp_path / "job-20261101-120000-aaaa")
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=100), debug=debug)
+    screen.follow(run, job(epochs=20), 0)
+    append_event(run.events(0, 0), "end", state="failed", exit=1)
+    run.log(0, 0).write_text("before\nTraceback (most recent call last):\n  ValueError\n")
+    screen.finish(0)
+    assert "before" in text.getvalue()
+    assert ("Traceback" in text.getvalue()) == debug
+
+
+def test_a_log_is_read_from_where_it_was_left(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    assert tail.read() == ""
+    (tmp_path / "rank-0.log").write_text("one\n")
+    assert tail.read() == "one\n"
+    assert tail.read() == ""
+    with (tmp_path / "rank-0.log").open("a") as file:
+        file.write("two\n")
+    assert tail.read() == "two\n"
+
+
+def test_a_stop_is_said_once() -> None:
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=100))
+    for _ in range(2):
+        screen.stopping("SIGTERM")
+    assert text.getvalue().count("SIGTERM") == 1
