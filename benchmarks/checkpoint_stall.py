@@ -71,12 +71,12 @@ def training(folder: Path) -> Training:
     os.environ.update(one | here)
 
     from allranks.events import EventLog
-    from allranks.train import worker
+    from allranks.train import build
 
-    me = worker.Rank.from_environment()
-    device = worker.choose_device(me)
-    worker.join_world(me, prepared.job, device)
-    t = worker.build(me, prepared.job, device, EventLog(run.events(0, 0)))
+    me = build.Rank.from_environment()
+    device = build.choose_device(me)
+    build.join_world(me, prepared.job, device)
+    t = build.build(me, prepared.job, device, EventLog(run.events(0, 0)))
     t.evaluations = {}  # an epoch may end here, and that would take longer than all the saves
     return t
 

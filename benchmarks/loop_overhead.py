@@ -4,7 +4,7 @@
     python benchmarks/loop_overhead.py --pairs 20 --ranks 1 --model small     # a first look
 
 Both loops train the same MLP on the same data in the same order, in the same processes, on CPU,
-in alternating blocks. Ours is what `allranks run` runs (train() with the parts that worker.py
+in alternating blocks. Ours is what `allranks run` runs (train() with the parts that build.py
 builds, events, pulse, checkpointer), and its progress bar runs beside it; while the hand loop has
 its turn, the process that draws the bar is stopped, so that the hand loop does not pay for it. Our
 events are formatted and written within our block. (Bar and pulse go by the clock, which goes on
@@ -127,7 +127,7 @@ def hand_loop(job: Job, *, tuned: bool) -> Iterator[Tensor]:
                 group["lr"] = schedule.rate(step)
             stop = start + share
             loss = F.cross_entropy(model(epoch_inputs[start:stop]), epoch_targets[start:stop])
-            loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+            loss.backward()  # torch does not type it
             nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
             optimizer.step()
             optimizer.zero_grad()
@@ -138,15 +138,15 @@ def hand_loop(job: Job, *, tuned: bool) -> Iterator[Tensor]:
 
 
 def run_rank(num_pairs: int, block_seconds: float, display: int) -> None:
-    """Train as worker.main does, giving way to the hand loops between blocks of steps."""
-    from allranks.train import worker  # takes stop signals from now on: not in the main process
+    """Train as rank.run does, giving way to the hand loops between blocks of steps."""
+    from allranks.train import build
 
-    me = worker.Rank.from_environment()
+    me = build.Rank.from_environment()
     log = EventLog(me.run.events(me.attempt, me.rank))
     job = load_job(me.run.job_file, resolved=True)
     device = torch.device("cpu")
-    worker.join_world(me, job, device)
-    t = worker.build(me, job, device, log)
+    build.join_world(me, job, device)
+    t = build.build(me, job, device, log)
     tuned, default = hand_loop(job, tuned=True), hand_loop(job, tuned=False)
     losses = [mean_over_ranks(next(tuned)) for _ in range(WARM_UP_STEPS)]
     run_block(default, WARM_UP_STEPS)

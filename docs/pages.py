@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from allranks.init import commented_job
@@ -17,12 +18,9 @@ from allranks.job_problems import in_words
 def help_of(*command: str) -> str:
     """What `allranks COMMAND --help` prints in 80 columns, as a code block."""
     env = {**os.environ, "TERMINAL_WIDTH": "80", "COLUMNS": "80", "NO_COLOR": "1"}
+    script = str(Path(sys.executable).with_name("allranks"))
     done = subprocess.run(
-        [sys.executable, "-m", "allranks", *command, "--help"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
+        [script, *command, "--help"], env=env, capture_output=True, text=True, check=True
     )
     lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
     return "\n".join(["```", f"$ allranks {' '.join([*command, '--help'])}", *lines, "```"])

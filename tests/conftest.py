@@ -23,6 +23,8 @@ LEAVE_SECONDS = 3.0  # what a process or thread may take to end after its test
 # Inherited by every process that a test starts, so that orphans are known too.
 MARK = uuid.uuid4().hex
 os.environ["ALLRANKS_TESTS"] = MARK
+# Before torch is imported: threads that spin while they wait starve everything beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from allranks.commits import commits
-from allranks.train.checkpoint import TensorReader
+from allranks.train.checkpoint import read_tensors
 
 
 @dataclass
@@ -52,14 +52,15 @@ class Live:
 
 def start(cwd: Path, *arguments: str, env: dict[str, str] | None = None) -> Live:
     command = [sys.executable, "-m", "allranks", "run", *arguments, "--json"]
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=(cwd / "stderr.txt").open("a"),
-        text=True,
-    )
+    with (cwd / "stderr.txt").open("a") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     return Live(process, cwd / "runs", time.monotonic())
 
 
@@ -93,13 +94,7 @@ def gone(processes: list[int], seconds: float = 10) -> bool:
 def newest_weights(run_dir: Path) -> tuple[int, dict[str, Tensor]]:
     """Step and every tensor (optimizer included) of the newest checkpoint."""
     commit = commits(run_dir / "checkpoints")[0]
-    reader = TensorReader(commit.path, commit.manifest()["files"])
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return commit.step, tensors
+    return commit.step, read_tensors(commit)
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -153,10 +148,8 @@ def _child_pids(parent: int) -> list[int]:
 
 
 def _kill(process: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _is_alive(process: int) -> bool:

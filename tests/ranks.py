@@ -40,7 +40,7 @@ def run_ranks(
     No process outlives the call. The function and its arguments must be picklable.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch.distributed.tensor", "allranks.train.loop"])
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
     folder = tmp_path / f"ranks-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     ranks: list[_Rank] = []

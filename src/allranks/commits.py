@@ -69,7 +69,7 @@ def commits(folder: Path) -> list[Commit]:
 
 def newest_whole(folder: Path) -> tuple[Commit | None, list[str]]:
     """The newest undamaged checkpoint, and a line about each damaged one that is newer."""
-    damaged = []
+    damaged: list[str] = []
     for commit in commits(folder):
         problem = commit.damage()
         if problem is None:

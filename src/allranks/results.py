@@ -73,16 +73,17 @@ def _last_loss(run: RunDir, attempts: list[int]) -> float | None:
 
 def _epochs(start: dict[str, Any], steps: int | None) -> int | None:
     """Epochs completed after so many steps."""
-    return None if steps is None else steps // start.get("steps_per_epoch", steps + 1)
+    return None if steps is None else steps // int(start.get("steps_per_epoch", steps + 1))
 
 
 def _samples(start: dict[str, Any], steps: int | None) -> int | None:
     """Samples seen after so many steps, for a run that did not live to say."""
     if steps is None or "steps_per_epoch" not in start:
         return None
-    epochs, rest = divmod(steps, start["steps_per_epoch"])
     size: int = start["samples_per_epoch"]
-    return epochs * size + min(rest * start["global_batch"], size)
+    batch: int = start["global_batch"]
+    epochs, rest = divmod(steps, int(start["steps_per_epoch"]))
+    return epochs * size + min(rest * batch, size)
 
 
 def _seconds(run: RunDir, attempt: int) -> float:

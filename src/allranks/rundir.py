@@ -103,7 +103,7 @@ class RunDir:
         states = {end["state"] if end else "failed" for end in ends}
         for state in ("failed", "stopped", "finished"):
             if state in states:
-                return state  # type: ignore[return-value]  # a member of the tuple above
+                return state
         return "failed"
 
     def is_live(self) -> bool:

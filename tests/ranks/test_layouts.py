@@ -52,6 +52,9 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     """`train(layout, *overrides)`: every run is made once, and compared with many."""
     made: dict[tuple[str, ...], Trained] = {}
     folder = tmp_path_factory.mktemp("layouts")
+    (folder / "tokens.bin").write_bytes(
+        bytes([byte for i in range(20_000) for byte in (i % 251, 0)])
+    )
 
     def trained(layout: str, *overrides: str, again: bool = False) -> Trained:
         key = (layout, *overrides, str(again))
@@ -69,7 +72,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 # A prime: no number of ranks cuts it evenly.
 SPIRAL = ("task=spiral", "batch_size=97", "steps=60")
-LANGUAGE = ("task=language", "batch_size=8", "steps=20")
+LANGUAGE = ("task=language", "options.tokens=tokens.bin", "batch_size=8", "steps=20")
 DIGITS = ("task=digits", "options.norm=batch", "batch_size=50", "steps=30")
 
 

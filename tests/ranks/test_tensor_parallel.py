@@ -27,7 +27,7 @@ def loss_and_gradients(ranks: int) -> tuple[Tensor, dict[str, Tensor]]:
         mesh = init_device_mesh("cpu", (ranks,))
         parallelize_module(model, mesh, dict(task.tensor_parallel_plan(model)))
     loss = task.loss(model(tokens[:, :-1]), tokens[:, 1:]).mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad

@@ -117,7 +117,7 @@ def test_language_can_be_learnt() -> None:
     for step in range(60):
         inputs, targets = data.batch(range(16 * step, 16 * step + 16))
         loss = task.loss(model(inputs), targets).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     assert loss.item() < 3.2  # ln 256 = 5.5 at the start

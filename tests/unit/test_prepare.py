@@ -19,7 +19,7 @@ from allranks.job import load_job
 from allranks.launch.prepare import (
     Prepared,
     Request,
-    check_axes,
+    check_supported,
     check_machine,
     environment_warnings,
     fill_command,
@@ -344,7 +344,7 @@ def test_more_ranks_than_gpus_are_refused_unless_they_may_share(
 
 
 def test_other_axes_than_dp_are_refused_for_tasks_but_not_for_commands() -> None:
-    check_axes(load_job(None, layout="2x2"))
-    check_axes(load_job(None, command=["train"], layout="1x4:tp=2"))
+    check_supported(load_job(None, layout="2x2"))
+    check_supported(load_job(None, command=["train"], layout="1x4:tp=2"))
     with pytest.raises(AllranksError, match="tp=2"):
-        check_axes(load_job(None, layout="1x4:tp=2"))
+        check_supported(load_job(None, layout="1x4:tp=2"))

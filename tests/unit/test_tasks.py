@@ -53,7 +53,7 @@ def accuracy_after(task: Task, epochs: int, batch_size: int, lr: float) -> float
             inputs, targets = batch_of(train, indices.tolist())
             losses = task.loss(model(inputs), targets)
             assert isinstance(losses, Tensor)
-            losses.mean().backward()  # type: ignore[no-untyped-call]
+            losses.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():

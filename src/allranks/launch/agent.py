@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from allranks.launch.rendezvous import FixedNodes
 
 
-class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch does not type it
+class Agent(LocalElasticAgent):
     """Starts ranks and restarts all of them when one dies; run it off the main thread.
 
     Off the main thread it installs no signal handlers. Its own would kill the ranks after 30
@@ -91,12 +91,13 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch does not type it
         # Before torch looks: when it finds a failed rank it sends the others SIGTERM and waits up
         # to 30 seconds, then counts them as failed too.
         if not self._failed:
-            handlers = self._pcontext.subprocess_handlers
+            handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
             codes = {rank: handler.proc.poll() for rank, handler in handlers.items()}
             self._failed = {rank: code for rank, code in codes.items() if code}
             if self._failed and self._kills_peers:
                 self.kill()
-        return super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         if self._kills_peers:

@@ -1,4 +1,4 @@
-"""Ranks on this machine, through torch's elastic agent: started, followed, stopped, never orphaned."""
+"""Ranks on this machine, through torch's elastic agent: started, followed, stopped, no orphans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -54,7 +54,7 @@ class Outcome:
 def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
     """Run a prepared job to its end on this machine."""
     here = ranks_here(prepared, place)
-    prepare.check_axes(prepared.job)
+    prepare.check_supported(prepared.job)
     remarks = prepare.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
     if place.node_rank is None and prepared.layout.nodes > 1:
         remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
@@ -155,9 +155,7 @@ class Launch:
             mine = rendezvous.Meeting(
                 str(run.path), prepared.attempt, str(prepared.layout), prepared.checkpoint, token
             )
-        meeting = rendezvous.meet(
-            store, node_rank, str(prepared.layout), mine, self._interrupted
-        )
+        meeting = rendezvous.meet(store, node_rank, str(prepared.layout), mine, self._interrupted)
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
         nodes = rendezvous.FixedNodes(
@@ -221,7 +219,7 @@ class Launch:
                 continue
             self._told.add((process, len(received)))
             self.screen.stopping(received[-1].name)
-            with suppress_gone():
+            with suppress(ProcessLookupError):
                 os.kill(process, received[-1])
 
     def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
@@ -260,16 +258,15 @@ class Launch:
             return Outcome(self.run, outcome, 0)
         if state == "stopped":
             return Outcome(self.run, outcome, self._stopped_code())
-        error = self._disk_error or describe_failure(
-            self.run, self.prepared, self.place
-        )
+        error = self._disk_error or describe_failure(self.run, self.prepared, self.place)
         return Outcome(self.run, outcome, error.exit_code, error)
-
 
     def _stopped_code(self) -> int:
         """75 if the run can go on from where it was stopped."""
         job = self.prepared.job
-        ends = [self.run.end(self.agent.attempt, rank) for rank in self.run.ranks(self.agent.attempt)]
+        ends = [
+            self.run.end(self.agent.attempt, rank) for rank in self.run.ranks(self.agent.attempt)
+        ]
         saved = prepare.last_of(self.prepared, self.run)
         if job.command is None or all(end and end["exit"] == 0 for end in ends):
             return STOPPED_AT_CHECKPOINT
@@ -319,11 +316,3 @@ def blocked_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def suppress_gone() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        pass

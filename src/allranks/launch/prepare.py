@@ -1,4 +1,4 @@
-"""From what was typed to a run that can be started: new, or the next attempt of an old one. No torch."""
+"""From what was typed to a run to start: a new one, or an old one's next attempt. No torch."""
 
 from __future__ import annotations
 
@@ -140,8 +140,12 @@ def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str
     return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
 
 
-def check_axes(job: Job) -> None:
-    """Refuse a division of work that the training cannot do yet."""
+def check_supported(job: Job) -> None:
+    """Refuse what the words allow but the training cannot do yet."""
+    if job.compress is not None:
+        raise AllranksError(
+            f"compress: {job.compress.name} is not supported yet", fix="remove compress"
+        )
     layout = job.layout
     if job.command is None and layout.ranks != layout.dp:
         raise AllranksError(

@@ -82,7 +82,7 @@ def inject(env: os._Environ[str]) -> None:
 
 
 def replace_by(command: list[str]) -> None:
-    """Become the user's command. `python` is the interpreter that runs allranks if none is found."""
+    """Become the user's command; `python` is our own interpreter if there is none on the path."""
     program = command[0]
     if program in ("python", "python3") and shutil.which(program) is None:
         program = sys.executable

@@ -1,4 +1,4 @@
-"""What the user sees of a run: remarks, a banner, progress, a summary. Drawn from the run folder."""
+"""What the user sees of a run: remarks, banner, progress, summary. Drawn from the run folder."""
 
 from __future__ import annotations
 
@@ -174,9 +174,7 @@ class Bar:
         self._measure(last)
         where, numbers = self._words(last)
         if self._progress is not None:
-            self._progress.update(
-                self._task, completed=last["step"], where=where, numbers=numbers
-            )
+            self._progress.update(self._task, completed=last["step"], where=where, numbers=numbers)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
             step = f"step {last['step']}/{self._start['steps']}"

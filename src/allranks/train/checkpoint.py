@@ -115,9 +115,7 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
-    def _write(
-        self, manifest: dict[str, Any], started: float, stall: float, waited: float
-    ) -> None:
+    def _write(self, manifest: dict[str, Any], started: float, stall: float, waited: float) -> None:
         step = manifest["step"]
         writing = commits.writing_folder(self.folder, step)
         try:
@@ -129,9 +127,7 @@ class Checkpointer:
             shutil.rmtree(writing, ignore_errors=True)
             raise disk_error(error, Path(error.filename or writing)) from error
         seconds = time.perf_counter() - started - waited
-        self.log.write(
-            "checkpoint", step=step, seconds=round(seconds, 6), stall=round(stall, 6)
-        )
+        self.log.write("checkpoint", step=step, seconds=round(seconds, 6), stall=round(stall, 6))
 
     def _write_files(self, folder: Path) -> dict[str, Any]:
         """Write and sync this rank's files; the manifest's entries of all ranks, on rank 0."""
@@ -218,18 +214,27 @@ def share_of_tensors(tensors: dict[str, Tensor], rank: int, world_size: int) -> 
     return mine
 
 
+def read_tensors(commit: Commit) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, on the CPU. Each rank reads for itself."""
+    reader = TensorReader(commit.path, commit.manifest()["files"])
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 def load(
     commit: Commit, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Progress, dict[str, Any]]:
     """Put a committed checkpoint into a model and its optimizer; the progress and the manifest."""
     manifest = commit.manifest()
-    reader = TensorReader(commit.path, manifest["files"])
-    metadata = reader.read_metadata()
-    stored = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    stored = read_tensors(commit)
     expected = model_tensors(model)
     for name, tensor in expected.items():
         shape = tuple(stored[name].shape) if name in stored else "no such tensor"
@@ -239,9 +244,6 @@ def load(
                 f"in the model, {shape} in the checkpoint",
                 fix="resume with the task and options that the run was started with",
             )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(stored, storage_reader=reader, no_dist=True)  # each rank reads for itself
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(stored[name])

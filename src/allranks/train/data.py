@@ -295,7 +295,7 @@ def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | B
 
 
 def spare_workers(num_cpus: int) -> int:
-    """Loader workers for a rank that has `num_cpus`: what it does not need itself, within reason."""
+    """Loader workers for a rank that has `num_cpus`: all but the one it needs itself, up to 8."""
     return min(max(num_cpus - 1, 0), 8)
 
 

@@ -46,4 +46,6 @@ def _construct(cls: type[Task], options: dict[str, Any]) -> Task:
             + ", ".join(field.name for field in dataclasses.fields(cls)),  # type: ignore[arg-type]
         ) from None
     except TypeError as error:
-        raise AllranksError(f"options: {error}", fix="correct the options in the job file") from None
+        raise AllranksError(
+            f"options: {error}", fix="correct the options in the job file"
+        ) from None

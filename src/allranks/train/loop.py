@@ -66,7 +66,7 @@ class SaveEvery:
 
 
 def train(t: Training) -> Literal["finished", "stopped"]:
-    """Train to the last step, or to a step that all ranks agree to stop at; either way it is saved."""
+    """Train to the last step, or to one that all ranks agree to stop at; it is saved either way."""
     stopping = t.pulse.agree(stop=stop_requested() is not None).stop
     batches = t.data.batches(t.progress)
     t.model.train()
@@ -128,11 +128,10 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
 
 
 def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A loss per sample, its weight in the global mean, and the sum of weights if the task's own."""
-    with norms_ignore_this_rank(t.norms) if micro.is_empty and t.norms else nullcontext():
-        with t.autocast:
-            outputs = t.model(micro.inputs)
-            losses = t.task.loss(outputs, micro.targets)
+    """Loss per sample, its weight in the global mean, and the sum of weights if the task has any."""
+    with t.autocast, norms_ignore_this_rank(t.norms) if micro.is_empty else nullcontext():
+        outputs = t.model(micro.inputs)
+        losses = t.task.loss(outputs, micro.targets)
     if isinstance(losses, tuple):
         losses, own = losses
         weights = micro.weights * own

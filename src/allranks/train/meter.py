@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class Meter:
         seconds = now - self._last
         self._last = now
         self.step_seconds += seconds
-        fields = {
+        fields: dict[str, Any] = {
             "step": progress.step,
             "epoch": batch.epoch,
             "samples": batch.num_samples,
@@ -86,7 +87,7 @@ class _Arrival:
 
     def ready(self) -> bool:
         if self._event is not None:
-            return self._event.query()
+            return bool(self._event.query())
         return self._work is None or self._work.is_completed()
 
     def value(self, index: int) -> float:

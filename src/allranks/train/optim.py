@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from allranks.job import Job, Optimizer
 
 
-def build_optimizer(settings: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    settings: Optimizer, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
     """The optimizer, fused into one kernel: on CPU and CUDA alike that is the fastest form."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    common: dict[str, Any] = {
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        "fused": True,
+    }
     if settings.name == "sgd":
         return torch.optim.SGD(trained, momentum=settings.momentum, **common)
     return torch.optim.AdamW(trained, betas=settings.betas, **common)
@@ -38,7 +44,9 @@ class Schedule:
             return self.peak
         done = (step - self.warmup_steps - 1) / max(1, self.num_steps - self.warmup_steps)
         left = 1 - min(done, 1.0)
-        return self.peak * (left if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+        return self.peak * (
+            left if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * left)
+        )
 
     def set(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         rate = self.rate(step)
@@ -56,6 +64,6 @@ def clip_gradients(gradients: list[Tensor], max_norm: float) -> Tensor:
 
     torch.nn.utils.clip_grad_norm_ does the same, but spends tens of microseconds on grouping.
     """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

@@ -1,4 +1,4 @@
-"""A model made ready for many ranks: synchronised norms, checkpointing, compilation, DDP, in order."""
+"""A model made ready for many ranks: synchronised norms, checkpointing, compilation, DDP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
 # torch 2.13 renamed it, and warns of the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
+_NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def parallelize(
@@ -49,7 +49,7 @@ def parallelize(
         gradient_as_bucket_view=True,
         # Buffers are equal on all ranks already: the only ones that training changes are those
         # of BatchNorm, and that is synchronised.
-        **{_SYNC_BUFFERS: False},
+        **_NO_BUFFER_SYNC,
     )
 
 
@@ -144,9 +144,7 @@ _DEAR = {
 }
 
 
-def _keep_matrix_products() -> tuple[
-    AbstractContextManager[None], AbstractContextManager[None]
-]:
+def _keep_matrix_products() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Runs at the start of every Python process of a user's script that allranks launched.
 
 Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch's
@@ -6,6 +7,7 @@ may break the script, and nothing is imported that the script would not import i
 """
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -16,7 +18,7 @@ TARGET = "torch.distributed.distributed_c10d"
 class TimeoutFinder(importlib.abc.MetaPathFinder):
     """Lets the usual finders find the module, then adds a step to its loading."""
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name, path=None, target=None):
         if name != TARGET:
             return None
         sys.meta_path.remove(self)
@@ -24,38 +26,39 @@ class TimeoutFinder(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def exec_module(module):  # type: ignore[no-untyped-def]
+            def exec_module(module):
                 load(module)
                 try:
                     impose_timeout(module)
                 except Exception as error:
                     print(f"allranks: timeout not imposed: {error!r}", file=sys.stderr)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 
-def impose_timeout(c10d):  # type: ignore[no-untyped-def]
-    """Make the job's timeout the default; if the job sets it expressly, put it over the script's."""
+def impose_timeout(c10d):
+    """Make the job's timeout the default; one that the job sets expressly beats the script's."""
     from datetime import timedelta
 
     timeout = timedelta(seconds=float(os.environ["ALLRANKS_TIMEOUT"]))
-    c10d.default_pg_timeout = timeout
-    c10d.default_pg_nccl_timeout = timeout
+    for module in (c10d, sys.modules["torch.distributed.constants"]):  # Lightning asks the second
+        module.default_pg_timeout = timeout
+        module.default_pg_nccl_timeout = timeout
     if os.environ.get("ALLRANKS_TIMEOUT_IS_SET") != "1":
         return
     for name in ("init_process_group", "new_group"):
         setattr(c10d, name, with_timeout(getattr(c10d, name), timeout))
 
 
-def with_timeout(function, timeout):  # type: ignore[no-untyped-def]
+def with_timeout(function, timeout):
     import functools
     import inspect
 
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def call(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.arguments["timeout"] = timeout
         return function(*bound.args, **bound.kwargs)

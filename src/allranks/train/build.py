@@ -1,0 +1,290 @@
+"""The parts of a rank's training, put together from its environment and its job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allranks import commits
+from allranks.errors import AllranksError
+from allranks.events import EventLog
+from allranks.hardware import cpus_allotted
+from allranks.job import Job
+from allranks.layout import Layout
+from allranks.rundir import RunDir
+from allranks.train import checkpoint, parallelize
+from allranks.train.data import Cut, EvaluationData, Progress, TrainingData
+from allranks.train.load import load_task
+from allranks.train.loop import SaveEvery, Training, weighted_losses
+from allranks.train.meter import Meter
+from allranks.train.optim import Schedule, build_optimizer, rate_scale
+from allranks.train.pulse import Pulse
+from allranks.train.seeds import mix
+from allranks.train.stage import stage_locally
+
+# Below either, compiling costs more time than it saves.
+COMPILE_FROM_STEPS = 500
+COMPILE_FROM_PARAMETERS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Who this process is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    run: RunDir
+    attempt: int
+    layout: Layout
+    checkpoint: str  # name of the checkpoint that the launcher found whole; empty for none
+
+    @classmethod
+    def from_environment(cls) -> Rank:
+        env = os.environ
+        return cls(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env["LOCAL_RANK"]),
+            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+            run=RunDir(Path(env["ALLRANKS_RUN_DIR"])),
+            attempt=int(env["ALLRANKS_ATTEMPT"]),
+            layout=Layout.parse(env["ALLRANKS_LAYOUT"]),
+            checkpoint=env.get("ALLRANKS_CHECKPOINT", ""),
+        )
+
+
+def choose_device(me: Rank) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_world(me: Rank, job: Job, device: torch.device) -> None:
+    """Collective: returns when every rank is there."""
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=job.timeout.seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def gloo_group(job: Job) -> dist.ProcessGroup:
+    """A group of all ranks for words between hosts. Every rank must call it."""
+    timeout = timedelta(seconds=job.timeout.seconds)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
+    """Everything the loop needs, restored from a checkpoint if there is one. Collective."""
+    task = load_task(job)
+    if job.data.stage == "local":
+        stage_locally(task)
+    cut = cut_of(job, me)
+    datasets = task.datasets()
+    data = TrainingData(
+        datasets["train"],
+        task,
+        cut,
+        seed=job.seed,
+        device=device,
+        num_workers=job.data.num_workers,
+        prefetch=job.data.prefetch,
+        num_cpus=max(1, cpus_allotted() // me.local_world_size),
+    )
+    torch.manual_seed(mix(job.seed, 0))
+    precision = parallelize.resolve_precision(job.precision, device)
+    model = task.model()
+    compiled = should_compile(job, data, model, device)
+    model = parallelize.parallelize(
+        model,
+        device,
+        activation_checkpointing=job.activation_checkpointing,
+        compile=compiled,
+    )
+    inner = parallelize.plain(model)
+    parameters = [p for p in inner.parameters() if p.requires_grad]
+    optimizer = build_optimizer(job.optimizer, parameters)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    progress, metrics = restore(me, inner, optimizer, scaler)
+    last_step = last_step_of(job, data, progress)
+    training = Training(
+        task=task,
+        model=model,
+        parameters=parameters,
+        norms=parallelize.batch_norms(inner),
+        optimizer=optimizer,
+        schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, me.world_size)),
+        scaler=scaler,
+        autocast=parallelize.autocast(precision, device),
+        max_norm=job.optimizer.clip,
+        data=data,
+        evaluations=evaluations(datasets, cut, data, device),
+        meter=Meter(log, log_every=job.log_every, last_step=last_step),
+        pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
+        checkpointer=checkpoint.Checkpointer(
+            me.run.checkpoints,
+            inner,
+            optimizer,
+            keep=job.checkpoint.keep,
+            group=gloo_group(job),
+            log=log,
+        ),
+        save_every=save_every(job),
+        device=device,
+        seed=job.seed,
+        last_step=last_step,
+        notes={"layout": str(me.layout), "seed": job.seed, "threads": torch.get_num_threads()},
+        progress=progress,
+        metrics=metrics,
+    )
+    training.checkpointer.saved_step = progress.step if progress.step else -1
+    if training.norms and me.rank == 0 and len(cut.micro_batches(0, cut.batch_size)) > 1:
+        print(
+            "note: BatchNorm sees one micro-batch (of all ranks) at a time: with gradient "
+            "accumulation its statistics are those of a smaller batch, and results differ"
+        )
+    log.write("start", **describe(me, training, precision, compiled))
+    warm_up(training)
+    return training
+
+
+def cut_of(job: Job, me: Rank) -> Cut:
+    batch_size = job.batch_size or (job.batch_size_per_rank or 0) * me.world_size
+    return Cut(batch_size, me.rank, me.world_size, job.micro_batch_size)
+
+
+def should_compile(job: Job, data: TrainingData, model: nn.Module, device: torch.device) -> bool:
+    """`auto` compiles where it pays back: on a GPU, a model and a training of some size."""
+    if job.compile != "auto":
+        return bool(job.compile)
+    num_steps = job.steps or (job.epochs or 0) * data.steps_per_epoch
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    is_large = num_steps >= COMPILE_FROM_STEPS and num_parameters >= COMPILE_FROM_PARAMETERS
+    return is_large and device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
+    """The step that ends the training, counted on from where it is."""
+    if job.steps is not None:
+        return job.steps
+    assert job.epochs is not None
+    if progress.epoch >= job.epochs:
+        return progress.step
+    left_in_epoch = -(-(data.num_samples - progress.position) // data.cut.batch_size)
+    return progress.step + left_in_epoch + (job.epochs - progress.epoch - 1) * data.steps_per_epoch
+
+
+def evaluations(
+    datasets: Mapping[str, Any], cut: Cut, data: TrainingData, device: torch.device
+) -> dict[str, EvaluationData]:
+    low, high = cut.micro_batches(0, cut.batch_size)[0]
+    # No activations are kept for a backward pass, so more samples fit at a time.
+    wide = replace(cut, batch_size=4 * max(1, high - low))
+    return {
+        split: EvaluationData(dataset, wide, device=device, num_workers=data.num_workers)
+        for split, dataset in datasets.items()
+        if split != "train"
+    }
+
+
+def save_every(job: Job) -> SaveEvery:
+    every = job.checkpoint.every
+    return SaveEvery(steps=every) if isinstance(every, int) else SaveEvery(seconds=every.seconds)
+
+
+def restore(
+    me: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> tuple[Progress, list[dict[str, Any]]]:
+    """Continue from the newest whole checkpoint. Every rank must call it."""
+    choice = [me.checkpoint]
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        # The launcher looked before the first start; there may be a newer one by now.
+        if me.rank == 0:
+            commits.clean(me.run.checkpoints)
+            commit, damaged = commits.newest_whole(me.run.checkpoints)
+            print(*damaged, sep="\n", end="")
+            choice = [commit.path.name if commit else ""]
+        dist.broadcast_object_list(choice, src=0)
+    if not choice[0]:
+        return Progress(), []
+    path = me.run.checkpoints / choice[0]
+    commit = commits.Commit(path, step=int(choice[0].removeprefix("step-")))
+    progress, manifest = checkpoint.load(commit, model, optimizer)
+    if scaler.is_enabled() and "scaler" in manifest:
+        scaler.load_state_dict(manifest["scaler"])
+    return progress, manifest["metrics"]
+
+
+def warm_up(t: Training) -> None:
+    """A forward and backward pass that leaves no trace. Collective.
+
+    DDP regroups its gradient buckets after its first backward pass, and with them the order of
+    its sums: were the first real step the first pass, a resumed run would differ in the last bit.
+    """
+    example = t.data.example(t.progress)
+    buffers = [buffer.clone() for buffer in t.model.buffers()]
+    t.model.train()
+    losses, weights, _ = weighted_losses(t, example)
+    if losses.shape != weights.shape:
+        raise AllranksError(
+            f"{type(t.task).__name__}.loss returned shape {list(losses.shape)} for a batch of "
+            f"{len(weights)} samples",
+            fix=f"return one loss per sample, shape [{len(weights)}]: in torch's loss functions, "
+            'reduction="none"',
+        )
+    t.scaler.scale(losses).backward(torch.zeros_like(weights))
+    with torch.no_grad():
+        for buffer, before in zip(t.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    for parameter in t.parameters:
+        parameter.grad = None
+
+
+def describe(me: Rank, t: Training, precision: str, compiled: bool) -> dict[str, Any]:
+    """The start event: who this rank is, and what the banner shows."""
+    cut = t.data.cut
+    micro_batches = cut.micro_batches(0, cut.batch_size)
+    shares = sorted(
+        {
+            (i + 1) * cut.batch_size // cut.parts - i * cut.batch_size // cut.parts
+            for i in range(cut.parts)
+        }
+    )
+    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
+    return {
+        "rank": me.rank,
+        "world_size": me.world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "layout": str(me.layout),
+        "backend": dist.get_backend(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "compile": compiled,
+        "parameters": sum(p.numel() for p in t.model.parameters()),
+        "global_batch": cut.batch_size,
+        "rank_batch": shares,
+        "accumulation": len(micro_batches),
+        "samples_per_epoch": t.data.num_samples,
+        "steps_per_epoch": t.data.steps_per_epoch,
+        "step": t.progress.step,
+        "steps": t.last_step,
+        "epoch": t.progress.epoch,
+        "num_workers": t.data.num_workers,
+    }

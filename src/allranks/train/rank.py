@@ -1,0 +1,84 @@
+"""One rank of a native task, from its environment to its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import allranks
+from allranks.errors import AllranksError
+from allranks.events import EventLog
+from allranks.job import load_job
+from allranks.train import signals
+from allranks.train.build import Rank, build, choose_device, join_world
+from allranks.train.loop import PeerFailure, Training, train
+
+
+def run() -> None:
+    """Train, say how it ended, and exit."""
+    me = Rank.from_environment()
+    log = EventLog(me.run.events(me.attempt, me.rank))
+    try:
+        job = load_job(me.run.job_file, resolved=True)
+        device = choose_device(me)
+        join_world(me, job, device)
+        training = build(me, job, device, log)
+        started, samples = time.perf_counter(), training.progress.samples
+        state = train(training)
+        end = summary(training, time.perf_counter() - started, samples)
+        dist.barrier()
+        log.write("end", state=state, exit=0, signal=signals.stop_requested(), **end)
+        log.close()
+        dist.destroy_process_group()
+    except BaseException as error:
+        fail(error, log)
+
+
+def fail(error: BaseException, log: EventLog) -> None:
+    """Say why in the end event, then in the log, and leave without waiting for the other ranks."""
+    what, fix, code = f"{type(error).__name__}: {error}{where(error)}", "", 1
+    if isinstance(error, PeerFailure):
+        what = "stopped because another rank failed"
+    elif isinstance(error, AllranksError):
+        what, fix, code = error.what, error.fix, error.exit_code
+    # What a rank says when another one is gone.
+    lost_peer = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    is_echo = lost_peer or isinstance(error, PeerFailure | dist.DistError)
+    # The end event comes first: the launcher then knows that what follows is a traceback.
+    fields: dict[str, Any] = {"what": what, "fix": fix, "echo": is_echo}
+    log.write("end", state="failed", exit=code, error=fields)
+    log.flush("drop")  # losses that other ranks have a part in will never come
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)  # destroying the process group could wait for ranks that will never come
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of the user's own code, if there is one."""
+    installed = ("site-packages", "dist-packages", str(Path(allranks.__file__).parent))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in installed)
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:
+    """What the end event says of the whole attempt."""
+    trained = t.progress.samples - samples_before
+    metrics = {record["name"]: record["value"] for record in t.metrics}
+    return {
+        "step": t.progress.step,
+        "epoch": t.progress.epoch,
+        "samples": t.progress.samples,
+        "seconds": round(seconds, 6),
+        "samples_per_second": trained / t.meter.step_seconds if t.meter.step_seconds else 0.0,
+        "metrics": metrics,
+    }
