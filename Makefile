@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST ?=
-DOCS := $(wildcard docs/reference/*.md)
-COG := $(BIN)/python -m cogapp -I docs
+DOCS := README.md $(wildcard docs/reference/*.md)
+COG := $(BIN)/python -m cogapp -I docs --verbosity=1
 
 # Stamps: what is installed was installed for these files as they are now.
 PACKAGE := $(VENV)/.package
@@ -22,7 +22,7 @@ help:
 	@echo "make test    lint, types, docs and tests"
 	@echo "make soak    the long trials in full"
 	@echo "make lint    ruff and mypy"
-	@echo "make docs    write the generated parts of docs/ anew"
+	@echo "make docs    write the generated parts of README.md and docs anew"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
 demo: $(PACKAGE)
@@ -68,4 +68,4 @@ $(BIN)/python:
 	  apt-get -qq update && apt-get -qq install -y python3-venv; } || { \
 	  echo "error: $(PYTHON) cannot make virtual environments: it has no module ensurepip"; \
 	  echo "  fix: install it (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -5,9 +5,11 @@
 On a machine without a GPU (`language` 16m, one rank): the time that a save holds the loop up, from
 the second save on. With a GPU (`language` 124m): all training time that is lost to a save, the
 steps that its writing in the background slows down included. Either is compared with torch.save of
-the same tensors (model and optimizer) to the same disk, which need not even reach the disk, whereas
-our files are synced and checksummed. Blocks of steps with a save, without one, and blocking saves
-take turns.
+the same tensors (model and optimizer) to the same disk. The newest files of both are kept, as many
+as a run keeps; ours are synced and checksummed, torch.save's need not have reached the disk when it
+returns. What torch.save takes where its file is deleted at once, so that its pages are used again
+and none is ever written, is printed beside it. Blocks of steps with a save, without one, and
+blocking saves take turns.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ if TYPE_CHECKING:  # torch must not be imported before the environment of a rank
 
 STAGING_LIMIT = 0.30
 LOST_LIMIT = 0.10
+KEPT = 3  # the default of checkpoint.keep
 STEPS_BEFORE_SAVE = 3  # a save does not find the device idle
 
 
@@ -44,7 +47,8 @@ class Seconds:
     staging: list[float] = field(default_factory=list)  # the loop stands still
     with_save: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
-    blocking: list[float] = field(default_factory=list)
+    blocking: list[float] = field(default_factory=list)  # torch.save, the newest files kept
+    vanishing: list[float] = field(default_factory=list)  # torch.save, its file deleted at once
     first_staging: float = 0.0
     writing: float = 0.0  # of the first save, with nothing else going on
     num_steps: int = 0
@@ -102,16 +106,18 @@ def measure(t: Training, folder: Path, num_rounds: int) -> Seconds:
             seconds.first_staging = time.perf_counter() - started
             t.checkpointer.finish()
             seconds.writing = time.perf_counter() - started
-            blocking_save(t, folder)
+            for _ in range(KEPT):
+                blocking_save(t, folder, keep=KEPT)
             started = now(t)
             for _ in range(5):
                 yield next(stream)
             step_seconds = (now(t) - started) / 5
             # Long enough for the writing to end within the block.
             covering = math.ceil(2 * seconds.writing / step_seconds)
-            seconds.num_steps = STEPS_BEFORE_SAVE + max(20, covering)
+            seconds.num_steps = STEPS_BEFORE_SAVE + max(5, covering)
             for _ in range(num_rounds):
-                seconds.blocking.append(blocking_save(t, folder))
+                seconds.blocking.append(blocking_save(t, folder, keep=KEPT))
+                seconds.vanishing.append(blocking_save(t, folder / "vanishing", keep=0))
                 started = now(t)
                 for _ in range(seconds.num_steps):
                     yield next(stream)
@@ -146,18 +152,20 @@ def now(t: Training) -> float:
     return time.perf_counter()
 
 
-def blocking_save(t: Training, folder: Path) -> float:
+def blocking_save(t: Training, folder: Path, *, keep: int) -> float:
     """What people write by hand; the state is the same that our save stages."""
     import torch
 
     from allranks.train.parallelize import plain
 
-    path = folder / "blocking.pt"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{time.time_ns()}.pt"
     started = now(t)
     state = {"model": plain(t.model).state_dict(), "optimizer": t.optimizer.state_dict()}
     torch.save(state, path)
     elapsed = time.perf_counter() - started
-    path.unlink()
+    for old in sorted(folder.glob("*.pt"), reverse=True)[keep:]:
+        old.unlink()
     return elapsed
 
 
@@ -174,6 +182,7 @@ def report(seconds: Seconds, *, on_gpu: bool) -> bool:
         "staging": staging,
         "slowed steps": lost - staging,
         "staging plus slowed steps": lost,
+        "torch.save, deleted at once": statistics.median(seconds.vanishing),
         "noise (two blocks without a save)": statistics.median(changes),
         "staging of the first save": seconds.first_staging,
         "first save, waited for": seconds.writing,
@@ -190,7 +199,7 @@ def report(seconds: Seconds, *, on_gpu: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="on the disk to write to; default: TMPDIR's")
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="allranks-benchmark-", dir=wanted.folder) as folder:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +15,14 @@ from typing import Any
 from allranks.init import commented_job
 from allranks.job import json_schema
 from allranks.job_problems import in_words
+
+# The tree's last lines.
+BESIDE = {
+    "tests/": "unit: one process; ranks: real ranks over gloo; gpu: CUDA, by hand",
+    "benchmarks/": "One runnable file for each claim, and dated results",
+    "docs/": "Tutorials, how-to guides, reference, explanation",
+    "examples/": "Each with a README, the command and what it prints",
+}
 
 
 def help_of(*command: str) -> str:
@@ -61,3 +71,31 @@ def section_of(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[s
 def job_example() -> str:
     """The file that `allranks init` writes, as a code block."""
     return "```yaml\n" + commented_job().rstrip() + "\n```"
+
+
+def file_tree() -> str:
+    """Every module of the package with the beginning of its docstring, as a code block."""
+    package = Path(__file__).parent.parent / "src" / "allranks"
+    files = [file for file in package.rglob("*.py") if not file.match("allranks/__*__.py")]
+    files.sort(key=lambda file: (file.parent != package, file))
+    lines, folder = ["src/allranks/"], package
+    for file in files:
+        purpose = purpose_of(file)
+        if purpose is None:
+            continue
+        if file.parent != folder:
+            folder = file.parent
+            lines.append(f"  {folder.relative_to(package)}/")
+        indent = "  " if folder == package else "    "
+        lines.append(f"{indent + file.name:<24}{purpose}")
+    lines += [f"{name:<24}{purpose}" for name, purpose in BESIDE.items()]
+    return "\n".join(["```", *lines, "```"])
+
+
+def purpose_of(file: Path) -> str | None:
+    """The beginning of a module's docstring, short enough for one line."""
+    text = ast.get_docstring(ast.parse(file.read_text()))
+    if text is None:
+        return None
+    words = re.split(r"[.:;](?: |$)", text.splitlines()[0])[0]
+    return words if len(words) <= 72 else re.split(r", | \(", words)[0]

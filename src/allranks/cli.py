@@ -70,6 +70,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train a job, or run your own script after `--`, on this machine."""
+    from allranks.events import to_json
     from allranks.launch.local import Place, run_here
     from allranks.launch.prepare import Request, prepare
     from allranks.launch.screen import Screen
@@ -99,7 +100,7 @@ def run(
         raise typer.Exit(outcome.exit_code)
     screen.summary(outcome.result)
     if as_json:
-        print(json.dumps(outcome.result))
+        print(to_json(outcome.result))
     raise typer.Exit(outcome.exit_code)
 
 
@@ -139,7 +140,9 @@ def people_console(as_json: bool) -> Console:
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
     print(f"error: {error.what}\n  fix: {error.fix}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": {"what": error.what, "fix": error.fix}, **(more or {})}))
+        from allranks.events import to_json
+
+        print(to_json({"error": {"what": error.what, "fix": error.fix}, **(more or {})}))
 
 
 def main() -> NoReturn:

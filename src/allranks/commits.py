@@ -35,9 +35,10 @@ class Commit:
             raise ValueError(f"{MANIFEST}: {error.strerror}") from None
         except ValueError:
             raise ValueError(f"{MANIFEST} is not JSON") from None
-        if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+        files = content.get("files") if isinstance(content, dict) else None
+        if not isinstance(files, dict) or not files:
             raise ValueError(f"{MANIFEST} lists no files")
-        return content
+        return dict(content)
 
     def damage(self) -> str | None:
         """What is wrong with it, or None. Reads every byte."""

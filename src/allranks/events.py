@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -55,12 +56,9 @@ class EventLog:
             for event in self._buffer:
                 loss = event.get("loss")
                 if loss is not None and not isinstance(loss, float):
-                    is_ready = loss.ready()
-                    if late == "hold" and not is_ready:
+                    if late == "hold" and not loss.ready():
                         break
-                    event["loss"] = loss.value() if is_ready or late == "wait" else None
-                    if event["loss"] is None:
-                        del event["loss"]
+                    _settle(event, loss, wait=late == "wait")
                 lines.append(format_event(event))
                 count += 1
             del self._buffer[:count]
@@ -95,14 +93,28 @@ class EventLog:
 
 
 def format_event(event: Mapping[str, Any]) -> str:
-    """One line. A value that JSON cannot hold (nan, inf) becomes null, its name kept beside it."""
+    """One line. A loss that is not a number is null, its name kept beside it."""
     try:
         return json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
     except ValueError:
         bad = {k: v for k, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
-        names = {key: str(value) for key, value in bad.items()}
-        clean = {**event, **dict.fromkeys(bad), "nonfinite": names}
-        return json.dumps(clean, separators=(",", ":")) + "\n"
+        names = {"nonfinite": {key: str(value) for key, value in bad.items()}} if bad else {}
+        return to_json({**event, **names}, separators=(",", ":")) + "\n"
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Strict JSON: what it cannot hold (nan, inf) becomes null, however deep."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -151,6 +163,18 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
         "then go on with --resume: committed checkpoints are intact",
         exit_code=1,
     )
+
+
+def _settle(event: dict[str, Any], loss: Late, *, wait: bool) -> None:
+    """Put a late value in its event, or take its place out if it will never come."""
+    value = None
+    # Whatever a lost peer makes of the reduction: the events behind this one must be written.
+    with contextlib.suppress(Exception):
+        value = loss.value() if wait or loss.ready() else None
+    if value is None:
+        del event["loss"]
+    else:
+        event["loss"] = value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

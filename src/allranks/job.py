@@ -213,17 +213,20 @@ def load_job(
     path: Path | None,
     overrides: Sequence[str] = (),
     *,
+    earlier: Sequence[str] = (),
     command: Sequence[str] | None = None,
     layout: str | None = None,
     resolved: bool = False,
 ) -> Job:
     """A job from its file (None: the bundled one, or `command` alone) and the command line.
 
+    `earlier`: overrides that the run was started with, below those that are typed now.
+
     `resolved`: a file out of a run folder. It has every default, so the task is not looked for.
     Raises AllranksError that lists all that is wrong.
     """
     layers = [] if path is None else [read_file(path)]
-    layers.append(read_overrides(overrides))
+    layers += [read_overrides(earlier), read_overrides(overrides)]
     if command is not None:
         if not command:
             raise AllranksError("there is no command after --", fix="write -- python train.py")

@@ -15,7 +15,8 @@ from allranks.commits import commits
 from allranks.events import read_events
 from allranks.rundir import RunDir
 
-pytestmark = pytest.mark.ranks
+# Two runs a test, each of which starts Python and torch several times.
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 
 Train = Callable[..., "Trained"]
 

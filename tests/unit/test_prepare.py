@@ -19,8 +19,8 @@ from allranks.job import load_job
 from allranks.launch.prepare import (
     Prepared,
     Request,
-    check_supported,
     check_machine,
+    check_supported,
     environment_warnings,
     fill_command,
     open_run,

@@ -12,7 +12,7 @@ from typing import Any
 
 from allranks import __version__, commits, hardware
 from allranks.errors import AllranksError
-from allranks.job import Duration, Job, load_job
+from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.layout import Layout
 from allranks.rundir import RunDir, create_run, find_run, write_atomically
 
@@ -65,10 +65,11 @@ def prepare(request: Request) -> Prepared:
     return prepared
 
 
-def _load(request: Request, overrides: Sequence[str] = ()) -> Job:
+def _load(request: Request, earlier: Sequence[str] = ()) -> Job:
     return load_job(
         request.job_file,
-        [*overrides, *request.overrides],
+        request.overrides,
+        earlier=earlier,
         command=request.command,
         layout=request.layout,
     )
@@ -145,6 +146,10 @@ def check_supported(job: Job) -> None:
     if job.compress is not None:
         raise AllranksError(
             f"compress: {job.compress.name} is not supported yet", fix="remove compress"
+        )
+    if job.command is not None and "{stage}" in f"{job.command} {job.resume}":
+        raise AllranksError(
+            "command: {stage} is not supported yet", fix="write the path of the data itself"
         )
     layout = job.layout
     if job.command is None and layout.ranks != layout.dp:
@@ -244,7 +249,8 @@ def ranks_environment(
         # All ranks are on this machine: its name may not resolve, the loopback always works.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     env |= {key: value for key, value in defaults.items() if key not in os.environ}
-    return env | job.env
+    own = {k: v for k, v in job.env.items() if v != BUILT_IN["env"].get(k) or k not in os.environ}
+    return env | own
 
 
 def environment_warnings(job: Job) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ class LogTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
         try:
@@ -135,7 +137,7 @@ class LogTail:
         except FileNotFoundError:
             return ""
         self._position += len(content)
-        return content.decode(errors="replace")
+        return self._decoder.decode(content)
 
 
 class Bar:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Dataset
 
 from allranks import commits
 from allranks.errors import AllranksError
@@ -22,12 +23,13 @@ from allranks.hardware import cpus_allotted
 from allranks.job import Job
 from allranks.layout import Layout
 from allranks.rundir import RunDir
+from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.data import Cut, EvaluationData, Progress, TrainingData
 from allranks.train.load import load_task
 from allranks.train.loop import SaveEvery, Training, weighted_losses
 from allranks.train.meter import Meter
-from allranks.train.optim import Schedule, build_optimizer, rate_scale
+from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
 from allranks.train.pulse import Pulse
 from allranks.train.seeds import mix
 from allranks.train.stage import stage_locally
@@ -94,37 +96,26 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     task = load_task(job)
     if job.data.stage == "local":
         stage_locally(task)
-    cut = cut_of(job, me)
     datasets = task.datasets()
-    data = TrainingData(
-        datasets["train"],
-        task,
-        cut,
-        seed=job.seed,
-        device=device,
-        num_workers=job.data.num_workers,
-        prefetch=job.data.prefetch,
-        num_cpus=max(1, cpus_allotted() // me.local_world_size),
-    )
-    torch.manual_seed(mix(job.seed, 0))
+    data = training_data(me, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
+    torch.manual_seed(mix(job.seed, 0))
     model = task.model()
     compiled = should_compile(job, data, model, device)
     model = parallelize.parallelize(
-        model,
-        device,
-        activation_checkpointing=job.activation_checkpointing,
-        compile=compiled,
+        model, device, activation_checkpointing=job.activation_checkpointing, compile=compiled
     )
     inner = parallelize.plain(model)
     parameters = [p for p in inner.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     progress, metrics = restore(me, inner, optimizer, scaler)
+    allocate_state(optimizer)
     last_step = last_step_of(job, data, progress)
     training = Training(
         task=task,
         model=model,
+        loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
         norms=parallelize.batch_norms(inner),
         optimizer=optimizer,
@@ -133,17 +124,10 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         autocast=parallelize.autocast(precision, device),
         max_norm=job.optimizer.clip,
         data=data,
-        evaluations=evaluations(datasets, cut, data, device),
+        evaluations=evaluations(datasets, data),
         meter=Meter(log, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
-        checkpointer=checkpoint.Checkpointer(
-            me.run.checkpoints,
-            inner,
-            optimizer,
-            keep=job.checkpoint.keep,
-            group=gloo_group(job),
-            log=log,
-        ),
+        checkpointer=checkpointer(me, job, inner, optimizer, progress, log),
         save_every=save_every(job),
         device=device,
         seed=job.seed,
@@ -152,15 +136,55 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         progress=progress,
         metrics=metrics,
     )
-    training.checkpointer.saved_step = progress.step if progress.step else -1
-    if training.norms and me.rank == 0 and len(cut.micro_batches(0, cut.batch_size)) > 1:
+    warn_of_small_norms(me, training)
+    log.write("start", **describe(me, training, precision, compiled))
+    warm_up(training)
+    return training
+
+
+def training_data(
+    me: Rank, job: Job, task: Task, dataset: Dataset[Any], device: torch.device
+) -> TrainingData:
+    return TrainingData(
+        dataset,
+        task,
+        cut_of(job, me),
+        seed=job.seed,
+        device=device,
+        num_workers=job.data.num_workers,
+        prefetch=job.data.prefetch,
+        num_cpus=max(1, cpus_allotted() // me.local_world_size),
+    )
+
+
+def checkpointer(
+    me: Rank,
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    log: EventLog,
+) -> checkpoint.Checkpointer:
+    saver = checkpoint.Checkpointer(
+        me.run.checkpoints,
+        model,
+        optimizer,
+        keep=job.checkpoint.keep,
+        group=gloo_group(job),
+        log=log,
+    )
+    if progress.step > 0:
+        saver.saved_step = progress.step  # it is on disk already
+    return saver
+
+
+def warn_of_small_norms(me: Rank, t: Training) -> None:
+    cut = t.data.cut
+    if me.rank == 0 and t.norms and len(cut.micro_batches(0, cut.batch_size)) > 1:
         print(
             "note: BatchNorm sees one micro-batch (of all ranks) at a time: with gradient "
             "accumulation its statistics are those of a smaller batch, and results differ"
         )
-    log.write("start", **describe(me, training, precision, compiled))
-    warm_up(training)
-    return training
 
 
 def cut_of(job: Job, me: Rank) -> Cut:
@@ -190,13 +214,14 @@ def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
 
 
 def evaluations(
-    datasets: Mapping[str, Any], cut: Cut, data: TrainingData, device: torch.device
+    datasets: Mapping[str, Dataset[Any]], data: TrainingData
 ) -> dict[str, EvaluationData]:
+    cut = data.cut
     low, high = cut.micro_batches(0, cut.batch_size)[0]
     # No activations are kept for a backward pass, so more samples fit at a time.
     wide = replace(cut, batch_size=4 * max(1, high - low))
     return {
-        split: EvaluationData(dataset, wide, device=device, num_workers=data.num_workers)
+        split: EvaluationData(dataset, wide, device=data.device, num_workers=data.num_workers)
         for split, dataset in datasets.items()
         if split != "train"
     }

@@ -33,7 +33,8 @@ from allranks.train.data import Progress
 class Checkpointer:
     """Saves a training's tensors without stopping it for longer than a copy in memory takes.
 
-    All ranks must call `save` at the same steps. `group` is a gloo group for the background.
+    All ranks must call `save` at the same steps. The optimizer must have its state already.
+    `group` is a gloo group for the background.
     """
 
     def __init__(
@@ -56,7 +57,14 @@ class Checkpointer:
         self.world_size = dist.get_world_size()
         self.saved_step = -1  # the newest step that was or is being saved
         self._last_save = time.monotonic()
-        self._staged: dict[str, Tensor] = {}
+        # Memory for staging, taken now: pinning it takes as long as many a save.
+        self._staged = {
+            name: torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            for name, tensor in self._share().items()
+        }
+        # torch would compute checksums while holding the interpreter, and the loop would stand
+        # still; seal() makes better ones, of whole files, without it.
+        torch.serialization.set_crc32_options(False)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -103,17 +111,14 @@ class Checkpointer:
 
     def _stage(self) -> None:
         """Copy the tensors that this rank will write into memory that is kept for it."""
-        tensors = training_tensors(self.model, self.optimizer)
-        mine = share_of_tensors(tensors, self.rank, self.world_size)
-        if self._staged.keys() != mine.keys():
-            self._staged = {
-                name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                for name, tensor in mine.items()
-            }
-        for name, tensor in mine.items():
+        for name, tensor in self._share().items():
             self._staged[name].copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+
+    def _share(self) -> dict[str, Tensor]:
+        tensors = training_tensors(self.model, self.optimizer)
+        return share_of_tensors(tensors, self.rank, self.world_size)
 
     def _write(self, manifest: dict[str, Any], started: float, stall: float, waited: float) -> None:
         step = manifest["step"]

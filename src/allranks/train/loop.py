@@ -5,7 +5,7 @@ Worker.py builds the parts; this puts them to work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,6 +36,7 @@ class Training:
 
     task: Task
     model: nn.Module  # as parallelize() returned it
+    loss: Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]  # the task's, maybe compiled
     parameters: list[nn.Parameter]
     norms: list[SynchronisedBatchNorm]
     optimizer: torch.optim.Optimizer
@@ -121,17 +122,17 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
     world_size = t.data.cut.parts
     if total_weight is not None:  # the task weighs its samples: only now is the divisor known
         dist.all_reduce(total_weight)  # collective
-        correction = world_size / total_weight
+        correction = torch.where(total_weight > 0, world_size / total_weight, 0.0)
         torch._foreach_mul_([p.grad for p in t.parameters if p.grad is not None], correction)
         loss = loss * correction if loss is not None else None
     return loss / world_size if loss is not None else None
 
 
 def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss per sample, its weight in the global mean, and the sum of weights if the task has any."""
+    """Loss per sample, its weight in the global mean, the weights' sum if the task has any."""
     with t.autocast, norms_ignore_this_rank(t.norms) if micro.is_empty else nullcontext():
         outputs = t.model(micro.inputs)
-        losses = t.task.loss(outputs, micro.targets)
+        losses = t.loss(outputs, micro.targets)
     if isinstance(losses, tuple):
         losses, own = losses
         weights = micro.weights * own
@@ -175,7 +176,7 @@ def evaluate(t: Training, split: str) -> dict[str, float]:
     for inputs, targets, num_samples in t.evaluations[split]:
         with t.autocast:
             outputs = model(inputs)
-            losses = t.task.loss(outputs, targets)
+            losses = t.loss(outputs, targets)
         weights = torch.ones_like(losses[0] if isinstance(losses, tuple) else losses)
         if isinstance(losses, tuple):
             losses, weights = losses

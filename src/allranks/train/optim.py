@@ -27,6 +27,28 @@ def build_optimizer(
     return torch.optim.AdamW(trained, betas=settings.betas, **common)
 
 
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer its state before the first step: a step of rate 0 on gradients of 0.
+
+    The memory is then taken when the training starts, not in the middle of it.
+    """
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"].zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 class Schedule:
     """The learning rate of every step, as a function of the step alone."""
 

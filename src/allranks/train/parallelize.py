@@ -173,7 +173,7 @@ class SynchronisedBatchNorm(_BatchNorm):
             return super().forward(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        x = input.float()
+        x = input if input.dtype == torch.float64 else input.float()
         weight = float(self.contributes)
         count = torch.full((1,), weight * x.numel() / x.size(1), device=x.device)
         totals = _sum_over_ranks(torch.cat([x.sum(dims) * weight, count]))
@@ -181,10 +181,13 @@ class SynchronisedBatchNorm(_BatchNorm):
         mean = totals[:-1] / count
         centred = x - mean.view(shape)
         variance = _sum_over_ranks((centred * centred).sum(dims) * weight) / count
-        self._track(mean.detach(), variance.detach(), count)
+        if not _is_recomputing():
+            self._track(mean.detach(), variance.detach(), count)
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            y = y * self.weight.view(shape) + self.bias.view(shape)
+        if self.weight is not None:
+            y = y * self.weight.view(shape)
+        if self.bias is not None:
+            y = y + self.bias.view(shape)
         return y.to(input.dtype)
 
     @torch.no_grad()
@@ -213,22 +216,18 @@ def _sum_over_ranks(value: Tensor) -> Tensor:
     return result
 
 
-def synchronise_batch_norm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in a module by a synchronised one with the same state."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, SynchronisedBatchNorm):
-        twin = SynchronisedBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-        )
-        twin.train(module.training)
-        twin.load_state_dict(module.state_dict())
-        return twin
-    for name, child in list(module.named_children()):
-        setattr(module, name, synchronise_batch_norm(child))
-    return module
+def _is_recomputing() -> bool:
+    """Whether this is activation checkpointing's second forward pass, within a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def synchronise_batch_norm(model: nn.Module) -> nn.Module:
+    """Make every BatchNorm in a model a synchronised one."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            # The same object, so that shared, tied and frozen parameters stay what they are.
+            module.__class__ = SynchronisedBatchNorm
+    return model
 
 
 def batch_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:
