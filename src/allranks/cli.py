@@ -27,45 +27,52 @@ app = typer.Typer(
 # What stands after a lone `--`: click would mix it with the other arguments.
 _user_command: list[str] | None = None
 
+JobFile = Annotated[
+    str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
+]
+LayoutText = Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
+Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
+Master = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
+]
+MaxRestarts = Annotated[int, typer.Option(min=0, help="Restart all ranks when one dies, so often.")]
+Oversubscribe = Annotated[
+    bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
 
-@app.callback()
-def _allranks() -> None:
-    pass
+@app.callback(invoke_without_command=True)
+def _allranks(version: Version = False) -> None:
+    if version:
+        from allranks import __version__
+
+        print(__version__)
+        raise typer.Exit
 
 
-@app.command(context_settings={"ignore_unknown_options": False})
+@app.command()
 def run(
-    job: Annotated[
-        str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
-    ] = None,
-    layout: Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Resume although the mathematics changed.")
-    ] = False,
-    runs: Annotated[
-        Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")
-    ] = Path("runs"),
-    node_rank: Annotated[
-        int | None, typer.Option(help="Which node of the layout this machine is.")
-    ] = None,
-    master: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
-    ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
-    ] = 0,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
-    ] = False,
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    resume: Resume = None,
+    force: Force = False,
+    runs: Runs = Path("runs"),
+    node_rank: NodeRank = None,
+    master: Master = None,
+    max_restarts: MaxRestarts = 0,
+    oversubscribe: Oversubscribe = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -85,6 +92,7 @@ def run(
         layout=layout,
         resume=resume,
         force=force,
+        leads=not node_rank,
         runs=runs,
     )
     place = Place(

@@ -93,11 +93,12 @@ def writing_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step}.writing"
 
 
-def seal(path: Path) -> dict[str, Any]:
-    """Sync a written file to disk; its entry for the manifest."""
+def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:
+    """Sync a written file to disk; its entry for the manifest (`crc32`: if known already)."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "crc32": checksum(path)}
+    value = checksum(path) if crc32 is None else f"{crc32:08x}"
+    return {"bytes": path.stat().st_size, "crc32": value}
 
 
 def commit(folder: Path, step: int, manifest: dict[str, Any], *, keep: int) -> Commit:

@@ -16,7 +16,7 @@ def result(run: RunDir) -> dict[str, Any]:
     end = run.end(attempt, _first_rank(run, attempt)) or {}
     step = _last_step(run, attempt) or {}
     steps = end.get("step", step.get("step", start.get("step")))
-    loss = _last_loss(run, attempts)
+    loss = _last_loss(run, attempts, steps)
     metrics = {**({"loss": loss} if loss is not None else {}), **end.get("metrics", {})}
     return {
         "run": run.name,
@@ -61,11 +61,12 @@ def _last_step(run: RunDir, attempt: int) -> dict[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] == "step"), None)
 
 
-def _last_loss(run: RunDir, attempts: list[int]) -> float | None:
+def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> float | None:
+    """The newest loss that belongs to the result: a later attempt may have gone back."""
     for attempt in reversed(attempts):
         # Far enough back for any log_every that people set.
         events = read_last_events(run.events(attempt, 0), 1 << 20)
-        losses = [event["loss"] for event in events if "loss" in event]
+        losses = [e["loss"] for e in events if "loss" in e and e["step"] <= (steps or 0)]
         if losses:
             return losses[-1]  # type: ignore[no-any-return]  # a JSON number or null
     return None

@@ -75,7 +75,7 @@ def test_what_three_ranks_saved_any_number_loads(tmp_path: Path, world_size: int
 def save_on_a_full_disk(folder: str, culprit: int) -> str:
     """What this rank says when one rank cannot write."""
 
-    def full(path: Path) -> Any:
+    def full(path: Path, crc32: int | None = None) -> Any:
         raise OSError(28, "No space left on device", str(path))
 
     if dist.get_rank() == culprit:

@@ -179,7 +179,8 @@ def test_it_goes_on_with_other_numbers_of_ranks(number: int, tmp_path: Path) -> 
 
 def wait_for_step(live: Live, attempt: int, step: int) -> None:
     def is_there() -> bool:
-        events = read_last_events(list_runs(live.runs)[0].events(attempt, 0))
+        runs = list_runs(live.runs)
+        events = read_last_events(runs[0].events(attempt, 0)) if runs else []
         return any(event["event"] == "step" and event["step"] >= step for event in events)
 
     live.wait_until(is_there, 100)

@@ -22,12 +22,12 @@ from allranks.errors import AllranksError
 from allranks.events import EventLog, read_events
 from allranks.train.checkpoint import (
     Checkpointer,
-    TensorReader,
     load,
     share_of_tensors,
     training_tensors,
 )
 from allranks.train.data import Progress
+from allranks.train.storage import TensorReader
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -180,7 +180,7 @@ def test_a_write_that_fails_is_told_when_asked_and_the_old_one_stays(
     checkpointer.finish()
     assert not checkpointer.failed
 
-    def full(path: Path) -> None:
+    def full(path: Path, crc32: int | None = None) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("allranks.commits.seal", full)
@@ -277,7 +277,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(tmp_path: Path, log:
     manifest = json.loads((commit.path / MANIFEST).read_text())
     del manifest["files"]["__0_0.distcp"]
     (commit.path / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(AllranksError, match=r"names __0_0\.distcp, which is not in its list"):
+    with pytest.raises(AllranksError, match=r"names __0_0\.distcp, which is not its own"):
         load(commit, *trained(1))
 
 

@@ -201,3 +201,9 @@ def test_cleaning_leaves_committed_checkpoints_and_other_files(tmp_path: Path) -
     (tmp_path / "notes.txt").touch()
     clean(tmp_path)
     assert names(tmp_path) == ["notes.txt", "step-10"]
+
+
+def test_a_manifest_that_lists_nothing_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / MANIFEST).write_text('{"files": {}}')
+    assert Commit(tmp_path / "step-1", 1).damage() is not None

@@ -217,3 +217,27 @@ def test_an_event_is_appended_to_a_whole_file(tmp_path: Path, content: str | Non
     append_event(path, "end", state="failed")
     assert path.read_text().count("\n") == (2 if content else 1)
     assert [event["event"] for event in read_events(path)][-1] == "end"
+
+
+def test_a_number_that_json_cannot_hold_is_null_however_deep() -> None:
+    line = format_event({"event": "end", "metrics": {"val_loss": math.nan, "accuracy": 0.5}})
+    assert json.loads(line)["metrics"] == {"val_loss": None, "accuracy": 0.5}
+    assert "NaN" not in line
+
+
+class Lost:
+    """A loss whose reduction failed with the rank that it came from."""
+
+    def ready(self) -> bool:
+        return True
+
+    def value(self) -> float:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_lost_loss_does_not_cost_the_end(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "rank-0.jsonl")
+    log.write("step", step=1, loss=Lost())
+    log.write("end", state="failed")
+    log.close()
+    assert [event["event"] for event in read_events(log.path)] == ["step", "end"]

@@ -119,3 +119,18 @@ def test_whoever_loads_a_torch_module_of_ours_does_it_late() -> None:
         }
         late = {name for name in names if any(name.startswith(side) for side in RANK_SIDE)}
         assert not late, f"{module_name(file)} imports {late} at once"
+
+
+def test_files_and_functions_are_short() -> None:
+    """400 lines a file and 60 a function: the point where one stops and thinks."""
+    long = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        text = file.read_text()
+        if text.count("\n") > 400:
+            long.append(f"{file.name}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > 60:
+                    long.append(f"{file.name}:{node.name}: {length} lines")
+    assert not long

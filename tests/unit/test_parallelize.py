@@ -175,6 +175,40 @@ def test_other_layers_are_left_alone() -> None:
     assert [type(module) for module in synchronise_batch_norm(model).modules()] == kinds
 
 
+def test_a_frozen_norm_stays_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].requires_grad_(False)
+    frozen = [parameter.requires_grad for parameter in synchronise_batch_norm(model).parameters()]
+    assert frozen == [True, True, False, False]
+
+
+def test_a_norm_under_two_names_stays_one() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = synchronise_batch_norm(nn.ModuleDict({"a": norm, "b": norm}))
+    assert isinstance(model, nn.ModuleDict)
+    assert model["a"] is model["b"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_norm_of_doubles_stays_one_of_doubles() -> None:
+    inputs = torch.randn(8, 4).double()
+    expected = nn.BatchNorm1d(4).double()(inputs)
+    found = synchronise_batch_norm(nn.BatchNorm1d(4).double())(inputs)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_norms_count_a_batch_once(mode: Literal["full", "selective"]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Digits(norm="batch").model(), torch.randn(8, 1, 8, 8)
+    once, twice = copy.deepcopy(model), copy.deepcopy(model)
+    parallelize(once, CPU)(inputs).square().sum().backward()
+    parallelize(twice, CPU, activation_checkpointing=mode)(inputs).square().sum().backward()
+    for expected, found in zip(once.buffers(), twice.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 # --- Precision ----------------------------------------------------------------------------------
 
 

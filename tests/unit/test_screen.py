@@ -25,6 +25,7 @@ START: dict[str, Any] = {
     "rank": 0,
     "world_size": 4,
     "host": "node1",
+    "link": "the loopback interface",
     "layout": "1x4",
     "backend": "gloo",
     "device": "CPU",

@@ -29,6 +29,7 @@ class Request:
     layout: str | None = None
     resume: str | None = None
     force: bool = False
+    leads: bool = True  # False on nodes other than 0: the run is node 0's to hold
     runs: Path = Path("runs")
 
 
@@ -56,7 +57,7 @@ def prepare(request: Request) -> Prepared:
         return Prepared(request=request, job=_load(request), run=None)
     named = None if request.job_file is None else _load(request).name
     run = find_run(request.runs, request.resume, named)
-    if run.is_live():
+    if request.leads and run.is_live():
         with run.held():  # says who holds it
             pass
     prepared = _next_attempt(request, run)
@@ -232,6 +233,7 @@ def ranks_environment(
         "ALLRANKS_RUN_DIR": str(run.path),
         "ALLRANKS_LAYOUT": str(layout),
         "ALLRANKS_RANKS_PER_NODE": str(layout.gpus),
+        "ALLRANKS_RANKS_HERE": str(here),
         "ALLRANKS_CHECKPOINT": prepared.checkpoint,
         "ALLRANKS_LAUNCHER": str(os.getpid()),
         "ALLRANKS_TIMEOUT": str(job.timeout.seconds),

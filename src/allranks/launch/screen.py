@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from allranks.events import read_events, read_last_events
-from allranks.hardware import gpu_link, local_gpus
 from allranks.job import Job
 from allranks.rundir import RunDir
 
@@ -36,7 +35,7 @@ class Screen:
         self._bar: Bar | None = None
 
     def remark(self, text: str) -> None:
-        self.console.print(Text(f"note: {text}", style="yellow"))
+        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
         """Said once, when the first rank is told to stop."""
@@ -45,13 +44,13 @@ class Screen:
         self._stopping = True
         native = self._job is not None and self._job.command is None
         how = "saving a checkpoint at the next step" if native else "the script was told"
-        self.console.print(
-            Text(f"{signal_name}: stopping, {how}; Ctrl-C (again) stops at once", style="yellow")
-        )
+        text = f"{signal_name}: stopping, {how}; Ctrl-C (again) stops at once"
+        self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
         """Show this run from now on, through the eyes of `rank`."""
         self._run, self._job, self._rank = run, job, rank
+        self.console.print(Text(f"{run.name}: starting {job.layout}", style="dim"), soft_wrap=True)
 
     def update(self, attempt: int) -> None:
         """Show what is new. Call it often: it reads the disk twice a second at most."""
@@ -85,6 +84,8 @@ class Screen:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
+        if result["state"] == "stopped":
+            self.console.print(f"go on with: allranks run --resume {result['run']}", soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
@@ -109,8 +110,7 @@ class Screen:
             if self._start is None:
                 return
             assert self._run is not None and self._job is not None
-            self.console.print(Text(self._run.name, style="bold"))
-            self.console.print(banner(self._start, self._job))
+            self.console.print(banner(self._start, self._job), highlight=False, soft_wrap=True)
             self._bar = Bar(self.console, self._start, self._job)
         if self._bar is not None:
             self._bar.show(read_last_events(self._events))
@@ -155,10 +155,9 @@ class Bar:
         if console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.fields[where]}"),
-                BarColumn(bar_width=None),
-                _Numbers(),
+                BarColumn(bar_width=20 if console.width >= 90 else 8),
+                TextColumn("{task.fields[numbers]}"),
                 console=console,
-                expand=True,
                 refresh_per_second=4,
             )
             self._task = self._progress.add_task(
@@ -176,11 +175,14 @@ class Bar:
         self._measure(last)
         where, numbers = self._words(last)
         if self._progress is not None:
-            self._progress.update(self._task, completed=last["step"], where=where, numbers=numbers)
+            room = self._console.width - len(where) - (24 if self._console.width >= 90 else 12)
+            fitting = "  ".join(that_fit(numbers, room))
+            self._progress.update(self._task, completed=last["step"], where=where, numbers=fitting)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
             step = f"step {last['step']}/{self._start['steps']}"
-            self._console.print(f"{where}  {step}  {'  '.join(numbers)}", highlight=False)
+            line = "  ".join([where, step, *numbers])
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -209,34 +211,36 @@ class Bar:
         return f"epoch {last['epoch']}/{epochs}", numbers
 
 
-class _Numbers(ProgressColumn):
-    """Numbers beside the bar; on a narrow terminal only those that fit, the last ones first."""
-
-    def render(self, task: Task) -> Text:
-        numbers = list(task.fields["numbers"] or [])
-        room = Console().width - 30
-        while len(numbers) > 1 and len("  ".join(numbers)) > room:
-            numbers.pop(1 if len(numbers) > 2 else 0)
-        return Text("  ".join(numbers), no_wrap=True, overflow="ellipsis")
+def that_fit(numbers: list[str], room: int) -> list[str]:
+    """Numbers beside the bar; a narrow terminal keeps the loss and the time left longest."""
+    numbers = list(numbers)
+    while len(numbers) > 1 and len("  ".join(numbers)) > room:
+        numbers.pop(-2)
+    return numbers
 
 
-def banner(start: dict[str, Any], job: Job) -> Table:
+def banner(start: dict[str, Any], job: Job) -> str:
     """What is about to be trained, and how."""
-    table = Table(show_header=False, box=None)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    ranks, per_epoch = start["world_size"], start["steps_per_epoch"]
-    table.add_row("layout", f"{start['layout']}  ({ranks} rank{'s' if ranks > 1 else ''})")
-    table.add_row("ranks", f"{start['backend']} over {link(start)}" if ranks > 1 else "alone")
-    plural = "s" if start["threads"] > 1 else ""
-    threads = f", {start['threads']} thread{plural} a rank" if start["device"] == "CPU" else ""
-    table.add_row("device", f"{start['device']}{threads}")
+    ranks, threads = start["world_size"], start["threads"]
+    device = start["device"]
+    if device == "CPU":
+        device += f", {count(threads, 'thread')} a rank"
     compiled = ", compiled" if start["compile"] else ""
-    table.add_row("model", f"{start['parameters']:,} parameters, {start['precision']}{compiled}")
-    table.add_row("batch", batch_product(start))
-    length = f"{job.epochs} epochs" if job.epochs else f"{job.steps:,} steps"
-    table.add_row("length", f"{length}, {per_epoch:,} steps an epoch, {start['steps']:,} in all")
-    return table
+    length = count(job.epochs, "epoch") if job.epochs else count(job.steps or 0, "step")
+    rows = {
+        "layout": f"{start['layout']}  ({count(ranks, 'rank')})",
+        "ranks": f"{start['backend']} over {start['link']}" if ranks > 1 else "alone",
+        "device": device,
+        "model": f"{count(start['parameters'], 'parameter')}, {start['precision']}{compiled}",
+        "batch": batch_product(start),
+        "length": f"{length}, {start['steps_per_epoch']:,} steps an epoch, "
+        f"{start['steps']:,} in all",
+    }
+    return "\n".join(f"  {name:<8}{value}" for name, value in rows.items())
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def batch_product(start: dict[str, Any]) -> str:
@@ -250,16 +254,6 @@ def batch_product(start: dict[str, Any]) -> str:
     return f"{product}  (micro-batch x ranks x accumulation)"
 
 
-def link(start: dict[str, Any]) -> str:
-    """What connects the ranks."""
-    nodes = start.get("hosts", 1)
-    if nodes > 1:
-        return "the network"
-    if start["backend"] == "nccl":
-        return gpu_link(local_gpus())
-    return "the loopback interface"
-
-
 def summary_table(result: dict[str, Any]) -> Table:
     """What came of it."""
     table = Table(show_header=False)
@@ -269,7 +263,7 @@ def summary_table(result: dict[str, Any]) -> Table:
     table.add_row("state", Text(result["state"], style=style))
     table.add_row("layout", f"{result['layout']}")
     if result["steps"] is not None:
-        table.add_row("steps", f"{result['steps']:,} ({result['epochs']} epochs)")
+        table.add_row("steps", f"{result['steps']:,} ({count(result['epochs'], 'epoch')})")
     if result["samples_per_second"]:
         table.add_row("throughput", f"{result['samples_per_second']:,.0f} samples/s (measured)")
     table.add_row("time", duration(result["seconds"]))

@@ -81,7 +81,7 @@ def _load() -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise AllranksError(
             f"the task digits takes its images from scikit-learn, which is missing ({error})",
-            fix="pip install 'allranks[digits]'",
+            fix="pip install scikit-learn",
         ) from error
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16

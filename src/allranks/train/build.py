@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from allranks import commits
 from allranks.errors import AllranksError
 from allranks.events import EventLog
-from allranks.hardware import cpus_allotted
+from allranks.hardware import cpus_allotted, gpu_link, local_gpus
 from allranks.job import Job
 from allranks.layout import Layout
 from allranks.rundir import RunDir
@@ -280,6 +280,13 @@ def warm_up(t: Training) -> None:
         parameter.grad = None
 
 
+def link_between_ranks(me: Rank) -> str:
+    """What connects the ranks, in words."""
+    if os.environ.get("ALLRANKS_RANKS_HERE") != str(me.world_size):
+        return "the network"
+    return gpu_link(local_gpus()) if dist.get_backend() == "nccl" else "the loopback interface"
+
+
 def describe(me: Rank, t: Training, precision: str, compiled: bool) -> dict[str, Any]:
     """The start event: who this rank is, and what the banner shows."""
     cut = t.data.cut
@@ -298,6 +305,7 @@ def describe(me: Rank, t: Training, precision: str, compiled: bool) -> dict[str,
         "pid": os.getpid(),
         "layout": str(me.layout),
         "backend": dist.get_backend(),
+        "link": link_between_ranks(me),
         "device": device,
         "threads": torch.get_num_threads(),
         "precision": precision,

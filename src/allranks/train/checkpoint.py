@@ -7,8 +7,6 @@ unpickled freely: loading one cannot run code.
 
 from __future__ import annotations
 
-import io
-import pickle
 import shutil
 import time
 import warnings
@@ -20,14 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from allranks import commits
 from allranks.commits import Commit
 from allranks.errors import AllranksError
 from allranks.events import EventLog, disk_error
 from allranks.train.data import Progress
+from allranks.train.storage import TensorReader, TensorWriter
 
 
 class Checkpointer:
@@ -62,9 +60,6 @@ class Checkpointer:
             name: torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             for name, tensor in self._share().items()
         }
-        # torch would compute checksums while holding the interpreter, and the loop would stand
-        # still; seal() makes better ones, of whole files, without it.
-        torch.serialization.set_crc32_options(False)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -137,17 +132,18 @@ class Checkpointer:
     def _write_files(self, folder: Path) -> dict[str, Any]:
         """Write and sync this rank's files; the manifest's entries of all ranks, on rank 0."""
         folder.mkdir(parents=True, exist_ok=True)
-        writer = FileSystemWriter(folder, sync_files=False)  # seal() syncs
+        writer = TensorWriter(folder)
         try:
             dcp.save(dict(self._staged), storage_writer=writer, process_group=self.group)
         except dcp.CheckpointException as error:
             raise _cause(error) from None
         sealed: dict[str, Any] | OSError
         try:
-            paths = list(folder.glob(f"__{self.rank}_*.distcp"))
+            sealed = {
+                name: commits.seal(folder / name, crc) for name, crc in writer.checksums.items()
+            }
             if self.rank == 0:
-                paths.append(folder / ".metadata")
-            sealed = {path.name: commits.seal(path) for path in paths}
+                sealed[".metadata"] = commits.seal(folder / ".metadata")
         except OSError as error:
             sealed = error
         gathered: list[Any] = [None] * self.world_size
@@ -169,10 +165,6 @@ def _cause(error: dcp.CheckpointException) -> BaseException:
             if isinstance(nested, OSError):
                 return nested
             nested = nested.__cause__ or nested.__context__
-    # torch's own writer reports a full disk as a RuntimeError that names the file.
-    for cause in causes:
-        if isinstance(cause, RuntimeError) and "file write failed" in str(cause):
-            return OSError(28, "No space left on device")
     return causes[0]
 
 
@@ -270,69 +262,3 @@ def _load_optimizer(
             state[index] = {key[len(prefix) :]: value for key, value in own.items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-class TensorReader(FileSystemReader):
-    """Reads tensors, and only tensors, of the files that the manifest lists."""
-
-    def __init__(self, path: Path, files: dict[str, Any]) -> None:
-        super().__init__(path)
-        self._files = files
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        content = (Path(self.path) / ".metadata").read_bytes()
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-        if not isinstance(metadata, Metadata):
-            raise AllranksError(
-                f"{self.path}/.metadata is not a checkpoint's", fix="use another checkpoint"
-            )
-        for name, entry in metadata.state_dict_metadata.items():
-            # Entries of other kinds would be unpickled.
-            if not isinstance(entry, TensorStorageMetadata):
-                raise AllranksError(
-                    f"{self.path} holds {name}, which is not a tensor", fix="use another checkpoint"
-                )
-        for info in metadata.storage_data.values():
-            if info.relative_path not in self._files:
-                raise AllranksError(
-                    f"{self.path}/.metadata names {info.relative_path}, which is not in its list",
-                    fix="use another checkpoint",
-                )
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """`.metadata` is a pickle: only the plain data classes that torch puts there are let in."""
-
-    allowed = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "ChunkStorageMetadata",
-                    "Metadata",
-                    "MetadataIndex",
-                    "StorageMeta",
-                    "TensorProperties",
-                    "TensorStorageMetadata",
-                    "_MEM_FORMAT_ENCODING",
-                )
-            ),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self.allowed:
-            return super().find_class(module, name)
-        raise AllranksError(
-            f"the checkpoint's .metadata asks for {module}.{name}, which a checkpoint never holds",
-            fix="do not trust this checkpoint; use another one",
-            exit_code=1,
-        )
