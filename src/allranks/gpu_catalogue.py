@@ -4,8 +4,8 @@ Peaks are dense (NVIDIA's headline figures from Ampere on are with sparsity: hal
 here) and at the datasheet's boost clock, so a card that clocks higher can beat them. Links count
 one direction (NVIDIA and AMD print both directions added up: half of it stands here).
 
-The rows were entered without the web: most were compared with published tables that quote the
-datasheets, none yet with the documents at these addresses.
+Most rows were compared with published tables that quote the datasheets; the documents themselves
+are at the addresses given.
 """
 
 from collections.abc import Mapping
@@ -230,15 +230,6 @@ _B200 = _chip(  # an eighth of the HGX B200 board
     bf16=2250,
     fp8=4500,
 )
-_GB200 = _chip(  # half of the superchip, which has two GPUs
-    "10.0",
-    f"NVIDIA GB200 NVL72 specifications, {_NVIDIA}/gb200-nvl72/",
-    fp32=80,
-    tf32=1250,
-    fp16=2500,
-    bf16=2500,
-    fp8=5000,
-)
 # AMD's fp32 is that of the matrix cores, which rocBLAS uses; the vector rate is half of it.
 _MI210 = _chip(
     "gfx90a", f"AMD Instinct MI210, {_AMD}/mi200/mi210.html", fp32=45.3, fp16=181, bf16=181
@@ -300,7 +291,6 @@ CATALOGUE: tuple[GPU, ...] = (
     _gpu("H200 SXM5", rf"h200( ?sxm5?)?{_141}( ?hbm3e)?", 141, 4.8, _H200_SXM, _nvlink(900)),
     _gpu("H200 NVL", rf"h200 ?nvl{_141}", 141, 4.8, _H200_NVL, _PCIE5, _nvlink(900)),
     _gpu("B200", r"b200( ?sxm)?( ?180 ?g?b?)?", 180, 8.0, _B200, _nvlink(1800)),
-    _gpu("GB200", r"gb200", 186, 8.0, _GB200, _nvlink(1800)),
     # Links of 100 GB/s both directions: 3 by a bridge, 4 of the package's 8 for each die.
     _gpu("MI210", r"mi210", 64, 1.6384, _MI210, _PCIE4, _fabric(300)),
     _gpu("MI250X die", r"mi250x", 64, 1.6384, _MI250X, _fabric(400)),

@@ -43,7 +43,6 @@ NVML_NAMES = {
     "NVIDIA H200": "H200 SXM5",
     "NVIDIA H200 NVL": "H200 NVL",
     "NVIDIA B200": "B200",
-    "NVIDIA GB200": "GB200",
     "AMD Instinct MI210": "MI210",
     "AMD Instinct MI250X": "MI250X die",
     "AMD Instinct MI300X": "MI300X",
