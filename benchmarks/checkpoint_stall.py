@@ -1,6 +1,6 @@
 """A save stalls the training for at most 30% (CPU), or costs 10% (GPU), of a blocking torch.save.
 
-    python benchmarks/checkpoint_stall.py       # 5 to 10 minutes; exit code 1 if it takes more
+    python benchmarks/checkpoint_stall.py       # 2 to 5 minutes; exit code 1 if it takes more
 
 On a machine without a GPU (`language` 16m, one rank): the time that a save holds the loop up, from
 the second save on. With a GPU (`language` 124m): all training time that is lost to a save, the

@@ -1,6 +1,6 @@
 """A step of allranks takes at most 1.05x a step of a hand-written PyTorch DDP loop.
 
-    python benchmarks/loop_overhead.py          # about 10 minutes; exit code 1 if it takes more
+    python benchmarks/loop_overhead.py          # about 12 minutes; exit code 1 if it takes more
     python benchmarks/loop_overhead.py --pairs 20 --ranks 1 --model small     # a first look
 
 Both loops train the same MLP on the same data in the same order, in the same processes, on CPU,

@@ -17,6 +17,9 @@ from allranks.errors import AllranksError
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
 
+# Made once: json.dumps with options makes one at every call, which takes longer than its work.
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 
 class Late(Protocol):
     """A value that is still being computed or reduced when its event is recorded."""
@@ -95,7 +98,7 @@ class EventLog:
 def format_event(event: Mapping[str, Any]) -> str:
     """One line. A loss that is not a number is null, its name kept beside it."""
     try:
-        return json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
+        return _encode(event) + "\n"
     except ValueError:
         bad = {k: v for k, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
         names = {"nonfinite": {key: str(value) for key, value in bad.items()}} if bad else {}
