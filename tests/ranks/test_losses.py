@@ -65,6 +65,7 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
     data = TrainingData(dataset(), TASKS[task](), cut, seed=0, device=cpu)
     parts = SimpleNamespace(
         task=TASKS[task](),
+        loss=TASKS[task]().loss,
         model=model,
         parameters=list(plain(model).parameters()),
         norms=batch_norms(model),

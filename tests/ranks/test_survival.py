@@ -34,7 +34,7 @@ from allranks.rundir import RunDir, list_runs
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 # Long enough to be hit, short enough for many trials; a checkpoint is nearly always being written.
-STEPS = {"1x1": 1200, "1x2": 400, "1x4": 120}
+STEPS = {"1x1": 3000, "1x2": 500, "1x4": 120}
 LAYOUTS = list(STEPS)
 
 Reference = Callable[[str], dict[str, Tensor]]
@@ -155,7 +155,7 @@ def test_it_is_told_to_stop(number: int, tmp_path: Path, references: Reference) 
 def test_it_goes_on_with_other_numbers_of_ranks(number: int, tmp_path: Path) -> None:
     """Stopped and resumed on 1x1, 1x2 and 1x4 in turn: the losses of one run of the first."""
     chance = random.Random(number)
-    common = ["steps=240", "log_every=1", "batch_size=97", "checkpoint.every=10"]
+    common = ["task=language", "steps=240", "log_every=1", "batch_size=17", "checkpoint.every=10"]
     (tmp_path / "whole").mkdir()
     _, whole = start(tmp_path / "whole", *common).wait()
     order = LAYOUTS * 2

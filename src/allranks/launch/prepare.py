@@ -242,8 +242,11 @@ def ranks_environment(
     if oversubscribe:
         env["ALLRANKS_OVERSUBSCRIBE"] = "1"
     threads = prepared.threads or max(1, hardware.cpus_allotted() // here)
-    # Waiting threads that spin make a step 40 times slower as soon as anything else wants a core.
-    defaults = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    defaults = {"OMP_NUM_THREADS": str(threads)}
+    if here > 1:
+        # Threads that spin while they wait make every rank many times slower as soon as another
+        # one wants their core. A rank alone keeps the default: waking threads costs time too.
+        defaults["OMP_WAIT_POLICY"] = "passive"
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Fragments of freed memory can be joined: fewer out-of-memory errors at no known cost.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -108,7 +108,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     inner = parallelize.plain(model)
     parameters = [p for p in inner.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
     progress, metrics = restore(me, inner, optimizer, scaler)
     allocate_state(optimizer)
     last_step = last_step_of(job, data, progress)
@@ -233,7 +233,10 @@ def save_every(job: Job) -> SaveEvery:
 
 
 def restore(
-    me: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    me: Rank,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
 ) -> tuple[Progress, list[dict[str, Any]]]:
     """Continue from the newest whole checkpoint. Every rank must call it."""
     choice = [me.checkpoint]
@@ -250,7 +253,7 @@ def restore(
     path = me.run.checkpoints / choice[0]
     commit = commits.Commit(path, step=int(choice[0].removeprefix("step-")))
     progress, manifest = checkpoint.load(commit, model, optimizer)
-    if scaler.is_enabled() and "scaler" in manifest:
+    if scaler is not None and "scaler" in manifest:
         scaler.load_state_dict(manifest["scaler"])
     return progress, manifest["metrics"]
 
@@ -272,7 +275,7 @@ def warm_up(t: Training) -> None:
             fix=f"return one loss per sample, shape [{len(weights)}]: in torch's loss functions, "
             'reduction="none"',
         )
-    t.scaler.scale(losses).backward(torch.zeros_like(weights))
+    (losses if t.scaler is None else t.scaler.scale(losses)).backward(torch.zeros_like(weights))
     with torch.no_grad():
         for buffer, before in zip(t.model.buffers(), buffers, strict=True):
             buffer.copy_(before)

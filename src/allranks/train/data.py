@@ -21,6 +21,7 @@ from allranks.tasks import Task
 from allranks.train.seeds import mix
 
 ON_DEVICE_BYTES = 1 << 28  # in-memory data sets up to this size live on the device
+GATHER_BYTES, GATHER_BATCHES = 1 << 22, 64  # small batches are fetched ahead up to either
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,7 @@ class TrainingData:
 
     def _fetched(self, progress: Progress) -> Iterator[Any]:
         if self._fetch is not None:
-            fetch = self._fetch
-            return (fetch(indices) for _, indices in self._indices(progress))
+            return self._fetch.many(indices for _, indices in self._indices(progress))
         # A loader's worker needs the epoch too: transforms are seeded by it.
         keys = ([(e, i) for i in indices.tolist()] for e, indices in self._indices(progress))
         return iter(DataLoader(self._samples, batch_sampler=keys, **self._loader_options))
@@ -271,6 +271,17 @@ class TensorFetch:
     def __call__(self, indices: Tensor) -> Any:
         return [tensor.index_select(0, indices) for tensor in self._tensors]
 
+    def many(self, batches: Iterator[Tensor]) -> Iterator[Any]:
+        """The same, small batches gathered many at a time: a slice costs less than a gather."""
+        first = next(batches)
+        batch_bytes = sum(tensor[:1].nbytes for tensor in self._tensors) * len(first)
+        count = max(1, min(GATHER_BATCHES, GATHER_BYTES // max(batch_bytes, 1)))
+        batches = itertools.chain([first], batches)
+        while chunk := list(itertools.islice(batches, count)):
+            gathered = self(torch.cat(chunk))
+            sizes = [len(indices) for indices in chunk]
+            yield from zip(*(tensor.split(sizes) for tensor in gathered), strict=True)
+
 
 class BatchFetch:
     """Batches of a data set that has a method `batch(indices)` of its own."""
@@ -282,6 +293,9 @@ class BatchFetch:
 
     def __call__(self, indices: Tensor) -> Any:
         return self._batch(indices.tolist())
+
+    def many(self, batches: Iterator[Tensor]) -> Iterator[Any]:
+        return map(self, batches)
 
 
 def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | BatchFetch | None:

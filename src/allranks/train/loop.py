@@ -41,7 +41,7 @@ class Training:
     norms: list[SynchronisedBatchNorm]
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    scaler: torch.amp.GradScaler
+    scaler: torch.amp.GradScaler | None  # of fp16
     autocast: AbstractContextManager[None]
     max_norm: float | None
     data: TrainingData
@@ -113,7 +113,7 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
     for number, micro in enumerate(batch.micro_batches, start=1):
         with nullcontext() if number == batch.num_micro_batches else without_sync(t.model):
             losses, weights, own_weight = weighted_losses(t, micro)
-            t.scaler.scale(losses).backward(weights)
+            (losses if t.scaler is None else t.scaler.scale(losses)).backward(weights)
         if want_loss:
             part = torch.dot(losses.detach(), weights)
             loss = part if loss is None else loss + part
@@ -142,11 +142,15 @@ def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Ten
 
 def update(t: Training) -> None:
     """One optimizer step on the gradients there are."""
-    t.scaler.unscale_(t.optimizer)
+    if t.scaler is not None:
+        t.scaler.unscale_(t.optimizer)
     if t.max_norm is not None:
         clip_gradients([p.grad for p in t.parameters if p.grad is not None], t.max_norm)
-    t.scaler.step(t.optimizer)
-    t.scaler.update()
+    if t.scaler is not None:
+        t.scaler.step(t.optimizer)  # skips it if a gradient overflowed
+        t.scaler.update()
+    else:
+        t.optimizer.step()
     for parameter in t.parameters:
         parameter.grad = None
 
@@ -205,7 +209,7 @@ def evaluate_and_record(t: Training, split: str) -> None:
 def save(t: Training) -> None:
     """Every rank must call it."""
     notes = {**t.notes, "metrics": t.metrics}
-    if t.scaler.is_enabled():
+    if t.scaler is not None:
         notes["scaler"] = t.scaler.state_dict()
     t.checkpointer.save(t.progress, notes)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allranks.events import EventLog
+from allranks.events import SCHEMA_VERSION, EventLog
 from allranks.train.data import Batch, Progress
 
 
@@ -42,7 +42,10 @@ class Meter:
         seconds = now - self._last
         self._last = now
         self.step_seconds += seconds
-        fields: dict[str, Any] = {
+        event: dict[str, Any] = {
+            "v": SCHEMA_VERSION,
+            "t": time.time(),
+            "event": "step",
             "step": progress.step,
             "epoch": batch.epoch,
             "samples": batch.num_samples,
@@ -52,10 +55,10 @@ class Meter:
             late = _LateLoss()
             self._waiting.append((late, loss))
             if self.rank == 0:
-                fields["loss"] = late
+                event["loss"] = late
             if self.world_size == 1:
                 self.reduce_losses()
-        self.log.write("step", **fields)
+        self.log.append(event)
 
     def reduce_losses(self) -> None:
         """Send the losses since the last call on their way. Every rank must call it; none waits."""
