@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -43,7 +42,9 @@ NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout thi
 Master = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
 ]
-MaxRestarts = Annotated[int, typer.Option(min=0, help="Restart all ranks when one dies, so often.")]
+MaxRestarts = Annotated[
+    int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
+]
 Oversubscribe = Annotated[
     bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
 ]
@@ -71,7 +72,7 @@ def run(
     runs: Runs = Path("runs"),
     node_rank: NodeRank = None,
     master: Master = None,
-    max_restarts: MaxRestarts = 0,
+    max_restarts: MaxRestarts = None,
     oversubscribe: Oversubscribe = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -100,7 +101,6 @@ def run(
         master=master,
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
-        debug=debug,
     )
     outcome = run_here(prepare(request), place, screen)
     if outcome.error is not None:
@@ -140,9 +140,9 @@ def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[
 
 
 def people_console(as_json: bool) -> Console:
-    from rich.console import Console
+    from allranks.launch.screen import PeopleConsole
 
-    return Console(stderr=as_json, highlight=False)
+    return PeopleConsole(stderr=as_json, highlight=False)
 
 
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
@@ -183,10 +183,10 @@ def as_user_error(error: Exception) -> AllranksError | None:
 
     if isinstance(error, AllranksError):
         return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if isinstance(error, OSError) and error.filename:
         from allranks.events import disk_error
 
-        return disk_error(error, Path(error.filename or "runs"))
+        return disk_error(error, Path(str(error.filename)))
     if hasattr(error, "format_message"):
         return AllranksError(error.format_message(), fix="see allranks --help")
     return None

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.events import to_json
+
 MANIFEST = "checkpoint.json"
 CHUNK_BYTES = 1 << 22
 
@@ -43,9 +45,10 @@ class Commit:
     def damage(self) -> str | None:
         """What is wrong with it, or None. Reads every byte."""
         try:
-            files = self.manifest()["files"]
-            for name, expected in files.items():
+            for name, expected in self.manifest()["files"].items():
                 path = self.path / name
+                if path.name != name or (path.exists() and not path.is_file()):
+                    return f"{name} is not a file of it"
                 num_bytes = path.stat().st_size
                 if num_bytes != expected["bytes"]:
                     return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
@@ -105,7 +108,7 @@ def commit(folder: Path, step: int, manifest: dict[str, Any], *, keep: int) -> C
     """Make the written checkpoint of `step` the newest one, and drop those beyond `keep`."""
     writing = writing_folder(folder, step)
     with (writing / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
+        file.write(to_json(manifest, indent=1))
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(writing)
@@ -114,7 +117,10 @@ def commit(folder: Path, step: int, manifest: dict[str, Any], *, keep: int) -> C
         _drop(final)
     writing.rename(final)
     _sync_folder(folder)
-    for old in commits(folder)[keep:]:
+    for old in commits(folder):
+        if old.step > step:  # damaged ones that the training went back behind
+            _drop(old.path)
+    for old in commits(folder)[max(keep, 1) :]:
         _drop(old.path)
     return Commit(path=final, step=step)
 

@@ -79,8 +79,6 @@ class EventLog:
                 self._unwritten = self._unwritten[written:]
         except OSError as error:  # what is left is tried again with the next flush
             self.error = error
-        else:
-            self.error = None
 
     def check(self) -> None:
         """Raise if an earlier write failed, as on a full disk."""
@@ -166,7 +164,7 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
     """An OSError of writing to the run folder, in words."""
     return AllranksError(
         f"cannot write {path}: {error.strerror or error}",
-        fix="free space (or raise the quota) on that disk, or use another one with --runs DIR; "
+        fix="free space or get the permission to write there, or use another disk with --runs DIR; "
         "then go on with --resume: committed checkpoints are intact",
         exit_code=1,
     )

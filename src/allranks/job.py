@@ -180,8 +180,10 @@ class Job(Section):
     def differences(self, other: Job) -> list[Difference]:
         """Where the other job is not the same, key by key."""
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
+        grows = self.batch_size_per_rank is not None and self.layout.ranks != other.layout.ranks
+        mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
         return [
-            Difference(key, ours.get(key), theirs.get(key), key.partition(".")[0] in MATHEMATICS)
+            Difference(key, ours.get(key), theirs.get(key), key.partition(".")[0] in mathematics)
             for key in dict.fromkeys([*ours, *theirs])
             if ours.get(key) != theirs.get(key)
         ]

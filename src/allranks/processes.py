@@ -1,4 +1,4 @@
-"""Processes that must not outlive their parent."""
+"""Signals that stop a run, and processes that must not outlive their parent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+
+# What asks a run to stop. USR2, not USR1, for "your time is nearly up": NCCL may handle USR1.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -195,6 +195,15 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
     )
 
 
+def no_readable_checkpoint(run: RunDir, damaged: list[str]) -> AllranksError:
+    """All that there are is damaged: starting again from step 0 must be the user's choice."""
+    return AllranksError(
+        f"run {run.name} has no readable checkpoint: {'; '.join(damaged)}",
+        fix="restore the folder from a backup, or start anew without --resume",
+        exit_code=1,
+    )
+
+
 def list_runs(runs: Path) -> list[RunDir]:
     """All runs in a folder, newest first."""
     paths = runs.absolute().iterdir() if runs.is_dir() else iter(())

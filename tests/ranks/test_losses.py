@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from allranks.tasks import Task
 from allranks.train.data import Cut, Progress, TrainingData
 from allranks.train.loop import Training, forward_backward
-from allranks.train.parallelize import batch_norms, parallelize, plain
+from allranks.train.parallelize import batch_norms, data_parallel, parallelize, plain
 
 pytestmark = pytest.mark.ranks
 
@@ -62,6 +62,8 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     cut = Cut(batch_size, dist.get_rank() if world_size > 1 else 0, world_size, micro)
     model = parallelize(network(norm), cpu)
+    if world_size > 1:
+        model = data_parallel(model, cpu)
     data = TrainingData(dataset(), TASKS[task](), cut, seed=0, device=cpu)
     parts = SimpleNamespace(
         task=TASKS[task](),

@@ -207,3 +207,12 @@ def test_a_manifest_that_lists_nothing_is_damage(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / MANIFEST).write_text('{"files": {}}')
     assert Commit(tmp_path / "step-1", 1).damage() is not None
+
+
+def test_a_save_after_going_back_keeps_itself(tmp_path: Path) -> None:
+    """Damaged newer checkpoints must not push the good ones out."""
+    write(tmp_path, 20, keep=3)
+    write(tmp_path, 30, keep=3)
+    next((tmp_path / "step-30").glob("*.distcp")).write_bytes(b"damaged")
+    write(tmp_path, 25, keep=1)
+    assert newest_whole(tmp_path) == (Commit(tmp_path / "step-25", 25), [])

@@ -160,7 +160,7 @@ def test_differences_and_what_they_change() -> None:
         Difference("options.size", "a", None, True),
         Difference("seed", 0, 4, True),
         Difference("log_every", 10, 5, False),
-        Difference("layout", "1x2", "1x1", False),
+        Difference("layout", "1x2", "1x1", True),
         Difference("options.depth", None, 3, True),
         Difference("env.A", None, "1", False),
     ]

@@ -199,7 +199,7 @@ def command(
     overrides = [f"last={json.dumps(last)}", f"resume={json.dumps(resume)}"]
     job = load_job(None, overrides, command=words, layout="2x4")
     prepared = Prepared(request=Request(), job=job, run=None, attempt=attempt)
-    return fill_command(prepared, RunDir(Path("runs/mine-20261101-120000-aaaa")))
+    return fill_command(prepared, RunDir(Path("runs/mine-20261101-120000-aaaa")), attempt)
 
 
 def test_placeholders_are_filled() -> None:

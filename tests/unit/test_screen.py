@@ -106,9 +106,9 @@ def test_one_rank_is_alone_and_steps_may_be_the_length(tmp_path: Path) -> None:
     [
         (4, 128, [32], 1, "32 x 4 x 1 = 128"),
         (2, 128, [64], 4, "16 x 2 x 4 = 128"),
-        (2, 97, [48, 49], 1, "48-49 x 2 x 1 ≈ 97"),
-        (4, 2, [0, 1], 1, "0-1 x 4 x 1 ≈ 2"),
-        (1, 7, [7], 2, "4 x 1 x 2 ≈ 7"),
+        (2, 97, [48, 49], 1, "48-49 x 2 x 1 ~ 97"),
+        (4, 2, [0, 1], 1, "0-1 x 4 x 1 ~ 2"),
+        (1, 7, [7], 2, "4 x 1 x 2 ~ 7"),
     ],
 )
 def test_the_batch_is_a_product_that_is_equal_only_if_it_is(

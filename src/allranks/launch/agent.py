@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -24,13 +25,13 @@ class Agent(LocalElasticAgent):
 
     Off the main thread it installs no signal handlers. Its own would kill the ranks after 30
     seconds, and they may need longer for a checkpoint. `kills_peers`: end the ranks beside a
-    failed one at once, because they can only hang.
+    failed one at once, because they can only hang. `command`: what a rank runs in an attempt.
     """
 
     def __init__(
         self,
         nodes: FixedNodes,
-        command: list[str],
+        command: Callable[[int], list[str]],
         *,
         num_ranks: int,
         max_restarts: int,
@@ -41,13 +42,13 @@ class Agent(LocalElasticAgent):
             role="default",
             local_world_size=num_ranks,
             rdzv_handler=nodes,
-            entrypoint=command[0],
-            args=tuple(command[1:]),
+            entrypoint=command(0)[0],
             max_restarts=max_restarts,
             monitor_interval=0.1,
         )
         super().__init__(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=logs))
         self._nodes = nodes
+        self._command = command
         self._kills_peers = kills_peers
         self._failed: dict[int, int] = {}  # exit codes by local rank
 
@@ -85,6 +86,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failed = {}
+        worker_group.spec.args = tuple(self._command(self.attempt)[1:])
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

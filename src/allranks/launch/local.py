@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.events import append_event, disk_error
+from allranks.job import load_job
 from allranks.launch import prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
+from allranks.processes import STOP_SIGNALS
 from allranks.results import failure, result
 from allranks.rundir import RunDir
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 STOPPED_AT_CHECKPOINT = 75
 STOPPED_AT_ONCE = 130
 
@@ -36,9 +37,8 @@ class Place:
 
     node_rank: int | None = None  # None: this machine plays every node
     master: str | None = None  # HOST:PORT of node 0
-    max_restarts: int = 0
+    max_restarts: int | None = None  # None: what the job says
     oversubscribe: bool = False
-    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,15 @@ def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
     if place.node_rank is None and prepared.layout.nodes > 1:
         remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
     remarks += prepare.environment_warnings(prepared.job)
-    if prepared.run is not None and prepared.run.state() == "finished" and not prepared.changes:
+    extends = any(change["key"] != "layout" for change in prepared.changes)
+    if prepared.run is not None and prepared.run.state() == "finished" and not extends:
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
     signals = Signals()
     signals.listen()
     with ExitStack() as held:
+        if prepared.request.leads:
+            prepared = prepare.hold_run(prepared, held)
         launch = Launch(prepared, place, here, signals, screen, held)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
@@ -98,13 +101,13 @@ class Signals:
 
     def listen(self) -> None:
         """To the end of the process: what comes after the ranks have ended changes nothing."""
-        for number in FORWARDED:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     @property
     def at_once(self) -> bool:
-        """A second Ctrl-C: the user does not want to wait."""
-        return self.received.count(signal.SIGINT) > 1
+        """A second signal, a Ctrl-C: the user does not want to wait."""
+        return signal.SIGINT in self.received[1:]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
@@ -148,7 +151,6 @@ class Launch:
         mine = None
         if is_first:
             run = prepare.open_run(prepared)
-            held.enter_context(run.held())
             token = rendezvous.new_token()
             (run.path / token).touch()
             held.callback((run.path / token).unlink, missing_ok=True)
@@ -158,6 +160,7 @@ class Launch:
         meeting = rendezvous.meet(store, node_rank, str(prepared.layout), mine, self._interrupted)
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
+        prepared.job = load_job(run.job_file, resolved=True)  # node 0's is the one that counts
         nodes = rendezvous.FixedNodes(
             store,
             node_rank=node_rank,
@@ -170,16 +173,21 @@ class Launch:
             prepared, run, here=self.here, oversubscribe=place.oversubscribe
         )
         os.environ.update(environment)
-        command = prepare.fill_command(prepared, run) if prepared.job.command else []
+        is_command = prepared.job.command is not None
+
+        def command(attempt: int) -> list[str]:
+            words = prepare.fill_command(prepared, run, attempt) if is_command else []
+            return [sys.executable, "-m", "allranks.launch.rank_env", *words]
+
         logs = held.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
         return run, agent.Agent(
             nodes,
-            [sys.executable, "-m", "allranks.launch.rank_env", *command],
+            command,
             num_ranks=self.here,
-            max_restarts=max(place.max_restarts, prepared.job.max_restarts),
+            max_restarts=max_restarts(prepared, place),
             logs=logs,
             # Ranks of a task cannot save once one is gone; a script may want to clean up.
-            kills_peers=not command,
+            kills_peers=not is_command,
         )
 
     def _interrupted(self) -> bool:
@@ -187,11 +195,16 @@ class Launch:
 
     def run_to_end(self) -> Outcome:
         """Run the agent beside this thread, which follows the ranks and passes signals on."""
-        results: list[Any] = []
-        self.screen.follow(self.run, self.prepared.job, self.first_rank)
-        thread = threading.Thread(
-            target=lambda: results.append(self.agent.run_quietly()), daemon=True
-        )
+        ended: list[dict[int, int | None] | Exception] = []
+
+        def run_agent() -> None:
+            try:
+                ended.append(self.agent.run_quietly())
+            except Exception as error:  # raised again below, where somebody hears it
+                ended.append(error)
+
+        self._show(lambda: self.screen.follow(self.run, self.prepared.job, self.first_rank))
+        thread = threading.Thread(target=run_agent, daemon=True)
         with blocked_signals():  # inherited by the thread and by every rank that it starts
             thread.start()
         while thread.is_alive():
@@ -201,10 +214,19 @@ class Launch:
 
                 raise Interrupted
             self._pass_signals_on()
-            self.screen.update(self.agent.attempt)
-        self._record_ends(results[0])
-        self.screen.finish(self.agent.attempt)
+            self._show(lambda: self.screen.update(self.agent.attempt))
+        if isinstance(ended[0], Exception):
+            raise launch_error(ended[0])
+        self._record_ends(ended[0])
+        self._show(lambda: self.screen.finish(self.agent.attempt))
         return self._outcome()
+
+    def _show(self, draw: Callable[[], None]) -> None:
+        """Draw, if it can be: a closed pipe or a poor terminal must not end the training."""
+        try:
+            draw()
+        except (OSError, ValueError):
+            self.screen.mute()
 
     def _pass_signals_on(self) -> None:
         received = self.signals.received
@@ -218,7 +240,7 @@ class Launch:
             if (process, len(received)) in self._told:
                 continue
             self._told.add((process, len(received)))
-            self.screen.stopping(received[-1].name)
+            self._show(lambda: self.screen.stopping(received[-1].name))
             with suppress(ProcessLookupError):
                 os.kill(process, received[-1])
 
@@ -275,6 +297,23 @@ class Launch:
         return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
 
 
+def max_restarts(prepared: Prepared, place: Place) -> int:
+    return prepared.job.max_restarts if place.max_restarts is None else place.max_restarts
+
+
+def launch_error(error: Exception) -> AllranksError:
+    """Why torch's agent could not start or keep the ranks."""
+    if isinstance(error, AllranksError):
+        return error
+    what = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return AllranksError(
+        f"the ranks could not be run: {what}",
+        fix="start every node of the layout within ten minutes, with the same --master; "
+        "if one was stopped, start all again",
+        exit_code=1,
+    )
+
+
 def split_master(master: str | None) -> tuple[str, int]:
     """Address and port of node 0's store; any free port of this machine if there is only one."""
     if master is None:
@@ -287,10 +326,15 @@ def split_master(master: str | None) -> tuple[str, int]:
     return host, int(port)
 
 
+def reference(run: RunDir) -> str:
+    """What to type for a run: its name where that is found, else its path."""
+    return run.name if run.path.parent == Path("runs").absolute() else str(run.path)
+
+
 def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:
     """The failed rank in one message."""
     failed = failure(run)
-    again = f"allranks run --resume {run.name}"
+    again = f"allranks run --resume {reference(run)}"
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=again, exit_code=1)
     rank, error = failed["rank"], failed.get("error")
@@ -303,7 +347,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
         what = f"rank {rank} was killed by {failed['signal']}"
     else:
         what = f"rank {rank} ended with code {failed['exit']}"
-    if "signal" in failed and not max(place.max_restarts, prepared.job.max_restarts):
+    if "signal" in failed and not max_restarts(prepared, place):
         again += " (--max-restarts N would restart by itself)"
     return AllranksError(what, fix=f"see {failed['log']}; go on with {again}", exit_code=1)
 
@@ -311,7 +355,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
 @contextmanager
 def blocked_signals() -> Iterator[None]:
     """No stop signal can hit a rank before it is able to take one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

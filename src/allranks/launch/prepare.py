@@ -6,15 +6,23 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from allranks import __version__, commits, hardware
 from allranks.errors import AllranksError
 from allranks.job import BUILT_IN, Duration, Job, load_job
+from allranks.jobfile import EXCLUSIVE
 from allranks.layout import Layout
-from allranks.rundir import RunDir, create_run, find_run, write_atomically
+from allranks.rundir import (
+    RunDir,
+    create_run,
+    find_run,
+    no_readable_checkpoint,
+    write_atomically,
+)
 
 DEFAULT_TIMEOUT = Duration(1800)
 
@@ -35,7 +43,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """A run to start. Nothing is written until `open`."""
+    """A run to start. Nothing is written until `open_run`."""
 
     request: Request
     job: Job
@@ -84,8 +92,6 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
     else:
         # What was typed at the start still holds: only a changed file is a change.
         job = _load(request, run.info().get("overrides", []))
-    if request.layout is None:
-        job = job.model_copy(update={"layout": before.layout})
     changes = before.differences(job)
     forbidden = [change for change in changes if change.mathematics]
     if forbidden and not request.force:
@@ -95,26 +101,25 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
             fix="undo the change, start a new run without --resume, or add --force to go on anyway",
         )
     records = [{"key": c.key, "before": c.ours, "now": c.theirs} for c in changes]
-    attempts = run.attempts()
     return Prepared(
         request=request,
         job=job,
         run=run,
-        attempt=attempts[-1] + 1 if attempts else 0,
+        attempt=next_attempt(run),
         changes=records,
         remarks=[f"{c.key}: {c.ours} -> {c.theirs}" for c in changes],
     )
+
+
+def next_attempt(run: RunDir) -> int:
+    return max(run.attempts(), default=-1) + 1
 
 
 def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
     commit, damaged = commits.newest_whole(run.checkpoints)
     prepared.remarks += damaged
     if commit is None and damaged:
-        raise AllranksError(
-            f"run {run.name} has no readable checkpoint: {'; '.join(damaged)}",
-            fix="restore the folder from a backup, or start anew without --resume",
-            exit_code=1,
-        )
+        raise no_readable_checkpoint(run, damaged)
     if commit is None:
         prepared.remarks.append("no committed checkpoint yet: starting at step 0")
         return
@@ -160,8 +165,21 @@ def check_supported(job: Job) -> None:
         )
 
 
+def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
+    """Make or take the run's folder for this process alone; what to start there by then."""
+    request = prepared.request
+    if prepared.run is None:
+        prepared.run = create_run(request.runs, prepared.job.name)
+        held.enter_context(prepared.run.held())
+        return prepared
+    held.enter_context(prepared.run.held())
+    if prepared.attempt == next_attempt(prepared.run):
+        return prepared
+    return prepare(replace(request, leads=False))  # another resume came and went in between
+
+
 def open_run(prepared: Prepared) -> RunDir:
-    """The run's folder, made or updated: job.yaml as resolved, run.json."""
+    """Write what is about to start into its folder: job.yaml as resolved, run.json."""
     run = prepared.run or create_run(prepared.request.runs, prepared.job.name)
     write_atomically(run.job_file, prepared.job.to_yaml())
     info = run.info()
@@ -171,7 +189,7 @@ def open_run(prepared: Prepared) -> RunDir:
         "run": run.name,
         "created": info.get("created", time.time()),
         "job_file": str(request.job_file.absolute()) if request.job_file else None,
-        "overrides": [*info.get("overrides", []), *request.overrides],
+        "overrides": typed_in_all(info.get("overrides", []), request),
         "layout": str(prepared.layout),
         "backend": "local",
         "jobs": [],
@@ -194,11 +212,19 @@ def open_run(prepared: Prepared) -> RunDir:
     return run
 
 
-def fill_command(prepared: Prepared, run: RunDir) -> list[str]:
+def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
+    """Overrides of all attempts: a later one takes the place of the same key, or of its rival."""
+    now = [*request.overrides, *([f"layout={request.layout}"] if request.layout else [])]
+    keys = {override.partition("=")[0] for override in now}
+    keys |= {key for pair in EXCLUSIVE for key in pair if keys & set(pair)}
+    return [*(old for old in earlier if old.partition("=")[0] not in keys), *now]
+
+
+def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:
     """The user's command for this layout and attempt, its placeholders filled in."""
     job, last = prepared.job, last_of(prepared, run)
     words = job.argv
-    if job.resume and prepared.attempt > 0 and Path(last).exists():
+    if job.resume and attempt > 0 and Path(last).exists():
         words += shlex.split(job.resume)
     values = {**_placeholders(prepared.layout, run), "{last}": last}
     return [_fill(word, values) for word in words]

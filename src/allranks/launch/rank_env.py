@@ -15,10 +15,8 @@ import sys
 from pathlib import Path
 
 from allranks.events import append_event
-from allranks.processes import die_with_parent
+from allranks.processes import STOP_SIGNALS, die_with_parent
 from allranks.rundir import RunDir
-
-BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
         backend=None,
     )
     inject(os.environ)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     replace_by(command)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import io
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ READ_SECONDS = 0.5
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
 
 
+class PeopleConsole(Console):
+    """A console whose reader may go away: rich would exit with the whole process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Screen:
     """Follows one run. `console` decides whether people read stdout or, with --json, stderr."""
 
@@ -34,8 +43,14 @@ class Screen:
         self._stopping = False
         self._bar: Bar | None = None
 
+    def mute(self) -> None:
+        """Show nothing more: what is shown cannot be written any longer."""
+        self._bar = None
+        self.console = Console(file=io.StringIO())
+
     def remark(self, text: str) -> None:
-        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+        with suppress(OSError, ValueError):
+            self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
         """Said once, when the first rank is told to stop."""
@@ -81,6 +96,10 @@ class Screen:
 
     def summary(self, result: dict[str, Any]) -> None:
         """The table at the end, the folder, and the accuracy if there is one."""
+        with suppress(OSError, ValueError):
+            self._summary(result)
+
+    def _summary(self, result: dict[str, Any]) -> None:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
@@ -249,7 +268,7 @@ def batch_product(start: dict[str, Any]) -> str:
     sizes = sorted({-(-size // accumulation) for size in start["rank_batch"]})
     micro = "-".join(str(size) for size in sizes)
     even = sizes[0] * start["world_size"] * accumulation == start["global_batch"]
-    sign = "=" if even and len(sizes) == 1 else "≈"
+    sign = "=" if even and len(sizes) == 1 else "~"
     product = f"{micro} x {start['world_size']} x {accumulation} {sign} {start['global_batch']}"
     return f"{product}  (micro-batch x ranks x accumulation)"
 

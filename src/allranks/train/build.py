@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,12 +24,12 @@ from allranks.events import EventLog
 from allranks.hardware import cpus_allotted, gpu_link, local_gpus
 from allranks.job import Job
 from allranks.layout import Layout
-from allranks.rundir import RunDir
+from allranks.rundir import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.data import Cut, EvaluationData, Progress, TrainingData
 from allranks.train.load import load_task
-from allranks.train.loop import SaveEvery, Training, weighted_losses
+from allranks.train.loop import SaveEvery, Training, clear_gradients, weighted_losses
 from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
 from allranks.train.pulse import Pulse
@@ -96,28 +98,28 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     task = load_task(job)
     if job.data.stage == "local":
         stage_locally(task)
+    seed_everything(job.seed)
     datasets = task.datasets()
     data = training_data(me, job, task, datasets["train"], device)
     precision = parallelize.resolve_precision(job.precision, device)
-    torch.manual_seed(mix(job.seed, 0))
+    seed_everything(job.seed)
     model = task.model()
     compiled = should_compile(job, data, model, device)
     model = parallelize.parallelize(
         model, device, activation_checkpointing=job.activation_checkpointing, compile=compiled
     )
-    inner = parallelize.plain(model)
-    parameters = [p for p in inner.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(job.optimizer, parameters)
     scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-    progress, metrics = restore(me, inner, optimizer, scaler)
     allocate_state(optimizer)
+    progress, metrics = restore(me, model, optimizer, scaler)
     last_step = last_step_of(job, data, progress)
     training = Training(
         task=task,
         model=model,
         loss=torch.compile(task.loss) if compiled else task.loss,
         parameters=parameters,
-        norms=parallelize.batch_norms(inner),
+        norms=parallelize.batch_norms(model),
         optimizer=optimizer,
         schedule=Schedule(job.optimizer, num_steps=last_step, scale=rate_scale(job, me.world_size)),
         scaler=scaler,
@@ -127,7 +129,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         evaluations=evaluations(datasets, data),
         meter=Meter(log, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
-        checkpointer=checkpointer(me, job, inner, optimizer, progress, log),
+        checkpointer=checkpointer(me, job, model, optimizer, progress, log),
         save_every=save_every(job),
         device=device,
         seed=job.seed,
@@ -140,6 +142,13 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     log.write("start", **describe(me, training, precision, compiled))
     warm_up(training)
     return training
+
+
+def seed_everything(seed: int) -> None:
+    """The generators that a task's data set and model may draw from: the same on every rank."""
+    torch.manual_seed(mix(seed, 0))
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def training_data(
@@ -216,12 +225,10 @@ def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
 def evaluations(
     datasets: Mapping[str, Dataset[Any]], data: TrainingData
 ) -> dict[str, EvaluationData]:
-    cut = data.cut
-    low, high = cut.micro_batches(0, cut.batch_size)[0]
-    # No activations are kept for a backward pass, so more samples fit at a time.
-    wide = replace(cut, batch_size=4 * max(1, high - low))
+    low, high = data.cut.micro_batches(0, data.cut.batch_size)[0]
+    cut = replace(data.cut, batch_size=max(1, high - low))  # what fits in training fits here
     return {
-        split: EvaluationData(dataset, wide, device=data.device, num_workers=data.num_workers)
+        split: EvaluationData(dataset, cut, device=data.device, num_workers=data.num_workers)
         for split, dataset in datasets.items()
         if split != "train"
     }
@@ -245,7 +252,10 @@ def restore(
         if me.rank == 0:
             commits.clean(me.run.checkpoints)
             commit, damaged = commits.newest_whole(me.run.checkpoints)
-            print(*damaged, sep="\n", end="")
+            for line in damaged:
+                print(line)
+            if commit is None and damaged:
+                raise no_readable_checkpoint(me.run, damaged)
             choice = [commit.path.name if commit else ""]
         dist.broadcast_object_list(choice, src=0)
     if not choice[0]:
@@ -259,15 +269,32 @@ def restore(
 
 
 def warm_up(t: Training) -> None:
-    """A forward and backward pass that leaves no trace. Collective.
+    """Divide the model among the ranks, and make a pass that leaves no trace. Collective.
 
     DDP regroups its gradient buckets after its first backward pass, and with them the order of
     its sums: were the first real step the first pass, a resumed run would differ in the last bit.
     """
-    example = t.data.example(t.progress)
     buffers = [buffer.clone() for buffer in t.model.buffers()]
     t.model.train()
-    losses, weights, _ = weighted_losses(t, example)
+    _pass_without_weight(t)
+    if dist.get_world_size() > 1:
+        # What trains on one rank must train on many: DDP has to be told to look for parameters
+        # that take no part in the loss.
+        unused = torch.tensor(any(p.grad is None for p in t.parameters), device=t.device).int()
+        dist.all_reduce(unused)
+        clear_gradients(t)
+        t.model = parallelize.data_parallel(
+            t.model, t.device, find_unused_parameters=bool(unused.item())
+        )
+        _pass_without_weight(t)
+    with torch.no_grad():
+        for buffer, before in zip(t.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    clear_gradients(t)
+
+
+def _pass_without_weight(t: Training) -> None:
+    losses, weights, _ = weighted_losses(t, t.data.example(t.progress))
     if losses.shape != weights.shape:
         raise AllranksError(
             f"{type(t.task).__name__}.loss returned shape {list(losses.shape)} for a batch of "
@@ -276,11 +303,6 @@ def warm_up(t: Training) -> None:
             'reduction="none"',
         )
     (losses if t.scaler is None else t.scaler.scale(losses)).backward(torch.zeros_like(weights))
-    with torch.no_grad():
-        for buffer, before in zip(t.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-    for parameter in t.parameters:
-        parameter.grad = None
 
 
 def link_between_ranks(me: Rank) -> str:

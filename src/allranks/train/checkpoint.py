@@ -25,6 +25,7 @@ from allranks.commits import Commit
 from allranks.errors import AllranksError
 from allranks.events import EventLog, disk_error
 from allranks.train.data import Progress
+from allranks.train.optim import allocate_state
 from allranks.train.storage import TensorReader, TensorWriter
 
 
@@ -231,6 +232,13 @@ def load(
 ) -> tuple[Progress, dict[str, Any]]:
     """Put a committed checkpoint into a model and its optimizer; the progress and the manifest."""
     manifest = commit.manifest()
+    missing = [key for key in (*Progress.__dataclass_fields__, "metrics") if key not in manifest]
+    if missing:
+        raise AllranksError(
+            f"{commit.path}/{commits.MANIFEST} lacks {', '.join(missing)}",
+            fix="use another checkpoint",
+            exit_code=1,
+        )
     stored = read_tensors(commit)
     expected = model_tensors(model)
     for name, tensor in expected.items():
@@ -252,13 +260,16 @@ def load(
 def _load_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, stored: dict[str, Tensor]
 ) -> None:
+    allocate_state(optimizer)
     state: dict[int, dict[str, Tensor]] = {}
-    for index, (name, _) in enumerate(named_parameters(model)):
+    for index, (name, parameter) in enumerate(named_parameters(model)):
         prefix = f"optimizer.{name}."
         own = {key: value for key, value in stored.items() if key.startswith(prefix)}
         # A name may be the beginning of another: "a." is of "a.b.exp_avg" too.
         own = {key: value for key, value in own.items() if "." not in key[len(prefix) :]}
-        if own:
-            state[index] = {key[len(prefix) :]: value for key, value in own.items()}
+        stored_state = {key[len(prefix) :]: value for key, value in own.items()}
+        # Only what this optimizer keeps: with --force it may be another one than before.
+        fresh = optimizer.state[parameter]
+        state[index] = {key: stored_state.get(key, value) for key, value in fresh.items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

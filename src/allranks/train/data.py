@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from allranks.errors import AllranksError
 from allranks.processes import die_with_parent
 from allranks.tasks import Task
 from allranks.train.seeds import mix
@@ -99,6 +100,11 @@ class TrainingData:
         num_cpus: int = 1,
     ) -> None:
         self.num_samples = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        if self.num_samples == 0:
+            raise AllranksError(
+                f"the training data of {type(task).__name__} has no sample",
+                fix="check the paths and options of the task's data",
+            )
         self.cut = cut
         self.seed = seed
         self.device = device
@@ -202,6 +208,10 @@ class EvaluationData:
         self.device = device
         size: int = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
         low, high = cut.share(0, size)
+        if size == 0:
+            raise AllranksError(
+                "a data set to evaluate on has no sample", fix="leave it out of datasets()"
+            )
         starts = range(low, high, cut.batch_size)
         self._spans = [(start, min(start + cut.batch_size, high)) for start in starts]
         self._is_empty = not self._spans
@@ -352,7 +362,8 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: on_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(on_device(item, device) for item in value)
+        items = [on_device(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

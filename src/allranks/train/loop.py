@@ -1,6 +1,6 @@
 """The training loop. Read it top to bottom: nothing happens elsewhere, and no collective is hidden.
 
-Worker.py builds the parts; this puts them to work.
+build.py makes the parts; this puts them to work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Training:
     """The parts of one rank's training."""
 
     task: Task
-    model: nn.Module  # as parallelize() returned it
+    model: nn.Module  # wrapped in DDP if there are several ranks
     loss: Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]  # the task's, maybe compiled
     parameters: list[nn.Parameter]
     norms: list[SynchronisedBatchNorm]
@@ -68,8 +68,10 @@ class SaveEvery:
 
 def train(t: Training) -> Literal["finished", "stopped"]:
     """Train to the last step, or to one that all ranks agree to stop at; it is saved either way."""
-    stopping = t.pulse.agree(stop=stop_requested() is not None).stop
+    stopping = t.pulse.agree(stop=stop_requested() is not None).stop  # collective
     batches = t.data.batches(t.progress)
+    if not stopping and evaluation_was_put_off(t):
+        evaluate_and_record(t, "val")  # collective
     t.model.train()
     t.meter.begin_step()
     while t.progress.step < t.last_step and not stopping:
@@ -84,17 +86,18 @@ def train(t: Training) -> Literal["finished", "stopped"]:
 
         if t.pulse.beats_next:
             t.meter.reduce_losses()  # collective, in the background
+        # Collective, in the background:
         decision = t.pulse.step(stop_requested() is not None, save_due(t), something_failed(t))
         if decision.failed:
             raise_failure(t)
-        if batch.ends_epoch or step == t.last_step:
+        if (batch.ends_epoch and not decision.stop) or step == t.last_step:
             evaluate_and_record(t, "val")  # collective
         if decision.save or (t.save_every.steps and step % t.save_every.steps == 0):
             save(t)  # collective, in the background
             t.meter.begin_step()
         stopping = decision.stop
 
-    t.meter.reduce_losses()
+    t.meter.reduce_losses()  # collective
     finished = t.progress.step >= t.last_step
     if finished:
         evaluate_and_record(t, "test")
@@ -151,7 +154,11 @@ def update(t: Training) -> None:
         t.scaler.update()
     else:
         t.optimizer.step()
-    for parameter in t.parameters:
+    clear_gradients(t)
+
+
+def clear_gradients(t: Training) -> None:
+    for parameter in t.parameters:  # optimizer.zero_grad() takes longer to do the same
         parameter.grad = None
 
 
@@ -195,6 +202,12 @@ def evaluate(t: Training, split: str) -> dict[str, float]:
     return dict(zip(sums, means, strict=True))
 
 
+def evaluation_was_put_off(t: Training) -> bool:
+    """Whether the run was stopped at the end of an epoch, where saving could not wait."""
+    at_boundary = t.progress.step > 0 and t.progress.position == 0
+    return at_boundary and all(record["step"] != t.progress.step for record in t.metrics)
+
+
 def evaluate_and_record(t: Training, split: str) -> None:
     if split not in t.evaluations:
         return
@@ -208,7 +221,7 @@ def evaluate_and_record(t: Training, split: str) -> None:
 
 def save(t: Training) -> None:
     """Every rank must call it."""
-    notes = {**t.notes, "metrics": t.metrics}
+    notes = {**t.notes, "metrics": list(t.metrics)}  # as it is now: the rest happens later
     if t.scaler is not None:
         notes["scaler"] = t.scaler.state_dict()
     t.checkpointer.save(t.progress, notes)

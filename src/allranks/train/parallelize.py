@@ -34,17 +34,23 @@ def parallelize(
     activation_checkpointing: Literal["off", "full", "selective"] = "off",
     compile: bool = False,
 ) -> nn.Module:
-    """The model to call in training. Every rank must call it: DDP compares the parameters."""
+    """The model, ready to be divided among ranks (see `data_parallel`)."""
     model = synchronise_batch_norm(model)
     model.to(device)
     if activation_checkpointing != "off":
         checkpoint_activations(model, selective=activation_checkpointing == "selective")
     if compile:
         model.compile()
-    if dist.get_world_size() == 1:
-        return model
+    return model
+
+
+def data_parallel(
+    model: nn.Module, device: torch.device, *, find_unused_parameters: bool = False
+) -> DistributedDataParallel:
+    """The model to call in training: its gradients are averaged over the ranks. Collective."""
     return DistributedDataParallel(
         model,
+        find_unused_parameters=find_unused_parameters,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         # Buffers are equal on all ranks already: the only ones that training changes are those
@@ -224,7 +230,7 @@ def _is_recomputing() -> bool:
 def synchronise_batch_norm(model: nn.Module) -> nn.Module:
     """Make every BatchNorm in a model a synchronised one."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             # The same object, so that shared, tied and frozen parameters stay what they are.
             module.__class__ = SynchronisedBatchNorm
     return model

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 PERIOD_SECONDS = 0.3
-MAX_STEPS = 2000
+MAX_STEPS = 100  # also when steps get slower all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Pulse:
         self._steps += 1
         decision = self._read() if self._work is not None else NOTHING
         if self._steps >= self._interval:
-            self._start(stop, save, failed)
+            # What was agreed just now was not done yet when `save` was asked for again.
+            self._start(stop, save and not decision.save, failed)
         return decision
 
     def agree(self, stop: bool, save: bool = False, failed: bool = False) -> Decision:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def fail(error: BaseException, log: EventLog) -> None:
     fields: dict[str, Any] = {"what": what, "fix": fix, "echo": is_echo}
     log.write("end", state="failed", exit=code, error=fields)
     log.flush("drop")  # losses that other ranks have a part in will never come
-    traceback.print_exception(error)
-    sys.stderr.flush()
+    with suppress(OSError):  # the log may be on a full disk too
+        traceback.print_exception(error)
+        sys.stderr.flush()
     os._exit(1)  # destroying the process group could wait for ranks that will never come
 
 

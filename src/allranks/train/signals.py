@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-# USR2, not USR1, for "your time is nearly up": NCCL may already handle USR1.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+from allranks.processes import STOP_SIGNALS
 
 _received: list[str] = []
 

@@ -16,7 +16,12 @@ from allranks.tasks import Task
 def stage_locally(task: Task) -> None:
     """Have the task read its data from node-local storage."""
     folder = local_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise AllranksError(
+            f"data.stage: {folder} belongs to another user",
+            fix="point TMPDIR at a folder of your own, or leave out data.stage",
+        )
     task.stage(lambda path: local_copy(Path(path), folder))
 
 
@@ -29,22 +34,29 @@ def local_folder() -> Path:
 def local_copy(path: Path, folder: Path) -> Path:
     """The path of a local copy of a file or folder, which is made if it is not there yet.
 
-    The copy is keyed by place, size and time of change: data that was changed is copied anew.
+    The copy is keyed by place, sizes and times of change: data that was changed is copied anew.
     """
     try:
-        status = path.stat()
+        state = _state(path)
     except OSError as error:
         raise AllranksError(
             f"data.stage: local cannot read {path}: {error.strerror}",
             fix="correct the path, or leave out data.stage",
         ) from None
-    key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+    key = f"{path.resolve()}:{state}"
     target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{path.name}"
     with (folder / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first rank copies, the others wait here
         if not target.exists():
             _copy(path, target)
     return target
+
+
+def _state(path: Path) -> str:
+    """Changes whenever a file in `path` does."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    sizes = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(sizes or path.stat().st_mtime_ns).encode()).hexdigest()
 
 
 def _copy(path: Path, target: Path) -> None:
