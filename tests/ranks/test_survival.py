@@ -248,7 +248,7 @@ def test_a_full_disk_loses_nothing_committed(tmp_path: Path, layout: str) -> Non
         pytest.skip("mounting a small disk takes root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", disk], check=True)
     try:
         arguments = ["--runs", str(disk), "--layout", layout]
         live = start(tmp_path, *arguments, "steps=600", "checkpoint.every=50")
