@@ -175,6 +175,8 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
     known = list_runs(runs)
     if reference == "last":
         known = [run for run in known if job_name in (None, run.job_name)]
+        # One without a job was killed in its first millisecond: there is nothing to go on with.
+        known = [run for run in known if run.job_file.exists()] or known
         if known:
             return known[0]
         of_job = f" of job {job_name}" if job_name else ""

@@ -82,7 +82,8 @@ def step_of(live: Live) -> int:
 
 def resume_to_the_end(cwd: Path, layout: str) -> RunDir:
     """Go on as a user would: resume, or start again if there is nothing to resume yet."""
-    again = ["--resume", "last"] if list_runs(cwd / "runs") else job(layout)
+    started = any(run.job_file.exists() for run in list_runs(cwd / "runs"))
+    again = ["--resume", "last"] if started else job(layout)
     code, result = start(
         cwd, *again, *(["--layout", layout] if again[0] == "--resume" else [])
     ).wait(250)

@@ -68,6 +68,7 @@ def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
     with ExitStack() as held:
         if prepared.request.leads:
             prepared = prepare.hold_run(prepared, held)
+            prepare.open_run(prepared)  # before the seconds that importing torch takes
         launch = Launch(prepared, place, here, signals, screen, held)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
@@ -150,7 +151,8 @@ class Launch:
         )
         mine = None
         if is_first:
-            run = prepare.open_run(prepared)
+            run = prepared.run
+            assert run is not None
             token = rendezvous.new_token()
             (run.path / token).touch()
             held.callback((run.path / token).unlink, missing_ok=True)
