@@ -103,7 +103,8 @@ def measure(t: Training, folder: Path, num_rounds: int) -> Seconds:
                 yield next(stream)  # the optimizer has its state, everything is compiled
             started = now(t)
             loop.save(t)
-            seconds.first_staging = time.perf_counter() - started
+            t.checkpointer.finish_copying()
+            seconds.first_staging = t.checkpointer.stall
             t.checkpointer.finish()
             seconds.writing = time.perf_counter() - started
             for _ in range(KEPT):
@@ -125,10 +126,9 @@ def measure(t: Training, folder: Path, num_rounds: int) -> Seconds:
                 started = now(t)
                 for number in range(seconds.num_steps):
                     if number == STEPS_BEFORE_SAVE:
-                        before = time.perf_counter()
                         loop.save(t)
-                        seconds.staging.append(time.perf_counter() - before)
                     yield next(stream)
+                seconds.staging.append(t.checkpointer.stall)
                 t.checkpointer.finish()
                 seconds.with_save.append(now(t) - started)
             t.last_step = t.progress.step + 1

@@ -37,7 +37,8 @@ def measure(folder: Path) -> None:
 
     stream = t.data.batches(t.progress)
     saver = t.checkpointer
-    saver._stage()
+    for name, tensor in saver._share().items():
+        saver._staged[name].copy_(tensor)
 
     def step() -> None:
         loop.forward_backward(t, next(stream), want_loss=False)

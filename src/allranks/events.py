@@ -55,12 +55,19 @@ class EventLog:
         """The same for an event that has its `v`, `t` and `event` already: cheaper still."""
         self._buffer.append(event)
 
-    def flush(self, late: Literal["hold", "wait", "drop"] = "hold") -> None:
-        """Write what is there. Events whose value is late are held back, waited for, or cut."""
+    def flush(
+        self, late: Literal["hold", "wait", "drop"] = "hold", *, last_step: float = math.inf
+    ) -> None:
+        """Write what is there, up to `last_step`.
+
+        Events whose value is late are held back, waited for, or written without it.
+        """
         with self._writing:
             count = 0
             lines = []
             for event in self._buffer:
+                if event.get("step", 0) > last_step:
+                    break
                 loss = event.get("loss")
                 if loss is not None and not isinstance(loss, float):
                     if late == "hold" and not loss.ready():

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from allranks.commits import MANIFEST, Commit, commits, newest_whole, seal
+from allranks.commits import MANIFEST, Commit, commit, commits, newest_whole, seal
 from allranks.errors import AllranksError
 from allranks.events import EventLog, read_events
 from allranks.train.checkpoint import (
     Checkpointer,
+    copy_on_one_core,
     load,
     share_of_tensors,
     training_tensors,
@@ -135,14 +136,31 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(
     expected = {key: value.clone() for key, value in training_tensors(model, optimizer).items()}
     checkpointer = saver(folder, model, optimizer, log)
     checkpointer.save(Progress(step=3), {"metrics": []})
+    for buffer in model.buffers():
+        buffer.zero_()  # the next forward pass, while the parameters are being copied
+    for parameter in model.frozen.parameters():
+        parameter.data.zero_()
+    checkpointer.finish_copying()
     for value in training_tensors(model, optimizer).values():
-        value.zero_()  # training goes on while the files are written
+        value.zero_()  # the next update, while the files are written
     checkpointer.finish()
     other = trained(1)
     load(commits(folder)[0], *other)
     found = training_tensors(*other)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     checkpointer._thread.shutdown()
+
+
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", "float8_e5m2", "bool", "int64", "complex64", "complex128"]
+)
+def test_copies_are_exact_whatever_the_type_and_the_strides(name: str) -> None:
+    turned = torch.randn(6, 5, 4).permute(2, 0, 1)[:, ::2]
+    for source in (torch.randn(3, 4, 5), turned, torch.ones(())):
+        source = source.to(getattr(torch, name))
+        target = torch.zeros_like(source)
+        copy_on_one_core(target, source)
+        assert target.tolist() == source.tolist()
 
 
 def test_the_manifest_and_the_event_tell_of_it_without_torch(tmp_path: Path, log: EventLog) -> None:
@@ -157,6 +175,27 @@ def test_the_manifest_and_the_event_tell_of_it_without_torch(tmp_path: Path, log
     (event,) = (event for event in read_events(log.path) if event["event"] == "checkpoint")
     assert event["step"] == 3
     assert 0 <= event["stall"] <= event["seconds"]
+
+
+def test_what_was_recorded_up_to_a_checkpoint_is_on_disk_before_it_is(
+    tmp_path: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is killed right after the commit is not asked for these events again."""
+    on_disk: list[int] = []
+
+    def kill_here(*args: Any, **options: Any) -> None:
+        on_disk.extend(event["step"] for event in read_events(log.path))
+        commit(*args, **options)
+
+    monkeypatch.setattr("allranks.commits.commit", kill_here)
+    log._closing.set()  # nobody else writes them
+    for step in (1, 2, 3, 4):
+        log.write("step", step=step)
+    checkpointer = saver(tmp_path / "checkpoints", *trained(0), log)
+    checkpointer.save(Progress(step=3), {"metrics": []})
+    checkpointer.finish()
+    checkpointer._thread.shutdown()
+    assert on_disk == [1, 2, 3]
 
 
 def test_a_step_is_saved_once_and_only_the_newest_are_kept(tmp_path: Path, log: EventLog) -> None:

@@ -95,6 +95,19 @@ def test_a_late_value_holds_back_itself_and_what_is_behind_it(tmp_path: Path) ->
     assert [event.get("loss") for event in read_events(log.path)] == [None, 0.25, None]
 
 
+def test_a_flush_up_to_a_step_waits_for_no_later_one(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "rank-0.jsonl")
+    log.write("start")
+    log.write("step", step=1)
+    late = Later()
+    log.write("step", step=2, loss=late)
+    log.write("step", step=3, loss=Later())  # not on its way yet: to wait for it would lose it
+    late.arrive(0.5)
+    log.flush("wait", last_step=2)
+    assert [event.get("step") for event in read_events(log.path)] == [None, 1, 2]
+    log.close()
+
+
 def test_closing_waits_for_what_is_late_and_notes_what_never_came(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "rank-0.jsonl")
     log.write("step", step=1, loss=Later())  # its rank ended before the losses were reduced

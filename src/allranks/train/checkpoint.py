@@ -1,4 +1,4 @@
-"""Checkpoints: staged in memory, written in the background, committed by one rename.
+"""Checkpoints: copied in memory, written in the background, committed by one rename.
 
 Tensors go through torch.distributed.checkpoint, so that any layout can read what any other wrote;
 everything else is in `checkpoint.json` (see allranks.commits). Nothing in a checkpoint is
@@ -8,12 +8,14 @@ unpickled freely: loading one cannot run code.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,10 +32,10 @@ from allranks.train.storage import TensorReader, TensorWriter
 
 
 class Checkpointer:
-    """Saves a training's tensors without stopping it for longer than a copy in memory takes.
+    """Saves a training's tensors, holding it up for less time than a copy in memory takes.
 
-    All ranks must call `save` at the same steps. The optimizer must have its state already.
-    `group` is a gloo group for the background.
+    All ranks must call `save` at the same steps, and `finish_copying` before every step of the
+    optimizer, which must have its state already. `group` is a gloo group for the background.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class Checkpointer:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.saved_step = -1  # the newest step that was or is being saved
+        self.stall = 0.0  # seconds for which the newest save held the training up
         self._last_save = time.monotonic()
+        self._copied = threading.Event()
+        self._copied.set()
         # Memory for staging, taken now: pinning it takes as long as many a save.
         self._staged = {
             name: torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -65,14 +70,13 @@ class Checkpointer:
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress, notes: dict[str, Any]) -> None:
-        """Stage everything and write it in the background. Every rank must call it."""
+        """Copy everything and write it, in the background. Every rank must call it."""
         if progress.step == self.saved_step:
             return
         started = time.perf_counter()
-        self.finish()  # one at a time: the staging memory is reused
-        waited = time.perf_counter()
-        self._stage()
-        stall = time.perf_counter() - started
+        self.finish()  # one at a time: the memory is reused
+        waited = time.perf_counter() - started
+        unchanged = self._copy_at_once()
         manifest = {
             "v": 1,
             "step": progress.step,
@@ -85,7 +89,16 @@ class Checkpointer:
         }
         self.saved_step = progress.step
         self._last_save = time.monotonic()
-        self._writing = self._thread.submit(self._write, manifest, started, stall, waited - started)
+        self._copied.clear()
+        self._writing = self._thread.submit(self._save, unchanged, manifest, started + waited)
+        self.stall = time.perf_counter() - started
+
+    def finish_copying(self) -> None:
+        """Wait until the optimizer may change what is being saved."""
+        if not self._copied.is_set():
+            started = time.perf_counter()
+            self._copied.wait()
+            self.stall += time.perf_counter() - started
 
     def seconds_since_save(self) -> float:
         return time.monotonic() - self._last_save
@@ -105,32 +118,49 @@ class Checkpointer:
         if writing is not None:
             writing.result()
 
-    def _stage(self) -> None:
-        """Copy the tensors that this rank will write into memory that is kept for it."""
-        for name, tensor in self._share().items():
-            self._staged[name].copy_(tensor, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-
     def _share(self) -> dict[str, Tensor]:
+        """The tensors that this rank will write."""
         tensors = training_tensors(self.model, self.optimizer)
         return share_of_tensors(tensors, self.rank, self.world_size)
 
-    def _write(self, manifest: dict[str, Any], started: float, stall: float, waited: float) -> None:
+    def _copy_at_once(self) -> dict[str, Tensor]:
+        """Copy what may change before the optimizer's next step; the rest can be copied until then.
+
+        Buffers and frozen parameters may change in a forward pass. From a GPU everything is copied
+        now, which takes it a fraction of a step.
+        """
+        trained = {f"model.{name}" for name, _ in named_parameters(self.model)}
+        unchanged = {}
+        for name, tensor in self._share().items():
+            if not tensor.is_cuda and (name.startswith("optimizer.") or name in trained):
+                unchanged[name] = tensor
+            else:
+                self._staged[name].copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return unchanged
+
+    def _save(self, unchanged: dict[str, Tensor], manifest: dict[str, Any], started: float) -> None:
+        """In the background: copy what is left, write and commit."""
+        try:
+            for name, tensor in unchanged.items():
+                copy_on_one_core(self._staged[name], tensor)
+        finally:
+            self._copied.set()
         step = manifest["step"]
         writing = commits.writing_folder(self.folder, step)
         try:
-            files = self._write_files(writing)
+            files = self._write_files(writing, step)
             if self.rank == 0:
                 commits.commit(self.folder, step, {**manifest, "files": files}, keep=self.keep)
         except OSError as error:
             # Half a checkpoint is of no use, and the space is needed to say what happened.
             shutil.rmtree(writing, ignore_errors=True)
             raise disk_error(error, Path(error.filename or writing)) from error
-        seconds = time.perf_counter() - started - waited
-        self.log.write("checkpoint", step=step, seconds=round(seconds, 6), stall=round(stall, 6))
+        seconds = round(time.perf_counter() - started, 6)
+        self.log.write("checkpoint", step=step, seconds=seconds, stall=round(self.stall, 6))
 
-    def _write_files(self, folder: Path) -> dict[str, Any]:
+    def _write_files(self, folder: Path, step: int) -> dict[str, Any]:
         """Write and sync this rank's files; the manifest's entries of all ranks, on rank 0."""
         folder.mkdir(parents=True, exist_ok=True)
         writer = TensorWriter(folder)
@@ -140,6 +170,10 @@ class Checkpointer:
             raise _cause(error) from None
         sealed: dict[str, Any] | OSError
         try:
+            # A resume goes on behind this step: what is not on disk by now never will be.
+            self.log.flush("wait", last_step=step)
+            if self.log.error is not None:
+                raise self.log.error
             sealed = {
                 name: commits.seal(folder / name, crc) for name, crc in writer.checksums.items()
             }
@@ -155,6 +189,16 @@ class Checkpointer:
                 raise part
             files |= part
         return files
+
+
+def copy_on_one_core(target: Tensor, source: Tensor) -> None:
+    """As `target.copy_(source)`, but torch would take threads that the training is using."""
+    same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = same_size.get(source.dtype.itemsize)
+    if integers is None:
+        target.copy_(source)
+    else:  # NumPy does not know all of torch's types
+        np.copyto(target.view(integers).numpy(), source.view(integers).numpy())
 
 
 def _cause(error: dcp.CheckpointException) -> BaseException:

@@ -97,7 +97,6 @@ def train(t: Training) -> Literal["finished", "stopped"]:
             t.meter.begin_step()
         stopping = decision.stop
 
-    t.meter.reduce_losses()  # collective
     finished = t.progress.step >= t.last_step
     if finished:
         evaluate_and_record(t, "test")
@@ -145,6 +144,7 @@ def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Ten
 
 def update(t: Training) -> None:
     """One optimizer step on the gradients there are."""
+    t.checkpointer.finish_copying()
     if t.scaler is not None:
         t.scaler.unscale_(t.optimizer)
     if t.max_norm is not None:
@@ -221,6 +221,7 @@ def evaluate_and_record(t: Training, split: str) -> None:
 
 def save(t: Training) -> None:
     """Every rank must call it."""
+    t.meter.reduce_losses()  # collective, in the background: they are committed with the rest
     notes = {**t.notes, "metrics": list(t.metrics)}  # as it is now: the rest happens later
     if t.scaler is not None:
         notes["scaler"] = t.scaler.state_dict()
