@@ -30,6 +30,7 @@ demo: $(PACKAGE)
 
 test: lint
 	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
+	@tests/slurm/cluster.sh install
 	@$(BIN)/python -m pytest $(PYTEST)
 
 lint: $(DEV)

@@ -10,34 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from allranks.errors import AllranksError
-
-app = typer.Typer(
-    name="allranks",
-    help="From one GPU to many, with the speedup measured, not guessed.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from allranks import cli_slurm
+from allranks.cli_words import (
+    AsJson,
+    Debug,
+    Force,
+    JobFile,
+    LayoutText,
+    Overrides,
+    Resume,
+    Runs,
+    app,
+    keep_user_command,
+    people_console,
+    split_job,
+    user_command,
 )
 
-# What stands after a lone `--`: click would mix it with the other arguments.
-_user_command: list[str] | None = None
+if TYPE_CHECKING:
+    from allranks.errors import AllranksError
 
-JobFile = Annotated[
-    str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
-]
-LayoutText = Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")]
-Resume = Annotated[
-    str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
-Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+__all__ = ["app", "cli_slurm", "main"]  # importing cli_slurm adds its commands to the app
+
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
@@ -48,8 +42,6 @@ MaxRestarts = Annotated[
 Oversubscribe = Annotated[
     bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
 
@@ -89,7 +81,7 @@ def run(
     request = Request(
         job_file=file,
         overrides=pairs,
-        command=_user_command,
+        command=user_command(),
         layout=layout,
         resume=resume,
         force=force,
@@ -130,21 +122,6 @@ def init(
     print(f"train it: allranks run {written['job']}")
 
 
-def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
-    """The first word is the job file, unless it is an override of the bundled job."""
-    if job is None:
-        return None, overrides
-    if "=" in job and not Path(job).exists():
-        return None, [job, *overrides]
-    return Path(job), overrides
-
-
-def people_console(as_json: bool) -> Console:
-    from allranks.launch.screen import PeopleConsole
-
-    return PeopleConsole(stderr=as_json, highlight=False)
-
-
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
     print(f"error: {error.what}\n  fix: {error.fix}", file=sys.stderr)
     if as_json:
@@ -155,11 +132,11 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 
 def main() -> NoReturn:
     """The console script, and `python -m allranks`."""
-    global _user_command
     arguments = sys.argv[1:]
     if "--" in arguments:
         cut = arguments.index("--")
-        arguments, _user_command = arguments[:cut], arguments[cut + 1 :]
+        keep_user_command(arguments[cut + 1 :])
+        arguments = arguments[:cut]
     as_json = "--json" in arguments
     try:
         # On its own typer prints what is wrong with the arguments, for people, and exits.

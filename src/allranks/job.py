@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
@@ -63,7 +63,7 @@ BUILT_IN = {"env": {"NCCL_DEBUG": "WARN"}}
 BUILT_IN_TASK = {"batch_size": 128, "epochs": 20}
 
 SECTIONS = ("options", "optimizer", "data", "checkpoint", "slurm", "env")
-COMMAND_ONLY = ("launcher", "last", "resume")
+COMMAND_ONLY = ("launcher", "last", "resume", "stage")
 TASK_ONLY = (
     *("options", "batch_size", "batch_size_per_rank", "micro_batch_size", "epochs", "steps"),
     *("seed", "precision", "compile", "optimizer", "checkpoint", "log_every"),
@@ -103,6 +103,9 @@ class Job(Section):
     last: Template | None = Field(default=None, description="where a command saves its checkpoint")
     resume: Template | None = Field(
         default=None, description="what to append to a command on a later attempt"
+    )
+    stage: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="paths to copy to each node's own disk, which {stage} names"
     )
     batch_size: PositiveInt | None = Field(
         default=None, description="global; the same on every layout", examples=[128]
@@ -299,7 +302,7 @@ def _rule_problems(layer: Layer) -> Iterator[Problem]:
     is_command = values.get("command") is not None
     unfit = [*(TASK_ONLY if is_command else COMMAND_ONLY)]
     for key in [key for key in unfit if key in values]:
-        if values.pop(key) is None:
+        if values.pop(key) in (None, []):
             continue
         why = (
             "a command decides that itself" if is_command else "it is for a command, not for a task"

@@ -15,7 +15,18 @@ from pydantic import (
     model_validator,
 )
 
-from allranks.job_types import Duration, DurationText, SlurmMemory, SlurmTime, Word
+from allranks.job_types import (
+    Duration,
+    DurationText,
+    SlurmFeatures,
+    SlurmJobs,
+    SlurmMemory,
+    SlurmName,
+    SlurmNodes,
+    SlurmText,
+    SlurmTime,
+    Word,
+)
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -73,12 +84,37 @@ class Checkpoint(Section):
 class Slurm(Section):
     """What sbatch is asked for; null: nothing is."""
 
-    account: Word | None = Field(default=None, description="who is billed")
-    partition: Word | None = Field(default=None, description="which queue")
+    account: SlurmName | None = Field(default=None, description="who is billed")
+    partition: SlurmName | None = Field(default=None, description="which queue")
+    qos: SlurmName | None = Field(default=None, description="quality of service")
+    constraint: SlurmFeatures | None = Field(
+        default=None, description="features that the nodes must have"
+    )
+    reservation: SlurmName | None = Field(default=None, description="use a reservation")
+    exclude: SlurmNodes | None = Field(default=None, description="nodes to leave out")
+    dependency: SlurmJobs | None = Field(default=None, description="start after other jobs")
+    exclusive: bool = Field(default=False, description="whole nodes, shared with nobody")
     time: SlurmTime | None = Field(default=None, description="limit, such as 12:00:00 or 2h")
+    gpu: SlurmName | Annotated[tuple[SlurmName, ...], Field(strict=False)] | None = Field(
+        default=None, description="type of GPU, or a list of types, each of which will do"
+    )
+    gpus: NonNegativeInt | None = Field(
+        default=None, description="per node; null: as the layout says; 0: a job without GPUs"
+    )
+    gpu_request: Literal["gres", "gpus-per-node"] = Field(
+        default="gres", description="how this site wants GPUs to be asked for"
+    )
     cpus_per_gpu: PositiveInt | None = Field(default=None, description="CPU cores for each GPU")
+    cpus_per_task: PositiveInt | None = Field(
+        default=None, description="in place of cpus_per_gpu: CPU cores for each rank"
+    )
+    mem: SlurmMemory | None = Field(default=None, description="memory for each node, such as 64G")
     mem_per_gpu: SlurmMemory | None = Field(
-        default=None, description="memory for each GPU, such as 32G"
+        default=None, description="in place of mem: memory for each GPU, such as 32G"
+    )
+    job_name: SlurmName | None = Field(default=None, description="in the queue; null: the run's")
+    directives: dict[SlurmName, SlurmText | int | None] = Field(
+        default={}, description="any other directive of sbatch by its name; null: a flag"
     )
     modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(), description="environment modules to load"
@@ -87,6 +123,10 @@ class Slurm(Section):
     grace: DurationText | None = Field(
         default=None, description="how long before the limit the job is told to save and stop"
     )
+    requeue: bool = Field(
+        default=True, description="go on in the next job after the limit or a failed node"
+    )
+    max_attempts: PositiveInt = Field(default=100, description="of a run, before it gives up")
 
     @model_validator(mode="before")
     @classmethod

@@ -168,11 +168,18 @@ Word = Annotated[str, _text(r"^\S+$", "gpu")]
 # SLURM's own forms (minutes, h:m:s, days-hours), or ours.
 SlurmTime = Annotated[
     str,
+    BeforeValidator(lambda value: str(value) if type(value) is int and value > 0 else value),
     _text(
-        r"^([0-9]+(:[0-9]+){1,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|([0-9]+[dhms])+)$", "12:00:00", "2h"
+        r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|([0-9]+[dhms])+)$", "12:00:00", "2h"
     ),
 ]
 SlurmMemory = Annotated[str, _text(r"^[0-9]+[KMGT]?$", "32G")]
+# What may stand in a directive: nothing that sbatch or a shell would read as more than a value.
+SlurmName = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*$", "gpu")]
+SlurmFeatures = Annotated[str, _text(r"^[A-Za-z0-9_(\[!][A-Za-z0-9_.&|()\[\]*!,:-]*$", "ib&a100")]
+SlurmNodes = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*$", "node[3-4]")]
+SlurmJobs = Annotated[str, _text(r"^[a-z]+(:[0-9+_]+)*([,?][a-z]+(:[0-9+_]+)*)*$", "afterok:123")]
+SlurmText = Annotated[str, _text(r"^[A-Za-z0-9 _.,:;@%+=/()\[\]&|*!?~^<>{}-]*$", "mail me")]
 EnvName = Annotated[str, AfterValidator(_check_env_name)]
 _ENV_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "boolean"}]}
 EnvText = Annotated[str, BeforeValidator(_to_env_text), WithJsonSchema(_ENV_SCHEMA)]

@@ -9,12 +9,13 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from allranks import claims
 from allranks.errors import AllranksError
 from allranks.events import read_events, read_last_events
 
@@ -45,6 +46,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def claims(self) -> Path:
+        return self.path / "claims"
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / str(number)
@@ -77,6 +82,16 @@ class RunDir:
     def write_info(self, info: dict[str, Any]) -> None:
         write_atomically(self.path / "run.json", json.dumps(info, indent=2) + "\n")
 
+    def update_info(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Change run.json, where another process may be doing the same."""
+        with (self.path / ".run.json.lock").open("w") as lock:
+            # Where a file system has no locks, two changes in the same millisecond are a risk.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            info = self.info()
+            change(info)
+            self.write_info(info)
+
     def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
         """The start event of a rank, if it came that far."""
         for event in read_events(self.events(attempt, rank)):
@@ -90,11 +105,20 @@ class RunDir:
         return events[-1] if events else None
 
     def state(self) -> State:
-        """One word for the whole run; a run without a live process or an end is failed."""
-        return "running" if self.is_live() else self.ended_state()
+        """One word for the whole run, from its folder alone (SLURM may know better).
+
+        A run without a live process or an end is failed.
+        """
+        if self.is_live():
+            return "running"
+        info = self.info()
+        return "queued" if info.get("queued") else self.ended_state()
 
     def ended_state(self) -> State:
         """The same for a run that is known to have ended."""
+        given_up = self.info().get("ended")  # by who waited for it or cared for it, with a reason
+        if given_up:
+            return given_up["state"]  # type: ignore[no-any-return]  # a State
         attempts = self.attempts()
         if not attempts:
             return "failed"
@@ -106,19 +130,26 @@ class RunDir:
                 return state
         return "failed"
 
+    def ask_to_stop(self, why: str, *, moves: bool = False) -> None:
+        """Leave word for the job that holds the run; `moves`: another job goes on with it."""
+        write_atomically(self._stop_file, json.dumps({"why": why, "moves": moves}))
+
+    def asked_to_stop(self) -> dict[str, Any] | None:
+        """Why it was asked to stop, and whether it moves; None if nobody asked."""
+        try:
+            content: dict[str, Any] = json.loads(self._stop_file.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return content
+
+    def take_back_stop(self) -> None:
+        self._stop_file.unlink(missing_ok=True)
+
     def is_live(self) -> bool:
         """Whether some process, on this or another machine, holds the run."""
-        try:
-            descriptor = os.open(self._lock_file, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        holder = claims.newest(self.claims)
+        files = [self._lock_file, *([self.claims / str(holder.number)] if holder else [])]
+        return any(_is_locked(file) for file in files)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -131,6 +162,11 @@ class RunDir:
             yield
         finally:
             os.close(descriptor)
+
+    def holder(self) -> tuple[int, str]:
+        """Process id and host of the process that holds a live run."""
+        match = re.fullmatch(r"process (\d+) on (\S+)", self._lock_file.read_text())
+        return (int(match[1]), match[2]) if match else (0, "another machine")
 
     def _take(self, descriptor: int) -> None:
         for _ in range(20):  # is_live() of another process may hold it for a moment
@@ -146,8 +182,28 @@ class RunDir:
         )
 
     @property
+    def _stop_file(self) -> Path:
+        return self.path / "stop.json"
+
+    @property
     def _lock_file(self) -> Path:
         return self.path / ".lock"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def create_run(runs: Path, job_name: str) -> RunDir:

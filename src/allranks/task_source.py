@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class TaskSource:
     path: str  # module:Class
     defaults: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] | None = None
+    num_samples: int | None = None  # to train on, if the class says
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _read_class(module: _Module, class_name: str, hops: int) -> TaskSource:
         return _describe(module, found, hops)
     if found is not None:
         exported = _follow(module, found, class_name, hops)
-        return TaskSource(path, exported.defaults, exported.options)
+        return replace(exported, path=path)
     if in_doubt:
         return TaskSource(path)
     close = difflib.get_close_matches(class_name, classes, n=1, cutoff=0.5) or classes[:1]
@@ -241,11 +242,14 @@ def _describe(module: _Module, node: ast.ClassDef, hops: int) -> TaskSource:
     path = f"{module.name}:{node.name}"
     base = _base(module, node, hops)
     defaults = dict(base.defaults)
+    num_samples = base.num_samples
     for statement in node.body:
-        if "defaults" in _assigned(statement):
-            assert isinstance(statement, ast.Assign | ast.AnnAssign)
-            if statement.value is not None:
-                defaults = _literal_defaults(module, node, statement.value)
+        names = list(_assigned(statement))
+        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        if "defaults" in names and value is not None:
+            defaults = _literal_defaults(module, node, value)
+        if "num_samples" in names and isinstance(value, ast.Constant):
+            num_samples = value.value if isinstance(value.value, int) else None
     own_init = any(getattr(statement, "name", "") == "__init__" for statement in node.body)
     options = base.options
     if own_init:
@@ -254,7 +258,7 @@ def _describe(module: _Module, node: ast.ClassDef, hops: int) -> TaskSource:
         options = None if options is None else tuple(dict.fromkeys([*options, *_fields(node)]))
     elif not _is_derived(node):
         options = None
-    return TaskSource(path, defaults, options)
+    return TaskSource(path, defaults, options, num_samples)
 
 
 def _is_derived(node: ast.ClassDef) -> bool:

@@ -254,23 +254,11 @@ class Launch:
                 continue
             path = self.run.events(attempt, rank)
             try:
-                append_event(path, "end", **self._end(code))
+                is_command = self.prepared.job.command is not None
+                end = end_of(code, is_command=is_command, stopped=self._interrupted())
+                append_event(path, "end", **end)
             except OSError as error:
                 self._disk_error = disk_error(error, path)
-
-    def _end(self, code: int | None) -> dict[str, Any]:
-        is_command = self.prepared.job.command is not None
-        if is_command and self.signals.received:
-            state = "stopped"
-        else:
-            state = "finished" if is_command and code == 0 else "failed"
-        fields: dict[str, Any] = {"state": state, "exit": code}
-        if code is None:
-            what = "ended because another rank failed"
-            fields["error"] = {"what": what, "fix": "", "echo": True}
-        elif code < 0:
-            fields["signal"] = signal.Signals(-code).name
-        return fields
 
     def _outcome(self) -> Outcome:
         outcome = result(self.run)
@@ -297,6 +285,21 @@ class Launch:
         if saved and Path(saved).exists():
             return STOPPED_AT_CHECKPOINT
         return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
+
+
+def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, Any]:
+    """The end event of a rank that cannot write it; `code` is None if it was ended by others."""
+    if is_command and stopped:
+        state = "stopped"
+    else:
+        state = "finished" if is_command and code == 0 else "failed"
+    fields: dict[str, Any] = {"state": state, "exit": code}
+    if code is None:
+        what = "ended because another rank failed"
+        fields["error"] = {"what": what, "fix": "", "echo": True}
+    elif code < 0:
+        fields["signal"] = signal.Signals(-code).name
+    return fields
 
 
 def max_restarts(prepared: Prepared, place: Place) -> int:

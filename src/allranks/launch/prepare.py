@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from allranks import __version__, commits, hardware
+from allranks import __version__, claims, commits, hardware
 from allranks.errors import AllranksError
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
@@ -84,9 +88,14 @@ def _load(request: Request, earlier: Sequence[str] = ()) -> Job:
     )
 
 
+def load_resolved(run: RunDir) -> Job:
+    """The job as it stands in the run's folder."""
+    return load_job(run.job_file, resolved=True)
+
+
 def _next_attempt(request: Request, run: RunDir) -> Prepared:
     """The run's job, with the changes that were asked for and may be made."""
-    before = load_job(run.job_file, resolved=True)
+    before = load_resolved(run)
     if request.job_file is None and request.command is None:
         job = load_job(run.job_file, request.overrides, layout=request.layout, resolved=True)
     else:
@@ -113,6 +122,12 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
 
 def next_attempt(run: RunDir) -> int:
     return max(run.attempts(), default=-1) + 1
+
+
+def newest_checkpoint(run: RunDir) -> str | None:
+    """The name of the checkpoint that the next attempt would go on from."""
+    commit, _ = commits.newest_whole(run.checkpoints)
+    return commit.path.name if commit else None
 
 
 def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
@@ -153,9 +168,9 @@ def check_supported(job: Job) -> None:
         raise AllranksError(
             f"compress: {job.compress.name} is not supported yet", fix="remove compress"
         )
-    if job.command is not None and "{stage}" in f"{job.command} {job.resume}":
+    if "{stage}" in f"{job.command} {job.resume}" and not job.stage:
         raise AllranksError(
-            "command: {stage} is not supported yet", fix="write the path of the data itself"
+            "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
         )
     layout = job.layout
     if job.command is None and layout.ranks != layout.dp:
@@ -173,32 +188,18 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
         held.enter_context(prepared.run.held())
         return prepared
     held.enter_context(prepared.run.held())
+    holder = claims.newest(prepared.run.claims)
+    if holder is not None:  # jobs of this run that still wait in a queue must find it taken
+        claims.take(prepared.run.claims, claims.Claim(number=holder.number + 1))
     if prepared.attempt == next_attempt(prepared.run):
         return prepared
     return prepare(replace(request, leads=False))  # another resume came and went in between
 
 
-def open_run(prepared: Prepared) -> RunDir:
+def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
     """Write what is about to start into its folder: job.yaml as resolved, run.json."""
     run = prepared.run or create_run(prepared.request.runs, prepared.job.name)
     write_atomically(run.job_file, prepared.job.to_yaml())
-    info = run.info()
-    request = prepared.request
-    info |= {
-        "v": 1,
-        "run": run.name,
-        "created": info.get("created", time.time()),
-        "job_file": str(request.job_file.absolute()) if request.job_file else None,
-        "overrides": typed_in_all(info.get("overrides", []), request),
-        "layout": str(prepared.layout),
-        "backend": "local",
-        "jobs": [],
-        "cwd": os.getcwd(),
-        "code": hardware.code_version(Path.cwd()),
-        "allranks": __version__,
-        "packages": hardware.package_versions(),
-        "hardware": hardware.inventory(),
-    }
     attempt = {
         "attempt": prepared.attempt,
         "layout": str(prepared.layout),
@@ -206,10 +207,34 @@ def open_run(prepared: Prepared) -> RunDir:
         "checkpoint": prepared.checkpoint or None,
         "changes": prepared.changes,
     }
-    info["attempts"] = [*info.get("attempts", []), attempt]
-    run.write_info(info)
+
+    def start(info: dict[str, Any]) -> None:
+        info |= describe_run(prepared, run, info)
+        info |= {"backend": backend, "queued": False, "hardware": hardware.inventory()}
+        info.pop("ended", None)
+        info["attempts"] = [*info.get("attempts", []), attempt]
+
+    run.update_info(start)
     commits.clean(run.checkpoints)
     return run
+
+
+def describe_run(prepared: Prepared, run: RunDir, info: dict[str, Any]) -> dict[str, Any]:
+    """What run.json says of a run before any rank has started."""
+    request = prepared.request
+    return {
+        "v": 1,
+        "run": run.name,
+        "created": info.get("created", time.time()),
+        "job_file": str(request.job_file.absolute()) if request.job_file else info.get("job_file"),
+        "overrides": typed_in_all(info.get("overrides", []), request),
+        "layout": str(prepared.layout),
+        "jobs": info.get("jobs", []),
+        "cwd": os.getcwd(),
+        "code": hardware.code_version(Path.cwd()),
+        "allranks": __version__,
+        "packages": hardware.package_versions(),
+    }
 
 
 def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
@@ -223,11 +248,27 @@ def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
 def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:
     """The user's command for this layout and attempt, its placeholders filled in."""
     job, last = prepared.job, last_of(prepared, run)
-    words = job.argv
+    words = job.argv  # {stage} is filled in where the copy is made: see rank_env
     if job.resume and attempt > 0 and Path(last).exists():
         words += shlex.split(job.resume)
     values = {**_placeholders(prepared.layout, run), "{last}": last}
-    return [_fill(word, values) for word in words]
+    return [find_python(words[0]), *(_fill(word, values) for word in words[1:])]
+
+
+@cache
+def find_python(program: str) -> str:
+    """The program; `python` is our own interpreter where the one on PATH has no torch."""
+    if program not in ("python", "python3"):
+        return program
+    found = shutil.which(program)
+    if found is not None and Path(found).parent == Path(sys.executable).parent:
+        return program
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    try:
+        done = subprocess.run([found or "", "-c", code], capture_output=True, timeout=20)
+        return program if done.returncode == 0 else sys.executable
+    except (OSError, subprocess.SubprocessError):
+        return sys.executable
 
 
 def last_of(prepared: Prepared, run: RunDir) -> str:

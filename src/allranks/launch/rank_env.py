@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import signal
 import socket
 import sys
@@ -53,8 +52,12 @@ def play_node(env: os._Environ[str]) -> None:
     env["LOCAL_WORLD_SIZE"] = str(per_node)
     env["GROUP_RANK"] = str(rank // per_node)
     env["GROUP_WORLD_SIZE"] = str(int(env["WORLD_SIZE"]) // per_node)
-    # torch names its store by this count; a node whose own ranks did not fail counts differently.
-    env["TORCHELASTIC_RESTART_COUNT"] = env["ALLRANKS_RESTARTS"]
+    if "ALLRANKS_RESTARTS" in env:
+        # torch names its store by this count; a node whose own ranks did not fail counts
+        # differently.
+        env["TORCHELASTIC_RESTART_COUNT"] = env["ALLRANKS_RESTARTS"]
+    if env.get("ALLRANKS_OWN_GPU"):
+        env["LOCAL_RANK"] = "0"  # scripts choose their GPU by it, and see no other
     if env.get("ALLRANKS_OVERSUBSCRIBE"):
         # NCCL refuses two ranks on one GPU of one host: have it think that they are two hosts.
         env["NCCL_HOSTID"] = f"allranks-{rank}"
@@ -80,12 +83,9 @@ def inject(env: os._Environ[str]) -> None:
 
 
 def replace_by(command: list[str]) -> None:
-    """Become the user's command; `python` is our own interpreter if there is none on the path."""
-    program = command[0]
-    if program in ("python", "python3") and shutil.which(program) is None:
-        program = sys.executable
+    """Become the user's command."""
     try:
-        os.execvp(program, command)
+        os.execvp(command[0], command)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         os._exit(127)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -104,7 +105,8 @@ class Screen:
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
         if result["state"] == "stopped":
-            self.console.print(f"go on with: allranks run --resume {result['run']}", soft_wrap=True)
+            again = "resume" if "SLURM_JOB_ID" in os.environ else "run --resume"
+            self.console.print(f"go on with: allranks {again} {result['run']}", soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)

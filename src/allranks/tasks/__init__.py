@@ -24,6 +24,8 @@ class Task:
     # Job keys that this task sets where the job file does not. A literal dict: it is read
     # from the source, without importing the module (and torch with it).
     defaults: ClassVar[Mapping[str, Any]] = {}
+    # How many there are to train on, if that is always the same: for tables made without torch.
+    num_samples: ClassVar[int | None] = None
 
     def model(self) -> nn.Module:
         """A freshly initialised model, on the CPU."""

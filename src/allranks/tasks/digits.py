@@ -15,7 +15,7 @@ from allranks.errors import AllranksError
 from allranks.tasks import Task
 from allranks.tasks.options import check_choice, check_flag, check_number
 
-NUM_SAMPLES = {"train": 1_297, "val": 250, "test": 250}
+NUM_SAMPLES = {"train": 1_297, "val": 250, "test": 250}  # train: as num_samples below
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Digits(Task):
     augment: bool = False  # shift each training image by up to one pixel
 
     defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 64, "epochs": 30}
+    num_samples: ClassVar[int] = 1_297
 
     def __post_init__(self) -> None:
         check_choice("digits", "network", self.network, ("cnn", "mlp"))

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from allranks.tasks import Task
 from allranks.tasks.options import check_number
 
-NUM_SAMPLES = {"train": 7_000, "val": 1_500, "test": 1_500}
+NUM_SAMPLES = {"train": 7_000, "val": 1_500, "test": 1_500}  # train: as num_samples below
 TURNS = 1.5
 
 
@@ -26,6 +26,7 @@ class Spiral(Task):
     noise: float = 0.06  # standard deviation of a point's distance from its spiral; radius is 1
 
     defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 32, "epochs": 50}
+    num_samples: ClassVar[int] = 7_000
 
     def __post_init__(self) -> None:
         check_number("spiral", "noise", self.noise, 0, 1)

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from allranks import commits
+from allranks import claims, commits
 from allranks.commits import Commit
 from allranks.errors import AllranksError
 from allranks.events import EventLog, disk_error
@@ -147,11 +147,16 @@ class Checkpointer:
                 copy_on_one_core(self._staged[name], tensor)
         finally:
             self._copied.set()
+        if self.rank == 0:
+            claims.check_own(
+                self.folder.parent / "claims"
+            )  # before a newer attempt's files are hit
         step = manifest["step"]
         writing = commits.writing_folder(self.folder, step)
         try:
             files = self._write_files(writing, step)
             if self.rank == 0:
+                claims.check_own(self.folder.parent / "claims")
                 commits.commit(self.folder, step, {**manifest, "files": files}, keep=self.keep)
         except OSError as error:
             # Half a checkpoint is of no use, and the space is needed to say what happened.

@@ -1,0 +1,113 @@
+"""Who may train a run that several jobs could train: claims, numbered, each taken by one job.
+
+A claim is a file `claims/N` that comes into being by a hard link: on any file system, a network's
+too, exactly one of those who try succeeds. The newest claim is the run's holder; an older one may
+still be alive somewhere (a node that SLURM lost sight of) and must not commit anything more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from allranks.errors import AllranksError
+
+VARIABLE = "ALLRANKS_CLAIM"  # the number of the claim under which a rank works
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a holder says of itself. `job` is SLURM's id; empty for a run on this machine."""
+
+    number: int
+    job: str = ""
+    restart: int = 0  # how often SLURM has requeued the job
+    layout: str = ""
+    nodes: tuple[str, ...] = ()
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    time: float = field(default_factory=time.time)
+
+    def is_of(self, job: str, restart: int) -> bool:
+        return (self.job, self.restart) == (job, restart)
+
+
+def take(folder: Path, claim: Claim) -> bool:
+    """Take a claim for this process; False if another one was first. Safe on network disks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f".{claim.number}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    with own.open("w") as file:
+        json.dump(asdict(claim), file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(own, folder / str(claim.number))
+    except FileExistsError:
+        # A server whose answer got lost is asked again, and then finds our own link.
+        return own.stat().st_nlink == 2
+    finally:
+        own.unlink()
+    return True
+
+
+def newest(folder: Path) -> Claim | None:
+    """The run's holder, or its last one; None if nobody ever was."""
+    numbers = _numbers(folder)
+    return _read(folder, numbers[-1]) if numbers else None
+
+
+def all_of(folder: Path) -> list[Claim]:
+    """Every claim so far, oldest first."""
+    return [_read(folder, number) for number in _numbers(folder)]
+
+
+def check(folder: Path, number: int) -> None:
+    """Raise if the run has a newer holder than claim `number`."""
+    _refresh(folder)
+    holder = newest(folder)
+    if holder is not None and holder.number > number:
+        who = f"job {holder.job}" if holder.job else f"process {holder.pid}"
+        raise AllranksError(
+            f"this attempt has lost the run to {who} on {holder.host}: nothing more is committed",
+            fix="nothing is to be done: the newer attempt goes on from the last checkpoint",
+            exit_code=1,
+        )
+
+
+def check_own(folder: Path) -> None:
+    """Raise if this process works under a claim that is not the newest any more."""
+    number = os.environ.get(VARIABLE)
+    if number is not None:
+        check(folder, int(number))
+
+
+def lock(folder: Path, number: int) -> int:
+    """Show, as long as this process lives, that the claim's holder does; a file descriptor."""
+    descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CLOEXEC)
+    with suppress(OSError):  # a file system without locks: SLURM knows who is alive
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _numbers(folder: Path) -> list[int]:
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _read(folder: Path, number: int) -> Claim:
+    content = json.loads((folder / str(number)).read_text())
+    return Claim(**{**content, "nodes": tuple(content["nodes"])})
+
+
+def _refresh(folder: Path) -> None:
+    """Have a network file system look at the folder anew: changing it ends what is cached."""
+    probe = folder / f".look.{socket.gethostname()}.{os.getpid()}"
+    probe.touch()
+    probe.unlink(missing_ok=True)

@@ -1,0 +1,265 @@
+"""The commands for clusters: cluster, submit, race, resume, ls, logs, stop."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allranks.cli_words import (
+    AsJson,
+    Debug,
+    Force,
+    JobFile,
+    LayoutText,
+    Overrides,
+    Runs,
+    app,
+    people_console,
+    split_job,
+    user_command,
+)
+
+if TYPE_CHECKING:
+    from allranks.launch.submit import Submitted
+
+Race = Annotated[
+    str | None,
+    typer.Option(metavar="LAYOUTS", help="Layouts, such as 1x4,4x1@a40: the first to start wins."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
+
+
+@app.command()
+def cluster(
+    partition: Annotated[
+        str | None, typer.Argument(metavar="[PARTITION]", help="With --queue: only this one.")
+    ] = None,
+    queue: Annotated[bool, typer.Option("--queue", help="Who is waiting, and where I stand.")] = (
+        False
+    ),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what this cluster, or this machine, has."""
+    from allranks.events import to_json
+    from allranks.launch import cluster_screen
+    from allranks.launch.cluster import describe_cluster
+    from allranks.launch.cluster_queue import queue as look_at_queue
+
+    described = look_at_queue(partition) if queue else describe_cluster()
+    if as_json:
+        print(to_json(described))
+        return
+    show = cluster_screen.show_queue if queue else cluster_screen.show_cluster
+    show(people_console(False), described)
+
+
+@app.command()
+def submit(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    race: Race = None,
+    dry_run: DryRun = False,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Send a job, or your own script after `--`, to SLURM."""
+    from allranks.launch import submit as sending
+    from allranks.launch.prepare import Request, prepare
+    from allranks.launch.sbatch import racers_of
+
+    file, pairs = split_job(job, overrides or [])
+    request = Request(
+        job_file=file,
+        overrides=pairs,
+        command=user_command(),
+        layout=first_layout(race) if race and not layout else layout,
+        runs=runs,
+    )
+    prepared = prepare(request)
+    racers = racers_of(prepared.job, race.split(",") if race else [])
+    if dry_run:
+        show_draft(sending.draft(prepared, racers), as_json=as_json)
+        return
+    show_submitted(sending.submit(prepared, racers), as_json=as_json)
+
+
+def first_layout(race: str) -> str:
+    return race.split(",")[0].partition("@")[0]
+
+
+@app.command()
+def race(
+    run: Run,
+    layouts: Annotated[str, typer.Argument(metavar="LAYOUTS", help="e.g. 2x2 or 2x2,4x1@a40")],
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Add a layout to a run that still waits: the first to start wins."""
+    from allranks.launch import submit as sending
+    from allranks.launch.sbatch import Racer
+    from allranks.rundir import find_run
+
+    racers = [Racer.parse(text) for text in layouts.split(",")]
+    show_submitted(sending.race(find_run(runs, run), racers), as_json=as_json)
+
+
+@app.command()
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    race: Race = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Go on with a run in SLURM's queue, in another layout if you like; moves a running one."""
+    from allranks.launch import move
+    from allranks.launch import submit as sending
+    from allranks.launch.prepare import Request
+
+    request = Request(
+        overrides=overrides or [],
+        layout=first_layout(race) if race and not layout else layout,
+        resume=run,
+        force=force,
+        runs=runs,
+    )
+    prepared, racers = sending.prepare_resume(request, race.split(",") if race else [])
+    if dry_run:
+        show_draft(sending.draft(prepared, racers), as_json=as_json)
+        return
+    show_submitted(move.resume(prepared, racers), as_json=as_json)
+
+
+@app.command(name="ls")
+def list_(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Only this one.")] = None,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List runs: state, progress, time left, why they wait or ended."""
+    from allranks.events import to_json
+    from allranks.launch import follow
+    from allranks.launch.list_screen import show_runs
+    from allranks.rundir import find_run, list_runs
+
+    found = [find_run(runs, run)] if run else list_runs(runs)
+    queue = follow.look_at_queue(found)
+    described = [follow.describe(one, queue) for one in found]
+    if as_json:
+        print(to_json(described))
+        return
+    suggestions = follow.suggest_racers(found[0], described[0]) if run else []
+    show_runs(people_console(False), described, suggestions)
+
+
+@app.command()
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Print what the ranks of a run print, each line with its rank."""
+    from allranks.events import to_json
+    from allranks.launch import follow as following
+    from allranks.launch.logs import show
+    from allranks.rundir import find_run
+
+    found = find_run(runs, run)
+    lines: list[str] = []
+
+    def has_ended() -> bool:
+        state = following.describe(found, following.look_at_queue([found]))["state"]
+        return state not in ("queued", "running")
+
+    def write(line: str) -> None:
+        print(line, flush=follow)
+
+    show(
+        found,
+        rank,
+        follow=follow,
+        write=lines.append if as_json else write,
+        has_ended=has_ended,
+    )
+    if as_json:
+        print(to_json({"run": found.name, "lines": lines}))
+
+
+@app.command()
+def stop(
+    run: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every run that waits or runs.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Stop runs at a checkpoint, from which `resume` goes on."""
+    from allranks.errors import AllranksError
+    from allranks.events import to_json
+    from allranks.launch import follow
+    from allranks.rundir import find_run, list_runs
+
+    if bool(run) == all_:
+        raise AllranksError(
+            "both runs and --all are given" if all_ else "no run is named",
+            fix="write allranks stop RUN, or allranks stop --all",
+        )
+    found = [find_run(runs, name) for name in run or []]
+    if all_:
+        known = list_runs(runs)
+        queue = follow.look_at_queue(known)
+        active = ("queued", "running")
+        found = [one for one in known if follow.describe(one, queue)["state"] in active]
+    done = follow.stop(found, now=now)
+    if as_json:
+        print(to_json(done))
+        return
+    for one in done:
+        print(f"{one['run']}: {one['done']}")
+    if not done:
+        print("no run waits or runs")
+
+
+def show_submitted(done: Submitted, *, as_json: bool) -> None:
+    from allranks.events import to_json
+
+    for remark in done.remarks:
+        print(f"note: {remark}", file=sys.stderr)
+    if as_json:
+        jobs = {"run": done.run.name, "run_dir": str(done.run.path), "jobs": done.jobs}
+        print(to_json(jobs))
+        return
+    print(f"run  {done.run.name}")
+    print(f"job  {', '.join(done.jobs)}")
+    print(f"see  allranks ls {done.run.name}   allranks logs {done.run.name} -f")
+
+
+def show_draft(drafted: Any, *, as_json: bool) -> None:
+    from allranks.events import to_json
+    from allranks.launch.list_screen import show_table
+
+    if as_json:
+        print(to_json({"table": drafted.table, "scripts": drafted.scripts}))
+        return
+    show_table(people_console(False), drafted.table)
+    for racer, script in drafted.scripts.items():
+        if len(drafted.scripts) > 1:
+            print(f"# --- {racer} ---")
+        print(script, end="")

@@ -1,0 +1,61 @@
+"""The command line's app, and the arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="allranks",
+    help="From one GPU to many, with the speedup measured, not guessed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# What stands after a lone `--`: click would mix it with the other arguments.
+_user_command: list[list[str]] = []
+
+JobFile = Annotated[
+    str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
+]
+LayoutText = Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
+Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def keep_user_command(words: list[str]) -> None:
+    _user_command[:] = [words]
+
+
+def user_command() -> list[str] | None:
+    """What the user typed after a lone `--`; None if there was none."""
+    return _user_command[0] if _user_command else None
+
+
+def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
+    """The first word is the job file, unless it is an override of the bundled job."""
+    if job is None:
+        return None, overrides
+    if "=" in job and not Path(job).exists():
+        return None, [job, *overrides]
+    return Path(job), overrides
+
+
+def people_console(as_json: bool) -> Console:
+    from allranks.launch.screen import PeopleConsole
+
+    return PeopleConsole(stderr=as_json, highlight=False)

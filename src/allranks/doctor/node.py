@@ -1,0 +1,165 @@
+"""Checks of one node that need no other: disks and GPUs. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.gpus import DRIVER_FILES, local_gpus, nvml
+
+WRITE_BYTES = 1 << 20
+LEAST_FREE_BYTES = 1 << 30
+LEFT_OVER_BYTES = 1 << 30  # of GPU memory in use before the job has started
+# Bits of NVML's "clocks event reasons" that tell of trouble, not of an idle or busy GPU.
+SLOWDOWNS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+@dataclass(slots=True)
+class Finding:
+    """The outcome of one check. `ok` is None for one that was not made."""
+
+    ok: bool | None
+    detail: str
+    warning: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def write_test(folder: Path, node: str) -> Finding:
+    """Create, flush, read back and delete a file."""
+    path = folder / f".write-{node}"
+    data = os.urandom(WRITE_BYTES)
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        back = path.read_bytes()
+        path.unlink()
+    except OSError as error:
+        return Finding(False, f"cannot write in {folder}: {error.strerror}")
+    if back != data:
+        return Finding(False, f"{folder} gives back other bytes than were written")
+    return Finding(True, f"{len(data)} bytes written to {folder} and read back")
+
+
+def free_disk(folder: Path) -> Finding:
+    """What is left where the run is kept. A user's quota is not seen by this."""
+    try:
+        free = shutil.disk_usage(folder).free
+        inodes = os.statvfs(folder)
+    except OSError as error:
+        return Finding(None, f"not known for {folder}: {error.strerror}")
+    warning = ""
+    if free < LEAST_FREE_BYTES:
+        warning = f"only {_gib(free)} free in the run folder"
+    elif inodes.f_files and not inodes.f_favail:
+        warning = "no file can be made in the run folder: out of inodes"
+    return Finding(True, f"{_gib(free)} free in the run folder", warning, {"free_bytes": free})
+
+
+def free_tmp() -> Finding:
+    """What the node's own disk has, for data staged there; never a failure."""
+    try:
+        folder = tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding(None, f"no temporary folder: {error}")
+    return Finding(True, f"{_gib(free)} free in {folder}", more={"free_bytes": free})
+
+
+def visible_gpus(wanted: int) -> Finding:
+    """As many GPUs as the job was promised, by NVML and CUDA_VISIBLE_DEVICES."""
+    if wanted == 0:
+        return Finding(None, "no GPU was asked for")
+    if not any(map(os.path.exists, DRIVER_FILES)):
+        return Finding(None, "no GPU driver on this node")
+    with nvml() as pynvml:
+        if pynvml is None:
+            return Finding(False, "the GPU driver does not answer (NVML does not start)")
+        names = [gpu.name for gpu in local_gpus()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    detail = f"{len(names)} of {wanted} GPUs visible{where}: {', '.join(names) or 'none'}"
+    return Finding(len(names) >= wanted, detail, more={"gpus": len(names)})
+
+
+def gpu_health(wanted: int) -> Finding:
+    """ECC errors, rows that could not be replaced, slowdowns and memory left in use."""
+    if wanted == 0:
+        return Finding(None, "no GPU was asked for")
+    with nvml() as pynvml:
+        gpus = local_gpus() if pynvml is not None else []
+        if not gpus:
+            return Finding(None, "no GPU to look at")
+        broken: list[str] = []
+        worries: list[str] = []
+        for gpu in gpus:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                broken += [f"GPU {gpu.index}: {words}" for words in _broken(pynvml, handle)]
+                worries += [f"GPU {gpu.index}: {words}" for words in _worries(pynvml, handle)]
+            except pynvml.NVMLError as error:
+                broken.append(f"GPU {gpu.index}: {error}")
+    detail = "; ".join(broken) or f"{len(gpus)} GPUs without fault"
+    return Finding(not broken, detail, "; ".join(worries))
+
+
+def _broken(pynvml: Any, handle: Any) -> Iterator[str]:
+    """Reasons not to train on a GPU."""
+    pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)  # a lost GPU raises
+    rows = _ask(pynvml, pynvml.nvmlDeviceGetRemappedRows, handle)
+    if rows and rows[3]:
+        yield "a faulty row of its memory could not be replaced"
+
+
+def _worries(pynvml: Any, handle: Any) -> Iterator[str]:
+    """What the user should know of a GPU that works."""
+
+    def ask(function: Callable[..., Any], *args: Any) -> Any:
+        return _ask(pynvml, function, handle, *args)
+
+    errors = ask(
+        pynvml.nvmlDeviceGetTotalEccErrors,
+        pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        pynvml.NVML_VOLATILE_ECC,
+    )
+    if errors:
+        yield f"{errors} uncorrected memory errors since its last reset"
+    rows = ask(pynvml.nvmlDeviceGetRemappedRows)
+    if (rows and rows[2]) or ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus):
+        yield "faulty memory waits for a reset to be replaced"
+    reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+    slow = [words for bit, words in SLOWDOWNS.items() if reasons & bit]
+    if slow:
+        yield f"slowed down: {', '.join(slow)}"
+    temperature = ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+    limit = ask(
+        pynvml.nvmlDeviceGetTemperatureThreshold, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    )
+    if temperature and limit and temperature >= limit:
+        yield f"{temperature} degrees, and it slows down at {limit}"
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
+    if memory and memory.used > max(LEFT_OVER_BYTES, memory.total // 20):
+        yield f"{_gib(memory.used)} of its memory are in use already"
+
+
+def _ask(pynvml: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """NVML's answer, or None where this GPU or driver has none."""
+    try:
+        return function(*args)
+    except pynvml.NVMLError:
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,377 @@
+"""Checks on the nodes of an allocation before training: one process a node, all at once.
+
+    srun --ntasks-per-node=1 python -m allranks.doctor.preflight --folder RUN/preflight/KEY \\
+        --nodes a,b,c --node b --master HOST:PORT --gpus N --seconds 25
+
+The folder must exist. Each node leaves NODE.json there: every check with `ok` (null: not made),
+`detail`, `warning` and `seconds`. It does so before the time is over, whatever hangs: a check that
+did not end is written down as that. The first node serves the store at --master. Run it in the
+environment that the ranks will have, NCCL's and gloo's variables included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allranks.doctor.node import (
+    Finding,
+    free_disk,
+    free_tmp,
+    gpu_health,
+    visible_gpus,
+    write_test,
+)
+from allranks.doctor.reach import Directory, Listener, own_address, reach_all
+from allranks.nodelist import expand
+from allranks.rundir import write_atomically
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+MEETING_SHARE = 0.75  # of the time, at least, for all nodes to come
+ALL_REDUCE_SECONDS = 5.0  # that are kept for the all-reduce
+CLOSING_SECONDS = 1.0  # to write what is known
+LEAVING_SECONDS = 4.0  # that a node which is done waits for the others
+POLL_SECONDS = 0.1
+MOST_SKEW_SECONDS = 1.0
+NOT_ENDED = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure if they hang
+
+
+@dataclass(slots=True)
+class Preflight:
+    """One node's part in it, and what it knows so far."""
+
+    folder: Path
+    nodes: list[str]
+    node: str
+    host: str
+    port: int
+    gpus: int
+    seconds: float
+    start: float = field(default_factory=time.monotonic)
+    findings: dict[str, Finding] = field(default_factory=dict)
+    begun: dict[str, float] = field(default_factory=dict)
+    took: dict[str, float] = field(default_factory=dict)
+    store: dist.TCPStore | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.nodes.index(self.node)
+
+    @property
+    def others(self) -> list[str]:
+        return [node for node in self.nodes if node != self.node]
+
+    @property
+    def deadline(self) -> float:
+        return self.start + self.seconds - CLOSING_SECONDS
+
+    @property
+    def meeting_deadline(self) -> float:
+        """When nodes that have not come are given up."""
+        return self.start + max(MEETING_SHARE * self.seconds, self.seconds - ALL_REDUCE_SECONDS)
+
+    def check(self, name: str, function: Callable[..., Finding], *args: Any) -> Finding:
+        """Make one check; whatever it raises is its finding."""
+        begun = self.begun[name] = time.monotonic()
+        try:
+            finding = function(*args)
+        except Exception as error:  # a check must not take the others down
+            finding = Finding(False, _words(error))
+        self.took[name] = time.monotonic() - begun
+        self.findings[name] = finding
+        return finding
+
+    def record(self) -> dict[str, Any]:
+        """What is known now, as it is written."""
+        checks = []
+        for name, begun in list(self.begun.items()):
+            finding = self.findings.get(name)
+            took = self.took.get(name, time.monotonic() - begun)
+            if finding is None:
+                ok = False if name in NOT_ENDED else None
+                finding = Finding(ok, f"had not ended after {took:.1f} s")
+                finding.warning = _slow_import(took) if name == "torch" else ""
+            outcome = {"ok": finding.ok, "detail": finding.detail, "warning": finding.warning}
+            checks.append({"name": name, **outcome, "seconds": round(took, 4), **finding.more})
+        spent = time.monotonic() - self.start
+        return {
+            "v": 1,
+            "t": time.time(),
+            "node": self.node,
+            "host": socket.gethostname(),
+            "seconds": round(spent, 4),
+            "checks": checks,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    preflight = _parse(arguments)
+    # Even if a library holds the interpreter for good, say, in reading from a dead disk.
+    faulthandler.dump_traceback_later(preflight.seconds + 2, exit=True)
+    is_known = run(preflight)
+    sys.stderr.flush()
+    os._exit(0 if is_known else 1)  # threads that hang are left behind
+
+
+def _parse(arguments: Sequence[str] | None) -> Preflight:
+    parser = argparse.ArgumentParser(prog="python -m allranks.doctor.preflight")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--nodes", type=expand, required=True)
+    parser.add_argument("--node", default=os.environ.get("SLURMD_NODENAME"))
+    parser.add_argument("--master", required=True, help="HOST:PORT of the first node")
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=25)
+    options = parser.parse_args(arguments)
+    if options.node not in options.nodes:
+        parser.error(f"--node {options.node} is not among --nodes {','.join(options.nodes)}")
+    host, _, port = options.master.rpartition(":")
+    if not host or not port.isdecimal():
+        parser.error(f"--master {options.master} is not HOST:PORT")
+    return Preflight(
+        folder=options.folder.absolute(),
+        nodes=options.nodes,
+        node=options.node,
+        host=host.strip("[]"),
+        port=int(port),
+        gpus=options.gpus,
+        seconds=options.seconds,
+    )
+
+
+def run(preflight: Preflight) -> bool:
+    """All checks, side by side; whether their outcome was written or told to another node."""
+    directory = Directory(preflight.folder)
+    listener = Listener(preflight.node)
+    alone = [_thread(_check_disks, preflight), _thread(_check_gpus, preflight)]
+    threads = list(alone)
+    if preflight.others:
+        reach = _thread(_check_network, preflight, directory, listener.port)
+        meet = _thread(_meet, preflight, directory, listener.port, [*alone, reach])
+        threads += [reach, meet]
+    for thread in threads:
+        thread.join(max(0.0, preflight.deadline - time.monotonic()))
+    is_known = _close(preflight)
+    listener.close()
+    return is_known
+
+
+def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _check_disks(preflight: Preflight) -> None:
+    preflight.check("write", write_test, preflight.folder, preflight.node)
+    preflight.check("disk", free_disk, preflight.folder)
+    preflight.check("tmp", free_tmp)
+
+
+def _check_gpus(preflight: Preflight) -> None:
+    preflight.check("gpus", visible_gpus, preflight.gpus)
+    preflight.check("health", gpu_health, preflight.gpus)
+
+
+def _entry(preflight: Preflight, port: int) -> dict[str, Any]:
+    """Where the others find this node's listener."""
+    is_first = preflight.rank == 0
+    address = preflight.host if is_first else own_address(preflight.host)
+    return {"addresses": [address] if address else [], "port": port}
+
+
+def _check_network(preflight: Preflight, directory: Directory, port: int) -> None:
+    preflight.check("reach", _reach, preflight, directory, port)
+
+
+def _reach(preflight: Preflight, directory: Directory, port: int) -> Finding:
+    entry = _entry(preflight, port)
+    with suppress(OSError):  # the write test says so; the store will tell the others
+        directory.publish(preflight.node, entry)
+    first = preflight.nodes[0]
+    ask = first if preflight.rank else None
+    reached = reach_all(
+        preflight.others, directory, deadline=preflight.meeting_deadline, ask_clock_of=ask
+    )
+    if ask is not None:
+        preflight.check("clock", _skew, reached.answered.get(first), first)
+    more = {"silent": reached.silent, "addresses": entry["addresses"]}
+    if not reached.silent:
+        return Finding(True, f"reaches all {len(preflight.others)} other nodes", more=more)
+    words = [f"{node} ({why})" for node, why in reached.silent.items()]
+    return Finding(False, f"cannot reach {', '.join(words)}", more=more)
+
+
+def _skew(clock: Any, first: str) -> Finding:
+    if clock is None:
+        return Finding(None, f"not known: {first} did not answer")
+    sign = "behind" if clock.offset > 0 else "ahead of"
+    detail = f"{abs(clock.offset):.3f} s {sign} {first}, give or take {clock.round_trip / 2:.3f} s"
+    more = {"offset": clock.offset, "round_trip": clock.round_trip}
+    is_off = abs(clock.offset) - clock.round_trip / 2 > MOST_SKEW_SECONDS
+    return Finding(True, detail, f"the clock is {detail}" if is_off else "", more)
+
+
+def _meet(
+    preflight: Preflight, directory: Directory, port: int, before: list[threading.Thread]
+) -> None:
+    """Everything that needs torch; then wait for the other nodes to be done too."""
+    if not preflight.check("torch", _import_torch).ok:
+        return
+    if time.monotonic() > preflight.meeting_deadline:
+        # Nobody's fault: a machine this busy, or a disk this slow, trains all the same.
+        words = _slow_import(preflight.took["torch"])
+        preflight.check("rendezvous", Finding, None, "not made", words)
+        return
+    found = preflight.check("rendezvous", _rendezvous, preflight, directory, port)
+    if found.ok:
+        preflight.check("allreduce", _all_reduce, preflight)
+    for thread in before:
+        thread.join(max(0.0, preflight.deadline - time.monotonic()))
+    if preflight.store is not None:
+        missing = found.more.get("missing", [])
+        came = [node for node in preflight.others if node not in missing]
+        with suppress(Exception):  # the first node has gone: nobody needs this one any more
+            _leave(preflight, preflight.store, came)
+
+
+def _import_torch() -> Finding:
+    import torch.distributed
+
+    return Finding(True, f"torch {torch.__version__}")
+
+
+def _slow_import(seconds: float) -> str:
+    return f"torch took over {seconds:.0f} s to import: rendezvous and all-reduce were not checked"
+
+
+def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Finding:
+    """Meet in a store on the first node; the first decides whether all are there in time."""
+    import torch
+    import torch.distributed as dist
+
+    where = f"{preflight.host}:{preflight.port}"
+    is_first = preflight.rank == 0
+    try:
+        if not is_first:
+            _wait_for_port(preflight)
+        store = dist.TCPStore(
+            preflight.host,
+            preflight.port,
+            is_master=is_first,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(1.0, preflight.deadline - time.monotonic())),
+        )
+    except (RuntimeError, OSError) as error:
+        verb = "serve at" if is_first else "reach the store at"
+        # That the port is taken is not the node's fault: another port will do.
+        fault = "port" if "EADDRINUSE" in str(error) else ""
+        more = {"missing": [], "store": False, "fault": fault}
+        return Finding(False, f"cannot {verb} {where}: {_words(error)}", more=more)
+    preflight.store = store
+    gpus = preflight.findings.get("gpus", Finding(None, ""))
+    own = _entry(preflight, port) | {"cuda": bool(gpus.ok) and torch.cuda.is_available()}
+    store.set(f"came/{preflight.node}", json.dumps(own))
+    came: dict[str, dict[str, Any]] = {}
+    while time.monotonic() < preflight.meeting_deadline and len(came) < len(preflight.nodes):
+        for node in preflight.nodes:
+            if node not in came and store.check([f"came/{node}"]):
+                came[node] = json.loads(store.get(f"came/{node}"))
+                directory.tell(node, came[node])
+        if store.check(["backend"]):
+            break
+        time.sleep(POLL_SECONDS)
+    missing = [node for node in preflight.nodes if node not in came]
+    if is_first:
+        usable = "nccl" if all(entry["cuda"] for entry in came.values()) else "gloo"
+        store.set("backend", "" if missing else usable)
+    backend = store.get("backend").decode()
+    more = {"missing": [] if backend else missing, "store": True}
+    if backend:
+        more["backend"] = backend
+        return Finding(True, f"all {len(preflight.nodes)} nodes met at {where}", more=more)
+    return Finding(False, f"{', '.join(missing) or 'a node'} did not come to {where}", more=more)
+
+
+def _wait_for_port(preflight: Preflight) -> None:
+    """Until the store listens: torch's own waiting has a limit of its own."""
+    while True:
+        left = preflight.meeting_deadline - time.monotonic()
+        try:
+            address = (preflight.host, preflight.port)
+            with socket.create_connection(address, timeout=max(0.2, min(2.0, left))):
+                return
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(POLL_SECONDS)
+
+
+def _all_reduce(preflight: Preflight) -> Finding:
+    from allranks.doctor.allreduce import all_reduce
+
+    assert preflight.store is not None
+    backend = preflight.findings["rendezvous"].more["backend"]
+    left = preflight.deadline - time.monotonic()
+    return all_reduce(preflight.store, preflight.rank, len(preflight.nodes), backend, left)
+
+
+def _leave(preflight: Preflight, store: dist.TCPStore, came: list[str]) -> None:
+    """Say what was found, and stay for the others: they may be connecting to this node still."""
+    is_written = _write(preflight, preflight.node, preflight.record())
+    done = {"written": is_written, "record": preflight.record()}
+    store.set(f"done/{preflight.node}", json.dumps(done))
+    until = min(preflight.deadline, time.monotonic() + LEAVING_SECONDS)
+    waiting = list(came)
+    while waiting and time.monotonic() < until:
+        for node in list(waiting):
+            if not store.check([f"done/{node}"]):
+                continue
+            waiting.remove(node)
+            theirs = json.loads(store.get(f"done/{node}"))
+            if is_written and not theirs["written"]:
+                _write(preflight, node, theirs["record"])  # it has nobody else to do it
+        time.sleep(POLL_SECONDS / 2)
+
+
+def _write(preflight: Preflight, node: str, record: dict[str, Any]) -> bool:
+    try:
+        write_atomically(preflight.folder / f"{node}.json", json.dumps(record, indent=1) + "\n")
+    except OSError:
+        return False
+    return True
+
+
+def _close(preflight: Preflight) -> bool:
+    """Write the final word, in a thread of its own: the disk may be what hangs."""
+    record = preflight.record()
+    outcome: list[bool] = []
+    closing = _thread(lambda: outcome.append(_write(preflight, preflight.node, record)))
+    closing.join(CLOSING_SECONDS)
+    notes = [f"{c['name']}: {c['detail']}" for c in record["checks"] if c["ok"] is False]
+    notes += [c["warning"] for c in record["checks"] if c["warning"]]
+    words = "; ".join(notes) or "all well"
+    print(f"preflight of {preflight.node}: {words} ({record['seconds']:.1f} s)", file=sys.stderr)
+    return any(outcome) or preflight.store is not None
+
+
+def _words(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""One SLURM job of a run, from its first second to what comes after it. No torch.
+
+The script that was sent becomes this process, on the first node, as
+
+    python -m allranks.launch.allocation RUN_DIR --racer 2x2 --claim 0
+
+It takes the run (or finds it taken, and ends), cancels the jobs that it beat, checks the nodes, has
+srun start the ranks, passes signals on to them, and sees to it that a run that was stopped by its
+time limit goes on in another job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from allranks import claims, nodelist
+from allranks.claims import Claim
+from allranks.errors import AllranksError
+from allranks.events import append_event
+from allranks.job import Job
+from allranks.launch import checks, prepare, slurm, submit
+from allranks.launch.inside import (
+    Place,
+    free_port,
+    own_state,
+    patiently,
+    seconds_to_limit,
+    srun,
+    step_command,
+    step_environment,
+)
+from allranks.launch.prepare import Prepared, Request
+from allranks.launch.sbatch import Racer, ask
+from allranks.processes import STOP_SIGNALS
+from allranks.rundir import RunDir
+
+EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
+PREFLIGHT_SECONDS = 25
+
+
+def say(text: str) -> None:
+    """Into the job's log, which is what people read first when something is odd."""
+    print(f"allranks: {text}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--racer", type=Racer.parse, required=True)
+    parser.add_argument("--claim", type=int, required=True)
+    wanted = parser.parse_args()
+    run, place = RunDir(wanted.run_dir), Place.from_environment(os.environ)
+    claim = take_claim(run, place, wanted.racer, wanted.claim)
+    if claim is None:
+        return 0
+    held = claims.lock(run.claims, claim.number)
+    try:
+        return Allocation(run, place, wanted.racer, claim).run_to_end()
+    except AllranksError as error:
+        say(f"error: {error.what}\n  fix: {error.fix}")
+        if claims.newest(run.claims) == claim:
+            give_up(run, error.what)
+        return error.exit_code
+    finally:
+        os.close(held)
+
+
+def take_claim(run: RunDir, place: Place, racer: Racer, number: int) -> Claim | None:
+    """Take the run for this job; None (and nothing is written) if another one has it."""
+    holder = claims.newest(run.claims)
+    if holder is not None and holder.job == place.job:
+        number = holder.number + 1  # requeued: what was ours is ours
+    claim = Claim(
+        number=number,
+        job=place.job,
+        restart=place.restart,
+        layout=str(racer.layout),
+        nodes=place.nodes,
+    )
+    is_next = holder is None or number == holder.number + 1
+    if is_next and claims.take(run.claims, claim):
+        return claim
+    winner = claims.newest(run.claims)
+    who = f"job {winner.job} ({winner.layout})" if winner else "another job"
+    say(f"{run.name} was taken by {who}: this job ({racer}) ends")
+    return None
+
+
+def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
+    """Say in the run's folder that nobody will go on with it, and why."""
+    ended = {"state": state, "reason": reason}
+    run.update_info(lambda info: info.update(queued=False, ended=ended))
+
+
+class Allocation:
+    """A job that holds the run."""
+
+    def __init__(self, run: RunDir, place: Place, racer: Racer, claim: Claim) -> None:
+        self.run = run
+        self.place = place
+        self.racer = racer
+        self.claim = claim
+        self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
+        self.signals: list[signal.Signals] = []
+        self._deadline: float | None = None  # when the ranks are told, once SLURM has warned
+
+    def run_to_end(self) -> int:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+        submit.record_job(self.run, self.place.job, self.racer, self.claim.number)
+        threading.Thread(target=self._cancel_rivals, daemon=True).start()
+        say(
+            f"{self.run.name}: job {self.place.job} on {', '.join(self.place.nodes)} "
+            f"(layout {self.racer}, restart {self.place.restart})"
+        )
+        if self.run.attempts() and self.run.ended_state() == "finished":
+            say("the run is finished already")
+            return 0
+        self.run.take_back_stop()  # it was for the job before this one
+        self._check_progress()
+        if self._leave_failed_nodes() or not self._preflight():
+            return 0
+        prepared = self._open()
+        code = self._run_step(step_command(self.job, self.place, prepared, self.claim))
+        return self._what_next(prepared, code)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(signal.Signals(number))
+
+    def _cancel_rivals(self) -> None:
+        """Take the other jobs of this run out of the queue, however long SLURM is deaf."""
+        cancelled: set[str] = set()
+        pause = 1.0
+        for _ in range(20):  # who is sending them may not have recorded the last one yet
+            racers = self.run.info().get("racers", {})
+            beaten = {job for job in racers if racers[job]["claim"] <= self.claim.number}
+            others = beaten - {self.place.job} - cancelled
+            try:
+                if others:
+                    slurm.call("scancel", "--state=PENDING", *sorted(others))
+            except slurm.SlurmError as error:
+                if error.is_silence:
+                    others = set()
+            cancelled |= others
+            time.sleep(pause)
+            pause = min(60.0, 2 * pause)
+
+    def _check_progress(self) -> None:
+        attempts = self.run.info().get("attempts", [])
+        limit = self.job.slurm.max_attempts
+        if len(attempts) >= limit:
+            raise AllranksError(
+                f"{len(attempts)} attempts were made, as many as slurm.max_attempts allows",
+                fix=f"look into the logs, then allranks resume {self.run.name} "
+                f"slurm.max_attempts={2 * limit}",
+                exit_code=1,
+            )
+        if self.place.restart == 0 and not self._is_continuation():
+            return  # somebody asked for this attempt
+        if self.job.command is None and no_progress(self.run):
+            raise AllranksError(
+                "no progress in two attempts: no checkpoint was committed in either",
+                fix="give it more time (slurm.time), save more often (checkpoint.every), or see "
+                f"why it ends: {self.run.attempt(self.run.attempts()[-1])}",
+                exit_code=1,
+            )
+
+    def _is_continuation(self) -> bool:
+        return bool(self.run.info().get("racers", {}).get(self.place.job, {}).get("continues"))
+
+    def _leave_failed_nodes(self) -> bool:
+        """Go elsewhere if SLURM gave us a node that this run has seen fail."""
+        known = self.run.info().get("failed_nodes", {})
+        here = [node for node in self.place.nodes if node in known]
+        if not here:
+            return False
+        say(f"{', '.join(here)} failed this run before: asking for other nodes")
+        return self._resubmit(f"excludes {', '.join(here)}")
+
+    def _preflight(self) -> bool:
+        """Check nodes that this run has not used yet; False if another job takes over."""
+        checked = set(self.run.info().get("checked_nodes", []))
+        if not self.job.preflight or set(self.place.nodes) <= checked:
+            return True
+        started = time.monotonic()
+        folder = self.run.path / "preflight" / str(self.claim.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        port = free_port(self.place.job, offset=1)
+        asked = ask(self.job, self.racer)
+        words = [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
+        words += ["--nodes", ",".join(self.place.nodes), "--seconds", str(PREFLIGHT_SECONDS)]
+        words += ["--master", f"{self.place.nodes[0]}:{port}", "--gpus", str(asked.gpus_per_node)]
+        self._run_step(
+            [*srun(self.place, self.job, tasks_per_node=1, ends_together=False), *words],
+            seconds=PREFLIGHT_SECONDS + 15,
+        )
+        if self.signals:
+            return True  # there is no time to judge: let the ranks save what there is
+        verdict = checks.verdict(folder, self.place.nodes)
+        seconds = time.monotonic() - started
+        for line in checks.words(verdict).splitlines():
+            say(line)
+        say(f"preflight took {seconds:.1f} s in all")
+        if not verdict.failed:
+            good = sorted(checked | set(self.place.nodes))
+            self.run.update_info(lambda info: info.update(checked_nodes=good))
+            return True
+        return self._replace_nodes(verdict.failed)
+
+    def _replace_nodes(self, failed: Mapping[str, str]) -> bool:
+        """Send the job again without the nodes that failed; True if it has to do with them."""
+        self._record_failed(failed)
+        named = "; ".join(f"{node}: {reason}" for node, reason in failed.items())
+        if self.run.info().get("replaced_nodes"):
+            raise AllranksError(
+                f"the nodes failed their check a second time: {named}",
+                fix=f"tell the site; go on with allranks resume {self.run.name} preflight=false",
+                exit_code=1,
+            )
+        self.run.update_info(lambda info: info.update(replaced_nodes=True))
+        if not self._resubmit(f"preflight failed: {named}"):
+            say("no other job could be sent: going on with these nodes")
+            return True
+        return False
+
+    def _record_failed(self, failed: Mapping[str, str]) -> None:
+        self.run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
+
+    def _open(self) -> Prepared:
+        """Write the attempt into the run's folder."""
+        request = Request(resume=str(self.run.path), layout=str(self.racer.layout), leads=False)
+        prepared = prepare.prepare(request)
+        prepare.open_run(prepared, backend="slurm")
+        for remark in [*prepared.remarks, *prepare.environment_warnings(prepared.job)]:
+            say(remark)
+        return prepared
+
+    def _run_step(self, command: Sequence[str], *, seconds: float = math.inf) -> int:
+        """Run srun to its end, passing on what is to stop the ranks."""
+        step = subprocess.Popen(command, env=step_environment(os.environ), stderr=subprocess.PIPE)
+        failed: list[str] = []
+        reader = threading.Thread(target=self._repeat, args=(step.stderr, failed), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + seconds
+        told = 0
+        while True:
+            try:
+                step.wait(0.5)
+                break
+            except subprocess.TimeoutExpired:
+                pass
+            if told < len(self.signals) and self._is_time() and self._ranks_listen():
+                told = len(self.signals)
+                # srun passes USR2 on to every task; of TERM and INT it has ideas of its own.
+                step.send_signal(signal.SIGUSR2)
+            if time.monotonic() > deadline:
+                step.terminate()
+        reader.join(5)
+        if failed:
+            self._record_failed({node: "SLURM lost it during an attempt" for node in failed})
+        return int(step.returncode)
+
+    def _is_time(self) -> bool:
+        """Whether the ranks must stop now: SLURM's warning of the limit comes early."""
+        if set(self.signals) != {signal.SIGUSR2} or self.run.asked_to_stop() is not None:
+            return True
+        if self._deadline is None:
+            grace = ask(self.job, self.racer).grace
+            left = seconds_to_limit(self.place.job)
+            is_warning = left is not None and left < grace + EARLY_SECONDS
+            wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
+            self._deadline = time.monotonic() + wait
+            say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
+        return time.monotonic() >= self._deadline
+
+    def _ranks_listen(self) -> bool:
+        """Whether every rank has written something: before that, a signal would just kill it."""
+        attempts = self.run.attempts()
+        return bool(attempts) and len(self.run.ranks(attempts[-1])) == self.racer.layout.ranks
+
+    def _repeat(self, said: IO[bytes], failed: list[str]) -> None:
+        for line in said:
+            text = line.decode(errors="replace")
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            failed += nodes_failed(text)
+
+    def _what_next(self, prepared: Prepared, code: int) -> int:
+        """Go on in another job if the run was stopped short; the exit code of this one."""
+        claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
+        self._record_silent(prepared.attempt)
+        state = self.run.ended_state()
+        say(f"attempt {max(self.run.attempts(), default=0)} is {state} (srun: {code})")
+        stop = self.run.asked_to_stop()
+        if state == "finished":
+            return 0
+        if stop is not None:
+            if not stop["moves"]:
+                give_up(self.run, stop["why"], state)
+            return 0
+        if own_state(self.place.job) not in ("RUNNING", "UNKNOWN"):
+            return 0  # SLURM is ending this job itself, and knows what comes next
+        if state == "stopped" and self.job.slurm.requeue and self._saved(prepared):
+            self._continue()
+            return 0
+        if state == "stopped":
+            give_up(self.run, self._why_not(prepared))
+        return 1
+
+    def _record_silent(self, attempt: int) -> None:
+        """Write an end for ranks that could not: their node or their launcher was killed."""
+        for rank in range(self.racer.layout.ranks):
+            if self.run.end(attempt, rank) is None and self.run.events(attempt, rank).exists():
+                append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
+
+    def _saved(self, prepared: Prepared) -> bool:
+        """Whether a further attempt would go on from where this one stopped."""
+        if self.job.command is None:
+            return True
+        attempt = max(self.run.attempts(), default=0)
+        ends = [self.run.end(attempt, rank) for rank in self.run.ranks(attempt)]
+        if all(end and end["exit"] in (0, 75) for end in ends):
+            return True  # the script knew what the signal meant
+        last = prepare.last_of(prepared, self.run)
+        return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > self.claim.time
+
+    def _why_not(self, prepared: Prepared) -> str:
+        if not self.job.slurm.requeue:
+            return "stopped at its time limit, and slurm.requeue is false"
+        last = prepare.last_of(prepared, self.run)
+        where = f"nothing new is at {last}" if last else "the job does not say where (last: PATH)"
+        return f"the script did not save when it was told to stop: {where}"
+
+    def _continue(self) -> None:
+        """Have SLURM run this job again; where it may not, send another."""
+        needed = 3 * submit.measured_checkpoint_seconds(self.run)
+        grace = ask(self.job, self.racer).grace
+        if needed > grace:
+            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed:.0f}s")
+        self.run.update_info(lambda info: info.update(queued=True))
+        try:
+            say("going on in the next attempt: scontrol requeue")
+            patiently("scontrol", "requeue", self.place.job)
+        except slurm.SlurmError as error:
+            say(f"{error.what}: sending another job instead")
+            if not self._resubmit("continues"):
+                give_up(self.run, f"could be neither requeued nor sent again: {error.what}")
+
+    def _resubmit(self, why: str) -> bool:
+        """Send another job that starts when this one has ended."""
+        try:
+            job_id = submit.send(
+                self.job,
+                self.racer,
+                self.run,
+                claim=self.claim.number + 1,
+                exclude=",".join(self.run.info().get("failed_nodes", {})),
+                dependency=f"afterany:{self.place.job}",
+            )
+        except slurm.SlurmError as error:
+            say(error.what)
+            return False
+
+        def mark(info: dict[str, Any]) -> None:
+            info["racers"][job_id]["continues"] = why
+
+        self.run.update_info(mark)
+        say(f"sent job {job_id}: {why}")
+        return True
+
+
+def no_progress(run: RunDir) -> bool:
+    """Whether the last two attempts began at the same checkpoint as this one will."""
+    starts = [attempt.get("checkpoint") for attempt in run.info().get("attempts", [])]
+    newest = prepare.newest_checkpoint(run)
+    return len(starts) >= 2 and starts[-2:] == [newest, newest]
+
+
+def nodes_failed(said: str) -> list[str]:
+    """Nodes that srun names as lost, in its words: `srun: error: Node failure on node3`."""
+    lines = [line.rpartition("Node failure on ") for line in said.splitlines()]
+    return [node for _, found, text in lines if found for node in nodelist.expand(text.strip())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

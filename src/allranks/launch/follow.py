@@ -1,0 +1,308 @@
+"""How runs are doing, wherever they are: one look at the queue, the rest from their folders."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks import claims, nodelist
+from allranks.errors import AllranksError
+from allranks.events import read_last_events
+from allranks.launch import slurm
+from allranks.launch.reasons import end_reason, waiting_reason
+from allranks.results import failure
+from allranks.rundir import RunDir, State
+
+QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
+ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
+# States of a job that still is in somebody's hands, by what they mean for the run.
+RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESIZING")
+RECENT_STEPS_BYTES = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """One line of squeue."""
+
+    job: str
+    state: str
+    reason: str
+    start: str | None  # when it began, or is expected to
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """What sacct remembers of a job."""
+
+    job: str
+    state: str
+    exit_code: str
+
+
+@dataclass(slots=True)
+class Queue:
+    """All of the user's jobs at one moment. `silent`: why SLURM could not be asked."""
+
+    jobs: dict[str, QueuedJob] = field(default_factory=dict)
+    ended: dict[str, EndedJob] = field(default_factory=dict)
+    silent: str | None = None
+
+
+def parse_queue(printed: str) -> dict[str, QueuedJob]:
+    """What `squeue -h -o QUEUE_FORMAT` printed."""
+    found = {}
+    for line in printed.splitlines():
+        job, state, reason, start, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
+        if not job.strip().isdigit():
+            continue  # an array's, or a message of the site's
+        with suppress(AllranksError):
+            found[job] = QueuedJob(
+                job,
+                state,
+                reason,
+                None if start in ("", "N/A", "Unknown") else start,
+                tuple(nodelist.expand(nodes)),
+            )
+    return found
+
+
+def parse_ended(printed: str) -> dict[str, EndedJob]:
+    """What `sacct -n -P -X -o ENDED_FIELDS` printed; the last line on a job counts."""
+    found = {}
+    for line in printed.splitlines():
+        job, state, exit_code, *_ = [*line.split("|"), "", "", ""]
+        if job.isdigit():
+            found[job] = EndedJob(job, state, exit_code)
+    return found
+
+
+def look_at_queue(runs: Sequence[RunDir]) -> Queue:
+    """One squeue for all of the user's jobs, and one sacct for those that have left it."""
+    wanted = {run.name: run.info().get("jobs", []) for run in runs}
+    wanted = {name: jobs for name, jobs in wanted.items() if jobs}
+    if not wanted:
+        return Queue()
+    queue = Queue()
+    try:
+        printed = slurm.call("squeue", "-h", "-u", getpass.getuser(), "-o", QUEUE_FORMAT)
+        queue.jobs = parse_queue(printed)
+    except slurm.SlurmError as error:
+        return Queue(silent=error.what)
+    gone = [
+        job
+        for run in runs
+        if run.name in wanted and run.info().get("ended") is None
+        for job in wanted[run.name]
+        if job not in queue.jobs
+    ]
+    if gone:
+        with suppress(slurm.SlurmError):  # there is no sacct without a database
+            queue.ended = parse_ended(
+                slurm.call("sacct", "-n", "-P", "-X", "-j", ",".join(gone), "-o", ENDED_FIELDS)
+            )
+    return queue
+
+
+def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
+    """One run as `allranks ls --json` shows it."""
+    info = run.info()
+    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
+    state = state_of(run, info, jobs, queue)
+    active = [job for job in jobs if job.state in RUNNING]
+    holder = claims.newest(run.claims)
+    layout = info.get("layout", "")
+    if state == "running" and holder is not None and holder.layout:
+        layout = holder.layout
+    start = _last_start(run)
+    step, steps = _last_step(run), start.get("steps")
+    return {
+        "run": run.name,
+        "run_dir": str(run.path),
+        "state": state,
+        "layout": layout,
+        "jobs": [job.job for job in (active or jobs)] or info.get("jobs", []),
+        "reason": reason_of(run, info, state, jobs, queue),
+        "step": step,
+        "steps": steps,
+        "seconds_left": seconds_left(run, state, step, steps),
+        "expected_start": min(
+            (j.start for j in jobs if j.state in WAITING and j.start), default=None
+        )
+        if state == "queued"
+        else None,
+        "nodes": sorted({node for job in active for node in job.nodes}),
+        "attempt": max(run.attempts(), default=None),
+    }
+
+
+def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue: Queue) -> State:
+    """SLURM's word where it has one: a folder cannot tell a lost job from a silent one."""
+    if info.get("backend") != "slurm" or queue.silent:
+        return run.state()
+    if any(job.state in RUNNING for job in jobs):
+        # A job that has just begun has not claimed anything yet, one that ends has given it back.
+        return "running" if not _has_ended(run) else run.state()
+    if any(job.state in WAITING for job in jobs):
+        return "queued"
+    if run.is_live():
+        return "running"
+    return run.ended_state()
+
+
+def _has_ended(run: RunDir) -> bool:
+    if run.info().get("ended"):
+        return True
+    attempts = run.attempts()
+    ranks = run.ranks(attempts[-1]) if attempts else []
+    return bool(ranks) and all(run.end(attempts[-1], rank) for rank in ranks)
+
+
+def reason_of(
+    run: RunDir, info: dict[str, Any], state: State, jobs: Sequence[QueuedJob], queue: Queue
+) -> str | None:
+    """Why it waits, or why it ended, in words."""
+    if queue.silent and info.get("backend") == "slurm" and state in ("queued", "running"):
+        return f"SLURM does not answer: {queue.silent}"
+    if state == "queued":
+        waiting = [job for job in jobs if job.state in WAITING]
+        return "; ".join(dict.fromkeys(waiting_reason(job.reason) for job in waiting)) or None
+    if state in ("running", "finished"):
+        return None
+    given_up = info.get("ended")
+    if given_up:
+        return str(given_up["reason"])
+    ended = [queue.ended[job] for job in info.get("jobs", []) if job in queue.ended]
+    told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
+    failed = failure(run)
+    if failed is not None and failed.get("error"):
+        told.insert(0, f"rank {failed['rank']}: {failed['error']['what']}")
+    elif failed is not None and "signal" in failed:
+        told.insert(0, f"rank {failed['rank']} was killed by {failed['signal']}")
+    return "; ".join(dict.fromkeys(told)) or None
+
+
+def _last_start(run: RunDir) -> dict[str, Any]:
+    attempts = run.attempts()
+    return (run.start(attempts[-1]) if attempts else None) or {}
+
+
+def _last_step(run: RunDir) -> int | None:
+    for attempt in reversed(run.attempts()):
+        events = read_last_events(run.events(attempt, 0))
+        steps = [event["step"] for event in events if event["event"] == "step"]
+        if steps:
+            return int(steps[-1])
+    return None
+
+
+def seconds_left(run: RunDir, state: State, step: int | None, steps: int | None) -> float | None:
+    """Steps that are left, at the pace of the last ones; measured, so only of a run that runs."""
+    if state != "running" or step is None or steps is None:
+        return None
+    events = read_last_events(run.events(run.attempts()[-1], 0), RECENT_STEPS_BYTES)
+    recent = [e["seconds"] for e in events if e["event"] == "step" and "seconds" in e]
+    return round((steps - step) * statistics.fmean(recent), 1) if recent else None
+
+
+def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:
+    """Stop runs at a checkpoint (`now`: at once), wherever they are; what was done to each."""
+    runs = list(runs)
+    queue = look_at_queue(runs)
+    return [{"run": run.name, "done": _stop_one(run, queue, now=now)} for run in runs]
+
+
+def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
+    info = run.info()
+    if info.get("backend") != "slurm":
+        return _stop_local(run, now=now)
+    if queue.silent:
+        raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
+    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
+    if not jobs:
+        return f"is {run.state()} already"
+    run.ask_to_stop("stopped by its user")
+    waiting = [job.job for job in jobs if job.state in WAITING]
+    active = [job.job for job in jobs if job.state in RUNNING]
+    if waiting:
+        slurm.call("scancel", *waiting)
+    if active and now:
+        slurm.call("scancel", *active)
+    elif active:
+        signal_job(active[0])
+        return "saves a checkpoint and stops"
+    reason = "stopped by its user" + ("" if run.attempts() else " before it started")
+    ended = {"state": "stopped", "reason": reason}
+    run.update_info(lambda info: info.update(queued=False, ended=ended))
+    return "stopped at once" if active else "taken out of the queue"
+
+
+def signal_job(job: str) -> None:
+    """Have the ranks of a job save and stop; through its batch process, which waits for them."""
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+
+
+def _stop_local(run: RunDir, *, now: bool) -> str:
+    if not run.is_live():
+        return f"is {run.state()} already"
+    process, host = run.holder()
+    if host != socket.gethostname():
+        raise AllranksError(
+            f"run {run.name} is on {host}, not on this machine", fix=f"type the same on {host}"
+        )
+    os.kill(process, signal.SIGINT if now else signal.SIGTERM)
+    if now:
+        time.sleep(0.5)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGINT)
+        return "stopped at once"
+    return "saves a checkpoint and stops"
+
+
+def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
+    """Layouts of as many ranks that SLURM expects to start earlier than any of this run's jobs."""
+    from allranks.launch import prepare, submit
+    from allranks.launch.sbatch import Racer
+    from allranks.layout import Layout
+
+    if described["state"] != "queued":
+        return []
+    known = {record["layout"] for record in run.info().get("racers", {}).values()}
+    job = prepare.load_resolved(run)
+    ranks = job.layout.ranks
+    expected = described["expected_start"] or "9999"
+    better = []
+    for nodes in (number for number in range(1, ranks + 1) if ranks % number == 0):
+        racer = Racer(Layout(nodes, ranks // nodes))
+        if str(racer) in known or job.layout.ranks != job.layout.dp:
+            continue
+        start = expected_start(submit.script_of(job, racer, run), run.path)
+        if start is not None and start < expected:
+            better.append(f"{racer} would start at {start}: allranks race {run.name} {racer}")
+    return better
+
+
+def expected_start(script: str, folder: Path) -> str | None:
+    """When SLURM would start this, by its own estimate; None if it does not say."""
+    import re
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".test-", suffix=".sbatch") as file:
+        file.write(script)
+        file.flush()
+        try:
+            said = slurm.call("sbatch", "--test-only", file.name, both=True)
+        except slurm.SlurmError:
+            return None
+    match = re.search(r"to start at (\S+)", said)
+    return match[1] if match else None

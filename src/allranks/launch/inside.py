@@ -1,0 +1,121 @@
+"""What a process inside a SLURM job knows of it, asks SLURM, and starts on its nodes. No torch."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allranks import nodelist
+from allranks.claims import Claim
+from allranks.errors import AllranksError
+from allranks.hardware import parse_tasks_per_node
+from allranks.job import Job
+from allranks.launch import slurm
+from allranks.launch.prepare import Prepared
+
+FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below what Linux hands out by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where SLURM put this job, from the variables that it sets."""
+
+    job: str
+    restart: int
+    nodes: tuple[str, ...]
+    cpus_per_node: int  # of the node that has the fewest
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Place:
+        if "SLURM_JOB_ID" not in env:
+            raise AllranksError(
+                "this is for the inside of a SLURM job",
+                fix="send the script with sbatch, or use allranks submit",
+            )
+        cpus = parse_tasks_per_node(env.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        return cls(
+            job=env["SLURM_JOB_ID"],
+            restart=int(env.get("SLURM_RESTART_COUNT") or 0),
+            nodes=tuple(nodelist.expand(env["SLURM_JOB_NODELIST"])),
+            cpus_per_node=min(cpus, default=1),
+        )
+
+
+def patiently(*words: str, seconds: float = 900.0) -> str:
+    """A SLURM command, asked again while the controller is silent."""
+    deadline, pause = time.monotonic() + seconds, 1.0
+    while True:
+        try:
+            return slurm.call(*words)
+        except slurm.SlurmError as error:
+            if not error.is_silence or time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(30.0, 2 * pause)
+
+
+def own_state(job: str) -> str:
+    """This job's state in the queue; UNKNOWN if SLURM does not answer."""
+    try:
+        return slurm.call("squeue", "-h", "-j", job, "-o", "%T").strip() or "GONE"
+    except slurm.SlurmError as error:
+        return "UNKNOWN" if error.is_silence else "GONE"
+
+
+def seconds_to_limit(job: str) -> float | None:
+    """Until SLURM ends this job; None if there is no limit, or no answer."""
+    try:
+        text = slurm.call("squeue", "-h", "-j", job, "-o", "%e", seconds=15).strip()
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) - time.time()
+    except (slurm.SlurmError, ValueError):
+        return None
+
+
+def step_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """srun reads options from these, and would take them for its own."""
+    ours = ("SRUN_", "SLURM_CPU_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE")
+    return {key: value for key, value in env.items() if not key.startswith(ours)}
+
+
+def srun(place: Place, job: Job, *, tasks_per_node: int, ends_together: bool) -> list[str]:
+    """The beginning of a step on all nodes of this job."""
+    return [
+        "srun",
+        f"--nodes={len(place.nodes)}",
+        f"--ntasks={len(place.nodes) * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        f"--cpus-per-task={max(1, place.cpus_per_node // tasks_per_node)}",
+        "--export=ALL",
+        # Tasks end with 0 when they were told to stop: any other code is a failure of all.
+        f"--kill-on-bad-exit={int(ends_together)}",
+    ]
+
+
+def step_command(job: Job, place: Place, prepared: Prepared, claim: Claim) -> list[str]:
+    """What srun starts: a launcher on every node, or every rank by itself."""
+    per_rank = job.command is not None and job.launcher == "srun"
+    tasks = job.layout.gpus if per_rank else 1
+    assert prepared.run is not None
+    words = [sys.executable, "-m", "allranks.launch.step", str(prepared.run.path)]
+    words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
+    words += ["--threads", str(prepared.threads or 0), "--claim", str(claim.number)]
+    words += ["--nodes", ",".join(place.nodes)]
+    words += ["--port", str(free_port(place.job))]
+    return [*srun(place, job, tasks_per_node=tasks, ends_together=True), *words]
+
+
+def free_port(job: str, *, offset: int = 0) -> int:
+    """A port of this node that follows from the job's id, or the next one that is free."""
+    first = (int(job) * 7 + offset) % NUM_PORTS
+    for step in range(NUM_PORTS):
+        port = FIRST_PORT + (first + step) % NUM_PORTS
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise AllranksError("no port is free on this node", fix="tell the site", exit_code=1)

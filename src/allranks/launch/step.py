@@ -1,0 +1,134 @@
+"""What srun starts in an allocation: the launcher of a node, or (`launcher: srun`) one rank.
+
+    srun python -m allranks.launch.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
+
+It ends with code 0 when it was told to stop: srun would end the other tasks at any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+
+from allranks import claims
+from allranks.events import append_event
+from allranks.hardware import local_gpus
+from allranks.launch import network, prepare
+from allranks.launch.local import Launch, Place, Signals, end_of
+from allranks.launch.prepare import Prepared, Request
+from allranks.launch.screen import PeopleConsole, Screen
+from allranks.processes import STOP_SIGNALS
+from allranks.rundir import RunDir
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--claim", type=int, required=True)
+    parser.add_argument("--nodes", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    wanted = parser.parse_args()
+    run = RunDir(wanted.run_dir)
+    prepared = Prepared(
+        request=Request(runs=run.path.parent, leads=False),
+        job=prepare.load_resolved(run),
+        run=run,
+        attempt=wanted.attempt,
+        checkpoint=wanted.checkpoint,
+        threads=wanted.threads or None,
+    )
+    os.environ[claims.VARIABLE] = str(wanted.claim)
+    nodes = wanted.nodes.split(",")
+    set_network(nodes, prepared)
+    if prepared.job.command is not None and prepared.job.launcher == "srun":
+        return run_rank(prepared, run, nodes[0], wanted.port)
+    return run_node(prepared, nodes[0], wanted.port)
+
+
+def set_network(nodes: list[str], prepared: Prepared) -> None:
+    """Settings of NCCL and gloo that this node needs; each with its reason, on one node's word."""
+    if len(nodes) == 1:
+        return
+    env = {**os.environ, **prepared.job.env}
+    here = network.describe_node([node for node in nodes if node != my_node()])
+    for setting in network.settings(here, env, num_nodes=len(nodes)):
+        os.environ[setting.name] = setting.value
+        if os.environ.get("SLURM_LOCALID", "0") == "0":
+            print(f"allranks: {my_node()}: {setting.name}={setting.value}: {setting.reason}")
+
+
+def my_node() -> str:
+    return os.environ.get("SLURMD_NODENAME", "")
+
+
+def run_node(prepared: Prepared, master: str, port: int) -> int:
+    """All ranks of this node, through torch's agent."""
+    node_rank = int(os.environ["SLURM_NODEID"])
+    place = Place(node_rank=node_rank, master=f"{master}:{port}")
+    signals = Signals()
+    signals.listen()
+    screen = Screen(PeopleConsole(highlight=False, width=100))
+    if node_rank:
+        screen.mute()
+    with ExitStack() as held:
+        launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
+        outcome = launch.run_to_end()
+    if outcome.error is None:
+        screen.summary(outcome.result)
+    elif node_rank == 0:
+        print(f"error: {outcome.error.what}\n  fix: {outcome.error.fix}", flush=True)
+    return 0 if outcome.exit_code in (0, 75) or signals.received else outcome.exit_code
+
+
+def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
+    """One rank of a user's script, beside those that srun starts by itself."""
+    env = os.environ
+    rank, layout = int(env["SLURM_PROCID"]), prepared.layout
+    # srun gave every rank its own CPUs, and started as many as the layout has.
+    env.update(prepare.ranks_environment(prepared, run, here=1, oversubscribe=False))
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(layout.ranks),
+        MASTER_ADDR=master,
+        MASTER_PORT=str(port),
+        ALLRANKS_ATTEMPT=str(prepared.attempt),
+        ALLRANKS_RANKS_HERE=str(layout.gpus),
+    )
+    if layout.nodes == 1:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif env.get("GLOO_SOCKET_IFNAME") == "lo":
+        del env["GLOO_SOCKET_IFNAME"]
+    if len(local_gpus()) == 1 < layout.gpus:
+        env["ALLRANKS_OWN_GPU"] = "1"  # SLURM bound one to this task: it is number 0 here
+    words = [sys.executable, "-m", "allranks.launch.rank_env"]
+    words += prepare.fill_command(prepared, run, prepared.attempt)
+    stopped = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    # Blocked until both are ready: the rank unblocks them itself, in rank_env.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    process = subprocess.Popen(words)
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    code = process.wait()
+    end = end_of(code, is_command=True, stopped=bool(stopped))
+    append_event(run.events(prepared.attempt, rank), "end", **end)
+    return 0 if stopped else code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Runs into SLURM's queue: new ones, racers beside them, the next job of an old one. No torch."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from allranks import claims
+from allranks.errors import AllranksError
+from allranks.events import read_events
+from allranks.gpus import find_gpu
+from allranks.job import Job
+from allranks.launch import prepare, slurm
+from allranks.launch.prepare import Prepared
+from allranks.launch.sbatch import Racer, racers_of, sbatch_script, summary
+from allranks.rundir import RunDir, create_run, list_runs, write_atomically
+from allranks.task_source import find_task
+
+
+@dataclass(slots=True)
+class Submitted:
+    """What became of a request."""
+
+    run: RunDir
+    jobs: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What would be sent: one script for each racer, and a table of what they ask for."""
+
+    scripts: dict[str, str]
+    table: dict[str, dict[str, Any]]
+
+
+def check(prepared: Prepared, racers: Sequence[Racer]) -> None:
+    """Refuse what could only fail later, in the queue or after it."""
+    for racer in racers:
+        prepare.check_supported(with_layout(prepared.job, racer))
+
+
+def with_layout(job: Job, racer: Racer) -> Job:
+    return job.model_copy(update={"layout": racer.layout})
+
+
+def draft(prepared: Prepared, racers: Sequence[Racer]) -> Draft:
+    """Exactly what `send` would send. Writes nothing."""
+    check(prepared, racers)
+    run = prepared.run or RunDir(prepared.request.runs.absolute() / f"{prepared.job.name}-RUN")
+    samples = samples_per_epoch(prepared.job, prepared.request.runs)
+    return Draft(
+        scripts={str(racer): script_of(prepared.job, racer, run) for racer in racers},
+        table={str(racer): summary(prepared.job, racer, samples) for racer in racers},
+    )
+
+
+def submit(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
+    """Queue a new run, in every layout that was asked for."""
+    slurm.call("sbatch", "--version")  # before a folder is made for a job that cannot be sent
+    racers = [resolve_type(racer, gpu_types()) for racer in racers]
+    draft(prepared, racers)  # raises before anything is written
+    run = create_run(prepared.request.runs, prepared.job.name)
+    write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
+
+    def describe(info: dict[str, Any]) -> None:
+        info |= prepare.describe_run(prepared, run, info)
+        info |= {"backend": "slurm", "layout": ",".join(str(racer) for racer in racers)}
+
+    run.update_info(describe)
+    return send_all(prepared.job, racers, run)
+
+
+def send_all(job: Job, racers: Sequence[Racer], run: RunDir, **options: Any) -> Submitted:
+    """Send one job for each racer, until one of them has started."""
+    done = Submitted(run)
+    refused: list[slurm.SlurmError] = []
+    first = next_claim(run)
+    for racer in racers:
+        if next_claim(run) != first:
+            done.remarks.append(f"{racer} was not sent: the run has started")
+            break
+        try:
+            done.jobs.append(send(job, racer, run, **options))
+        except slurm.SlurmError as error:
+            refused.append(error)
+            done.remarks.append(f"{racer} was refused: {error.what}; {error.fix}")
+    cancel_losers(run, done.jobs, first)
+    if not done.jobs:
+        reason = f"never queued: {refused[0].what}"
+        if not run.attempts():
+            run.update_info(lambda info: info.update(ended={"state": "failed", "reason": reason}))
+        raise refused[0]
+    return done
+
+
+def cancel_losers(run: RunDir, jobs: Sequence[str], claim: int) -> None:
+    """One of these may have started, and missed the others, while they were being sent."""
+    holder = claims.newest(run.claims)
+    if holder is None or holder.number < claim:
+        return
+    losers = [job for job in jobs if job != holder.job]
+    with suppress(slurm.SlurmError):  # whoever starts too late ends by itself
+        if losers:
+            slurm.call("scancel", "--state=PENDING", *losers)
+
+
+def send(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
+    """Send one job and record it; its id. The one place from which jobs are sent."""
+    claim = options.pop("claim", next_claim(run))
+    script = run.path / script_name(run, racer)
+    write_atomically(script, script_of(job, racer, run, claim=claim, **options))
+    job_id = slurm.parse_job_id(slurm.call("sbatch", "--parsable", str(script)))
+    record_job(run, job_id, racer, claim)
+    return job_id
+
+
+def record_job(run: RunDir, job_id: str, racer: Racer, claim: int) -> None:
+    """Note in run.json that a job may take a claim of the run."""
+
+    def add(info: dict[str, Any]) -> None:
+        if job_id not in info.setdefault("jobs", []):
+            info["jobs"].append(job_id)
+        record = {"layout": str(racer), "claim": claim, "submitted": time.time()}
+        info.setdefault("racers", {}).setdefault(job_id, record)
+        holder = claims.newest(run.claims)
+        if holder is None or holder.job != job_id:  # it may have started before we came here
+            info["queued"] = True
+            info.pop("ended", None)
+
+    run.update_info(add)
+
+
+def script_name(run: RunDir, racer: Racer) -> str:
+    """`submit.sbatch`; a further racer's beside it."""
+    known = run.info().get("racers", {})
+    others = {record["layout"] for record in known.values()} - {str(racer)}
+    if not others:
+        return "submit.sbatch"
+    return f"submit-{str(racer).replace(':', '-').replace('=', '')}.sbatch"
+
+
+def script_of(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
+    """The script for a racer of this run; options as in `sbatch_script`."""
+    needed = 3 * measured_checkpoint_seconds(run)
+    return sbatch_script(
+        job,
+        racer,
+        run_dir=run.path,
+        folder=Path(run.info().get("cwd", os.getcwd())),
+        **{"claim": next_claim(run), "grace": round(needed), **options},
+    )
+
+
+def next_claim(run: RunDir) -> int:
+    holder = claims.newest(run.claims)
+    return 0 if holder is None else holder.number + 1
+
+
+def measured_checkpoint_seconds(run: RunDir) -> float:
+    """The median time that checkpoints of this run's last attempt took; 0 if there is none."""
+    attempts = run.attempts()
+    events = read_events(run.events(attempts[-1], 0)) if attempts else iter(())
+    seconds = [event["seconds"] for event in events if event["event"] == "checkpoint"]
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
+    """One more layout for a run that still waits."""
+    job = prepare.load_resolved(run)
+    if run.info().get("backend") != "slurm" or run.state() != "queued":
+        raise AllranksError(
+            f"run {run.name} does not wait in a queue: it is {run.state()}",
+            fix=f"move it with allranks resume {run.name} --layout {racers[0].layout}",
+        )
+    for racer in racers:
+        prepare.check_supported(with_layout(job, racer))
+    types = gpu_types()
+    return send_all(job, [resolve_type(racer, types) for racer in racers], run)
+
+
+def resume(prepared: Prepared, racers: Sequence[Racer], *, after: str | None = None) -> Submitted:
+    """The next job of an old run; `after`: the job that must have ended before it starts."""
+    run = prepared.run
+    assert run is not None
+    check(prepared, racers)
+    types = gpu_types()
+    racers = [resolve_type(racer, types) for racer in racers]
+    write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
+    if after is None:
+        run.take_back_stop()
+    options = {"dependency": f"afterany:{after}"} if after else {}
+    return send_all(prepared.job, racers, run, **options)
+
+
+def prepare_resume(request: prepare.Request, race_texts: Sequence[str]) -> tuple[Prepared, Any]:
+    """The run's next attempt and the layouts it may take, those of the last one by default."""
+    prepared = prepare.prepare(replace(request, leads=False))
+    assert prepared.run is not None
+    if prepared.run.info().get("backend") != "slurm":
+        prepared.remarks.append("this run was on one machine so far")
+    return prepared, racers_of(prepared.job, race_texts)
+
+
+def gpu_types() -> list[str]:
+    """Types of GPUs that this cluster has under SLURM's names; empty if it does not say."""
+    try:
+        printed = slurm.call("sinfo", "-h", "-o", "%G")
+    except slurm.SlurmError:
+        return []
+    entries = [entry.split(":") for line in printed.split() for entry in line.split(",")]
+    return list(dict.fromkeys(e[1] for e in entries if e[0] == "gpu" and len(e) > 2))
+
+
+def resolve_type(racer: Racer, types: Sequence[str]) -> Racer:
+    """The same racer with the cluster's own name for its GPU: a100-80gb may be a100_sxm4_80gb."""
+    if racer.gpu is None or racer.gpu in types or not types:
+        return racer
+    wanted = find_gpu(racer.gpu)
+    same = [name for name in types if wanted is not None and find_gpu(name) == wanted]
+    similar = [name for name in types if name.lower() == racer.gpu.lower()]
+    chosen = next(iter([*similar, *same]), None)
+    if chosen is None:
+        raise AllranksError(
+            f"this cluster has no GPU of type {racer.gpu}; it has {', '.join(types)}",
+            fix=f"write for example {racer.layout}@{types[0]}, or leave out the type",
+        )
+    return Racer(racer.layout, chosen)
+
+
+def samples_per_epoch(job: Job, runs: Path) -> int | None:
+    """What the task's source says, or what an earlier run of the same data has seen."""
+    if job.task is None:
+        return None
+    known = find_task(job.task).num_samples
+    if known is not None:
+        return known
+    for run in list_runs(runs)[:50]:
+        start = run.start(0)
+        if start is None or "samples_per_epoch" not in start:
+            continue
+        earlier = prepare.load_resolved(run)
+        if (earlier.task, earlier.options) == (job.task, job.options):
+            return int(start["samples_per_epoch"])
+    return None
