@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -157,3 +158,11 @@ def _is_alive(process: int) -> bool:
         return " Z " not in Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return False
+
+
+def sample_of(count: int, *sample: int) -> list[object]:
+    """Trials by number: those in the sample run always, the others in `make soak`."""
+    return [
+        pytest.param(number, marks=[] if number in sample else pytest.mark.soak)
+        for number in range(count)
+    ]

@@ -24,6 +24,7 @@ from tests.faults import (
     losses,
     newest_weights,
     same_bits,
+    sample_of,
     start,
 )
 from torch import Tensor
@@ -95,14 +96,6 @@ def resume_to_the_end(cwd: Path, layout: str) -> RunDir:
 def trial(number: int) -> tuple[str, random.Random]:
     """Layouts in turn; what happens in a trial follows from its number."""
     return LAYOUTS[number % len(LAYOUTS)], random.Random(number)
-
-
-def sample_of(count: int, *sample: int) -> list[object]:
-    """Trials by number: those in the sample run always, the others in `make soak`."""
-    return [
-        pytest.param(number, marks=[] if number in sample else pytest.mark.soak)
-        for number in range(count)
-    ]
 
 
 @pytest.mark.parametrize("number", sample_of(30, 1, 2))

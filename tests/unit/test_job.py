@@ -203,7 +203,7 @@ WRONG = [
     ("checkpoint: {every: 0s}", "a positive integer or text such as 10m or 1h30m", "10m"),
     ("timeout: 30", "text such as 10m", "timeout: 30m"),
     ("seed: -1", "at least 0", "at least 0"),
-    ("slurm: {time: 60}", "text such as 12:00:00", "12:00:00"),
+    ("slurm: {time: 1.5}", "text such as 12:00:00", "12:00:00"),
     ("slurm: {modules: cuda}", "a list of text", "a list of text"),
     ("env: {1A: x}", '"1A" cannot name', "letters"),
     ("env: {A: [1]}", "env.A: expected text", "text"),

@@ -23,6 +23,7 @@ from allranks.launch.prepare import (
     check_supported,
     environment_warnings,
     fill_command,
+    find_python,
     open_run,
     prepare,
     ranks_environment,
@@ -205,7 +206,8 @@ def command(
 def test_placeholders_are_filled() -> None:
     words = ["python", "train.py", "--nodes={nodes}", "{gpus}", "{ranks}", "{run}", "a b"]
     run = "mine-20261101-120000-aaaa"
-    assert command(words) == ["python", "train.py", "--nodes=2", "4", "8", run, "a b"]
+    python = find_python("python")
+    assert command(words) == [python, "train.py", "--nodes=2", "4", "8", run, "a b"]
 
 
 def test_resume_is_appended_on_a_later_attempt_if_there_is_something_to_resume(

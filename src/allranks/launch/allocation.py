@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from allranks import claims, nodelist
+from allranks import claims
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
@@ -33,6 +33,7 @@ from allranks.launch import checks, prepare, slurm, submit
 from allranks.launch.inside import (
     Place,
     free_port,
+    nodes_failed,
     own_state,
     patiently,
     seconds_to_limit,
@@ -194,29 +195,35 @@ class Allocation:
         if not self.job.preflight or set(self.place.nodes) <= checked:
             return True
         started = time.monotonic()
-        folder = self.run.path / "preflight" / str(self.claim.number)
-        folder.mkdir(parents=True, exist_ok=True)
-        port = free_port(self.place.job, offset=1)
-        asked = ask(self.job, self.racer)
-        words = [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
-        words += ["--nodes", ",".join(self.place.nodes), "--seconds", str(PREFLIGHT_SECONDS)]
-        words += ["--master", f"{self.place.nodes[0]}:{port}", "--gpus", str(asked.gpus_per_node)]
-        self._run_step(
-            [*srun(self.place, self.job, tasks_per_node=1, ends_together=False), *words],
-            seconds=PREFLIGHT_SECONDS + 15,
-        )
+        verdict = self._check_nodes(tries=2)
         if self.signals:
             return True  # there is no time to judge: let the ranks save what there is
-        verdict = checks.verdict(folder, self.place.nodes)
-        seconds = time.monotonic() - started
         for line in checks.words(verdict).splitlines():
             say(line)
-        say(f"preflight took {seconds:.1f} s in all")
-        if not verdict.failed:
+        say(f"preflight took {time.monotonic() - started:.1f} s in all")
+        if verdict.ok:
             good = sorted(checked | set(self.place.nodes))
             self.run.update_info(lambda info: info.update(checked_nodes=good))
-            return True
-        return self._replace_nodes(verdict.failed)
+        return True if not verdict.failed else self._replace_nodes(verdict.failed)
+
+    def _check_nodes(self, *, tries: int) -> checks.Verdict:
+        """Run the checks on all nodes; again where something failed that is no node's fault."""
+        nodes = ",".join(self.place.nodes)
+        for number in range(tries):
+            folder = self.run.path / "preflight" / f"{self.claim.number}-{number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            master = f"{self.place.nodes[0]}:{free_port(self.place.job, offset=1 + number)}"
+            gpus = str(ask(self.job, self.racer).gpus_per_node)
+            words = [sys.executable, "-m", "allranks.launch.network", "--peers", nodes, "--"]
+            words += [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
+            words += ["--nodes", nodes, "--master", master, "--gpus", gpus]
+            words += ["--seconds", str(PREFLIGHT_SECONDS)]
+            beginning = srun(self.place, self.job, tasks_per_node=1, ends_together=False)
+            self._run_step([*beginning, *words], seconds=PREFLIGHT_SECONDS + 15)
+            verdict = checks.verdict(folder, self.place.nodes)
+            if verdict.failed or not verdict.trouble or self.signals:
+                break
+        return verdict
 
     def _replace_nodes(self, failed: Mapping[str, str]) -> bool:
         """Send the job again without the nodes that failed; True if it has to do with them."""
@@ -385,12 +392,6 @@ def no_progress(run: RunDir) -> bool:
     starts = [attempt.get("checkpoint") for attempt in run.info().get("attempts", [])]
     newest = prepare.newest_checkpoint(run)
     return len(starts) >= 2 and starts[-2:] == [newest, newest]
-
-
-def nodes_failed(said: str) -> list[str]:
-    """Nodes that srun names as lost, in its words: `srun: error: Node failure on node3`."""
-    lines = [line.rpartition("Node failure on ") for line in said.splitlines()]
-    return [node for _, found, text in lines if found for node in nodelist.expand(text.strip())]
 
 
 if __name__ == "__main__":

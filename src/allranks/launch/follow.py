@@ -230,7 +230,7 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
         raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
     jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
     if not jobs:
-        return f"is {run.state()} already"
+        return f"is {state_of(run, info, jobs, queue)} already"
     run.ask_to_stop("stopped by its user")
     waiting = [job.job for job in jobs if job.state in WAITING]
     active = [job.job for job in jobs if job.state in RUNNING]

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from allranks import nodelist
@@ -119,3 +120,13 @@ def free_port(job: str, *, offset: int = 0) -> int:
                 continue
         return port
     raise AllranksError("no port is free on this node", fix="tell the site", exit_code=1)
+
+
+def nodes_failed(said: str) -> list[str]:
+    """Nodes that srun names as lost, in its words: `srun: error: Node failure on node3`."""
+    found: list[str] = []
+    for line in said.splitlines():
+        _, words, text = line.rpartition("Node failure on ")
+        with suppress(AllranksError):  # a rank's own words
+            found += nodelist.expand(text) if words else []
+    return found

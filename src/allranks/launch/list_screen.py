@@ -28,13 +28,13 @@ def show_runs(
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "state", "layout", "job", "step", "left"):
-        table.add_column(name, overflow="fold", no_wrap=name != "run")
+        table.add_column(name, overflow="fold")
     for run in runs:
         table.add_row(
             run["run"],
             Text(run["state"], style=COLOURS[run["state"]]),
             Text(run["layout"] or ""),
-            ",".join(run["jobs"]),
+            run["jobs"][-1] if run["jobs"] else "-",
             progress(run),
             left(run),
         )
@@ -52,7 +52,7 @@ def progress(run: Mapping[str, Any]) -> str:
         return "-"
     if not run["steps"]:
         return str(run["step"])
-    return f"{run['step']}/{run['steps']} ({run['step'] / run['steps']:.0%})"
+    return f"{run['step']}/{run['steps']}"
 
 
 def left(run: Mapping[str, Any]) -> str:

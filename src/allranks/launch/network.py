@@ -298,18 +298,25 @@ def _reads(pynvml: Any, a: Any, b: Any) -> bool | None:
     return known.get(pynvml.nvmlDeviceGetP2PStatus(a, b, READ))
 
 
+def apply(nodes: Sequence[str]) -> None:
+    """Set what this node needs in our environment, and say why; `nodes`: all of the job."""
+    own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    own |= {os.environ.get("SLURMD_NODENAME", "")}
+    node = describe_node([name for name in nodes if name not in own])
+    for setting in settings(node, os.environ, num_nodes=len(nodes)):
+        os.environ[setting.name] = setting.value
+        if os.environ.get("SLURM_LOCALID", "0") == "0":  # once a node
+            host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+            reason = f"{setting.name}={setting.value}: {setting.reason}"
+            print(f"allranks: {host}: {reason}", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m allranks.launch.network")
     parser.add_argument("--peers", required=True, help="the nodes of the job, this one among them")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    nodes = expand(options.peers)
-    own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    own |= {os.environ.get("SLURMD_NODENAME", "")}
-    node = describe_node([name for name in nodes if name not in own])
-    for setting in settings(node, os.environ, num_nodes=len(nodes)):
-        print(f"{setting.name}={setting.value}: {setting.reason}", file=sys.stderr, flush=True)
-        os.environ[setting.name] = setting.value
+    apply(expand(options.peers))
     os.execvp(options.command[0], options.command)
 
 

@@ -88,6 +88,12 @@ def racers_of(job: Job, texts: Sequence[str]) -> list[Racer]:
     wanted = [Racer.parse(text) for text in texts] or [Racer(job.layout)]
     gpu = job.slurm.gpu
     types: Sequence[str | None] = gpu if isinstance(gpu, tuple) else [gpu]
+    for name in types:
+        if name and not re.fullmatch(GPU_TYPE, name):
+            raise AllranksError(
+                f'slurm.gpu: "{name}" is not one type of GPU',
+                fix=f"write slurm.gpu: [{', '.join(re.split('[^A-Za-z0-9_.:-]+', name))}]",
+            )
     found = [
         racer if racer.gpu else Racer(racer.layout, gpu_type)
         for racer in wanted
@@ -194,9 +200,11 @@ def sbatch_script(
     words = [sys.executable, "-m", "allranks.launch.allocation", str(run_dir)]
     words += ["--racer", str(racer), "--claim", str(claim)]
     env = [(k, v) for k, v in job.env.items() if v != BUILT_IN["env"].get(k)]
-    for text in (*words, str(folder), *slurm.modules, *(value for _, value in env)):
-        if "\0" in text:
-            raise AllranksError(f"{text!r} cannot stand in a script", fix="remove the null byte")
+    for text in (*words, str(folder), *slurm.modules, slurm.setup, *(value for _, value in env)):
+        if re.search("[\0\ud800-\udfff]", text):  # a null byte, or what is no UTF-8
+            raise AllranksError(
+                f"{text!r:.200} cannot stand in a script", fix="remove what is no text from it"
+            )
     excluded = ",".join(part for part in (slurm.exclude, exclude) if part)
     directives = _directives(job, asked, run_dir, excluded, dependency or slurm.dependency)
     return _template().render(
@@ -214,7 +222,8 @@ def _directives(
     job: Job, asked: Ask, run_dir: Path, exclude: str, dependency: str | None
 ) -> Iterator[str]:
     slurm = job.slurm
-    yield f"--job-name={slurm.job_name or run_dir.name}"
+    # A folder that was renamed by hand may have any name.
+    yield f"--job-name={slurm.job_name or re.sub(r'[^A-Za-z0-9_.-]', '_', run_dir.name)}"
     for name in ("account", "partition", "qos", "constraint", "reservation"):
         if getattr(slurm, name) is not None:
             yield f"--{name}={getattr(slurm, name)}"
@@ -246,10 +255,11 @@ def _directives(
 
 def _other_directives(job: Job) -> Iterator[str]:
     for name, value in job.slurm.directives.items():
-        if name in OWN_KEYS:
+        own = [key for key in OWN_KEYS if key.startswith(name)]  # sbatch takes a beginning too
+        if own:
             raise AllranksError(
                 f"slurm.directives.{name} would change what allranks asks for itself",
-                fix=f"use {OWN_KEYS[name]} instead",
+                fix=f"use {OWN_KEYS[min(own)]} instead",
             )
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise AllranksError(

@@ -54,6 +54,11 @@ REFUSALS = (
         "try again in a minute; `scontrol ping` says whether it is up",
     ),
     Refusal(
+        r"could not establish a configuration source|failed to fetch config",
+        "SLURM's commands are here, but they do not know the cluster",
+        "log in to a login node of the cluster, or set SLURM_CONF to its slurm.conf",
+    ),
+    Refusal(
         r"invalid account",
         "the account is not yours, or may not use this partition",
         "write slurm.account=NAME, one of those that `allranks cluster` lists",
@@ -159,7 +164,7 @@ def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: b
             env=environment(os.environ, program),
             check=False,
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         raise SlurmError(
             f"{program} is not here: this machine is not part of a SLURM cluster, "
             "or its commands are not on PATH",

@@ -48,26 +48,10 @@ def main() -> int:
     )
     os.environ[claims.VARIABLE] = str(wanted.claim)
     nodes = wanted.nodes.split(",")
-    set_network(nodes, prepared)
+    network.apply(nodes)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
         return run_rank(prepared, run, nodes[0], wanted.port)
     return run_node(prepared, nodes[0], wanted.port)
-
-
-def set_network(nodes: list[str], prepared: Prepared) -> None:
-    """Settings of NCCL and gloo that this node needs; each with its reason, on one node's word."""
-    if len(nodes) == 1:
-        return
-    env = {**os.environ, **prepared.job.env}
-    here = network.describe_node([node for node in nodes if node != my_node()])
-    for setting in network.settings(here, env, num_nodes=len(nodes)):
-        os.environ[setting.name] = setting.value
-        if os.environ.get("SLURM_LOCALID", "0") == "0":
-            print(f"allranks: {my_node()}: {setting.name}={setting.value}: {setting.reason}")
-
-
-def my_node() -> str:
-    return os.environ.get("SLURMD_NODENAME", "")
 
 
 def run_node(prepared: Prepared, master: str, port: int) -> int:

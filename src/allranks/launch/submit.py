@@ -92,9 +92,9 @@ def send_all(job: Job, racers: Sequence[Racer], run: RunDir, **options: Any) -> 
             refused.append(error)
             done.remarks.append(f"{racer} was refused: {error.what}; {error.fix}")
     cancel_losers(run, done.jobs, first)
-    if not done.jobs:
+    if refused and not done.jobs:
         reason = f"never queued: {refused[0].what}"
-        if not run.attempts():
+        if not run.attempts() and not run.info().get("jobs"):
             run.update_info(lambda info: info.update(ended={"state": "failed", "reason": reason}))
         raise refused[0]
     return done
@@ -130,7 +130,7 @@ def record_job(run: RunDir, job_id: str, racer: Racer, claim: int) -> None:
         record = {"layout": str(racer), "claim": claim, "submitted": time.time()}
         info.setdefault("racers", {}).setdefault(job_id, record)
         holder = claims.newest(run.claims)
-        if holder is None or holder.job != job_id:  # it may have started before we came here
+        if holder is None or holder.number < claim:  # it may have started before we came here
             info["queued"] = True
             info.pop("ended", None)
 
@@ -192,11 +192,16 @@ def resume(prepared: Prepared, racers: Sequence[Racer], *, after: str | None = N
     check(prepared, racers)
     types = gpu_types()
     racers = [resolve_type(racer, types) for racer in racers]
+    before = run.job_file.read_text()
     write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
     if after is None:
         run.take_back_stop()
     options = {"dependency": f"afterany:{after}"} if after else {}
-    return send_all(prepared.job, racers, run, **options)
+    try:
+        return send_all(prepared.job, racers, run, **options)
+    except slurm.SlurmError:
+        write_atomically(run.job_file, before)  # what was refused is not what the run is
+        raise
 
 
 def prepare_resume(request: prepare.Request, race_texts: Sequence[str]) -> tuple[Prepared, Any]:

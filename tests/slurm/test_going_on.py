@@ -1,0 +1,141 @@
+"""Runs go on by themselves: after time limits, preemption and lost nodes, and when moved."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tests.commandline import run_allranks
+from tests.faults import newest_weights, same_bits
+from tests.slurm.live import Cluster
+from tests.slurm.runs import Sent, send
+
+from allranks.events import read_events
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
+
+TASK = ["task=slow:Slow", "log_every=1", "checkpoint.every=50"]
+
+
+def uninterrupted(folder: Path, *arguments: str) -> Path:
+    """The same job on this machine, without the pauses: sleeping changes no weight."""
+    done = run_allranks(
+        *("run", "--json", *arguments, "options.seconds=0.0", "--runs", "reference"),
+        cwd=folder,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(json.loads(done.stdout)["run_dir"])
+
+
+def check(sent: Sent, reference: Path, steps: int) -> None:
+    """It has finished, with every step recorded once in order, and the weights of the other."""
+    assert sent.listed()["state"] == "finished", sent.log()
+    assert sorted(sent.losses()) == list(range(1, steps + 1))
+    step, weights = newest_weights(sent.run.path)
+    assert step == steps
+    assert same_bits(weights, newest_weights(reference)[1])
+
+
+def steps_of_attempts(sent: Sent) -> list[list[int]]:
+    return [
+        [e["step"] for e in read_events(sent.run.events(attempt, 0)) if e["event"] == "step"]
+        for attempt in sent.run.attempts()
+    ]
+
+
+def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_path: Path) -> None:
+    """Four runs at once, since all of it is waiting: SLURM looks at limits every 30 seconds."""
+    steps = 1500
+    common = [*TASK, f"steps={steps}"]
+    limited = send(cluster, tmp_path, *common, "name=limited", "slurm.time=1")
+    requeued = send(cluster, tmp_path, *common, "name=requeued")
+    signalled = send(cluster, tmp_path, *common, "name=signalled")
+    lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
+    reference = uninterrupted(tmp_path, *common)
+    for sent in (requeued, signalled, lost):
+        sent.wait_for_step(60)
+    cluster.run("scontrol", "requeue", requeued.jobs[0])
+    cluster.run("scancel", "--signal=TERM", signalled.jobs[0])
+    (node,) = lost.listed()["nodes"]
+    cluster.kill_slurmd(node)
+    for sent in (requeued, signalled, limited, lost):
+        sent.wait_for_end(300)
+        check(sent, reference, steps)
+    assert len(limited.run.attempts()) >= 2
+    assert "DUE TO TIME LIMIT" not in limited.log()
+    assert len(requeued.run.attempts()) >= 2 and len(signalled.run.attempts()) >= 2
+    # Nothing was done twice where there was time to save.
+    for sent in (limited, signalled):
+        done = [step for attempt in steps_of_attempts(sent) for step in attempt]
+        assert done == list(range(1, steps + 1))
+
+
+def test_a_running_run_moves_to_another_layout(cluster: Cluster, tmp_path: Path) -> None:
+    steps = 600
+    common = [*TASK, f"steps={steps}"]
+    sent = send(cluster, tmp_path, *common)
+    reference = uninterrupted(tmp_path, *common)
+    sent.wait_for_step(100)
+    told = json.loads(sent.allranks("resume", sent.run.name, "--layout", "2x2", "--json"))
+    assert told["run"] == sent.run.name and told["jobs"] != sent.jobs
+    line = sent.wait_for_end(150)
+    assert (line["state"], line["layout"], line["step"]) == ("finished", "2x2", steps), sent.log()
+    first, second = steps_of_attempts(sent)
+    assert 100 <= first[-1] < steps
+    assert [*first, *second] == list(range(1, steps + 1))
+    samples = [
+        sum(
+            e["samples"]
+            for rank in sent.run.ranks(1)
+            for e in read_events(sent.run.events(1, rank))
+            if e["event"] == "step" and e["step"] == step
+        )
+        for step in second
+    ]
+    assert set(samples) <= {32, 7000 % 32}
+    expected = {
+        e["step"]: e["loss"]
+        for e in read_events(reference / "attempts" / "0" / "rank-0.jsonl")
+        if e["event"] == "step" and e["step"] <= 500
+    }
+    found = sent.losses()
+    assert all(abs(found[s] - expected[s]) <= 1e-5 * abs(expected[s]) for s in expected)
+
+
+def test_a_run_stops_at_a_checkpoint_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    steps = 400
+    sent = send(cluster, tmp_path, *TASK, f"steps={steps}")
+    sent.wait_for_step(50)
+    assert "saves a checkpoint" in sent.allranks("stop", sent.run.name)
+    line = sent.wait_for_end(40)
+    assert (line["state"], line["reason"]) == ("stopped", "stopped by its user")
+    time.sleep(3)
+    assert cluster.squeue() == []
+    sent.allranks("resume", sent.run.name)
+    assert sent.wait_for_end(90)["state"] == "finished", sent.log()
+    first, second = steps_of_attempts(sent)
+    assert [*first, *second] == list(range(1, steps + 1))
+    assert "finished already" in run_allranks("resume", sent.run.name, cwd=tmp_path).stderr
+
+
+def kill_attempt(sent: Sent, attempt: int) -> None:
+    """Kill everything of an attempt once it trains, and have SLURM start the job again."""
+    cluster, (job,) = sent.cluster, sent.jobs
+    cluster.wait(lambda: sent.run.ranks(attempt), 90, f"the rank of attempt {attempt}")
+    (node,) = sent.listed()["nodes"]
+    cluster.exec(node, "pkill", "-9", "-f", "allranks.launch")
+    cluster.wait(lambda: cluster.job(job)["JobState"] == "FAILED", 30, "the job's end")
+    cluster.run("scontrol", "requeue", job)
+
+
+def test_a_run_without_progress_gives_up_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
+    common = ["task=slow:Slow", "steps=100000", "checkpoint.every=99999", "preflight=false"]
+    sent = send(cluster, tmp_path, *common)
+    for attempt in range(2):
+        kill_attempt(sent, attempt)
+    line = sent.wait_for_end(90)
+    assert line["state"] == "failed"
+    assert "no progress in two attempts" in line["reason"]
