@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
 from allranks.job import Duration, Job, load_job, parse_job
-from allranks.launch import sbatch
 from allranks.launch.sbatch import (
     OWN_KEYS,
     Ask,
@@ -199,8 +198,8 @@ def test_a_folder_that_no_script_can_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize("where", ["env", "modules", "setup", "folder"])
 @pytest.mark.parametrize("bad", ["a\x00b", "a\ud800b"])
 def test_what_is_no_text_is_refused(where: str, bad: str) -> None:
-    slurm = {"modules": {"modules": [bad]}, "setup": {"setup": bad}}.get(where, {})
-    job = job_of(slurm, env={"NAME": bad} if where == "env" else {})
+    values: dict[str, dict[str, Any]] = {"modules": {"modules": [bad]}, "setup": {"setup": bad}}
+    job = job_of(values.get(where, {}), env={"NAME": bad} if where == "env" else {})
     with pytest.raises(AllranksError, match="cannot stand in a script"):
         script_of(job, folder=Path(f"/{bad}" if where == "folder" else "/"))
 
@@ -443,7 +442,7 @@ def stubs(folder: Path) -> Iterator[Path]:
     for file in (python, module):
         file.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sbatch.sys, "executable", str(python))
+        patch.setattr(sys, "executable", str(python))
         yield folder
 
 

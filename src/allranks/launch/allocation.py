@@ -115,6 +115,7 @@ class Allocation:
         self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
         self.signals: list[signal.Signals] = []
         self._deadline: float | None = None  # when the ranks are told, once SLURM has warned
+        self._attempt: int | None = None
 
     def run_to_end(self) -> int:
         for number in STOP_SIGNALS:
@@ -249,6 +250,7 @@ class Allocation:
         request = Request(resume=str(self.run.path), layout=str(self.racer.layout), leads=False)
         prepared = prepare.prepare(request)
         prepare.open_run(prepared, backend="slurm")
+        self._attempt = prepared.attempt
         for remark in [*prepared.remarks, *prepare.environment_warnings(prepared.job)]:
             say(remark)
         return prepared
@@ -293,8 +295,8 @@ class Allocation:
 
     def _ranks_listen(self) -> bool:
         """Whether every rank has written something: before that, a signal would just kill it."""
-        attempts = self.run.attempts()
-        return bool(attempts) and len(self.run.ranks(attempts[-1])) == self.racer.layout.ranks
+        ranks = [] if self._attempt is None else self.run.ranks(self._attempt)
+        return len(ranks) == self.racer.layout.ranks
 
     def _repeat(self, said: IO[bytes], failed: list[str]) -> None:
         for line in said:

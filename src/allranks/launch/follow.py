@@ -151,8 +151,10 @@ def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue
     if info.get("backend") != "slurm" or queue.silent:
         return run.state()
     if any(job.state in RUNNING for job in jobs):
-        # A job that has just begun has not claimed anything yet, one that ends has given it back.
-        return "running" if not _has_ended(run) else run.state()
+        if _has_ended(run) and (info.get("ended") or run.ended_state() == "finished"):
+            return run.ended_state()
+        # One that has stopped short may be about to be requeued: SLURM has not said yet.
+        return "queued" if info.get("queued") and not run.is_live() else "running"
     if any(job.state in WAITING for job in jobs):
         return "queued"
     if run.is_live():

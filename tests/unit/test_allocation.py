@@ -1,0 +1,636 @@
+"""A job that holds a run: who may, when its ranks are told to stop, and what comes after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks import claims
+from allranks.claims import Claim
+from allranks.errors import AllranksError
+from allranks.events import append_event
+from allranks.job import parse_job
+from allranks.launch import allocation, inside, slurm
+from allranks.launch.allocation import Allocation, no_progress, take_claim
+from allranks.launch.inside import (
+    FIRST_PORT,
+    NUM_PORTS,
+    Place,
+    free_port,
+    nodes_failed,
+    own_state,
+    patiently,
+    seconds_to_limit,
+    step_environment,
+)
+from allranks.launch.prepare import Prepared, Request, prepare
+from allranks.launch.sbatch import Racer
+from allranks.rundir import RunDir
+
+DOWN = "Unable to contact slurm controller (connect failure)"
+RACER = Racer.parse("1x2")
+
+
+def place_of(job: str, restart: int = 0, nodes: tuple[str, ...] = ("n1",)) -> Place:
+    return Place(job=job, restart=restart, nodes=nodes, cpus_per_node=4)
+
+
+def make_run(folder: Path, **values: Any) -> RunDir:
+    run = RunDir(folder / "job-20261115-120000-aaaa")
+    run.path.mkdir()
+    run.job_file.write_text(parse_job({"layout": "1x2", **values}).to_yaml())
+    run.write_info({"run": run.name, "backend": "slurm", "jobs": []})
+    return run
+
+
+class Answers:
+    """SLURM's commands in this process: what they were asked, and what they say."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.said: dict[str, str | Exception] = {"sbatch": "500", "squeue": "RUNNING"}
+
+    def __call__(self, *words: str, **options: Any) -> str:
+        self.calls.append(words)
+        answer = self.said.get(words[0], "")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def of(self, program: str) -> list[tuple[str, ...]]:
+        return [words for words in self.calls if words[0] == program]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    faked = Answers()
+    monkeypatch.setattr(slurm, "call", faked)
+    return faked
+
+
+@pytest.fixture
+def hold(tmp_path: Path, answers: Answers) -> Callable[..., Allocation]:
+    """`hold(**job)`: job 100 has just taken a run."""
+
+    def make(restart: int = 0, **values: Any) -> Allocation:
+        run = make_run(tmp_path, **values)
+        place = place_of("100", restart)
+        claim = take_claim(run, place, RACER, 0)
+        assert claim is not None
+        return Allocation(run, place, RACER, claim)
+
+    return make
+
+
+# --- Taking the run -----------------------------------------------------------------------------
+
+
+def test_the_first_job_takes_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    claim = take_claim(run, place_of("100", nodes=("n1", "n2")), Racer.parse("2x1@a40"), 0)
+    assert claim is not None
+    assert (claim.number, claim.job, claim.layout, claim.nodes) == (0, "100", "2x1", ("n1", "n2"))
+    assert claims.newest(run.claims) == claim
+
+
+def test_a_racer_that_lost_ends_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    assert take_claim(run, place_of("100"), RACER, 0) is not None
+    before = sorted(run.path.rglob("*"))
+    assert take_claim(run, place_of("101"), Racer.parse("2x1"), 0) is None
+    assert sorted(run.path.rglob("*")) == before
+    assert "was taken by job 100 (1x2): this job (2x1) ends" in capsys.readouterr().out
+
+
+def test_a_racer_that_looked_before_the_winner_came_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    assert take_claim(run, place_of("100"), RACER, 0) is not None
+    looks = iter([None, claims.newest(run.claims)])
+    monkeypatch.setattr(claims, "newest", lambda folder: next(looks))
+    assert take_claim(run, place_of("101"), RACER, 0) is None
+
+
+def test_a_requeued_job_takes_what_was_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for restart in range(3):
+        claim = take_claim(run, place_of("100", restart), RACER, 0)
+        assert claim is not None
+        assert (claim.number, claim.restart) == (restart, restart)
+
+
+def test_the_next_job_of_a_run_takes_the_next_claim_and_a_stale_script_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert take_claim(run, place_of("100"), RACER, 0) is not None
+    assert take_claim(run, place_of("101"), RACER, 1) is not None
+    for stale in (0, 1, 3):
+        assert take_claim(run, place_of("102"), RACER, stale) is None
+    # The first job, requeued after a node came back: another one has the run.
+    assert take_claim(run, place_of("100", 1), RACER, 0) is None
+    assert [claim.job for claim in claims.all_of(run.claims)] == ["100", "101"]
+
+
+def test_a_job_that_finds_the_run_taken_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    assert take_claim(run, place_of("100"), RACER, 0) is not None
+    info = run.info()
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n2")
+    words = ["allocation", str(run.path), "--racer", "2x1", "--claim", "0"]
+    monkeypatch.setattr("sys.argv", words)
+    assert allocation.main() == 0
+    assert run.info() == info
+    assert run.attempts() == []
+
+
+# --- Rivals -------------------------------------------------------------------------------------
+
+
+def test_only_waiting_jobs_of_its_own_claim_or_an_older_one_are_cancelled(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    held = hold()
+    held.claim = Claim(number=1, job="100")
+    jobs = {"98": 0, "99": 1, "100": 1, "101": 2}
+    racers = {job: {"layout": "1x2", "claim": claim} for job, claim in jobs.items()}
+    held.run.update_info(lambda info: info.update(racers=racers))
+    held._cancel_rivals()
+    assert answers.calls == [("scancel", "--state=PENDING", "98", "99")]
+
+
+def test_rivals_that_are_recorded_later_and_a_deaf_controller_are_not_forgotten(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold()
+    slept: list[float] = []
+
+    def add(job: str) -> None:
+        record = {"layout": "1x2", "claim": 0}
+        held.run.update_info(lambda info: info.setdefault("racers", {}).update({job: record}))
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            answers.said["scancel"] = ""
+            add("102")
+
+    add("101")
+    answers.said["scancel"] = slurm.refusal("scancel", DOWN)
+    monkeypatch.setattr(time, "sleep", sleep)
+    held._cancel_rivals()
+    assert [words[2:] for words in answers.calls] == [("101",), ("101",), ("101", "102")]
+    assert slept[:3] == [1.0, 2.0, 4.0]
+    assert max(slept) == 60.0
+
+
+def test_rivals_that_have_left_the_queue_are_not_asked_for_again(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    held = hold()
+    racers = {"101": {"layout": "1x2", "claim": 0}}
+    held.run.update_info(lambda info: info.update(racers=racers))
+    answers.said["scancel"] = slurm.refusal("scancel", "Invalid job id specified")
+    held._cancel_rivals()
+    assert len(answers.calls) == 1
+
+
+# --- When the ranks are told --------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, left: float | None) -> None:
+        self.left, self.now = left, 1000.0
+
+    def seconds_to_limit(self, job: str) -> float | None:
+        return self.left
+
+
+def clocked(held: Allocation, monkeypatch: pytest.MonkeyPatch, left: float | None) -> Clock:
+    clock = Clock(left)
+    monkeypatch.setattr(allocation, "seconds_to_limit", clock.seconds_to_limit)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    held.signals = [signal.SIGUSR2]
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("left", "wait"),
+    [
+        (170.0, 50.0),  # SLURM warns up to a minute early: the grace time is 120 s
+        (209.0, 89.0),
+        (120.0, 0.0),
+        (40.0, 0.0),
+        (1000.0, 0.0),  # it was no warning of the limit
+        (None, 0.0),
+    ],
+)
+def test_an_early_warning_of_the_limit_is_deferred_to_the_grace_time(
+    hold: Callable[..., Allocation],
+    monkeypatch: pytest.MonkeyPatch,
+    left: float | None,
+    wait: float,
+) -> None:
+    held = hold(slurm={"time": "1h"})
+    clock = clocked(held, monkeypatch, left)
+    if wait:
+        assert not held._is_time()
+        clock.now += wait - 1
+        clock.left = None  # asked once, not at every look
+        assert not held._is_time()
+        clock.now += 1
+    assert held._is_time()
+
+
+def test_what_is_no_warning_is_passed_on_at_once(
+    hold: Callable[..., Allocation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold(slurm={"time": "1h"})
+    clocked(held, monkeypatch, 170.0)
+    assert not held._is_time()
+    held.signals.append(signal.SIGTERM)
+    assert held._is_time()
+    held.signals = [signal.SIGUSR2]
+    assert not held._is_time()
+    held.run.ask_to_stop("stopped by its user")
+    assert held._is_time()
+
+
+def test_ranks_are_told_when_all_of_this_attempt_have_written_something(
+    hold: Callable[..., Allocation],
+) -> None:
+    held = hold()
+    for rank in range(2):
+        append_event(held.run.events(0, rank), "start", rank=rank)
+    assert not held._ranks_listen()  # those of an earlier attempt
+    assert held._open().attempt == 1
+    assert not held._ranks_listen()
+    append_event(held.run.events(1, 0), "start", rank=0)
+    assert not held._ranks_listen()
+    append_event(held.run.events(1, 1), "start", rank=1)
+    assert held._ranks_listen()
+
+
+# --- What comes after ---------------------------------------------------------------------------
+
+
+def ended(held: Allocation, *ends: dict[str, Any] | None) -> Prepared:
+    """The attempt of this job, and how its ranks ended."""
+    prepared = held._open()
+    for rank, end in enumerate(ends):
+        append_event(held.run.events(prepared.attempt, rank), "start", rank=rank)
+        if end is not None:
+            append_event(held.run.events(prepared.attempt, rank), "end", **end)
+    return prepared
+
+
+STOPPED = {"state": "stopped", "exit": 75}
+KILLED = {"state": "stopped", "exit": None, "signal": "SIGUSR2"}
+FINISHED = {"state": "finished", "exit": 0}
+
+
+def test_a_finished_run_is_left_alone(hold: Callable[..., Allocation], answers: Answers) -> None:
+    held = hold()
+    assert held._what_next(ended(held, FINISHED, FINISHED), 0) == 0
+    assert answers.calls == []
+    assert held.run.state() == "finished"
+
+
+def test_a_run_that_was_stopped_short_is_requeued(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    assert answers.of("sbatch") == []
+    assert held.run.state() == "queued"
+
+
+def test_where_requeuing_is_refused_another_job_follows(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    held.run.update_info(lambda info: info.update(failed_nodes={"n7": "lost"}))
+    answers.said["scontrol"] = slurm.refusal(
+        "scontrol", "Requested operation is presently disabled"
+    )
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    ((_, _, script),) = answers.of("sbatch")
+    text = Path(script).read_text()
+    assert "#SBATCH --dependency=afterany:100\n" in text
+    assert "#SBATCH --exclude=n7\n" in text
+    assert "--racer 1x2 --claim 1\n" in text
+    info = held.run.info()
+    assert (info["jobs"], info["racers"]["500"]["claim"]) == (["500"], 1)
+    assert info["racers"]["500"]["continues"] == "continues"
+    assert held.run.state() == "queued"
+
+
+def test_a_run_that_can_go_on_nowhere_says_so(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    answers.said["scontrol"] = slurm.refusal("scontrol", "Access/permission denied")
+    answers.said["sbatch"] = slurm.refusal("sbatch", "Invalid account")
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    assert held.run.state() == "failed"
+    assert "neither requeued nor sent again" in held.run.info()["ended"]["reason"]
+
+
+def test_a_run_that_its_user_stopped_stays_stopped(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, STOPPED)
+    held.run.ask_to_stop("stopped by its user")
+    assert held._what_next(prepared, 0) == 0
+    assert answers.calls == []
+    assert held.run.info()["ended"] == {"state": "stopped", "reason": "stopped by its user"}
+
+
+def test_a_run_that_moves_is_left_to_the_job_that_waits(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, STOPPED)
+    held.run.ask_to_stop("moves to 2x1", moves=True)
+    assert held._what_next(prepared, 0) == 0
+    assert answers.calls == []
+    assert "ended" not in held.run.info()
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "PENDING", ""])
+def test_a_job_that_slurm_is_ending_does_nothing_more(
+    hold: Callable[..., Allocation], answers: Answers, state: str
+) -> None:
+    held = hold()
+    answers.said["squeue"] = state
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    assert answers.of("scontrol") == answers.of("sbatch") == []
+
+
+def test_a_run_whose_ranks_failed_or_fell_silent_has_failed(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, None)
+    assert held._what_next(prepared, 137) == 1
+    end = held.run.end(0, 1)
+    assert end is not None and end["state"] == "failed"
+    assert answers.of("scontrol") == answers.of("sbatch") == []
+
+
+def test_who_lost_the_run_touches_nothing(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, None)
+    assert take_claim(held.run, place_of("101"), RACER, 1) is not None
+    with pytest.raises(AllranksError, match="lost the run to job 101"):
+        held._what_next(prepared, 0)
+    assert held.run.end(0, 1) is None
+    assert answers.calls == []
+
+
+def test_without_requeue_a_run_ends_at_its_limit(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold(slurm={"requeue": False})
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 1
+    assert answers.of("scontrol") == []
+    assert "slurm.requeue is false" in held.run.info()["ended"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "age", "saved"),
+    [
+        ([STOPPED, STOPPED], None, True),  # it said so by its exit code
+        ([STOPPED, {"state": "stopped", "exit": 0}], None, True),
+        ([KILLED, STOPPED], None, False),
+        ([KILLED, KILLED], -10, True),  # written since this job began
+        ([KILLED, KILLED], 10, False),
+    ],
+)
+def test_a_script_goes_on_if_it_has_saved(
+    hold: Callable[..., Allocation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[dict[str, Any]],
+    age: float | None,
+    saved: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    held = hold(command="python train.py", last="{run}-{ranks}.ckpt")
+    last = Path(f"{held.run.name}-2.ckpt")
+    if age is not None:
+        last.touch()
+        os.utime(last, (0, held.claim.time - age))
+    prepared = ended(held, *ends)
+    assert held._saved(prepared) is saved
+    assert held._what_next(prepared, 0) == (0 if saved else 1)
+    if not saved:
+        assert held.run.info()["ended"]["reason"] == (
+            "the script did not save when it was told to stop: "
+            f"nothing new is at {held.run.name}-2.ckpt"
+        )
+
+
+def test_a_script_that_names_no_checkpoint_is_told_how(hold: Callable[..., Allocation]) -> None:
+    held = hold(command="python train.py")
+    prepared = ended(held, KILLED, KILLED)
+    assert not held._saved(prepared)
+    assert held._why_not(prepared).endswith("the job does not say where (last: PATH)")
+
+
+# --- Progress and nodes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("starts", "newest", "stuck"),
+    [
+        ([], None, False),
+        ([None], None, False),
+        ([None, None], None, True),
+        ([None, None], "step-10", False),
+        (["step-10", "step-10"], "step-10", True),
+        (["step-10", "step-20"], "step-20", False),
+        (["step-10", "step-10"], "step-20", False),
+        ([None, "step-10", "step-10"], "step-10", True),
+    ],
+)
+def test_two_attempts_from_the_same_checkpoint_are_no_progress(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    starts: list[str | None],
+    newest: str | None,
+    stuck: bool,
+) -> None:
+    run = make_run(tmp_path)
+    attempts = [{"checkpoint": start} for start in starts]
+    run.update_info(lambda info: info.update(attempts=attempts))
+    monkeypatch.setattr(allocation.prepare, "newest_checkpoint", lambda run: newest)
+    assert no_progress(run) is stuck
+
+
+def test_a_run_without_progress_stops_unless_somebody_asked_for_this_attempt(
+    hold: Callable[..., Allocation],
+) -> None:
+    held = hold(restart=2)
+    for _ in range(2):
+        ended(held, STOPPED)
+    with pytest.raises(AllranksError, match="no progress in two attempts"):
+        held._check_progress()
+    held.place = place_of("100", 0)
+    held._check_progress()
+    racers = {"100": {"layout": "1x2", "claim": 0, "continues": "continues"}}
+    held.run.update_info(lambda info: info.update(racers=racers))
+    with pytest.raises(AllranksError, match="no progress in two attempts"):
+        held._check_progress()
+
+
+def test_attempts_are_bounded(hold: Callable[..., Allocation]) -> None:
+    held = hold(slurm={"max_attempts": 2})
+    for _ in range(2):
+        held._check_progress()
+        ended(held, STOPPED)
+    with pytest.raises(AllranksError, match=r"2 attempts were made") as error:
+        held._check_progress()
+    assert "slurm.max_attempts=4" in error.value.fix
+
+
+def test_a_node_that_failed_this_run_is_left(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    assert not held._leave_failed_nodes()
+    held._record_failed({"n1": "lost"})
+    assert held._leave_failed_nodes()
+    ((_, _, script),) = answers.of("sbatch")
+    assert "#SBATCH --exclude=n1\n" in Path(script).read_text()
+    answers.said["sbatch"] = slurm.refusal(
+        "sbatch", "Requested node configuration is not available"
+    )
+    assert not held._leave_failed_nodes()
+
+
+def test_nodes_are_replaced_once(hold: Callable[..., Allocation], answers: Answers) -> None:
+    held = hold()
+    assert held._replace_nodes({"n1": "clock is off"}) is False
+    assert held.run.info()["failed_nodes"] == {"n1": "clock is off"}
+    with pytest.raises(AllranksError, match="a second time: n1: clock is off"):
+        held._replace_nodes({"n1": "clock is off"})
+
+
+@pytest.mark.parametrize(
+    ("said", "nodes"),
+    [
+        ("srun: error: Node failure on node3\n", ["node3"]),
+        ("srun: error: Node failure on n[1-2],m7\n", ["n1", "n2", "m7"]),
+        ("x\nsrun: error: Node failure on a\nsrun: error: Node failure on b\n", ["a", "b"]),
+        ("all is well on node3\n", []),
+        ("rank 3: Node failure on purpose, said the script!\n", []),
+        ("Node failure on [[\n", []),
+        ("Node failure on \n", []),
+        ("", []),
+    ],
+)
+def test_nodes_that_srun_names_as_lost(said: str, nodes: list[str]) -> None:
+    assert nodes_failed(said) == nodes
+
+
+# --- Inside a job -------------------------------------------------------------------------------
+
+
+def test_the_place_is_what_slurm_says() -> None:
+    env = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_JOB_NODELIST": "n[01-02],m",
+        "SLURM_JOB_CPUS_PER_NODE": "8(x2),4",
+    }
+    place = Place.from_environment(env)
+    assert place == Place(job="17", restart=2, nodes=("n01", "n02", "m"), cpus_per_node=4)
+    few = Place.from_environment({"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1"})
+    assert (few.restart, few.cpus_per_node) == (0, 1)
+
+
+def test_outside_of_a_job_there_is_no_place() -> None:
+    with pytest.raises(AllranksError, match="for the inside of a SLURM job") as error:
+        Place.from_environment({})
+    assert "allranks submit" in error.value.fix
+
+
+def test_a_port_follows_from_the_job_and_the_next_is_taken_if_it_is_busy() -> None:
+    port = free_port("12345")
+    assert FIRST_PORT <= port < FIRST_PORT + NUM_PORTS
+    with socket.socket() as busy:
+        busy.bind(("", port))
+        busy.listen()
+        other = free_port("12345")
+        assert other != port
+        assert FIRST_PORT <= other < FIRST_PORT + NUM_PORTS
+    assert FIRST_PORT <= free_port("9" * 12, offset=NUM_PORTS) < FIRST_PORT + NUM_PORTS
+
+
+def test_srun_finds_no_options_of_ours_in_the_environment() -> None:
+    env = {"SLURM_NTASKS": "1", "SLURM_CPU_BIND": "x", "SRUN_DEBUG": "1", "SLURM_JOB_ID": "7"}
+    assert step_environment(env) == {"SLURM_JOB_ID": "7"}
+
+
+def test_the_state_of_a_job_and_the_time_that_it_has(answers: Answers) -> None:
+    assert own_state("100") == "RUNNING"
+    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    assert own_state("100") == "UNKNOWN"
+    assert seconds_to_limit("100") is None
+    answers.said["squeue"] = slurm.refusal("squeue", "Invalid job id specified")
+    assert own_state("100") == "GONE"
+    answers.said["squeue"] = time.strftime("%Y-%m-%dT%H:%M:%S\n", time.localtime(time.time() + 90))
+    left = seconds_to_limit("100")
+    assert left is not None and 80 < left <= 91
+    answers.said["squeue"] = "N/A\n"
+    assert seconds_to_limit("100") is None
+
+
+def test_a_silent_controller_is_asked_again_and_a_refusal_is_not(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            answers.said["scontrol"] = "done"
+
+    monkeypatch.setattr(inside.time, "sleep", sleep)
+    answers.said["scontrol"] = slurm.refusal("scontrol", DOWN)
+    assert patiently("scontrol", "requeue", "100") == "done"
+    assert slept == [1.0, 2.0, 4.0]
+    with pytest.raises(slurm.SlurmError):
+        answers.said["scontrol"] = slurm.refusal("scontrol", DOWN)
+        patiently("scontrol", "requeue", "100", seconds=-1)
+    answers.said["scontrol"] = slurm.refusal("scontrol", "Invalid job id specified")
+    with pytest.raises(slurm.SlurmError, match="left the queue"):
+        patiently("scontrol", "requeue", "100")
+    assert len(slept) == 3
+
+
+def test_an_attempt_in_another_layout_is_prepared_for_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    held = Allocation(run, place_of("100"), Racer.parse("2x1"), Claim(number=0, job="100"))
+    assert str(held.job.layout) == "2x1"
+    assert str(held._open().layout) == "2x1"
+    assert str(prepare(Request(resume=str(run.path))).layout) == "2x1"
+    assert [one["layout"] for one in run.info()["attempts"]] == ["2x1"]

@@ -1,0 +1,653 @@
+"""Runs in a queue: sent, raced, resumed, moved, stopped and listed, with SLURM's commands faked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commandline import Allranks
+
+from allranks import claims
+from allranks.claims import Claim
+from allranks.errors import AllranksError
+from allranks.events import append_event
+from allranks.launch import follow, move, submit
+from allranks.launch.prepare import Request, load_resolved, prepare
+from allranks.launch.sbatch import Racer, racers_of
+from allranks.launch.slurm import SlurmError
+from allranks.launch.submit import Submitted
+from allranks.rundir import RunDir
+
+# All of SLURM's commands under one roof; what they know and were asked is in one file.
+FAKE = r"""#!{python} -S
+import json, sys
+from pathlib import Path
+
+file = Path(r"{state}")
+known = json.loads(file.read_text())
+program, words = Path(sys.argv[0]).name, sys.argv[1:]
+jobs, said, code = known["jobs"], "", 0
+known["calls"].append([program, *words])
+named = [word for word in words if word.isdigit()]
+waits = [job for job in jobs if jobs[job]["state"] in ("PENDING", "RUNNING", "COMPLETING")]
+refused = known["refuse"].get(program)
+if isinstance(refused, list) and words != ["--version"]:
+    refused = refused.pop(0) if refused else None
+if refused and words != ["--version"]:
+    print(refused, file=sys.stderr)
+    code = 1
+elif program == "sbatch" and words == ["--version"]:
+    said = "slurm-wlm 22.05.8"
+elif program == "sbatch" and words[0] == "--test-only":
+    text = Path(words[1]).read_text()
+    nodes = next(line for line in text.splitlines() if "--nodes" in line).partition("=")[2]
+    if nodes in known["starts"]:
+        print("sbatch: Job 9 to start at " + known["starts"][nodes] + " using 4", file=sys.stderr)
+    else:
+        code = 1
+elif program == "sbatch":
+    said = str(known["next"])
+    jobs[said] = dict(state="PENDING", reason="Priority", script=Path(words[-1]).read_text())
+    known["next"] += 1
+    winner = known["claims_while_sending"].get(said)
+    if winner:
+        folder = Path(words[-1]).parent / "claims"
+        folder.mkdir(exist_ok=True)
+        claim = dict(number=0, job=winner, restart=0, layout="", nodes=[], host="n", pid=1, time=0)
+        (folder / "0").write_text(json.dumps(claim))
+        jobs[winner]["state"] = "RUNNING"
+elif program == "squeue":
+    rows = [(job, jobs[job]) for job in waits]
+    line = "{{}}|{{}}|{{}}|{{}}|{{}}|1:00|2:00|1"
+    said = "\n".join(
+        line.format(job, row["state"], row["reason"], row.get("start", "N/A"), row.get("nodes", ""))
+        for job, row in rows
+    )
+elif program == "sacct":
+    asked = words[words.index("-j") + 1].split(",")
+    said = "\n".join(
+        f"{{job}}|{{jobs[job]['state']}}|{{jobs[job].get('code', '0:0')}}|Unknown|n1"
+        for job in asked if job in jobs and job not in waits
+    )
+elif program == "scancel" and "--batch" not in words:
+    for job in named:
+        if jobs[job]["state"] == "PENDING" or "--state=PENDING" not in words:
+            jobs[job]["state"] = "CANCELLED by 1000"
+elif program == "sinfo":
+    said = known["gres"]
+file.write_text(json.dumps(known))
+if said:
+    print(said)
+sys.exit(code)
+"""
+PROGRAMS = ("sbatch", "squeue", "sacct", "scancel", "sinfo", "scontrol", "sacctmgr")
+QOS = "sbatch: error: Batch job submission failed: Invalid qos specification"
+DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@dataclass
+class Slurm:
+    """The fake cluster, from the outside."""
+
+    file: Path
+
+    def read(self) -> dict[str, Any]:
+        return dict(json.loads(self.file.read_text()))
+
+    def set(self, **values: Any) -> None:
+        self.file.write_text(json.dumps({**self.read(), **values}))
+
+    def change(self, job: str, **values: str) -> None:
+        jobs = self.read()["jobs"]
+        jobs[job] |= values
+        self.set(jobs=jobs)
+
+    def states(self) -> dict[str, str]:
+        return {job: row["state"] for job, row in self.read()["jobs"].items()}
+
+    def calls(self, *programs: str) -> list[list[str]]:
+        return [call for call in self.read()["calls"] if call[0] in (programs or PROGRAMS)]
+
+    def script(self, job: str) -> str:
+        return str(self.read()["jobs"][job]["script"])
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    state = programs / "state.json"
+    empty = {"next": 100, "jobs": {}, "calls": [], "refuse": {}, "starts": {}, "gres": ""}
+    state.write_text(json.dumps({**empty, "claims_while_sending": {}}))
+    for name in PROGRAMS:
+        (programs / name).write_text(FAKE.format(python=sys.executable, state=state))
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return Slurm(state)
+
+
+def send(*racers: str, overrides: list[str] | None = None) -> Submitted:
+    layout = racers[0].partition("@")[0] if racers else None
+    prepared = prepare(Request(overrides=overrides or [], layout=layout))
+    return submit.submit(prepared, racers_of(prepared.job, racers))
+
+
+def again(run: RunDir, *racers: str, overrides: list[str] | None = None) -> Submitted:
+    layout = racers[0].partition("@")[0] if racers else None
+    request = Request(resume=str(run.path), layout=layout, overrides=overrides or [])
+    return move.resume(*submit.prepare_resume(request, racers))
+
+
+def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) -> None:
+    """What a job does first: the claim, and an attempt with some steps."""
+    slurm.change(job, state="RUNNING", reason="None", nodes="n[1-2]")
+    assert claims.take(run.claims, Claim(number=number, job=job, layout=layout))
+    run.update_info(lambda info: info.update(queued=False))
+    append_event(run.events(number, 0), "start", rank=0, steps=200, samples_per_epoch=1000)
+    for step in (1, 2):
+        append_event(run.events(number, 0), "step", step=step, seconds=0.5)
+
+
+def end(run: RunDir, slurm: Slurm, job: str, state: str, *, number: int = 0) -> None:
+    append_event(run.events(number, 0), "end", state=state, exit=0)
+    slurm.change(job, state="COMPLETED")
+
+
+def look(run: RunDir) -> dict[str, Any]:
+    return follow.describe(run, follow.look_at_queue([run]))
+
+
+# --- Sending ------------------------------------------------------------------------------------
+
+
+def test_a_submitted_run_waits_with_everything_in_its_folder(slurm: Slurm) -> None:
+    done = send("1x2")
+    run, info = done.run, done.run.info()
+    assert done.jobs == info["jobs"] == ["100"]
+    assert {path.name for path in run.path.iterdir() if not path.name.startswith(".")} == {
+        *("job.yaml", "run.json", "submit.sbatch"),
+    }
+    assert (info["backend"], info["layout"], info["queued"]) == ("slurm", "1x2", True)
+    assert info["cwd"] == os.getcwd()
+    assert info["racers"]["100"]["layout"] == "1x2"
+    assert info["racers"]["100"]["claim"] == 0
+    assert str(load_resolved(run).layout) == "1x2"
+    assert slurm.script("100") == (run.path / "submit.sbatch").read_text()
+    assert f"allocation {run.path} --racer 1x2 --claim 0\n" in slurm.script("100")
+    assert run.state() == look(run)["state"] == "queued"
+
+
+def test_what_was_refused_was_never_queued_and_its_folder_says_so(slurm: Slurm) -> None:
+    slurm.set(refuse={"sbatch": QOS})
+    with pytest.raises(SlurmError, match="Invalid qos specification") as error:
+        send("1x2", overrides=["slurm.qos=wrong"])
+    assert "slurm.qos=" in error.value.fix
+    (path,) = Path("runs").absolute().iterdir()
+    run = RunDir(path)
+    assert run.state() == look(run)["state"] == "failed"
+    assert look(run)["reason"].startswith("never queued: sbatch: ")
+    assert "Invalid qos specification" in look(run)["reason"]
+    assert run.info()["jobs"] == []
+
+
+def test_without_slurm_no_folder_is_made(slurm: Slurm) -> None:
+    (slurm.file.parent / "sbatch").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(slurm.file.parent))
+        with pytest.raises(SlurmError, match="sbatch is not here"):
+            send("1x2")
+    assert not Path("runs").exists()
+
+
+def test_what_cannot_be_written_makes_no_folder(slurm: Slurm) -> None:
+    for wrong in (["slurm.directives.gres=x"], ["slurm.grace=1h", "slurm.time=1h"]):
+        with pytest.raises(AllranksError):
+            send("1x2", overrides=wrong)
+    with pytest.raises(AllranksError, match="tp=2"):
+        send("1x2:tp=2")
+    assert not Path("runs").exists()
+    assert "--parsable" not in str(slurm.calls("sbatch"))
+
+
+def test_the_clusters_own_name_of_a_gpu_is_sent(slurm: Slurm) -> None:
+    slurm.set(gres="gpu:a100_sxm4_80gb:4(S:0-1),nvme:1\ngpu:A40:8\n(null)")
+    assert submit.gpu_types() == ["a100_sxm4_80gb", "A40"]
+    send("1x2@a40", "1x2@a100_sxm4_80gb")
+    assert "--gres=gpu:A40:2\n" in slurm.script("100")
+    assert "--gres=gpu:a100_sxm4_80gb:2\n" in slurm.script("101")
+    with pytest.raises(AllranksError, match="has no GPU of type v100; it has a100_sxm4_80gb, A40"):
+        send("1x2@v100")
+
+
+def test_a_cluster_that_does_not_name_its_gpus_is_believed(slurm: Slurm) -> None:
+    slurm.set(refuse={"sinfo": DOWN})
+    assert submit.gpu_types() == []
+    assert submit.resolve_type(Racer.parse("1x2@a40"), []) == Racer.parse("1x2@a40")
+
+
+# --- Races --------------------------------------------------------------------------------------
+
+
+def test_a_race_is_one_run_with_a_job_for_each_layout(slurm: Slurm) -> None:
+    done = send("1x4", "4x1@a40")
+    assert done.jobs == ["100", "101"]
+    assert [path.name for path in Path("runs").iterdir()] == [done.run.name]
+    assert done.run.info()["layout"] == "1x4,4x1@a40"
+    racers = done.run.info()["racers"]
+    assert {job: racers[job]["layout"] for job in racers} == {"100": "1x4", "101": "4x1@a40"}
+    assert {racers[job]["claim"] for job in racers} == {0}
+    assert (done.run.path / "submit.sbatch").read_text() == slurm.script("100")
+    assert (done.run.path / "submit-4x1@a40.sbatch").read_text() == slurm.script("101")
+    assert "--racer 4x1@a40 --claim 0" in slurm.script("101")
+    assert slurm.states() == {"100": "PENDING", "101": "PENDING"}
+
+
+def test_a_racer_that_is_refused_does_not_stop_the_others(slurm: Slurm) -> None:
+    slurm.set(refuse={"sbatch": [QOS]})
+    done = send("1x4", "4x1")
+    assert done.jobs == ["100"]
+    assert done.remarks[0].startswith("1x4 was refused: sbatch: ")
+    assert done.run.state() == "queued"
+    assert "ended" not in done.run.info()
+
+
+def test_a_racer_that_starts_while_others_are_sent_is_the_only_one(slurm: Slurm) -> None:
+    slurm.set(claims_while_sending={"101": "100"})
+    done = send("1x4", "4x1", "2x2")
+    assert done.jobs == ["100", "101"]
+    assert done.remarks == ["2x2 was not sent: the run has started"]
+    assert slurm.states() == {"100": "RUNNING", "101": "CANCELLED by 1000"}
+    assert slurm.calls("scancel") == [["scancel", "--state=PENDING", "101"]]
+    assert look(done.run)["state"] == "running"
+
+
+def test_a_loser_does_not_put_a_run_back_into_the_queue(slurm: Slurm) -> None:
+    slurm.set(claims_while_sending={"101": "100"})
+    run = send("1x4", "4x1").run
+    # Job 100 started first and said so, before the record of 101 was written.
+    run.update_info(lambda info: info.update(queued=False))
+    submit.record_job(run, "101", Racer.parse("4x1"), 0)
+    assert run.info()["queued"] is False
+    submit.record_job(run, "102", Racer.parse("4x1"), 1)
+    assert run.info()["queued"] is True
+
+
+def test_a_racer_that_starts_at_once_needs_no_record_of_waiting(slurm: Slurm) -> None:
+    slurm.set(claims_while_sending={"100": "100"})
+    run = send("1x4").run
+    assert not run.info().get("queued")
+    assert run.info()["jobs"] == ["100"]
+    assert slurm.calls("scancel") == []
+
+
+def test_one_more_layout_for_a_run_that_waits(slurm: Slurm) -> None:
+    run = send("1x4").run
+    done = submit.race(run, [Racer.parse("2x2")])
+    assert done.jobs == ["101"]
+    assert run.info()["jobs"] == ["100", "101"]
+    assert (run.path / "submit-2x2.sbatch").read_text() == slurm.script("101")
+
+
+def test_one_more_layout_that_is_refused_leaves_the_run_waiting(slurm: Slurm) -> None:
+    run = send("1x4").run
+    slurm.set(refuse={"sbatch": QOS})
+    with pytest.raises(SlurmError, match="Invalid qos"):
+        submit.race(run, [Racer.parse("2x2")])
+    assert "ended" not in run.info()
+    assert run.state() == look(run)["state"] == "queued"
+
+
+def test_a_run_that_runs_takes_no_further_racer(slurm: Slurm) -> None:
+    run = send("1x4").run
+    begin(run, slurm, "100", "1x4")
+    end(run, slurm, "100", "finished")
+    with pytest.raises(AllranksError, match="does not wait in a queue: it is finished") as error:
+        submit.race(run, [Racer.parse("2x2")])
+    assert f"allranks resume {run.name} --layout 2x2" in error.value.fix
+    assert len(slurm.read()["jobs"]) == 1
+
+
+def test_a_run_that_starts_before_its_first_further_racer_is_sent(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = send("1x4").run
+    numbers = iter([0, 1])
+    monkeypatch.setattr(submit, "next_claim", lambda run: next(numbers))
+    done = submit.send_all(load_resolved(run), [Racer.parse("2x2")], run)
+    assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
+
+
+# --- Going on -----------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_goes_on_as_its_next_claim(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    follow.stop([run])
+    end(run, slurm, "100", "stopped")
+    assert look(run)["state"] == "stopped"
+    done = again(run, "2x1")
+    assert done.jobs == ["101"]
+    assert run.info()["jobs"] == ["100", "101"]
+    assert run.info()["racers"]["101"]["claim"] == 1
+    assert "--racer 2x1 --claim 1" in slurm.script("101")
+    assert "--dependency" not in slurm.script("101")
+    assert run.asked_to_stop() is None
+    assert str(load_resolved(run).layout) == "2x1"
+    assert "no committed checkpoint yet: starting at step 0" in done.remarks
+    assert look(run)["state"] == "queued"
+
+
+def test_a_resumption_that_is_refused_changes_nothing(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    end(run, slurm, "100", "stopped")
+    before = run.job_file.read_text()
+    slurm.set(refuse={"sbatch": QOS})
+    with pytest.raises(SlurmError):
+        again(run, "2x1", overrides=["slurm.qos=wrong"])
+    assert run.job_file.read_text() == before
+    assert look(run)["state"] == "stopped"
+
+
+def test_a_run_that_waits_is_not_resumed(slurm: Slurm) -> None:
+    run = send("1x2").run
+    with pytest.raises(AllranksError, match=r"waits in the queue already \(job 100\)") as error:
+        again(run, "2x1")
+    assert f"allranks race {run.name}" in error.value.fix
+    assert len(slurm.read()["jobs"]) == 1
+
+
+def test_a_finished_run_is_reported_again(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    end(run, slurm, "100", "finished")
+    done = again(run, "2x1")
+    assert (done.jobs, done.remarks) == ([], [f"run {run.name} is finished already"])
+    assert again(run, overrides=["epochs=40"]).jobs == ["101"]
+
+
+def test_the_grace_time_grows_with_the_checkpoints_that_were_measured(slurm: Slurm) -> None:
+    run = send("1x2", overrides=["slurm.time=1h"]).run
+    assert "--signal=B:USR2@120\n" in slurm.script("100")
+    begin(run, slurm, "100", "1x2")
+    for seconds in (70, 80, 500):
+        append_event(run.events(0, 0), "checkpoint", step=1, seconds=seconds)
+    end(run, slurm, "100", "stopped")
+    again(run, "1x2")
+    assert "--signal=B:USR2@240\n" in slurm.script("101")
+
+
+# --- Moving -------------------------------------------------------------------------------------
+
+
+def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    done = again(run, "2x1")
+    assert done.jobs == ["101"]
+    assert "#SBATCH --dependency=afterany:100\n" in slurm.script("101")
+    assert "--racer 2x1 --claim 1" in slurm.script("101")
+    last = [call for call in slurm.calls("sbatch", "scancel") if call[1] != "--version"][-2:]
+    assert last[0][:2] == ["sbatch", "--parsable"]
+    assert last[1] == ["scancel", "--batch", "--signal=USR2", "100"]
+    assert run.asked_to_stop() == {"why": "moves to 2x1 (job 101)", "moves": True}
+    assert done.remarks == ["job 100 saves a checkpoint and ends first"]
+    assert look(run)["state"] == "running"
+
+
+def test_a_move_that_is_refused_leaves_the_running_job_alone(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    before = run.job_file.read_text()
+    slurm.set(refuse={"sbatch": QOS})
+    with pytest.raises(SlurmError):
+        again(run, "2x1")
+    assert slurm.calls("scancel") == []
+    assert run.asked_to_stop() is None
+    assert run.job_file.read_text() == before
+    assert look(run)["state"] == "running"
+
+
+def test_a_move_to_where_it_is_is_refused(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    with pytest.raises(AllranksError, match="is running in layout 1x2"):
+        again(run, "1x2")
+    assert slurm.calls("scancel") == []
+
+
+def test_nothing_is_moved_while_the_controller_is_silent(slurm: Slurm) -> None:
+    run = send("1x2").run
+    slurm.set(refuse={"squeue": DOWN})
+    with pytest.raises(AllranksError, match="did not answer"):
+        again(run, "2x1")
+    with pytest.raises(AllranksError, match="did not answer"):
+        follow.stop([run])
+    assert look(run)["state"] == "queued"
+    assert look(run)["reason"].startswith("SLURM does not answer: squeue: ")
+
+
+# --- Stopping -----------------------------------------------------------------------------------
+
+
+def test_a_run_that_waits_is_taken_out_of_the_queue(slurm: Slurm) -> None:
+    run = send("1x4", "4x1").run
+    assert follow.stop([run]) == [{"run": run.name, "done": "taken out of the queue"}]
+    assert slurm.calls("scancel") == [["scancel", "100", "101"]]
+    assert run.state() == look(run)["state"] == "stopped"
+    assert look(run)["reason"] == "stopped by its user before it started"
+    assert follow.stop([run]) == [{"run": run.name, "done": "is stopped already"}]
+
+
+def test_a_running_run_saves_first(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    assert follow.stop([run])[0]["done"] == "saves a checkpoint and stops"
+    assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
+    assert run.asked_to_stop() == {"why": "stopped by its user", "moves": False}
+    assert look(run)["state"] == "running"
+
+
+def test_a_running_run_is_stopped_at_once_if_that_is_asked(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    assert follow.stop([run], now=True)[0]["done"] == "stopped at once"
+    assert slurm.calls("scancel") == [["scancel", "100"]]
+    assert look(run)["state"] == "stopped"
+
+
+def test_a_job_that_was_cancelled_by_hand_waits_no_more(slurm: Slurm) -> None:
+    run = send("1x2").run
+    slurm.change("100", state="CANCELLED by 0")
+    assert look(run)["state"] == "failed"
+    assert look(run)["reason"] == "cancelled by root (the administrators or SLURM)"
+    assert follow.stop([run])[0]["done"] == "is failed already"
+
+
+# --- Following ----------------------------------------------------------------------------------
+
+KEYS = ["run", "run_dir", "state", "layout", "jobs", "reason", "step", "steps", "seconds_left"]
+
+
+def test_a_list_has_the_promised_keys_in_their_order(slurm: Slurm) -> None:
+    run = send("1x4", "2x2").run
+    slurm.change("101", reason="Resources", start="2026-11-16T08:00:00")
+    slurm.change("100", start="2026-11-16T09:00:00")
+    found = look(run)
+    assert list(found)[: len(KEYS)] == KEYS
+    assert found["run_dir"] == str(run.path)
+    assert found["layout"] == "1x4,2x2"
+    assert found["jobs"] == ["100", "101"]
+    assert found["expected_start"] == "2026-11-16T08:00:00"
+    assert found["reason"] == (
+        "jobs with a higher priority come first; "
+        "next in line: waits for nodes or GPUs to become free"
+    )
+    assert found["step"] is found["steps"] is found["seconds_left"] is None
+
+
+def test_a_running_run_has_its_winners_layout_and_its_progress(slurm: Slurm) -> None:
+    run = send("1x4", "2x2").run
+    begin(run, slurm, "101", "2x2")
+    found = look(run)
+    assert (found["state"], found["layout"], found["jobs"]) == ("running", "2x2", ["101"])
+    assert (found["step"], found["steps"], found["seconds_left"]) == (2, 200, 99.0)
+    assert found["nodes"] == ["n1", "n2"]
+    assert found["reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "reason"),
+    [
+        ("TIMEOUT", "0:0", "reached its time limit"),
+        ("OUT_OF_MEMORY", "0:125", "ran out of the node's memory"),
+        ("NODE_FAIL", "1:0", "a node failed"),
+        ("CANCELLED by 1000", "0:15", "cancelled by user 1000"),
+        ("FAILED", "127:0", "its command was not found"),
+    ],
+)
+def test_the_end_of_a_job_in_words(slurm: Slurm, state: str, code: str, reason: str) -> None:
+    run = send("1x2").run
+    slurm.change("100", state=state, code=code)
+    assert look(run)["state"] == "failed"
+    assert reason in look(run)["reason"]
+
+
+def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: Slurm) -> None:
+    runs = [send("1x1").run for _ in range(3)]
+    slurm.change("101", state="FAILED", code="1:0")
+    slurm.change("102", state="TIMEOUT")
+    before = len(slurm.calls())
+    follow.look_at_queue(runs)
+    asked = slurm.calls()[before:]
+    assert [call[0] for call in asked] == ["squeue", "sacct"]
+    assert "101,102" in asked[1]
+
+
+def test_runs_of_this_machine_alone_ask_slurm_nothing(slurm: Slurm) -> None:
+    run = RunDir(Path("runs/job-20261115-120000-aaaa"))
+    run.path.mkdir(parents=True)
+    run.write_info({"run": run.name, "backend": "local", "jobs": []})
+    assert look(run)["state"] == "failed"
+    assert slurm.calls() == []
+
+
+def test_a_layout_that_would_start_earlier_is_suggested(slurm: Slurm) -> None:
+    run = send("1x4").run
+    slurm.change("100", start="2026-11-16T09:00:00")
+    slurm.set(starts={"1": "2026-11-15T01:00:00", "2": "2026-11-16T08:00:00", "4": "2026-11-17"})
+    (line,) = follow.suggest_racers(run, look(run))
+    assert line.startswith("2x2 would start at 2026-11-16T08:00:00: allranks race ")
+    assert [path.name for path in run.path.glob(".test-*")] == []
+
+
+# --- The command line ---------------------------------------------------------------------------
+
+
+def answer(allranks: Allranks, *args: str) -> Any:
+    done = allranks(*args, "--json", cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_commands_and_their_json(slurm: Slurm, allranks: Allranks) -> None:
+    sent = answer(allranks, "submit", "--layout", "1x2")
+    assert list(sent) == ["run", "run_dir", "jobs"]
+    assert sent["jobs"] == ["100"]
+    assert answer(allranks, "race", "last", "2x1")["jobs"] == ["101"]
+    (listed,) = answer(allranks, "ls")
+    assert set(KEYS) <= set(listed)
+    assert listed["run"] == sent["run"]
+    (stopped,) = answer(allranks, "stop", "--all")
+    assert stopped == {"run": sent["run"], "done": "taken out of the queue"}
+    assert answer(allranks, "resume", "last", "--layout", "4x1")["jobs"] == ["102"]
+
+
+def test_a_dry_run_writes_nothing_and_prints_what_would_be_sent(
+    slurm: Slurm, allranks: Allranks
+) -> None:
+    args = ["submit", "--race", "1x4,4x1", "slurm.time=1h", "--dry-run"]
+    shown = answer(allranks, *args)
+    assert list(shown["table"]) == list(shown["scripts"]) == ["1x4", "4x1"]
+    assert shown["table"]["4x1"]["nodes"] == 4
+    assert "#SBATCH --nodes=4\n" in shown["scripts"]["4x1"]
+    printed = allranks(*args, cwd=Path.cwd()).stdout
+    assert printed.splitlines()[0].split() == ["layout", "1x4", "4x1"]
+    for script in shown["scripts"].values():
+        assert script in printed
+    assert list(Path.cwd().iterdir()) == []
+    assert slurm.calls("sbatch") == []
+
+
+def test_a_users_own_script_is_sent_as_it_is(slurm: Slurm, allranks: Allranks) -> None:
+    done = allranks(
+        *("submit", "--layout", "1x2", "--json", "--", "python", "train.py", "--name", "a b"),
+        cwd=Path.cwd(),
+    )
+    run = RunDir(Path(json.loads(done.stdout)["run_dir"]))
+    assert load_resolved(run).argv == ["python", "train.py", "--name", "a b"]
+
+
+def test_a_refusal_is_an_error_in_json_with_exit_code_1(slurm: Slurm, allranks: Allranks) -> None:
+    slurm.set(refuse={"sbatch": QOS})
+    done = allranks("submit", "--json", cwd=Path.cwd())
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert "Invalid qos specification" in error["what"]
+    assert "slurm.qos=" in error["fix"]
+
+
+def test_stop_needs_to_know_what(slurm: Slurm, allranks: Allranks) -> None:
+    for args in (["stop"], ["stop", "last", "--all"]):
+        assert allranks(*args, cwd=Path.cwd()).returncode == 2
+
+
+WATCHED = """
+import json, sys
+from contextlib import suppress
+from allranks.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    with suppress(SystemExit):
+        main()
+    heavy = {"torch", "sklearn"} & set(sys.modules)
+    print("\\nHEAVY" if heavy else "\\nLIGHT", words[0], file=sys.stderr)
+"""
+
+
+def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
+    commands = [
+        ["submit", "--layout", "1x2"],
+        ["submit", "--dry-run"],
+        ["race", "last", "2x1"],
+        ["ls"],
+        ["ls", "last"],
+        ["logs", "last"],
+        ["stop", "last"],
+        ["resume", "last", "--layout", "1x4"],
+        ["cluster"],
+        ["cluster", "--queue"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    seen = [line.split() for line in done.stderr.splitlines() if line[:5] in ("HEAVY", "LIGHT")]
+    assert seen == [["LIGHT", words[0]] for words in commands], done.stderr
+    assert slurm.states() == {
+        "100": "CANCELLED by 1000",
+        "101": "CANCELLED by 1000",
+        "102": "PENDING",
+    }
