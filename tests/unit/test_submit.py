@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,15 @@ class Slurm:
     """The fake cluster, from the outside."""
 
     file: Path
+    locks: list[int] = field(default_factory=list)
+
+    def hold(self, run: RunDir, number: int) -> None:
+        """As a job does that has the claim and lives."""
+        self.locks.append(claims.lock(run.claims, number))
+
+    def let_go(self) -> None:
+        while self.locks:
+            os.close(self.locks.pop())
 
     def read(self) -> dict[str, Any]:
         return dict(json.loads(self.file.read_text()))
@@ -119,7 +129,7 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
     programs = tmp_path / "bin"
     programs.mkdir()
     state = programs / "state.json"
@@ -131,7 +141,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    return Slurm(state)
+    cluster = Slurm(state)
+    yield cluster
+    cluster.let_go()
 
 
 def send(*racers: str, overrides: list[str] | None = None) -> Submitted:
@@ -150,6 +162,7 @@ def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) 
     """What a job does first: the claim, and an attempt with some steps."""
     slurm.change(job, state="RUNNING", reason="None", nodes="n[1-2]")
     assert claims.take(run.claims, Claim(number=number, job=job, layout=layout))
+    slurm.hold(run, number)
     run.update_info(lambda info: info.update(queued=False))
     append_event(run.events(number, 0), "start", rank=0, steps=200, samples_per_epoch=1000)
     for step in (1, 2):
@@ -159,6 +172,7 @@ def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) 
 def end(run: RunDir, slurm: Slurm, job: str, state: str, *, number: int = 0) -> None:
     append_event(run.events(number, 0), "end", state=state, exit=0)
     slurm.change(job, state="COMPLETED")
+    slurm.let_go()
 
 
 def look(run: RunDir) -> dict[str, Any]:
@@ -266,6 +280,7 @@ def test_a_racer_that_starts_while_others_are_sent_is_the_only_one(slurm: Slurm)
     assert done.remarks == ["2x2 was not sent: the run has started"]
     assert slurm.states() == {"100": "RUNNING", "101": "CANCELLED by 1000"}
     assert slurm.calls("scancel") == [["scancel", "--state=PENDING", "101"]]
+    slurm.hold(done.run, 0)
     assert look(done.run)["state"] == "running"
 
 
@@ -462,6 +477,7 @@ def test_a_running_run_is_stopped_at_once_if_that_is_asked(slurm: Slurm) -> None
     begin(run, slurm, "100", "1x2")
     assert follow.stop([run], now=True)[0]["done"] == "stopped at once"
     assert slurm.calls("scancel") == [["scancel", "100"]]
+    slurm.let_go()
     assert look(run)["state"] == "stopped"
 
 

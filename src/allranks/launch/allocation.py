@@ -33,6 +33,7 @@ from allranks.launch import checks, prepare, slurm, submit
 from allranks.launch.inside import (
     Place,
     free_port,
+    has_saved,
     nodes_failed,
     own_state,
     patiently,
@@ -40,6 +41,8 @@ from allranks.launch.inside import (
     srun,
     step_command,
     step_environment,
+    unusable_nodes,
+    why_it_ends,
 )
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.sbatch import Racer, ask
@@ -183,6 +186,9 @@ class Allocation:
 
     def _leave_failed_nodes(self) -> bool:
         """Go elsewhere if SLURM gave us a node that this run has seen fail."""
+        earlier = claims.all_of(self.run.claims)[:-1][-1:]
+        if self.place.restart and earlier:
+            self._record_failed(unusable_nodes(earlier[0].nodes))
         known = self.run.info().get("failed_nodes", {})
         here = [node for node in self.place.nodes if node in known]
         if not here:
@@ -243,7 +249,8 @@ class Allocation:
         return False
 
     def _record_failed(self, failed: Mapping[str, str]) -> None:
-        self.run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
+        if failed:
+            self.run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
 
     def _open(self) -> Prepared:
         """Write the attempt into the run's folder."""
@@ -258,8 +265,7 @@ class Allocation:
     def _run_step(self, command: Sequence[str], *, seconds: float = math.inf) -> int:
         """Run srun to its end, passing on what is to stop the ranks."""
         step = subprocess.Popen(command, env=step_environment(os.environ), stderr=subprocess.PIPE)
-        failed: list[str] = []
-        reader = threading.Thread(target=self._repeat, args=(step.stderr, failed), daemon=True)
+        reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
         reader.start()
         deadline = time.monotonic() + seconds
         told = 0
@@ -276,8 +282,6 @@ class Allocation:
             if time.monotonic() > deadline:
                 step.terminate()
         reader.join(5)
-        if failed:
-            self._record_failed({node: "SLURM lost it during an attempt" for node in failed})
         return int(step.returncode)
 
     def _is_time(self) -> bool:
@@ -298,12 +302,14 @@ class Allocation:
         ranks = [] if self._attempt is None else self.run.ranks(self._attempt)
         return len(ranks) == self.racer.layout.ranks
 
-    def _repeat(self, said: IO[bytes], failed: list[str]) -> None:
+    def _repeat(self, said: IO[bytes]) -> None:
         for line in said:
             text = line.decode(errors="replace")
             sys.stdout.write(text)
             sys.stdout.flush()
-            failed += nodes_failed(text)
+            failed = nodes_failed(text)
+            if failed:  # at once: SLURM leaves this process a few seconds
+                self._record_failed(dict.fromkeys(failed, "SLURM lost it during an attempt"))
 
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Go on in another job if the run was stopped short; the exit code of this one."""
@@ -320,11 +326,15 @@ class Allocation:
             return 0
         if own_state(self.place.job) not in ("RUNNING", "UNKNOWN"):
             return 0  # SLURM is ending this job itself, and knows what comes next
-        if state == "stopped" and self.job.slurm.requeue and self._saved(prepared):
+        if (
+            state == "stopped"
+            and self.job.slurm.requeue
+            and has_saved(self.run, prepared, since=self.claim.time)
+        ):
             self._continue()
             return 0
         if state == "stopped":
-            give_up(self.run, self._why_not(prepared))
+            give_up(self.run, why_it_ends(self.run, prepared))
         return 1
 
     def _record_silent(self, attempt: int) -> None:
@@ -332,24 +342,6 @@ class Allocation:
         for rank in range(self.racer.layout.ranks):
             if self.run.end(attempt, rank) is None and self.run.events(attempt, rank).exists():
                 append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
-
-    def _saved(self, prepared: Prepared) -> bool:
-        """Whether a further attempt would go on from where this one stopped."""
-        if self.job.command is None:
-            return True
-        attempt = max(self.run.attempts(), default=0)
-        ends = [self.run.end(attempt, rank) for rank in self.run.ranks(attempt)]
-        if all(end and end["exit"] in (0, 75) for end in ends):
-            return True  # the script knew what the signal meant
-        last = prepare.last_of(prepared, self.run)
-        return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > self.claim.time
-
-    def _why_not(self, prepared: Prepared) -> str:
-        if not self.job.slurm.requeue:
-            return "stopped at its time limit, and slurm.requeue is false"
-        last = prepare.last_of(prepared, self.run)
-        where = f"nothing new is at {last}" if last else "the job does not say where (last: PATH)"
-        return f"the script did not save when it was told to stop: {where}"
 
     def _continue(self) -> None:
         """Have SLURM run this job again; where it may not, send another."""

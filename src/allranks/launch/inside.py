@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,8 +14,9 @@ from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.hardware import parse_tasks_per_node
 from allranks.job import Job
-from allranks.launch import slurm
+from allranks.launch import prepare, slurm
 from allranks.launch.prepare import Prepared
+from allranks.rundir import RunDir
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below what Linux hands out by itself
 
@@ -73,6 +74,42 @@ def seconds_to_limit(job: str) -> float | None:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) - time.time()
     except (slurm.SlurmError, ValueError):
         return None
+
+
+def unusable_nodes(nodes: Sequence[str]) -> dict[str, str]:
+    """Which of these SLURM has taken out of use, and its word for it."""
+    try:
+        printed = slurm.call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
+    except slurm.SlurmError:
+        return {}
+    states = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+    unusable = ("down", "drain", "fail", "error", "boot", "reboot", "inval")
+    return {
+        node: f"SLURM says that it is {state}"
+        for node, state in states.items()
+        if state.startswith(unusable)
+    }
+
+
+def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
+    """Whether a further attempt would go on from where a stopped one has left off."""
+    if prepared.job.command is None:
+        return True
+    attempt = max(run.attempts(), default=0)
+    ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
+    if all(end and end["exit"] in (0, 75) for end in ends):
+        return True  # the script knew what the signal meant
+    last = prepare.last_of(prepared, run)
+    return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > since
+
+
+def why_it_ends(run: RunDir, prepared: Prepared) -> str:
+    """Why nobody goes on with a run that was stopped."""
+    if not prepared.job.slurm.requeue:
+        return "stopped at its time limit, and slurm.requeue is false"
+    last = prepare.last_of(prepared, run)
+    where = f"nothing new is at {last}" if last else "the job does not say where (last: PATH)"
+    return f"the script did not save when it was told to stop: {where}"
 
 
 def step_environment(env: Mapping[str, str]) -> dict[str, str]:

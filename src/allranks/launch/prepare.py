@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -306,6 +307,8 @@ def ranks_environment(
         "ALLRANKS_TIMEOUT": str(job.timeout.seconds),
         "ALLRANKS_TIMEOUT_IS_SET": str(int(job.timeout != DEFAULT_TIMEOUT)),
     }
+    if job.stage:
+        env["ALLRANKS_STAGE"] = json.dumps(job.stage)
     if oversubscribe:
         env["ALLRANKS_OVERSUBSCRIBE"] = "1"
     threads = prepared.threads or max(1, hardware.cpus_allotted() // here)

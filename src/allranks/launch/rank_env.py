@@ -6,6 +6,7 @@ rank is one of a native task. It keeps its process id: a command replaces it.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -13,9 +14,11 @@ import socket
 import sys
 from pathlib import Path
 
+from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.processes import STOP_SIGNALS, die_with_parent
 from allranks.rundir import RunDir
+from allranks.stage import stage_together
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
         layout=os.environ["ALLRANKS_LAYOUT"],
         backend=None,
     )
+    command = stage(command, os.environ)
     inject(os.environ)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     replace_by(command)
@@ -73,6 +77,19 @@ def redirect_output(path: Path) -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text streams
+
+
+def stage(command: list[str], env: os._Environ[str]) -> list[str]:
+    """The command with {stage} filled in, once the data is on this node's own disk."""
+    paths = json.loads(env.get("ALLRANKS_STAGE", "[]"))
+    if not paths:
+        return command
+    try:
+        folder = stage_together([Path(path) for path in paths])
+    except AllranksError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    return [word.replace("{stage}", str(folder)) for word in command]
 
 
 def inject(env: os._Environ[str]) -> None:

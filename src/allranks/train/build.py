@@ -25,6 +25,7 @@ from allranks.hardware import cpus_allotted, gpu_link, local_gpus
 from allranks.job import Job
 from allranks.layout import Layout
 from allranks.rundir import RunDir, no_readable_checkpoint
+from allranks.stage import local_copy, own_folder
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.data import Cut, EvaluationData, Progress, TrainingData
@@ -34,7 +35,6 @@ from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
 from allranks.train.pulse import Pulse
 from allranks.train.seeds import mix
-from allranks.train.stage import stage_locally
 
 # Below either, compiling costs more time than it saves.
 COMPILE_FROM_STEPS = 500
@@ -97,7 +97,8 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     """Everything the loop needs, restored from a checkpoint if there is one. Collective."""
     task = load_task(job)
     if job.data.stage == "local":
-        stage_locally(task)
+        copies = own_folder()
+        task.stage(lambda path: local_copy(path, copies))
     seed_everything(job.seed)
     datasets = task.datasets()
     data = training_data(me, job, task, datasets["train"], device)

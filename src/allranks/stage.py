@@ -7,22 +7,42 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from allranks.errors import AllranksError
-from allranks.tasks import Task
 
 
-def stage_locally(task: Task) -> None:
-    """Have the task read its data from node-local storage."""
+def own_folder() -> Path:
+    """The folder for our copies on this node's own disk, made if it is not there yet."""
     folder = local_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
         raise AllranksError(
-            f"data.stage: {folder} belongs to another user",
-            fix="point TMPDIR at a folder of your own, or leave out data.stage",
+            f"stage: {folder} belongs to another user",
+            fix="point TMPDIR at a folder of your own, or stage nothing",
         )
-    task.stage(lambda path: local_copy(Path(path), folder))
+    return folder
+
+
+def stage_together(paths: Sequence[Path]) -> Path:
+    """A folder of this node in which a copy of each path stands under the path's own name."""
+    names = [path.name for path in paths]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise AllranksError(
+            f"stage: two paths are called {twice[0]}", fix="rename one, or stage their parent"
+        )
+    folder = own_folder()
+    copies = [local_copy(path, folder) for path in paths]
+    key = hashlib.sha256("\n".join(map(str, copies)).encode()).hexdigest()[:16]
+    together = folder / f"stage-{key}"
+    together.mkdir(exist_ok=True)
+    for name, copy in zip(names, copies, strict=True):
+        with suppress(FileExistsError):  # another rank of this node was here
+            (together / name).symlink_to(copy)
+    return together
 
 
 def local_folder() -> Path:
@@ -40,8 +60,8 @@ def local_copy(path: Path, folder: Path) -> Path:
         state = _state(path)
     except OSError as error:
         raise AllranksError(
-            f"data.stage: local cannot read {path}: {error.strerror}",
-            fix="correct the path, or leave out data.stage",
+            f"stage: cannot read {path}: {error.strerror}",
+            fix="correct the path, or stage nothing",
         ) from None
     key = f"{path.resolve()}:{state}"
     target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{path.name}"
@@ -69,6 +89,6 @@ def _copy(path: Path, target: Path) -> None:
         partial.rename(target)
     except OSError as error:
         raise AllranksError(
-            f"data.stage: local cannot copy {path} to {target.parent}: {error.strerror}",
-            fix="free space there, point TMPDIR at a larger disk, or leave out data.stage",
+            f"stage: cannot copy {path} to {target.parent}: {error.strerror}",
+            fix="free space there, point TMPDIR at a larger disk, or stage nothing",
         ) from None
