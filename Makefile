@@ -31,7 +31,7 @@ demo: $(PACKAGE)
 test: lint
 	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 	@tests/slurm/cluster.sh install
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST)
 
 lint: $(DEV)
 	@$(BIN)/python -m ruff check

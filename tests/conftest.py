@@ -27,6 +27,13 @@ os.environ["ALLRANKS_TESTS"] = MARK
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers: one waits for SLURM most of the time, and the other has the CPUs."""
+    for item in items:
+        group = "slurm" if item.get_closest_marker("slurm") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def allranks(tmp_path: Path) -> Allranks:
     """`allranks(*args)` runs the command line, in the test's own folder unless told otherwise."""

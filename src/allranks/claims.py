@@ -63,6 +63,11 @@ def newest(folder: Path) -> Claim | None:
     return _read(folder, numbers[-1]) if numbers else None
 
 
+def next_number(folder: Path) -> int:
+    """The number that the next holder has to take."""
+    return max(_numbers(folder), default=-1) + 1
+
+
 def all_of(folder: Path) -> list[Claim]:
     """Every claim so far, oldest first."""
     return [_read(folder, number) for number in _numbers(folder)]

@@ -283,6 +283,8 @@ def test_ranks_are_told_when_all_of_this_attempt_have_written_something(
     assert not held._ranks_listen()
     append_event(held.run.events(1, 1), "start", rank=1)
     assert held._ranks_listen()
+    append_event(held.run.events(2, 0), "start", rank=0)  # restarted in the same job
+    assert not held._ranks_listen()
 
 
 # --- What comes after ---------------------------------------------------------------------------
@@ -440,7 +442,6 @@ def test_a_script_goes_on_if_it_has_saved(
         last.touch()
         os.utime(last, (0, held.claim.time - age))
     prepared = ended(held, *ends)
-    assert held._saved(prepared) is saved
     assert held._what_next(prepared, 0) == (0 if saved else 1)
     if not saved:
         assert held.run.info()["ended"]["reason"] == (
@@ -452,8 +453,9 @@ def test_a_script_goes_on_if_it_has_saved(
 def test_a_script_that_names_no_checkpoint_is_told_how(hold: Callable[..., Allocation]) -> None:
     held = hold(command="python train.py")
     prepared = ended(held, KILLED, KILLED)
-    assert not held._saved(prepared)
-    assert held._why_not(prepared).endswith("the job does not say where (last: PATH)")
+    assert held._what_next(prepared, 0) == 1
+    reason = held.run.info()["ended"]["reason"]
+    assert reason.endswith("the job does not say where (last: PATH)")
 
 
 # --- Progress and nodes -------------------------------------------------------------------------

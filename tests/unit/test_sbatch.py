@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
@@ -419,6 +419,7 @@ MODEST = settings(
     deadline=None,
     database=None,
     derandomize=True,
+    phases=[Phase.generate],  # to shrink what takes a process each would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -254,7 +254,9 @@ class Allocation:
 
     def _open(self) -> Prepared:
         """Write the attempt into the run's folder."""
-        request = Request(resume=str(self.run.path), layout=str(self.racer.layout), leads=False)
+        layout = str(self.racer.layout)
+        # What may change was decided when the job was sent.
+        request = Request(resume=str(self.run.path), layout=layout, leads=False, force=True)
         prepared = prepare.prepare(request)
         prepare.open_run(prepared, backend="slurm")
         self._attempt = prepared.attempt
@@ -299,8 +301,9 @@ class Allocation:
 
     def _ranks_listen(self) -> bool:
         """Whether every rank has written something: before that, a signal would just kill it."""
-        ranks = [] if self._attempt is None else self.run.ranks(self._attempt)
-        return len(ranks) == self.racer.layout.ranks
+        newest = max(self.run.attempts(), default=-1)  # later than ours if ranks restarted
+        is_ours = self._attempt is not None and newest >= self._attempt
+        return is_ours and len(self.run.ranks(newest)) == self.racer.layout.ranks
 
     def _repeat(self, said: IO[bytes]) -> None:
         for line in said:
@@ -314,9 +317,10 @@ class Allocation:
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
-        self._record_silent(prepared.attempt)
+        attempt = max(self.run.attempts(), default=prepared.attempt)  # ranks may have restarted
+        self._record_silent(attempt)
         state = self.run.ended_state()
-        say(f"attempt {max(self.run.attempts(), default=0)} is {state} (srun: {code})")
+        say(f"attempt {attempt} is {state} (srun: {code})")
         stop = self.run.asked_to_stop()
         if state == "finished":
             return 0
@@ -326,15 +330,12 @@ class Allocation:
             return 0
         if own_state(self.place.job) not in ("RUNNING", "UNKNOWN"):
             return 0  # SLURM is ending this job itself, and knows what comes next
-        if (
-            state == "stopped"
-            and self.job.slurm.requeue
-            and has_saved(self.run, prepared, since=self.claim.time)
-        ):
+        if state != "stopped":
+            return 1
+        if self.job.slurm.requeue and has_saved(self.run, prepared, since=self.claim.time):
             self._continue()
             return 0
-        if state == "stopped":
-            give_up(self.run, why_it_ends(self.run, prepared))
+        give_up(self.run, why_it_ends(self.run, prepared))
         return 1
 
     def _record_silent(self, attempt: int) -> None:

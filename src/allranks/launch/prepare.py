@@ -189,9 +189,10 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
         held.enter_context(prepared.run.held())
         return prepared
     held.enter_context(prepared.run.held())
-    holder = claims.newest(prepared.run.claims)
-    if holder is not None:  # jobs of this run that still wait in a queue must find it taken
-        claims.take(prepared.run.claims, claims.Claim(number=holder.number + 1))
+    if prepared.run.info().get("backend") == "slurm":
+        # Jobs of this run that still wait in a queue must find it taken.
+        number = claims.next_number(prepared.run.claims)
+        claims.take(prepared.run.claims, claims.Claim(number=number, layout=str(prepared.layout)))
     if prepared.attempt == next_attempt(prepared.run):
         return prepared
     return prepare(replace(request, leads=False))  # another resume came and went in between
@@ -201,18 +202,19 @@ def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
     """Write what is about to start into its folder: job.yaml as resolved, run.json."""
     run = prepared.run or create_run(prepared.request.runs, prepared.job.name)
     write_atomically(run.job_file, prepared.job.to_yaml())
-    attempt = {
+    attempt: dict[str, Any] = {
         "attempt": prepared.attempt,
         "layout": str(prepared.layout),
         "started": time.time(),
         "checkpoint": prepared.checkpoint or None,
-        "changes": prepared.changes,
     }
 
     def start(info: dict[str, Any]) -> None:
         info |= describe_run(prepared, run, info)
         info |= {"backend": backend, "queued": False, "hardware": hardware.inventory()}
         info.pop("ended", None)
+        # What was changed when the job was sent, where that was not now.
+        attempt["changes"] = prepared.changes or info.pop("changes", [])
         info["attempts"] = [*info.get("attempts", []), attempt]
 
     run.update_info(start)

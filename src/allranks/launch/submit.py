@@ -81,9 +81,9 @@ def send_all(job: Job, racers: Sequence[Racer], run: RunDir, **options: Any) -> 
     """Send one job for each racer, until one of them has started."""
     done = Submitted(run)
     refused: list[slurm.SlurmError] = []
-    first = next_claim(run)
+    first = claims.next_number(run.claims)
     for racer in racers:
-        if next_claim(run) != first:
+        if claims.next_number(run.claims) != first:
             done.remarks.append(f"{racer} was not sent: the run has started")
             break
         try:
@@ -113,7 +113,7 @@ def cancel_losers(run: RunDir, jobs: Sequence[str], claim: int) -> None:
 
 def send(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
     """Send one job and record it; its id. The one place from which jobs are sent."""
-    claim = options.pop("claim", next_claim(run))
+    claim = options.pop("claim", claims.next_number(run.claims))
     script = run.path / script_name(run, racer)
     write_atomically(script, script_of(job, racer, run, claim=claim, **options))
     job_id = slurm.parse_job_id(slurm.call("sbatch", "--parsable", str(script)))
@@ -154,13 +154,8 @@ def script_of(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
         racer,
         run_dir=run.path,
         folder=Path(run.info().get("cwd", os.getcwd())),
-        **{"claim": next_claim(run), "grace": round(needed), **options},
+        **{"claim": claims.next_number(run.claims), "grace": round(needed), **options},
     )
-
-
-def next_claim(run: RunDir) -> int:
-    holder = claims.newest(run.claims)
-    return 0 if holder is None else holder.number + 1
 
 
 def measured_checkpoint_seconds(run: RunDir) -> float:
@@ -196,6 +191,12 @@ def resume(prepared: Prepared, racers: Sequence[Racer], *, after: str | None = N
     write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
     if after is None:
         run.take_back_stop()
+
+    def change(info: dict[str, Any]) -> None:
+        info["overrides"] = prepare.typed_in_all(info.get("overrides", []), prepared.request)
+        info["changes"] = prepared.changes
+
+    run.update_info(change)
     options = {"dependency": f"afterany:{after}"} if after else {}
     try:
         return send_all(prepared.job, racers, run, **options)
