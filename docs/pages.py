@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from allranks.cli import app
 from allranks.init import commented_job
 from allranks.job import json_schema
 from allranks.job_problems import in_words
 
 # The tree's last lines.
 BESIDE = {
-    "tests/": "unit: one process; ranks: real ranks over gloo; gpu: CUDA, by hand",
+    "tests/": "unit: one process; ranks: real ranks over gloo; slurm: a live cluster; gpu: CUDA",
     "benchmarks/": "One runnable file for each claim, and dated results",
     "docs/": "Tutorials, how-to guides, reference, explanation",
     "examples/": "Each with a README, the command and what it prints",
@@ -34,6 +37,11 @@ def help_of(*command: str) -> str:
     )
     lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
     return "\n".join(["```", f"$ allranks {' '.join([*command, '--help'])}", *lines, "```"])
+
+
+def commands() -> list[tuple[str, ...]]:
+    """The words of every command that there is, in the order of `allranks --help`."""
+    return [(), *((name,) for name in typer.main.get_group(app).commands)]
 
 
 def job_keys() -> str:

@@ -52,6 +52,13 @@ def take(folder: Path, claim: Claim) -> bool:
     except FileExistsError:
         # A server whose answer got lost is asked again, and then finds our own link.
         return own.stat().st_nlink == 2
+    except OSError as error:
+        raise AllranksError(
+            f"the file system of {folder} has no hard links ({error.strerror}), by which jobs "
+            "agree on who trains a run",
+            fix="keep runs on another disk that all nodes see: --runs DIR",
+            exit_code=1,
+        ) from None
     finally:
         own.unlink()
     return True

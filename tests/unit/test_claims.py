@@ -91,7 +91,7 @@ def test_a_file_system_without_links_leaves_nothing_behind(
         raise PermissionError("no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(OSError, match="no hard links"):
+    with pytest.raises(AllranksError, match="has no hard links"):
         claims.take(tmp_path, Claim(number=0))
     assert os.listdir(tmp_path) == []
 

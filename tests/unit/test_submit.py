@@ -335,7 +335,7 @@ def test_a_run_that_starts_before_its_first_further_racer_is_sent(
 ) -> None:
     run = send("1x4").run
     numbers = iter([0, 1])
-    monkeypatch.setattr(submit, "next_claim", lambda run: next(numbers))
+    monkeypatch.setattr(claims, "next_number", lambda folder: next(numbers))
     done = submit.send_all(load_resolved(run), [Racer.parse("2x2")], run)
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
 

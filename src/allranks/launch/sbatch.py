@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 DEFAULT_GRACE = 120  # seconds; a quarter of the limit where that is less
+READ_ONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")  # bash's own
 GPU_TYPE = r"[A-Za-z0-9_][A-Za-z0-9_.:-]*"
 
 # Directives that have a key of their own, or that would undo what the others rely on.
@@ -36,6 +37,7 @@ OWN_KEYS = {
     **dict.fromkeys(("signal",), "slurm.grace"),
     **dict.fromkeys(("output", "error", "open-mode"), "--runs: logs are in the run's folder"),
     **dict.fromkeys(("no-requeue",), "slurm.requeue: false"),
+    **dict.fromkeys(("clusters", "cluster"), "SLURM_CONF: jobs go to this machine's own cluster"),
     **dict.fromkeys(
         ("array", "wrap", "parsable", "wait", "test-only", "chdir"), "a run of its own"
     ),
@@ -125,6 +127,11 @@ def ask(job: Job, racer: Racer, *, grace: int | None = None) -> Ask:
         number, unit = re.fullmatch(r"(\d+)(\D?)", slurm.mem_per_gpu).groups()  # type: ignore[union-attr]
         mem = f"{int(number) * gpus}{unit}"
     seconds = None if slurm.time is None else time_seconds(slurm.time)
+    if seconds == 0:
+        raise AllranksError(
+            f"slurm.time: {slurm.time} is no time at all",
+            fix="write slurm.time=2h, or leave it out for the partition's own limit",
+        )
     return Ask(
         nodes=layout.nodes,
         tasks_per_node=layout.gpus if one_task_per_rank else 1,
@@ -199,7 +206,12 @@ def sbatch_script(
     asked = ask(job, racer, grace=grace)
     words = [sys.executable, "-m", "allranks.launch.allocation", str(run_dir)]
     words += ["--racer", str(racer), "--claim", str(claim)]
-    env = [(k, v) for k, v in job.env.items() if v != BUILT_IN["env"].get(k)]
+    # Ranks get all of it from their launcher; modules and setup see what bash lets us set.
+    env = [
+        (name, value)
+        for name, value in job.env.items()
+        if value != BUILT_IN["env"].get(name) and name not in READ_ONLY
+    ]
     for text in (*words, str(folder), *slurm.modules, slurm.setup, *(value for _, value in env)):
         if re.search("[\0\ud800-\udfff]", text):  # a null byte, or what is no UTF-8
             raise AllranksError(
