@@ -36,7 +36,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its begin
 @app.command()
 def cluster(
     partition: Annotated[
-        str | None, typer.Argument(metavar="[PARTITION]", help="With --queue: only this one.")
+        str | None, typer.Argument(metavar="PARTITION", help="With --queue: only this one.")
     ] = None,
     queue: Annotated[bool, typer.Option("--queue", help="Who is waiting, and where I stand.")] = (
         False
@@ -144,7 +144,7 @@ def resume(
 
 @app.command(name="ls")
 def list_(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Only this one.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this one.")] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -169,7 +169,9 @@ def list_(
 def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
-    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Only this rank; -1: only what the job itself says.")
+    ] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -203,7 +205,7 @@ def logs(
 
 @app.command()
 def stop(
-    run: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...")] = None,
+    run: Annotated[list[str] | None, typer.Argument(metavar="RUN...")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every run that waits or runs.")] = False,
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     runs: Runs = Path("runs"),

@@ -54,6 +54,8 @@ class Layout:
         if match is None:
             known = re.fullmatch(r"[0-9]+", shape)
             example = f"1x{shape} for {shape} ranks on one node" if known else "2x4 or 2x4:tp=4"
+            if "@" in shape:  # a racer's way to name a type of GPU
+                example = f"--race {text.strip()}, or the type as slurm.gpu=TYPE"
             raise AllranksError(
                 f'layout "{text}" is not NODESxGPUS, optionally followed by :axis=N,axis=N',
                 fix=f"write {example}",

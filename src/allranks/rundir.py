@@ -40,6 +40,13 @@ class RunDir:
         return match["job"] if match else self.name
 
     @property
+    def resume_command(self) -> str:
+        """What to type to go on with the run: by its name where that is found, else its path."""
+        word = "resume" if self.info().get("backend") == "slurm" else "run --resume"
+        is_found = self.path.parent == Path("runs").absolute()
+        return f"allranks {word} {self.name if is_found else self.path}"
+
+    @property
     def job_file(self) -> Path:
         return self.path / "job.yaml"
 

@@ -291,13 +291,16 @@ class Allocation:
         if set(self.signals) != {signal.SIGUSR2} or self.run.asked_to_stop() is not None:
             return True
         if self._deadline is None:
-            grace = ask(self.job, self.racer).grace
+            grace = self._grace()
             left = seconds_to_limit(self.place.job)
             is_warning = left is not None and left < grace + EARLY_SECONDS
             wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
             self._deadline = time.monotonic() + wait
             say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
         return time.monotonic() >= self._deadline
+
+    def _grace(self) -> int:
+        return ask(self.job, self.racer, grace=submit.grace_needed(self.run)).grace
 
     def _ranks_listen(self) -> bool:
         """Whether every rank has written something: before that, a signal would just kill it."""
@@ -346,10 +349,9 @@ class Allocation:
 
     def _continue(self) -> None:
         """Have SLURM run this job again; where it may not, send another."""
-        needed = 3 * submit.measured_checkpoint_seconds(self.run)
-        grace = ask(self.job, self.racer).grace
-        if needed > grace:
-            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed:.0f}s")
+        needed = submit.grace_needed(self.run)
+        if needed > self._grace():
+            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
         self.run.update_info(lambda info: info.update(queued=True))
         try:
             say("going on in the next attempt: scontrol requeue")

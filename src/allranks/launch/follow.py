@@ -141,6 +141,7 @@ def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
         )
         if state == "queued"
         else None,
+        "job": holder.job or None if holder is not None else None,  # of the newest attempt
         "nodes": sorted({node for job in active for node in job.nodes}),
         "attempt": max(run.attempts(), default=None),
     }
@@ -187,11 +188,17 @@ def reason_of(
     ended = [queue.ended[job] for job in info.get("jobs", []) if job in queue.ended]
     told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
     failed = failure(run)
-    if failed is not None and failed.get("error"):
-        told.insert(0, f"rank {failed['rank']}: {failed['error']['what']}")
-    elif failed is not None and "signal" in failed:
-        told.insert(0, f"rank {failed['rank']} was killed by {failed['signal']}")
-    return "; ".join(dict.fromkeys(told)) or None
+    if failed is None or failed["exit"] is None:
+        return "; ".join(dict.fromkeys(told)) or None
+    # Of a rank that failed by itself, SLURM only knows that something did.
+    told = [text for text in told if not text.startswith("failed")]
+    if failed.get("error"):
+        why = f"rank {failed['rank']}: {failed['error']['what']}"
+    elif "signal" in failed:
+        why = f"rank {failed['rank']} was killed by {failed['signal']}"
+    else:
+        why = f"rank {failed['rank']} ended with code {failed['exit']}"
+    return "; ".join(dict.fromkeys([why, *told]))
 
 
 def _last_start(run: RunDir) -> dict[str, Any]:

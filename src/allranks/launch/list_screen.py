@@ -34,7 +34,7 @@ def show_runs(
             run["run"],
             Text(run["state"], style=COLOURS[run["state"]]),
             Text(run["layout"] or ""),
-            run["jobs"][-1] if run["jobs"] else "-",
+            (",".join(run["jobs"]) if run["state"] == "queued" else run["job"]) or "-",
             progress(run),
             left(run),
         )

@@ -331,15 +331,10 @@ def split_master(master: str | None) -> tuple[str, int]:
     return host, int(port)
 
 
-def reference(run: RunDir) -> str:
-    """What to type for a run: its name where that is found, else its path."""
-    return run.name if run.path.parent == Path("runs").absolute() else str(run.path)
-
-
 def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:
     """The failed rank in one message."""
     failed = failure(run)
-    again = f"allranks run --resume {reference(run)}"
+    again = run.resume_command
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=again, exit_code=1)
     rank, error = failed["rank"], failed.get("error")

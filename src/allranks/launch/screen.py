@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,10 +31,14 @@ class PeopleConsole(Console):
 
 
 class Screen:
-    """Follows one run. `console` decides whether people read stdout or, with --json, stderr."""
+    """Follows one run. `console` decides whether people read stdout or, with --json, stderr.
 
-    def __init__(self, console: Console, *, debug: bool = False) -> None:
+    `echo`: show what the rank prints, too.
+    """
+
+    def __init__(self, console: Console, *, debug: bool = False, echo: bool = True) -> None:
         self.console = console
+        self.echo = echo
         self.debug = debug
         self._run: RunDir | None = None
         self._job: Job | None = None
@@ -60,7 +63,9 @@ class Screen:
         self._stopping = True
         native = self._job is not None and self._job.command is None
         how = "saving a checkpoint at the next step" if native else "the script was told"
-        text = f"{signal_name}: stopping, {how}; Ctrl-C (again) stops at once"
+        text = f"{signal_name}: stopping, {how}"
+        if self.console.is_terminal:
+            text += "; Ctrl-C (again) stops at once"
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
@@ -105,14 +110,14 @@ class Screen:
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
         if result["state"] == "stopped":
-            again = "resume" if "SLURM_JOB_ID" in os.environ else "run --resume"
-            self.console.print(f"go on with: allranks {again} {result['run']}", soft_wrap=True)
+            again = RunDir(Path(result["run_dir"])).resume_command
+            self.console.print(f"go on with: {again}", soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
 
     def _echo(self) -> None:
-        text = self._log.read()
+        text = self._log.read() if self.echo else ""
         if not text:
             return
         if self._job is not None and self._job.command is None and not self.debug:

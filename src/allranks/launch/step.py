@@ -60,7 +60,8 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
     place = Place(node_rank=node_rank, master=f"{master}:{port}")
     signals = Signals()
     signals.listen()
-    screen = Screen(PeopleConsole(highlight=False, width=100))
+    # Ranks have logs of their own: `allranks logs` would show every line twice.
+    screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
     if node_rank:
         screen.mute()
     with ExitStack() as held:

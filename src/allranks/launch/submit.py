@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,9 +19,13 @@ from allranks.gpus import find_gpu
 from allranks.job import Job
 from allranks.launch import prepare, slurm
 from allranks.launch.prepare import Prepared
+from allranks.launch.reasons import waiting_reason
 from allranks.launch.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.rundir import RunDir, create_run, list_runs, write_atomically
 from allranks.task_source import find_task
+
+# Reasons of waiting that time does not mend.
+HOPELESS = r"Partition(Time|Node)Limit|PartitionConfig|BadConstraints|MaxWall|Invalid(Account|QOS)"
 
 
 @dataclass(slots=True)
@@ -64,7 +69,7 @@ def draft(prepared: Prepared, racers: Sequence[Racer]) -> Draft:
 def submit(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
     """Queue a new run, in every layout that was asked for."""
     slurm.call("sbatch", "--version")  # before a folder is made for a job that cannot be sent
-    racers = [resolve_type(racer, gpu_types()) for racer in racers]
+    racers, remarks = resolve_types(racers, prepared.job)
     draft(prepared, racers)  # raises before anything is written
     run = create_run(prepared.request.runs, prepared.job.name)
     write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
@@ -74,7 +79,9 @@ def submit(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
         info |= {"backend": "slurm", "layout": ",".join(str(racer) for racer in racers)}
 
     run.update_info(describe)
-    return send_all(prepared.job, racers, run)
+    done = send_all(prepared.job, racers, run)
+    done.remarks = [*remarks, *done.remarks, *hopeless(done.jobs)]
+    return done
 
 
 def send_all(job: Job, racers: Sequence[Racer], run: RunDir, **options: Any) -> Submitted:
@@ -133,6 +140,8 @@ def record_job(run: RunDir, job_id: str, racer: Racer, claim: int) -> None:
         if holder is None or holder.number < claim:  # it may have started before we came here
             info["queued"] = True
             info.pop("ended", None)
+        elif holder.job == job_id:
+            info["queued"] = False
 
     run.update_info(add)
 
@@ -148,22 +157,21 @@ def script_name(run: RunDir, racer: Racer) -> str:
 
 def script_of(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
     """The script for a racer of this run; options as in `sbatch_script`."""
-    needed = 3 * measured_checkpoint_seconds(run)
     return sbatch_script(
         job,
         racer,
         run_dir=run.path,
         folder=Path(run.info().get("cwd", os.getcwd())),
-        **{"claim": claims.next_number(run.claims), "grace": round(needed), **options},
+        **{"claim": claims.next_number(run.claims), "grace": grace_needed(run), **options},
     )
 
 
-def measured_checkpoint_seconds(run: RunDir) -> float:
-    """The median time that checkpoints of this run's last attempt took; 0 if there is none."""
+def grace_needed(run: RunDir) -> int:
+    """Seconds that stopping may take: three times what checkpoints of the last attempt took."""
     attempts = run.attempts()
     events = read_events(run.events(attempts[-1], 0)) if attempts else iter(())
     seconds = [event["seconds"] for event in events if event["event"] == "checkpoint"]
-    return statistics.median(seconds) if seconds else 0.0
+    return round(3 * statistics.median(seconds)) if seconds else 0
 
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
@@ -176,8 +184,7 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
         )
     for racer in racers:
         prepare.check_supported(with_layout(job, racer))
-    types = gpu_types()
-    return send_all(job, [resolve_type(racer, types) for racer in racers], run)
+    return send_all(job, resolve_types(racers, job)[0], run)
 
 
 def resume(prepared: Prepared, racers: Sequence[Racer], *, after: str | None = None) -> Submitted:
@@ -185,8 +192,7 @@ def resume(prepared: Prepared, racers: Sequence[Racer], *, after: str | None = N
     run = prepared.run
     assert run is not None
     check(prepared, racers)
-    types = gpu_types()
-    racers = [resolve_type(racer, types) for racer in racers]
+    racers, _ = resolve_types(racers, prepared.job)
     before = run.job_file.read_text()
     write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
     if after is None:
@@ -222,6 +228,37 @@ def gpu_types() -> list[str]:
         return []
     entries = [entry.split(":") for line in printed.split() for entry in line.split(",")]
     return list(dict.fromkeys(e[1] for e in entries if e[0] == "gpu" and len(e) > 2))
+
+
+def resolve_types(racers: Sequence[Racer], job: Job) -> tuple[list[Racer], list[str]]:
+    """Racers with the cluster's names for GPUs; without types of a list that it does not have."""
+    types = gpu_types()
+    found: dict[Racer, None] = {}
+    missing: list[AllranksError] = []
+    for racer in racers:
+        try:
+            found[resolve_type(racer, types)] = None
+        except AllranksError as error:
+            missing.append(error)
+            if not (isinstance(job.slurm.gpu, tuple) and racer.gpu in job.slurm.gpu):
+                raise
+    if not found:
+        raise missing[0]
+    return list(found), list(dict.fromkeys(error.what for error in missing))
+
+
+def hopeless(jobs: Sequence[str]) -> list[str]:
+    """A line about each job that SLURM has taken, but will not start as it is."""
+    try:
+        printed = slurm.call("squeue", "-h", "-j", ",".join(jobs), "-o", "%i|%r") if jobs else ""
+    except slurm.SlurmError:  # they have started and ended
+        return []
+    lines = [line.partition("|") for line in printed.splitlines()]
+    return [
+        f"job {job} will not start as it is: {waiting_reason(reason)}"
+        for job, _, reason in lines
+        if re.search(HOPELESS, reason)
+    ]
 
 
 def resolve_type(racer: Racer, types: Sequence[str]) -> Racer:

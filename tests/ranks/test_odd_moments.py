@@ -1,0 +1,114 @@
+"""What goes wrong once in a thousand runs, made to happen."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commandline import Allranks
+from tests.faults import start
+
+from allranks.events import read_events
+from allranks.rundir import RunDir, list_runs
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+UNUSED = """
+from dataclasses import dataclass
+from torch import nn
+from allranks.tasks.spiral import Spiral
+
+class Net(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.spare = inner, nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+@dataclass
+class Spare(Spiral):
+    def model(self):
+        return Net(super().model())
+"""
+
+
+def only_run(folder: Path) -> RunDir:
+    (run,) = list_runs(folder / "runs")
+    return run
+
+
+def test_of_two_resumes_at_the_same_instant_one_goes_on(tmp_path: Path, allranks: Allranks) -> None:
+    live = start(tmp_path, "steps=400", "checkpoint.every=50")
+    live.wait_until(lambda: bool(live.ranks()))
+    live.process.send_signal(signal.SIGTERM)
+    assert live.wait()[0] == 75
+    both = [start(tmp_path, "--resume", "last") for _ in range(2)]
+    codes = sorted(one.wait()[0] for one in both)
+    assert codes in ([0, 2], [0, 0])  # the second may come when the first has finished
+    run = only_run(tmp_path)
+    assert run.state() == "finished" and run.attempts() == [0, 1]
+    if codes == [0, 2]:
+        assert "is live" in (tmp_path / "stderr.txt").read_text()
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m allranks run steps=300 | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr
+    run = only_run(tmp_path)
+    assert run.state() == "finished"
+    assert (run.end(0, 0) or {})["step"] == 300
+
+
+def test_parameters_that_no_loss_depends_on_do_not_stop_the_ranks(
+    tmp_path: Path, allranks: Allranks
+) -> None:
+    (tmp_path / "spare.py").write_text(UNUSED)
+    done = allranks("run", "task=spare:Spare", "steps=30", "--layout", "1x2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_optimizer_goes_on_where_it_is_forced(allranks: Allranks) -> None:
+    assert allranks("run", "steps=20").returncode == 0
+    change = ["--resume", "last", "optimizer.name=sgd", "steps=40"]
+    refused = allranks("run", *change)
+    assert refused.returncode == 2 and "--force" in refused.stderr
+    forced = allranks("run", *change, "--force")
+    assert forced.returncode == 0, forced.stderr
+
+
+@pytest.mark.parametrize("layout", ["1x1", "1x2"])
+def test_a_checkpoint_by_the_clock_is_not_saved_twice(
+    layout: str, tmp_path: Path, allranks: Allranks
+) -> None:
+    done = allranks("run", "steps=2500", "checkpoint.every=1s", "--layout", layout)
+    assert done.returncode == 0, done.stderr
+    events = list(read_events(only_run(tmp_path).events(0, 0)))
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    apart = [after["t"] - before["t"] for before, after in itertools.pairwise(saved[:-1])]
+    assert saved[-1]["step"] == 2500
+    assert all(seconds > 0.8 for seconds in apart)
+
+
+def test_a_script_that_restarts_is_told_where_to_go_on(tmp_path: Path, allranks: Allranks) -> None:
+    (tmp_path / "train.py").write_text(
+        "import pathlib, sys\n"
+        "print('arguments', sys.argv[1:])\n"
+        "last = pathlib.Path('last.ckpt')\n"
+        "first = not last.exists()\n"
+        "last.touch()\n"
+        "sys.exit(int(first))\n"
+    )
+    settings = ["last=last.ckpt", "resume=--from {last}", "--max-restarts", "1"]
+    done = allranks("run", *settings, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert "arguments []" in run.log(0, 0).read_text()
+    assert "arguments ['--from', 'last.ckpt']" in run.log(1, 0).read_text()
