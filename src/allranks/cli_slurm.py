@@ -23,7 +23,7 @@ from allranks.cli_words import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.submit import Submitted
+    from allranks.launch.cluster.submit import Submitted
 
 Race = Annotated[
     str | None,
@@ -46,9 +46,9 @@ def cluster(
 ) -> None:
     """Show what this cluster, or this machine, has."""
     from allranks.events import to_json
-    from allranks.launch import cluster_screen
-    from allranks.launch.cluster import describe_cluster
-    from allranks.launch.cluster_queue import queue as look_at_queue
+    from allranks.launch.survey import screen as cluster_screen
+    from allranks.launch.survey.cluster import describe_cluster
+    from allranks.launch.survey.queue import queue as look_at_queue
 
     described = look_at_queue(partition) if queue else describe_cluster()
     if as_json:
@@ -70,9 +70,9 @@ def submit(
     debug: Debug = False,
 ) -> None:
     """Send a job, or your own script after `--`, to SLURM."""
-    from allranks.launch import submit as sending
+    from allranks.launch.cluster import submit as sending
+    from allranks.launch.cluster.sbatch import racers_of
     from allranks.launch.prepare import Request, prepare
-    from allranks.launch.sbatch import racers_of
 
     file, pairs = split_job(job, overrides or [])
     request = Request(
@@ -103,8 +103,8 @@ def race(
     debug: Debug = False,
 ) -> None:
     """Add a layout to a run that still waits: the first to start wins."""
-    from allranks.launch import submit as sending
-    from allranks.launch.sbatch import Racer
+    from allranks.launch.cluster import submit as sending
+    from allranks.launch.cluster.sbatch import Racer
     from allranks.rundir import find_run
 
     racers = [Racer.parse(text) for text in layouts.split(",")]
@@ -124,8 +124,8 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a run in SLURM's queue, in another layout if you like; moves a running one."""
-    from allranks.launch import move
-    from allranks.launch import submit as sending
+    from allranks.launch.cluster import move
+    from allranks.launch.cluster import submit as sending
     from allranks.launch.prepare import Request
 
     request = Request(

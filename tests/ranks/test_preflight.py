@@ -22,7 +22,7 @@ import pytest
 from allranks.doctor.node import free_disk, gpu_health, visible_gpus, write_test
 from allranks.doctor.reach import Directory, Listener, reach_all
 from allranks.gpus import LocalGPU
-from allranks.launch.checks import verdict
+from allranks.launch.cluster.checks import verdict
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 

@@ -18,9 +18,9 @@ from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import parse_job
-from allranks.launch import allocation, slurm
-from allranks.launch.allocation import Allocation, no_progress, take_claim
-from allranks.launch.inside import (
+from allranks.launch.cluster import allocation, slurm
+from allranks.launch.cluster.allocation import Allocation, no_progress, take_claim
+from allranks.launch.cluster.inside import (
     FIRST_PORT,
     NUM_PORTS,
     Place,
@@ -31,8 +31,8 @@ from allranks.launch.inside import (
     seconds_to_limit,
     step_environment,
 )
+from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare
-from allranks.launch.sbatch import Racer
 from allranks.rundir import RunDir
 
 DOWN = "Unable to contact slurm controller (connect failure)"

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allranks.gpu_catalogue import CATALOGUE, GIB
-from allranks.launch import cluster, cluster_queue, slurm
-from allranks.launch.cluster import (
+from allranks.launch.cluster import slurm
+from allranks.launch.survey import cluster
+from allranks.launch.survey import queue as cluster_queue
+from allranks.launch.survey.cluster import (
     cluster_view,
     describe_cluster,
     node_state,
@@ -21,7 +23,8 @@ from allranks.launch.cluster import (
     parse_partitions,
     parse_qos,
 )
-from allranks.launch.cluster_queue import (
+from allranks.launch.survey.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
+from allranks.launch.survey.queue import (
     COLUMNS,
     array_tasks,
     parse_queue,
@@ -29,9 +32,8 @@ from allranks.launch.cluster_queue import (
     queue_view,
     unix_time,
 )
-from allranks.launch.cluster_screen import show_cluster, show_queue
-from allranks.launch.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
-from allranks.launch.slurm_text import parse_fields, parse_gres, parse_time, tres_gpus
+from allranks.launch.survey.screen import show_cluster, show_queue
+from allranks.launch.survey.slurm_text import parse_fields, parse_gres, parse_time, tres_gpus
 
 # SLURM 22.05, a node that works, and 20.02's form of one that does not (no CPUEfctv).
 NODE_22 = (

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.launch import machine
-from allranks.launch.machine import (
+from allranks.launch.survey import machine
+from allranks.launch.survey.machine import (
     answer,
     describe_machine,
     first_line,
@@ -156,8 +156,8 @@ def test_this_machine_is_described_in_plain_values(monkeypatch: pytest.MonkeyPat
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, allranks.launch.cluster_screen, allranks.launch.cluster_queue\n"
-        "from allranks.launch.machine import describe_machine\n"
+        "import sys, allranks.launch.survey.screen, allranks.launch.survey.queue\n"
+        "from allranks.launch.survey.machine import describe_machine\n"
         "describe_machine()\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from allranks.gpus import LocalGPU
-from allranks.launch.network import (
+from allranks.launch.cluster.network import (
     Interface,
     NodeNetwork,
     Port,
@@ -142,8 +142,8 @@ def test_what_nvml_says_of_pairs(
         nvmlDeviceGetP2PStatus=status,
     )
     gpus = [LocalGPU(i, f"GPU-{i}", "NVIDIA L40S", 0, "8.9", None) for i in range(3)]
-    monkeypatch.setattr("allranks.launch.network.local_gpus", lambda: gpus)
-    monkeypatch.setattr("allranks.launch.network.nvml", lambda: nullcontext(fake))
+    monkeypatch.setattr("allranks.launch.cluster.network.local_gpus", lambda: gpus)
+    monkeypatch.setattr("allranks.launch.cluster.network.nvml", lambda: nullcontext(fake))
     node = describe_node([], tmp_path)
     assert (node.num_gpus, node.gpus_reach_each_other) == (3, reach)
 
@@ -185,7 +185,13 @@ def test_this_machine_has_a_loopback(tmp_path: Path) -> None:
 
 def test_a_command_is_run_with_the_settings_and_their_reasons() -> None:
     show = "import os; print(os.environ.get('GLOO_SOCKET_IFNAME'))"
-    command = [sys.executable, "-m", "allranks.launch.network", "--peers", "127.0.0.1,127.0.0.2"]
+    command = [
+        sys.executable,
+        "-m",
+        "allranks.launch.cluster.network",
+        "--peers",
+        "127.0.0.1,127.0.0.2",
+    ]
     done = subprocess.run(
         [*command, "--", sys.executable, "-c", show], capture_output=True, text=True, check=True
     )

@@ -18,11 +18,12 @@ from allranks import claims
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
-from allranks.launch import follow, move, submit
+from allranks.launch import follow
+from allranks.launch.cluster import move, submit
+from allranks.launch.cluster.sbatch import Racer, racers_of
+from allranks.launch.cluster.slurm import SlurmError
+from allranks.launch.cluster.submit import Submitted
 from allranks.launch.prepare import Request, load_resolved, prepare
-from allranks.launch.sbatch import Racer, racers_of
-from allranks.launch.slurm import SlurmError
-from allranks.launch.submit import Submitted
 from allranks.rundir import RunDir
 
 # All of SLURM's commands under one roof; what they know and were asked is in one file.

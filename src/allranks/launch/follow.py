@@ -17,8 +17,8 @@ from typing import Any
 from allranks import claims, nodelist
 from allranks.errors import AllranksError
 from allranks.events import read_last_events
-from allranks.launch import slurm
-from allranks.launch.reasons import end_reason, waiting_reason
+from allranks.launch.cluster import slurm
+from allranks.launch.cluster.reasons import end_reason, waiting_reason
 from allranks.results import failure
 from allranks.rundir import RunDir, State
 
@@ -280,8 +280,9 @@ def _stop_local(run: RunDir, *, now: bool) -> str:
 
 def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
     """Layouts of as many ranks that SLURM expects to start earlier than any of this run's jobs."""
-    from allranks.launch import prepare, submit
-    from allranks.launch.sbatch import Racer
+    from allranks.launch import prepare
+    from allranks.launch.cluster import submit
+    from allranks.launch.cluster.sbatch import Racer
     from allranks.layout import Layout
 
     if described["state"] != "queued":

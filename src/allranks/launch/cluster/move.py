@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allranks.errors import AllranksError
-from allranks.launch import follow, submit
+from allranks.launch import follow
+from allranks.launch.cluster import submit
+from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.cluster.submit import Submitted
 from allranks.launch.prepare import Prepared
-from allranks.launch.sbatch import Racer
-from allranks.launch.submit import Submitted
 
 
 def resume(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.launch import slurm
-from allranks.launch.machine import describe_machine
-from allranks.launch.node_kinds import Gpus, cpu_model, resolve_gpus, suits
-from allranks.launch.slurm_text import (
+from allranks.launch.cluster import slurm
+from allranks.launch.survey.machine import describe_machine
+from allranks.launch.survey.node_kinds import Gpus, cpu_model, resolve_gpus, suits
+from allranks.launch.survey.slurm_text import (
     NOT_SET,
     names,
     number_of,

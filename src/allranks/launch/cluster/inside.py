@@ -15,7 +15,8 @@ from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.hardware import parse_tasks_per_node
 from allranks.job import Job
-from allranks.launch import prepare, slurm
+from allranks.launch import prepare
+from allranks.launch.cluster import slurm
 from allranks.launch.prepare import Prepared
 from allranks.rundir import RunDir
 
@@ -119,7 +120,7 @@ def step_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in env.items() if not key.startswith(ours)}
 
 
-def srun(place: Place, job: Job, *, tasks_per_node: int, ends_together: bool) -> list[str]:
+def srun(place: Place, *, tasks_per_node: int, ends_together: bool) -> list[str]:
     """The beginning of a step on all nodes of this job."""
     return [
         "srun",
@@ -133,17 +134,27 @@ def srun(place: Place, job: Job, *, tasks_per_node: int, ends_together: bool) ->
     ]
 
 
+def check_command(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
+    """The preflight, once on every node; what it finds is written into the folder."""
+    nodes = ",".join(place.nodes)
+    words = [sys.executable, "-m", "allranks.launch.cluster.network", "--peers", nodes, "--"]
+    words += [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
+    words += ["--nodes", nodes, "--master", f"{place.nodes[0]}:{port}", "--gpus", str(gpus)]
+    words += ["--seconds", str(seconds)]
+    return [*srun(place, tasks_per_node=1, ends_together=False), *words]
+
+
 def step_command(job: Job, place: Place, prepared: Prepared, claim: Claim) -> list[str]:
     """What srun starts: a launcher on every node, or every rank by itself."""
     per_rank = job.command is not None and job.launcher == "srun"
     tasks = job.layout.gpus if per_rank else 1
     assert prepared.run is not None
-    words = [sys.executable, "-m", "allranks.launch.step", str(prepared.run.path)]
+    words = [sys.executable, "-m", "allranks.launch.cluster.step", str(prepared.run.path)]
     words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
     words += ["--threads", str(prepared.threads or 0), "--claim", str(claim.number)]
     words += ["--nodes", ",".join(place.nodes)]
     words += ["--port", str(free_port(place.job))]
-    return [*srun(place, job, tasks_per_node=tasks, ends_together=True), *words]
+    return [*srun(place, tasks_per_node=tasks, ends_together=True), *words]
 
 
 def free_port(job: str, *, offset: int = 0) -> int:

@@ -17,10 +17,11 @@ from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.gpus import find_gpu
 from allranks.job import Job
-from allranks.launch import prepare, slurm
+from allranks.launch import prepare
+from allranks.launch.cluster import slurm
+from allranks.launch.cluster.reasons import waiting_reason
+from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
-from allranks.launch.reasons import waiting_reason
-from allranks.launch.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.rundir import RunDir, create_run, list_runs, write_atomically
 from allranks.task_source import find_task
 

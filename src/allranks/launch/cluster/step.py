@@ -1,6 +1,6 @@
 """What srun starts in an allocation: the launcher of a node, or (`launcher: srun`) one rank.
 
-    srun python -m allranks.launch.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
+    srun python -m allranks.launch.cluster.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
 
 It ends with code 0 when it was told to stop: srun would end the other tasks at any other.
 """
@@ -19,7 +19,8 @@ from types import FrameType
 from allranks import claims
 from allranks.events import append_event
 from allranks.hardware import local_gpus
-from allranks.launch import network, prepare
+from allranks.launch import prepare
+from allranks.launch.cluster import network
 from allranks.launch.local import Launch, Place, Signals, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from allranks.launch import slurm
-from allranks.launch.cluster import current_user
-from allranks.launch.reasons import waiting_reason
-from allranks.launch.slurm_text import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
+from allranks.launch.cluster import slurm
+from allranks.launch.cluster.reasons import waiting_reason
+from allranks.launch.survey.cluster import current_user
+from allranks.launch.survey.slurm_text import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
 
 # Fields of `squeue -O` and their widths. Unlike those of -o they tell the GPUs of a job however it
 # asked for them; the columns are cut by width, since no character is safe as a separator.

@@ -2,7 +2,7 @@
 
 The script that was sent becomes this process, on the first node, as
 
-    python -m allranks.launch.allocation RUN_DIR --racer 2x2 --claim 0
+    python -m allranks.launch.cluster.allocation RUN_DIR --racer 2x2 --claim 0
 
 It takes the run (or finds it taken, and ends), cancels the jobs that it beat, checks the nodes, has
 srun start the ranks, passes signals on to them, and sees to it that a run that was stopped by its
@@ -29,23 +29,24 @@ from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import Job
-from allranks.launch import checks, prepare, slurm, submit
-from allranks.launch.inside import (
+from allranks.launch import prepare
+from allranks.launch.cluster import checks, slurm, submit
+from allranks.launch.cluster.inside import (
     Place,
+    check_command,
     free_port,
     has_saved,
     nodes_failed,
     own_state,
     patiently,
     seconds_to_limit,
-    srun,
     step_command,
     step_environment,
     unusable_nodes,
     why_it_ends,
 )
+from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
-from allranks.launch.sbatch import Racer, ask
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
 
@@ -215,18 +216,13 @@ class Allocation:
 
     def _check_nodes(self, *, tries: int) -> checks.Verdict:
         """Run the checks on all nodes; again where something failed that is no node's fault."""
-        nodes = ",".join(self.place.nodes)
+        gpus = ask(self.job, self.racer).gpus_per_node
         for number in range(tries):
             folder = self.run.path / "preflight" / f"{self.claim.number}-{number}"
             folder.mkdir(parents=True, exist_ok=True)
-            master = f"{self.place.nodes[0]}:{free_port(self.place.job, offset=1 + number)}"
-            gpus = str(ask(self.job, self.racer).gpus_per_node)
-            words = [sys.executable, "-m", "allranks.launch.network", "--peers", nodes, "--"]
-            words += [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
-            words += ["--nodes", nodes, "--master", master, "--gpus", gpus]
-            words += ["--seconds", str(PREFLIGHT_SECONDS)]
-            beginning = srun(self.place, self.job, tasks_per_node=1, ends_together=False)
-            self._run_step([*beginning, *words], seconds=PREFLIGHT_SECONDS + 15)
+            port = free_port(self.place.job, offset=1 + number)
+            command = check_command(self.place, folder, port, gpus, PREFLIGHT_SECONDS)
+            self._run_step(command, seconds=PREFLIGHT_SECONDS + 15)
             verdict = checks.verdict(folder, self.place.nodes)
             if verdict.failed or not verdict.trouble or self.signals:
                 break

@@ -1,0 +1,1 @@
+"""Runs on SLURM clusters: sent, raced, started on their nodes, kept going."""

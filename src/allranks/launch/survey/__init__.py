@@ -1,0 +1,1 @@
+"""What clusters and machines have: gathered, counted, shown."""
