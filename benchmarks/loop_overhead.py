@@ -62,7 +62,7 @@ WARM_UP_STEPS = 50
 # Sizes that take about 0.5 and 5 ms a step on one rank of two cores.
 MODELS = {
     "small": {"layers": 1, "width": 64, "batch_size": 32},
-    "large": {"layers": 2, "width": 512, "batch_size": 128},
+    "large": {"layers": 2, "width": 768, "batch_size": 128},
 }
 
 
