@@ -34,6 +34,7 @@ class Claim:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     time: float = field(default_factory=time.time)
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def is_of(self, job: str, restart: int) -> bool:
         return (self.job, self.restart) == (job, restart)
@@ -51,7 +52,7 @@ def take(folder: Path, claim: Claim) -> bool:
         os.link(own, folder / str(claim.number))
     except FileExistsError:
         # A server whose answer got lost is asked again, and then finds our own link.
-        return own.stat().st_nlink == 2
+        return _read(folder, claim.number).token == claim.token
     except OSError as error:
         raise AllranksError(
             f"the file system of {folder} has no hard links ({error.strerror}), by which jobs "

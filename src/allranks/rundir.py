@@ -9,7 +9,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,20 +137,18 @@ class RunDir:
                 return state
         return "failed"
 
-    def ask_to_stop(self, why: str, *, moves: bool = False) -> None:
-        """Leave word for the job that holds the run; `moves`: another job goes on with it."""
-        write_atomically(self._stop_file, json.dumps({"why": why, "moves": moves}))
+    def ask_to_stop(self, why: str, jobs: Sequence[str], *, moves: bool = False) -> None:
+        """Leave word for jobs of this run; `moves`: others go on with it."""
+        content = {"why": why, "jobs": list(jobs), "moves": moves}
+        write_atomically(self.path / "stop.json", json.dumps(content))
 
-    def asked_to_stop(self) -> dict[str, Any] | None:
-        """Why it was asked to stop, and whether it moves; None if nobody asked."""
+    def asked_to_stop(self, job: str) -> dict[str, Any] | None:
+        """Why a job was asked to stop, and whether the run moves; None if it was not."""
         try:
-            content: dict[str, Any] = json.loads(self._stop_file.read_bytes())
+            content: dict[str, Any] = json.loads((self.path / "stop.json").read_bytes())
         except (OSError, ValueError):
             return None
-        return content
-
-    def take_back_stop(self) -> None:
-        self._stop_file.unlink(missing_ok=True)
+        return content if job in content["jobs"] else None
 
     def is_live(self) -> bool:
         """Whether some process, on this or another machine, holds the run."""
@@ -187,10 +185,6 @@ class RunDir:
             fix="wait for it or stop it (Ctrl-C in its terminal), then resume; "
             "or leave out --resume for a new run",
         )
-
-    @property
-    def _stop_file(self) -> Path:
-        return self.path / "stop.json"
 
     @property
     def _lock_file(self) -> Path:

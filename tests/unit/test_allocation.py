@@ -1,4 +1,4 @@
-"""A job that holds a run: who may, when its ranks are told to stop, and what comes after it."""
+"""A job that holds a run: who may, what it does again, and what comes after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,16 @@ from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import parse_job
 from allranks.launch.cluster import allocation, slurm
-from allranks.launch.cluster.allocation import Allocation, no_progress, take_claim
+from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, no_progress, take_claim
 from allranks.launch.cluster.inside import (
     FIRST_PORT,
     NUM_PORTS,
     Place,
     free_port,
     nodes_failed,
-    own_state,
     patiently,
-    seconds_to_limit,
     step_environment,
+    time_to_limit,
 )
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare
@@ -147,13 +146,59 @@ def test_a_job_that_finds_the_run_taken_ends_in_order(
     run = make_run(tmp_path)
     assert take_claim(run, place_of("100"), RACER, 0) is not None
     info = run.info()
-    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    assert start(run, "101", monkeypatch) == 0
+    assert run.info() == info
+    assert run.attempts() == []
+
+
+def start(run: RunDir, job: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the script of a job does, on a node."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n2")
     words = ["allocation", str(run.path), "--racer", "2x1", "--claim", "0"]
     monkeypatch.setattr("sys.argv", words)
-    assert allocation.main() == 0
+    return allocation.main()
+
+
+def test_a_job_that_was_asked_to_stop_before_it_began_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    run.ask_to_stop("stopped by its user", ["100", "101"])
+    assert start(run, "101", monkeypatch) == 0
+    assert claims.all_of(run.claims) == []
+    assert run.info()["ended"] == {"state": "stopped", "reason": "stopped by its user"}
+    assert "stopped by its user" in capsys.readouterr().out
+
+
+def test_a_job_that_was_asked_to_stop_does_not_begin_again_when_slurm_requeues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    assert take_claim(run, place_of("100"), RACER, 0) is not None
+    run.ask_to_stop("stopped by its user", ["100"])
+    assert start(run, "100", monkeypatch) == 0
+    assert [claim.number for claim in claims.all_of(run.claims)] == [0]
+    assert run.state() == "stopped"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_job_that_was_asked_to_stop_says_nothing_of_a_run_that_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    run = make_run(tmp_path)
+    assert take_claim(run, place_of("100" if moves else "101"), RACER, 0) is not None
+    info = run.info()
+    run.ask_to_stop("moves to 2x1" if moves else "stopped by its user", ["100"], moves=moves)
+    assert start(run, "100", monkeypatch) == 0
     assert run.info() == info
-    assert run.attempts() == []
+
+
+def test_the_next_job_of_a_run_that_was_stopped_begins(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.ask_to_stop("stopped by its user", ["100"])
+    assert not allocation.is_stopped(run, "101")
+    assert allocation.is_stopped(run, "100")  # nobody has taken the word back
 
 
 # --- Rivals -------------------------------------------------------------------------------------
@@ -209,84 +254,6 @@ def test_rivals_that_have_left_the_queue_are_not_asked_for_again(
     assert len(answers.calls) == 1
 
 
-# --- When the ranks are told --------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self, left: float | None) -> None:
-        self.left, self.now = left, 1000.0
-
-    def seconds_to_limit(self, job: str) -> float | None:
-        return self.left
-
-
-def clocked(held: Allocation, monkeypatch: pytest.MonkeyPatch, left: float | None) -> Clock:
-    clock = Clock(left)
-    monkeypatch.setattr(allocation, "seconds_to_limit", clock.seconds_to_limit)
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    held.signals = [signal.SIGUSR2]
-    return clock
-
-
-@pytest.mark.parametrize(
-    ("left", "wait"),
-    [
-        (170.0, 50.0),  # SLURM warns up to a minute early: the grace time is 120 s
-        (209.0, 89.0),
-        (120.0, 0.0),
-        (40.0, 0.0),
-        (1000.0, 0.0),  # it was no warning of the limit
-        (None, 0.0),
-    ],
-)
-def test_an_early_warning_of_the_limit_is_deferred_to_the_grace_time(
-    hold: Callable[..., Allocation],
-    monkeypatch: pytest.MonkeyPatch,
-    left: float | None,
-    wait: float,
-) -> None:
-    held = hold(slurm={"time": "1h"})
-    clock = clocked(held, monkeypatch, left)
-    if wait:
-        assert not held._is_time()
-        clock.now += wait - 1
-        clock.left = None  # asked once, not at every look
-        assert not held._is_time()
-        clock.now += 1
-    assert held._is_time()
-
-
-def test_what_is_no_warning_is_passed_on_at_once(
-    hold: Callable[..., Allocation], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = hold(slurm={"time": "1h"})
-    clocked(held, monkeypatch, 170.0)
-    assert not held._is_time()
-    held.signals.append(signal.SIGTERM)
-    assert held._is_time()
-    held.signals = [signal.SIGUSR2]
-    assert not held._is_time()
-    held.run.ask_to_stop("stopped by its user")
-    assert held._is_time()
-
-
-def test_ranks_are_told_when_all_of_this_attempt_have_written_something(
-    hold: Callable[..., Allocation],
-) -> None:
-    held = hold()
-    for rank in range(2):
-        append_event(held.run.events(0, rank), "start", rank=rank)
-    assert not held._ranks_listen()  # those of an earlier attempt
-    assert held._open().attempt == 1
-    assert not held._ranks_listen()
-    append_event(held.run.events(1, 0), "start", rank=0)
-    assert not held._ranks_listen()
-    append_event(held.run.events(1, 1), "start", rank=1)
-    assert held._ranks_listen()
-    append_event(held.run.events(2, 0), "start", rank=0)  # restarted in the same job
-    assert not held._ranks_listen()
-
-
 # --- What comes after ---------------------------------------------------------------------------
 
 
@@ -303,6 +270,7 @@ def ended(held: Allocation, *ends: dict[str, Any] | None) -> Prepared:
 STOPPED = {"state": "stopped", "exit": 75}
 KILLED = {"state": "stopped", "exit": None, "signal": "SIGUSR2"}
 FINISHED = {"state": "finished", "exit": 0}
+FAILED = {"state": "failed", "exit": 1}
 
 
 def test_a_finished_run_is_left_alone(hold: Callable[..., Allocation], answers: Answers) -> None:
@@ -358,7 +326,7 @@ def test_a_run_that_its_user_stopped_stays_stopped(
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
-    held.run.ask_to_stop("stopped by its user")
+    held.run.ask_to_stop("stopped by its user", ["100"])
     assert held._what_next(prepared, 0) == 0
     assert answers.calls == []
     assert held.run.info()["ended"] == {"state": "stopped", "reason": "stopped by its user"}
@@ -369,10 +337,21 @@ def test_a_run_that_moves_is_left_to_the_job_that_waits(
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
-    held.run.ask_to_stop("moves to 2x1", moves=True)
+    held.run.ask_to_stop("moves to 2x1", ["100"], moves=True)
     assert held._what_next(prepared, 0) == 0
     assert answers.calls == []
     assert "ended" not in held.run.info()
+
+
+def test_a_request_to_earlier_jobs_does_not_stop_a_run(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, STOPPED)
+    held.run.ask_to_stop("stopped by its user", ["98", "99"])
+    assert held._what_next(prepared, 0) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    assert held.run.state() == "queued"
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "PENDING", ""])
@@ -408,13 +387,35 @@ def test_who_lost_the_run_touches_nothing(
     assert answers.calls == []
 
 
-def test_without_requeue_a_run_ends_at_its_limit(
-    hold: Callable[..., Allocation], answers: Answers
+def test_a_deaf_controller_does_not_end_a_run(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = hold(slurm={"requeue": False})
+    held = hold()
+    monkeypatch.setattr(held, "_state", lambda: "UNKNOWN")
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+
+
+def test_another_job_is_sent_once_the_controller_answers(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold()
+    answers.said["sbatch"] = slurm.refusal("sbatch", DOWN)
+    monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(sbatch="500"))
+    assert held._resubmit("continues")
+    assert len(answers.of("sbatch")) == 2
+    assert held.run.info()["jobs"] == ["500"]
+
+
+@pytest.mark.parametrize("values", [{}, {"command": "python train.py"}])
+def test_without_requeue_a_run_ends_at_its_limit(
+    hold: Callable[..., Allocation], answers: Answers, values: dict[str, Any]
+) -> None:
+    held = hold(slurm={"requeue": False}, **values)
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 1
     assert answers.of("scontrol") == []
     assert "slurm.requeue is false" in held.run.info()["ended"]["reason"]
+    assert held.run.state() == ("failed" if values else "stopped")
 
 
 @pytest.mark.parametrize(
@@ -458,6 +459,133 @@ def test_a_script_that_names_no_checkpoint_is_told_how(hold: Callable[..., Alloc
     assert reason.endswith("the job does not say where (last: PATH)")
 
 
+# --- Steps that did not begin -------------------------------------------------------------------
+
+
+class Steps:
+    """In place of srun: what each step does, and its code."""
+
+    def __init__(self, held: Allocation, *done: Callable[[], int]) -> None:
+        self.held, self.done, self.num_run = held, done, 0
+
+    def run_step(self, command: Sequence[str], *, attempt: int) -> int:
+        assert command[0] == "srun"
+        self.num_run += 1
+        return self.done[min(self.num_run, len(self.done)) - 1]()
+
+    def ranks(self, end: dict[str, Any], code: int) -> Callable[[], int]:
+        """A step whose ranks began, and ended so."""
+
+        def run() -> int:
+            for rank in range(2):
+                append_event(self.held.run.events(self.attempt, rank), "start", rank=rank)
+                append_event(self.held.run.events(self.attempt, rank), "end", **end)
+            return code
+
+        return run
+
+    @property
+    def attempt(self) -> int:
+        return int(self.held.run.info()["attempts"][-1]["attempt"])
+
+
+@pytest.fixture
+def to_end(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+    """`to_end(held, *steps)`: the job's exit code, and how many steps it took."""
+
+    def run(held: Allocation, *done: tuple[dict[str, Any], int] | int) -> tuple[int, int]:
+        steps = Steps(held)
+        steps.done = tuple(
+            (lambda one=one: one) if isinstance(one, int) else steps.ranks(*one) for one in done
+        )
+        monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+        monkeypatch.setattr(held, "_cancel_rivals", lambda: None)
+        monkeypatch.setattr(held.relay, "run_step", steps.run_step)
+        return held.run_to_end(), steps.num_run
+
+    return run
+
+
+ToEnd = Callable[..., tuple[int, int]]
+
+
+def test_a_step_that_ends_before_any_rank_began_is_tried_again(
+    hold: Callable[..., Allocation], to_end: ToEnd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = hold(preflight=False)
+    assert to_end(held, 1, (FINISHED, 0)) == (0, 2)
+    assert held.run.state() == "finished"
+    assert "srun ended with code 1 before any rank had begun: once more" in capsys.readouterr().out
+
+
+def test_a_step_that_never_begins_is_tried_in_another_attempt(
+    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
+) -> None:
+    held = hold(preflight=False)
+    assert to_end(held, 1) == (0, STEP_TRIES)
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    assert held.run.state() == "queued"
+
+
+def test_a_step_whose_ranks_failed_is_not_tried_again(
+    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
+) -> None:
+    held = hold(preflight=False)
+    assert to_end(held, (FAILED, 1)) == (1, 1)
+    assert answers.of("scontrol") == answers.of("sbatch") == []
+    assert held.run.state() == "failed"
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "PENDING", ""])
+def test_a_step_that_slurm_ended_is_not_tried_again(
+    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd, state: str
+) -> None:
+    answers.said["squeue"] = state
+    assert to_end(hold(preflight=False), 1) == (0, 1)
+    assert answers.of("scontrol") == answers.of("sbatch") == []
+
+
+@pytest.mark.parametrize("end", [FAILED, STOPPED])
+def test_a_job_is_not_judged_by_an_earlier_attempt(
+    hold: Callable[..., Allocation], answers: Answers, end: dict[str, Any]
+) -> None:
+    held = hold()
+    ended(held, end, end)
+    prepared = held._open()
+    assert held._what_next(prepared, 1) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    assert held.run.events(0, 0).read_text().count('"end"') == 1
+
+
+# --- A run that is finished ---------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_trained_again(
+    hold: Callable[..., Allocation], to_end: ToEnd
+) -> None:
+    held = hold(preflight=False)
+    ended(held, FINISHED, FINISHED)
+    assert to_end(held, 1) == (0, 0)
+    layout = {"key": "layout", "before": "2x1", "now": "1x2"}
+    held.run.update_info(lambda info: info.update(changes=[layout]))
+    assert to_end(held, 1) == (0, 0)
+
+
+def test_a_finished_run_that_was_extended_trains(
+    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
+) -> None:
+    held = hold(preflight=False)
+    ended(held, FINISHED, FINISHED)
+    change = {"key": "epochs", "before": 20, "now": 40}
+    held.run.update_info(lambda info: info.update(changes=[change]))
+    assert to_end(held, 1) == (0, STEP_TRIES)
+    # Requeued, since no rank began: what it was sent for is still to be done.
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    assert to_end(held, (FINISHED, 0)) == (0, 1)
+    assert held.run.info()["attempts"][1]["changes"] == [change]
+    assert to_end(held, (FINISHED, 0)) == (0, 0)
+
+
 # --- Progress and nodes -------------------------------------------------------------------------
 
 
@@ -485,7 +613,31 @@ def test_two_attempts_from_the_same_checkpoint_are_no_progress(
     attempts = [{"checkpoint": start} for start in starts]
     run.update_info(lambda info: info.update(attempts=attempts))
     monkeypatch.setattr(allranks.launch.prepare, "newest_checkpoint", lambda run: newest)
-    assert no_progress(run) is stuck
+    assert no_progress(run, parse_job({})) is stuck
+
+
+@pytest.mark.parametrize(
+    ("starts", "newest", "stuck"),
+    [
+        ([None], None, False),
+        ([None, None], None, True),
+        ([None, None], 10.0, False),
+        ([10.0, 10.0], 10.0, True),
+        ([10.0, 20.0], 20.0, False),
+        ([10.0, 10.0], 20.0, False),
+    ],
+)
+def test_two_attempts_of_a_script_from_the_same_file_are_no_progress(
+    tmp_path: Path, starts: list[float | None], newest: float | None, stuck: bool
+) -> None:
+    last = tmp_path / "2.ckpt"
+    run = make_run(tmp_path, command="python train.py", last=f"{tmp_path}/{{ranks}}.ckpt")
+    attempts = [{"checkpoint": None, "last_changed": start} for start in starts]
+    run.update_info(lambda info: info.update(attempts=attempts))
+    if newest is not None:
+        last.touch()
+        os.utime(last, (0, newest))
+    assert no_progress(run, allranks.launch.prepare.load_resolved(run)) is stuck
 
 
 def test_a_run_without_progress_stops_unless_somebody_asked_for_this_attempt(
@@ -502,6 +654,27 @@ def test_a_run_without_progress_stops_unless_somebody_asked_for_this_attempt(
     held.run.update_info(lambda info: info.update(racers=racers))
     with pytest.raises(AllranksError, match="no progress in two attempts"):
         held._check_progress()
+
+
+@pytest.mark.parametrize("last", [None, "{run}.ckpt"])
+def test_a_script_without_progress_stops_if_it_says_where_it_saves(
+    hold: Callable[..., Allocation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    last: str | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    held = hold(restart=2, command="python train.py", **({"last": last} if last else {}))
+    Path(f"{held.run.name}.ckpt").touch()
+    for _ in range(2):
+        held._check_progress()
+        ended(held, STOPPED)
+    if last is None:
+        return held._check_progress()  # nobody can know
+    with pytest.raises(AllranksError, match="no progress in two attempts"):
+        held._check_progress()
+    os.utime(f"{held.run.name}.ckpt", (0, 1))
+    held._check_progress()
 
 
 def test_attempts_are_bounded(hold: Callable[..., Allocation]) -> None:
@@ -593,18 +766,44 @@ def test_srun_finds_no_options_of_ours_in_the_environment() -> None:
     assert step_environment(env) == {"SLURM_JOB_ID": "7"}
 
 
-def test_the_state_of_a_job_and_the_time_that_it_has(answers: Answers) -> None:
-    assert own_state("100") == "RUNNING"
+def test_the_state_of_a_job_is_asked_for_until_the_controller_answers(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold()
+    assert held._state() == "RUNNING"
+    assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%T")]
     answers.said["squeue"] = slurm.refusal("squeue", DOWN)
-    assert own_state("100") == "UNKNOWN"
-    assert seconds_to_limit("100") is None
+    monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(squeue="PENDING\n"))
+    assert held._state() == "PENDING"
     answers.said["squeue"] = slurm.refusal("squeue", "Invalid job id specified")
-    assert own_state("100") == "GONE"
-    answers.said["squeue"] = time.strftime("%Y-%m-%dT%H:%M:%S\n", time.localtime(time.time() + 90))
-    left = seconds_to_limit("100")
+    assert held._state() == "GONE"
+    answers.said["squeue"] = ""
+    assert held._state() == "GONE"
+
+
+def test_the_state_of_a_job_is_unknown_when_the_controller_stays_silent(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold()
+    now = iter(range(0, 100_000, 1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    assert held._state() == "UNKNOWN"
+
+
+def test_the_time_that_a_job_has_and_its_limit(answers: Answers) -> None:
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 90))
+    answers.said["squeue"] = f"{end}|1-02:00:00\n"
+    left, limit = time_to_limit("100")
     assert left is not None and 80 < left <= 91
-    answers.said["squeue"] = "N/A\n"
-    assert seconds_to_limit("100") is None
+    assert limit == 26 * 3600
+    assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%e|%l")]
+    for said in ("N/A|UNLIMITED\n", f"{end}|UNLIMITED\n", f"{end}\n", ""):
+        answers.said["squeue"] = said
+        assert time_to_limit("100") == (None, None)
+    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    assert time_to_limit("100") == (None, None)
 
 
 def test_a_silent_controller_is_asked_again_and_a_refusal_is_not(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import signal
 import socket
@@ -95,7 +94,7 @@ def look_at_queue(runs: Sequence[RunDir]) -> Queue:
         return Queue()
     queue = Queue()
     try:
-        printed = slurm.call("squeue", "-h", "-u", getpass.getuser(), "-o", QUEUE_FORMAT)
+        printed = slurm.call("squeue", "-h", "-u", str(os.getuid()), "-o", QUEUE_FORMAT)
         queue.jobs = parse_queue(printed)
     except slurm.SlurmError as error:
         return Queue(silent=error.what)
@@ -152,10 +151,12 @@ def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue
     if info.get("backend") != "slurm" or queue.silent:
         return run.state()
     if any(job.state in RUNNING for job in jobs):
+        if run.is_live():
+            return "running"
         if _has_ended(run) and (info.get("ended") or run.ended_state() == "finished"):
             return run.ended_state()
         # One that has stopped short may be about to be requeued: SLURM has not said yet.
-        return "queued" if info.get("queued") and not run.is_live() else "running"
+        return "queued" if info.get("queued") else "running"
     if any(job.state in WAITING for job in jobs):
         return "queued"
     if run.is_live():
@@ -228,7 +229,22 @@ def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:
     """Stop runs at a checkpoint (`now`: at once), wherever they are; what was done to each."""
     runs = list(runs)
     queue = look_at_queue(runs)
-    return [{"run": run.name, "done": _stop_one(run, queue, now=now)} for run in runs]
+    done = []
+    for run in runs:
+        try:
+            done.append({"run": run.name, "done": _stop_one(run, queue, now=now)})
+        except slurm.SlurmError as error:
+            if len(runs) == 1:
+                raise
+            done.append({"run": run.name, "done": f"could not be stopped: {error.what}"})
+    return done
+
+
+def holder_of(run: RunDir, active: Sequence[QueuedJob]) -> str:
+    """The job that trains a run, of those that SLURM has not ended yet."""
+    holder = claims.newest(run.claims)
+    jobs = [job.job for job in active]
+    return holder.job if holder is not None and holder.job in jobs else jobs[-1]
 
 
 def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
@@ -240,7 +256,7 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
     jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
     if not jobs:
         return f"is {state_of(run, info, jobs, queue)} already"
-    run.ask_to_stop("stopped by its user")
+    run.ask_to_stop("stopped by its user", info.get("jobs", []))
     waiting = [job.job for job in jobs if job.state in WAITING]
     active = [job.job for job in jobs if job.state in RUNNING]
     if waiting:
@@ -248,7 +264,7 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
     if active and now:
         slurm.call("scancel", *active)
     elif active:
-        signal_job(active[0])
+        signal_job(holder_of(run, [job for job in jobs if job.state in RUNNING]))
         return "saves a checkpoint and stops"
     reason = "stopped by its user" + ("" if run.attempts() else " before it started")
     ended = {"state": "stopped", "reason": reason}
@@ -258,7 +274,11 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
 
 def signal_job(job: str) -> None:
     """Have the ranks of a job save and stop; through its batch process, which waits for them."""
-    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    try:
+        slurm.call("scancel", "--batch", "--signal=USR2", job)
+    except slurm.SlurmError as error:
+        if error.is_silence:  # otherwise it has left the queue, or reads what was left for it
+            raise
 
 
 def _stop_local(run: RunDir, *, now: bool) -> str:

@@ -162,7 +162,8 @@ class Launch:
         meeting = rendezvous.meet(store, node_rank, str(prepared.layout), mine, self._interrupted)
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
-        prepared.job = load_job(run.job_file, resolved=True)  # node 0's is the one that counts
+        # Node 0's job is the one that counts; its layout is that of the meeting.
+        prepared.job = load_job(run.job_file, layout=meeting.layout, resolved=True)
         nodes = rendezvous.FixedNodes(
             store,
             node_rank=node_rank,

@@ -56,6 +56,7 @@ class Prepared:
     attempt: int = 0
     checkpoint: str = ""  # the checkpoint to go on from
     threads: int | None = None  # of the attempt that wrote it, if its layout was the same
+    claim: int | None = None  # that was taken for it, of a run that SLURM's jobs may take too
     changes: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -191,11 +192,20 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     held.enter_context(prepared.run.held())
     if prepared.run.info().get("backend") == "slurm":
         # Jobs of this run that still wait in a queue must find it taken.
-        number = claims.next_number(prepared.run.claims)
-        claims.take(prepared.run.claims, claims.Claim(number=number, layout=str(prepared.layout)))
+        claim = claims.Claim(
+            number=claims.next_number(prepared.run.claims), layout=str(prepared.layout)
+        )
+        if not claims.take(prepared.run.claims, claim):
+            raise AllranksError(
+                f"a job of run {prepared.run.name} has started in this second",
+                fix=f"see allranks ls {prepared.run.name}",
+            )
+        prepared.claim = claim.number
     if prepared.attempt == next_attempt(prepared.run):
         return prepared
-    return prepare(replace(request, leads=False))  # another resume came and went in between
+    now = prepare(replace(request, leads=False))  # another resume came and went in between
+    now.claim = prepared.claim
+    return now
 
 
 def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
@@ -207,14 +217,15 @@ def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
         "layout": str(prepared.layout),
         "started": time.time(),
         "checkpoint": prepared.checkpoint or None,
+        "last_changed": last_change(run, prepared.job),
     }
 
     def start(info: dict[str, Any]) -> None:
         info |= describe_run(prepared, run, info)
         info |= {"backend": backend, "queued": False, "hardware": hardware.inventory()}
         info.pop("ended", None)
-        # What was changed when the job was sent, where that was not now.
-        attempt["changes"] = prepared.changes or info.pop("changes", [])
+        # With what was changed when the job was sent, where that was not now.
+        attempt["changes"] = [*info.pop("changes", []), *prepared.changes]
         info["attempts"] = [*info.get("attempts", []), attempt]
 
     run.update_info(start)
@@ -279,6 +290,12 @@ def last_of(prepared: Prepared, run: RunDir) -> str:
     return _fill(prepared.job.last or "", _placeholders(prepared.layout, run))
 
 
+def last_change(run: RunDir, job: Job) -> float | None:
+    """When a script's newest checkpoint was written; None if there is none."""
+    last = Path(_fill(job.last or "", _placeholders(job.layout, run)))
+    return last.stat().st_mtime if job.last and last.exists() else None
+
+
 def _placeholders(layout: Layout, run: RunDir) -> dict[str, str]:
     return {
         "{nodes}": str(layout.nodes),
@@ -309,6 +326,8 @@ def ranks_environment(
         "ALLRANKS_TIMEOUT": str(job.timeout.seconds),
         "ALLRANKS_TIMEOUT_IS_SET": str(int(job.timeout != DEFAULT_TIMEOUT)),
     }
+    if prepared.claim is not None:
+        env[claims.VARIABLE] = str(prepared.claim)
     if job.stage:
         env["ALLRANKS_STAGE"] = json.dumps(job.stage)
     if oversubscribe:

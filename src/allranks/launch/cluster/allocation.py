@@ -12,17 +12,15 @@ time limit goes on in another job.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from allranks import claims
 from allranks.claims import Claim
@@ -36,27 +34,21 @@ from allranks.launch.cluster.inside import (
     check_command,
     free_port,
     has_saved,
-    nodes_failed,
-    own_state,
     patiently,
-    seconds_to_limit,
+    say,
     step_command,
-    step_environment,
     unusable_nodes,
+    while_silent,
     why_it_ends,
 )
+from allranks.launch.cluster.relay import Relay
 from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
 
-EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
 PREFLIGHT_SECONDS = 25
-
-
-def say(text: str) -> None:
-    """Into the job's log, which is what people read first when something is odd."""
-    print(f"allranks: {text}", flush=True)
+STEP_TRIES = 3  # srun fails at once where the controller is deaf
 
 
 def main() -> int:
@@ -66,6 +58,8 @@ def main() -> int:
     parser.add_argument("--claim", type=int, required=True)
     wanted = parser.parse_args()
     run, place = RunDir(wanted.run_dir), Place.from_environment(os.environ)
+    if is_stopped(run, place.job):
+        return 0
     claim = take_claim(run, place, wanted.racer, wanted.claim)
     if claim is None:
         return 0
@@ -102,6 +96,18 @@ def take_claim(run: RunDir, place: Place, racer: Racer, number: int) -> Claim | 
     return None
 
 
+def is_stopped(run: RunDir, job: str) -> bool:
+    """Whether somebody has asked this job to stop before it could begin (again)."""
+    stop = run.asked_to_stop(job)
+    if stop is None:
+        return False
+    say(f"{run.name}: {stop['why']}")
+    holder = claims.newest(run.claims)
+    if not stop["moves"] and (holder is None or holder.job == job):
+        give_up(run, stop["why"], "stopped")
+    return True
+
+
 def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
     """Say in the run's folder that nobody will go on with it, and why."""
     ended = {"state": state, "reason": reason}
@@ -118,8 +124,7 @@ class Allocation:
         self.claim = claim
         self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
         self.signals: list[signal.Signals] = []
-        self._deadline: float | None = None  # when the ranks are told, once SLURM has warned
-        self._attempt: int | None = None
+        self.relay = Relay(run, place, self.job, self.signals, self._lose)
 
     def run_to_end(self) -> int:
         for number in STOP_SIGNALS:
@@ -130,16 +135,43 @@ class Allocation:
             f"{self.run.name}: job {self.place.job} on {', '.join(self.place.nodes)} "
             f"(layout {self.racer}, restart {self.place.restart})"
         )
-        if self.run.attempts() and self.run.ended_state() == "finished":
+        if self._is_finished():
             say("the run is finished already")
             return 0
-        self.run.take_back_stop()  # it was for the job before this one
         self._check_progress()
         if self._leave_failed_nodes() or not self._preflight():
             return 0
         prepared = self._open()
-        code = self._run_step(step_command(self.job, self.place, prepared, self.claim))
+        for _ in range(STEP_TRIES):
+            command = step_command(self.job, self.place, prepared, self.claim)
+            code = self.relay.run_step(command, attempt=prepared.attempt)
+            if code == 0 or self._has_begun(prepared) or self._state() != "RUNNING":
+                break
+            say(f"srun ended with code {code} before any rank had begun: once more")
         return self._what_next(prepared, code)
+
+    def _is_finished(self) -> bool:
+        info, begun = self.run.info(), self.run.attempts()
+        opened = [one["attempt"] for one in info.get("attempts", [])]
+        if not begun or max(opened, default=0) > begun[-1]:
+            return False  # the last one has not come to anything
+        extends = any(change["key"] != "layout" for change in info.get("changes", []))
+        return self.run.ended_state() == "finished" and not extends
+
+    def _has_begun(self, prepared: Prepared) -> bool:
+        """Whether a rank of this job has written anything."""
+        newest = max(self.run.attempts(), default=-1)
+        return newest >= prepared.attempt and bool(self.run.ranks(newest))
+
+    def _state(self) -> str:
+        """This job's state, once SLURM answers."""
+        try:
+            return patiently("squeue", "-h", "-j", self.place.job, "-o", "%T").strip() or "GONE"
+        except slurm.SlurmError as error:
+            return "UNKNOWN" if error.is_silence else "GONE"
+
+    def _lose(self, nodes: Sequence[str]) -> None:
+        self._record_failed(dict.fromkeys(nodes, "SLURM lost it during an attempt"))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(signal.Signals(number))
@@ -174,7 +206,7 @@ class Allocation:
             )
         if self.place.restart == 0 and not self._is_continuation():
             return  # somebody asked for this attempt
-        if self.job.command is None and no_progress(self.run):
+        if (self.job.command is None or self.job.last) and no_progress(self.run, self.job):
             raise AllranksError(
                 "no progress in two attempts: no checkpoint was committed in either",
                 fix="give it more time (slurm.time), save more often (checkpoint.every), or see "
@@ -222,7 +254,7 @@ class Allocation:
             folder.mkdir(parents=True, exist_ok=True)
             port = free_port(self.place.job, offset=1 + number)
             command = check_command(self.place, folder, port, gpus, PREFLIGHT_SECONDS)
-            self._run_step(command, seconds=PREFLIGHT_SECONDS + 15)
+            self.relay.run_step(command, seconds=PREFLIGHT_SECONDS + 15)
             verdict = checks.verdict(folder, self.place.nodes)
             if verdict.failed or not verdict.trouble or self.signals:
                 break
@@ -255,86 +287,38 @@ class Allocation:
         request = Request(resume=str(self.run.path), layout=layout, leads=False, force=True)
         prepared = prepare.prepare(request)
         prepare.open_run(prepared, backend="slurm")
-        self._attempt = prepared.attempt
         for remark in [*prepared.remarks, *prepare.environment_warnings(prepared.job)]:
             say(remark)
         return prepared
 
-    def _run_step(self, command: Sequence[str], *, seconds: float = math.inf) -> int:
-        """Run srun to its end, passing on what is to stop the ranks."""
-        step = subprocess.Popen(command, env=step_environment(os.environ), stderr=subprocess.PIPE)
-        reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
-        reader.start()
-        deadline = time.monotonic() + seconds
-        told = 0
-        while True:
-            try:
-                step.wait(0.5)
-                break
-            except subprocess.TimeoutExpired:
-                pass
-            if told < len(self.signals) and self._is_time() and self._ranks_listen():
-                told = len(self.signals)
-                # srun passes USR2 on to every task; of TERM and INT it has ideas of its own.
-                step.send_signal(signal.SIGUSR2)
-            if time.monotonic() > deadline:
-                step.terminate()
-        reader.join(5)
-        return int(step.returncode)
-
-    def _is_time(self) -> bool:
-        """Whether the ranks must stop now: SLURM's warning of the limit comes early."""
-        if set(self.signals) != {signal.SIGUSR2} or self.run.asked_to_stop() is not None:
-            return True
-        if self._deadline is None:
-            grace = self._grace()
-            left = seconds_to_limit(self.place.job)
-            is_warning = left is not None and left < grace + EARLY_SECONDS
-            wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
-            self._deadline = time.monotonic() + wait
-            say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
-        return time.monotonic() >= self._deadline
-
-    def _grace(self) -> int:
-        return ask(self.job, self.racer, grace=submit.grace_needed(self.run)).grace
-
-    def _ranks_listen(self) -> bool:
-        """Whether every rank has written something: before that, a signal would just kill it."""
-        newest = max(self.run.attempts(), default=-1)  # later than ours if ranks restarted
-        is_ours = self._attempt is not None and newest >= self._attempt
-        return is_ours and len(self.run.ranks(newest)) == self.racer.layout.ranks
-
-    def _repeat(self, said: IO[bytes]) -> None:
-        for line in said:
-            text = line.decode(errors="replace")
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            failed = nodes_failed(text)
-            if failed:  # at once: SLURM leaves this process a few seconds
-                self._record_failed(dict.fromkeys(failed, "SLURM lost it during an attempt"))
-
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
-        attempt = max(self.run.attempts(), default=prepared.attempt)  # ranks may have restarted
-        self._record_silent(attempt)
-        state = self.run.ended_state()
-        say(f"attempt {attempt} is {state} (srun: {code})")
-        stop = self.run.asked_to_stop()
-        if state == "finished":
-            return 0
+        has_begun = self._has_begun(prepared)
+        if has_begun:
+            attempt = max(self.run.attempts())  # ranks may have restarted
+            self._record_silent(attempt)
+            state = self.run.ended_state()
+            say(f"attempt {attempt} is {state} (srun: {code})")
+            if state == "finished":
+                return 0
+        else:
+            state = "stopped"  # where it was
+        stop = self.run.asked_to_stop(self.place.job)
         if stop is not None:
             if not stop["moves"]:
                 give_up(self.run, stop["why"], state)
             return 0
-        if own_state(self.place.job) not in ("RUNNING", "UNKNOWN"):
+        if self._state() not in ("RUNNING", "UNKNOWN"):
             return 0  # SLURM is ending this job itself, and knows what comes next
         if state != "stopped":
             return 1
-        if self.job.slurm.requeue and has_saved(self.run, prepared, since=self.claim.time):
+        saved = not has_begun or has_saved(self.run, prepared, since=self.claim.time)
+        if self.job.slurm.requeue and saved:
             self._continue()
             return 0
-        give_up(self.run, why_it_ends(self.run, prepared))
+        native = self.job.command is None
+        give_up(self.run, why_it_ends(self.run, prepared), "stopped" if native else "failed")
         return 1
 
     def _record_silent(self, attempt: int) -> None:
@@ -345,8 +329,8 @@ class Allocation:
 
     def _continue(self) -> None:
         """Have SLURM run this job again; where it may not, send another."""
-        needed = submit.grace_needed(self.run)
-        if needed > self._grace():
+        needed, asked = submit.grace_needed(self.run), self.job.slurm.grace
+        if asked is not None and needed > asked.seconds:
             say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
         self.run.update_info(lambda info: info.update(queued=True))
         try:
@@ -359,14 +343,12 @@ class Allocation:
 
     def _resubmit(self, why: str) -> bool:
         """Send another job that starts when this one has ended."""
+        excluded = ",".join(self.run.info().get("failed_nodes", {}))
+        after = f"afterany:{self.place.job}"
+        options: dict[str, Any] = {"claim": self.claim.number + 1, "exclude": excluded}
         try:
-            job_id = submit.send(
-                self.job,
-                self.racer,
-                self.run,
-                claim=self.claim.number + 1,
-                exclude=",".join(self.run.info().get("failed_nodes", {})),
-                dependency=f"afterany:{self.place.job}",
+            job_id = while_silent(
+                lambda: submit.send(self.job, self.racer, self.run, dependency=after, **options)
             )
         except slurm.SlurmError as error:
             say(error.what)
@@ -380,10 +362,13 @@ class Allocation:
         return True
 
 
-def no_progress(run: RunDir) -> bool:
-    """Whether the last two attempts began at the same checkpoint as this one will."""
-    starts = [attempt.get("checkpoint") for attempt in run.info().get("attempts", [])]
-    newest = prepare.newest_checkpoint(run)
+def no_progress(run: RunDir, job: Job) -> bool:
+    """Whether the last two attempts began where this one would begin."""
+    key = "checkpoint" if job.command is None else "last_changed"
+    starts = [attempt.get(key) for attempt in run.info().get("attempts", [])]
+    newest = (
+        prepare.newest_checkpoint(run) if job.command is None else prepare.last_change(run, job)
+    )
     return len(starts) >= 2 and starts[-2:] == [newest, newest]
 
 

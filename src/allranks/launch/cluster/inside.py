@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from allranks.hardware import parse_tasks_per_node
 from allranks.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster import slurm
+from allranks.launch.cluster.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
 from allranks.rundir import RunDir
 
@@ -48,12 +49,22 @@ class Place:
         )
 
 
+def say(text: str) -> None:
+    """Into the job's log, which is what people read first when something is odd."""
+    print(f"allranks: {text}", flush=True)
+
+
 def patiently(*words: str, seconds: float = 900.0) -> str:
     """A SLURM command, asked again while the controller is silent."""
+    return while_silent(lambda: slurm.call(*words), seconds=seconds)
+
+
+def while_silent(call: Callable[[], str], *, seconds: float = 900.0) -> str:
+    """Call again while the controller is silent, for so long."""
     deadline, pause = time.monotonic() + seconds, 1.0
     while True:
         try:
-            return slurm.call(*words)
+            return call()
         except slurm.SlurmError as error:
             if not error.is_silence or time.monotonic() > deadline:
                 raise
@@ -61,21 +72,15 @@ def patiently(*words: str, seconds: float = 900.0) -> str:
         pause = min(30.0, 2 * pause)
 
 
-def own_state(job: str) -> str:
-    """This job's state in the queue; UNKNOWN if SLURM does not answer."""
+def time_to_limit(job: str) -> tuple[float | None, int | None]:
+    """Seconds until SLURM ends this job, and its limit; None where there is no limit, or answer."""
     try:
-        return slurm.call("squeue", "-h", "-j", job, "-o", "%T").strip() or "GONE"
-    except slurm.SlurmError as error:
-        return "UNKNOWN" if error.is_silence else "GONE"
-
-
-def seconds_to_limit(job: str) -> float | None:
-    """Until SLURM ends this job; None if there is no limit, or no answer."""
-    try:
-        text = slurm.call("squeue", "-h", "-j", job, "-o", "%e", seconds=15).strip()
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) - time.time()
+        printed = slurm.call("squeue", "-h", "-j", job, "-o", "%e|%l", seconds=15)
+        end, _, limit = printed.strip().partition("|")
+        left = time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S")) - time.time()
+        return left, time_seconds(limit)
     except (slurm.SlurmError, ValueError):
-        return None
+        return None, None
 
 
 def unusable_nodes(nodes: Sequence[str]) -> dict[str, str]:
@@ -108,7 +113,7 @@ def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
 def why_it_ends(run: RunDir, prepared: Prepared) -> str:
     """Why nobody goes on with a run that was stopped."""
     if not prepared.job.slurm.requeue:
-        return "stopped at its time limit, and slurm.requeue is false"
+        return "stopped short of its end, and slurm.requeue is false"
     last = prepare.last_of(prepared, run)
     where = f"nothing new is at {last}" if last else "the job does not say where (last: PATH)"
     return f"the script did not save when it was told to stop: {where}"
@@ -116,7 +121,8 @@ def why_it_ends(run: RunDir, prepared: Prepared) -> str:
 
 def step_environment(env: Mapping[str, str]) -> dict[str, str]:
     """srun reads options from these, and would take them for its own."""
-    ours = ("SRUN_", "SLURM_CPU_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE")
+    options = ("CPU_BIND", "NTASKS", "NPROCS", "TASKS_PER_NODE", "CPUS_PER_TASK", "DISTRIBUTION")
+    ours = ("SRUN_", "SLURM_TRES_PER_TASK", *(f"SLURM_{option}" for option in options))
     return {key: value for key, value in env.items() if not key.startswith(ours)}
 
 
@@ -128,6 +134,7 @@ def srun(place: Place, *, tasks_per_node: int, ends_together: bool) -> list[str]
         f"--ntasks={len(place.nodes) * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         f"--cpus-per-task={max(1, place.cpus_per_node // tasks_per_node)}",
+        "--distribution=block",  # ranks of a node follow each other
         "--export=ALL",
         # Tasks end with 0 when they were told to stop: any other code is a failure of all.
         f"--kill-on-bad-exit={int(ends_together)}",
@@ -152,6 +159,7 @@ def step_command(job: Job, place: Place, prepared: Prepared, claim: Claim) -> li
     words = [sys.executable, "-m", "allranks.launch.cluster.step", str(prepared.run.path)]
     words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
     words += ["--threads", str(prepared.threads or 0), "--claim", str(claim.number)]
+    words += ["--layout", str(job.layout)]
     words += ["--nodes", ",".join(place.nodes)]
     words += ["--port", str(free_port(place.job))]
     return [*srun(place, tasks_per_node=tasks, ends_together=True), *words]

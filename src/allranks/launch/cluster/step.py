@@ -12,11 +12,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
 from allranks import claims
+from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.hardware import local_gpus
 from allranks.launch import prepare
@@ -24,8 +27,11 @@ from allranks.launch.cluster import network
 from allranks.launch.local import Launch, Place, Signals, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
+from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
+
+CLAIM_SECONDS = 5.0
 
 
 def main() -> int:
@@ -35,24 +41,43 @@ def main() -> int:
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--claim", type=int, required=True)
+    parser.add_argument("--layout", type=Layout.parse, required=True)
     parser.add_argument("--nodes", required=True)
     parser.add_argument("--port", type=int, required=True)
     wanted = parser.parse_args()
     run = RunDir(wanted.run_dir)
     prepared = Prepared(
         request=Request(runs=run.path.parent, leads=False),
-        job=prepare.load_resolved(run),
+        # Not the file's: a run that is being moved has its next layout there already.
+        job=prepare.load_resolved(run).model_copy(update={"layout": wanted.layout}),
         run=run,
         attempt=wanted.attempt,
         checkpoint=wanted.checkpoint,
         threads=wanted.threads or None,
     )
     os.environ[claims.VARIABLE] = str(wanted.claim)
+    threading.Thread(target=end_with_claim, args=(run, wanted.claim), daemon=True).start()
     nodes = wanted.nodes.split(",")
     network.apply(nodes)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
         return run_rank(prepared, run, nodes[0], wanted.port)
     return run_node(prepared, nodes[0], wanted.port)
+
+
+def end_with_claim(run: RunDir, number: int) -> None:
+    """End this process, and its ranks with it, when a newer attempt has taken the run.
+
+    SLURM may have lost sight of this node, and started the job elsewhere.
+    """
+    while True:
+        time.sleep(CLAIM_SECONDS)
+        try:
+            claims.check(run.claims, number)
+        except AllranksError as error:
+            print(f"allranks: {error.what}", flush=True)
+            os._exit(1)
+        except OSError:  # a disk that does not answer says nothing about the claim
+            continue
 
 
 def run_node(prepared: Prepared, master: str, port: int) -> int:

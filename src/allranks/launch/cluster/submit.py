@@ -80,26 +80,31 @@ def submit(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
         info |= {"backend": "slurm", "layout": ",".join(str(racer) for racer in racers)}
 
     run.update_info(describe)
-    done = send_all(prepared.job, racers, run)
+    done = send_all(prepared.job, racers, run, claim=0)
     done.remarks = [*remarks, *done.remarks, *hopeless(done.jobs)]
     return done
 
 
-def send_all(job: Job, racers: Sequence[Racer], run: RunDir, **options: Any) -> Submitted:
-    """Send one job for each racer, until one of them has started."""
+def send_all(
+    job: Job, racers: Sequence[Racer], run: RunDir, *, claim: int, **options: Any
+) -> Submitted:
+    """Send one job for each racer, until one of them has started.
+
+    `claim`: what they may take. It was the next one when the caller looked at the run's state: a
+    job that has started since must not be robbed of the run.
+    """
     done = Submitted(run)
     refused: list[slurm.SlurmError] = []
-    first = claims.next_number(run.claims)
     for racer in racers:
-        if claims.next_number(run.claims) != first:
+        if claims.next_number(run.claims) > claim:
             done.remarks.append(f"{racer} was not sent: the run has started")
             break
         try:
-            done.jobs.append(send(job, racer, run, **options))
+            done.jobs.append(send(job, racer, run, claim=claim, **options))
         except slurm.SlurmError as error:
             refused.append(error)
             done.remarks.append(f"{racer} was refused: {error.what}; {error.fix}")
-    cancel_losers(run, done.jobs, first)
+    cancel_losers(run, done.jobs, claim)
     if refused and not done.jobs:
         reason = f"never queued: {refused[0].what}"
         if not run.attempts() and not run.info().get("jobs"):
@@ -119,9 +124,8 @@ def cancel_losers(run: RunDir, jobs: Sequence[str], claim: int) -> None:
             slurm.call("scancel", "--state=PENDING", *losers)
 
 
-def send(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
+def send(job: Job, racer: Racer, run: RunDir, *, claim: int, **options: Any) -> str:
     """Send one job and record it; its id. The one place from which jobs are sent."""
-    claim = options.pop("claim", claims.next_number(run.claims))
     script = run.path / script_name(run, racer)
     write_atomically(script, script_of(job, racer, run, claim=claim, **options))
     job_id = slurm.parse_job_id(slurm.call("sbatch", "--parsable", str(script)))
@@ -177,6 +181,7 @@ def grace_needed(run: RunDir) -> int:
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
+    claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
     if run.info().get("backend") != "slurm" or run.state() != "queued":
         raise AllranksError(
@@ -185,30 +190,36 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
         )
     for racer in racers:
         prepare.check_supported(with_layout(job, racer))
-    return send_all(job, resolve_types(racers, job)[0], run)
+    return send_all(job, resolve_types(racers, job)[0], run, claim=claim)
 
 
-def resume(prepared: Prepared, racers: Sequence[Racer], *, after: str | None = None) -> Submitted:
+def resume(
+    prepared: Prepared, racers: Sequence[Racer], *, claim: int, after: str | None = None
+) -> Submitted:
     """The next job of an old run; `after`: the job that must have ended before it starts."""
     run = prepared.run
     assert run is not None
     check(prepared, racers)
     racers, _ = resolve_types(racers, prepared.job)
-    before = run.job_file.read_text()
+    before, earlier = run.job_file.read_text(), run.info()
     write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
-    if after is None:
-        run.take_back_stop()
-
-    def change(info: dict[str, Any]) -> None:
-        info["overrides"] = prepare.typed_in_all(info.get("overrides", []), prepared.request)
-        info["changes"] = prepared.changes
-
-    run.update_info(change)
+    overrides = prepare.typed_in_all(earlier.get("overrides", []), prepared.request)
+    pending = earlier.get("changes", [])  # of a job that was sent, and never started
+    changes = [*pending, *prepared.changes]
+    run.update_info(lambda info: info.update(overrides=overrides, changes=changes))
     options = {"dependency": f"afterany:{after}"} if after else {}
     try:
-        return send_all(prepared.job, racers, run, **options)
-    except slurm.SlurmError:
-        write_atomically(run.job_file, before)  # what was refused is not what the run is
+        done = send_all(prepared.job, racers, run, claim=claim, **options)
+        if not done.jobs:
+            raise AllranksError(
+                f"a job of run {run.name} has started in this second",
+                fix=f"see allranks ls {run.name}",
+            )
+        return done
+    except AllranksError:  # what was not sent is not what the run is
+        write_atomically(run.job_file, before)
+        known = earlier.get("overrides", [])
+        run.update_info(lambda info: info.update(overrides=known, changes=pending))
         raise
 
 

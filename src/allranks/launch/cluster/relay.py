@@ -1,0 +1,133 @@
+"""A step of srun, run to its end, and the word to stop brought to its ranks in time. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from allranks.job import Job
+from allranks.launch.cluster import submit
+from allranks.launch.cluster.inside import (
+    Place,
+    nodes_failed,
+    say,
+    step_environment,
+    time_to_limit,
+)
+from allranks.launch.cluster.sbatch import grace_seconds
+from allranks.rundir import RunDir
+
+EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
+LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal
+FOR_EVER = math.inf
+
+
+class Relay:
+    """Runs steps for one job, and knows when their ranks must stop.
+
+    `signals`: those that the batch process has had, added to by its handler. Signals can be lost
+    (before Python listens), so the limit and the user's request are looked at as well.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        place: Place,
+        job: Job,
+        signals: list[signal.Signals],
+        nodes_lost: Callable[[Sequence[str]], None],
+    ) -> None:
+        self.run = run
+        self.place = place
+        self.job = job
+        self.signals = signals
+        self.nodes_lost = nodes_lost
+        self._stop_at = FOR_EVER  # by the monotonic clock
+        self._next_look = 0.0
+        self._is_warned = False
+
+    def run_step(
+        self, command: Sequence[str], *, attempt: int | None = None, seconds: float = FOR_EVER
+    ) -> int:
+        """Run srun to its end. `attempt`: whose ranks it starts, if it starts any."""
+        step = subprocess.Popen(command, env=step_environment(os.environ), stderr=subprocess.PIPE)
+        reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + seconds
+        told = False
+        self._watch_limit()
+        while True:
+            try:
+                step.wait(0.5)
+                break
+            except subprocess.TimeoutExpired:
+                pass
+            if attempt is not None and not told and self.must_stop() and self._listen(attempt):
+                told = True
+                # srun passes USR2 on to every task; of TERM and INT it has ideas of its own.
+                step.send_signal(signal.SIGUSR2)
+            if time.monotonic() > deadline:
+                step.terminate()
+        reader.join(5)
+        return int(step.returncode)
+
+    def must_stop(self) -> bool:
+        """Whether the ranks must stop now."""
+        if set(self.signals) - {signal.SIGUSR2}:
+            return True
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            if self.run.asked_to_stop(self.place.job) is not None:
+                return True
+        if self.signals and not self._is_warned:
+            self._is_warned = True
+            self._take_warning()
+        if now >= self._stop_at:
+            # Asked again: somebody may have given the job more time.
+            return bool(self.signals) or not self._watch_limit()
+        return False
+
+    def _take_warning(self) -> None:
+        """A first USR2: the limit is near (SLURM says so early), or somebody sent it."""
+        left, grace = self._left_and_grace()
+        is_warning = left is not None and left < grace + EARLY_SECONDS
+        wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
+        self._stop_at = time.monotonic() + wait
+        say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
+
+    def _watch_limit(self) -> bool:
+        """Note when the limit will be near; whether there is still time."""
+        left, grace = self._left_and_grace()
+        if left is None:
+            return False
+        self._stop_at = time.monotonic() + left - grace
+        return left > grace
+
+    def _left_and_grace(self) -> tuple[float | None, int]:
+        left, limit = time_to_limit(self.place.job)
+        asked, needed = self.job.slurm.grace, submit.grace_needed(self.run)
+        if asked is not None and limit is not None and asked.seconds > limit / 2:
+            asked = None  # the partition's limit, which nobody knew when it was asked for
+        return left, grace_seconds(asked, limit, needed)
+
+    def _listen(self, attempt: int) -> bool:
+        """Whether every rank has written something: before that, a signal would just kill it."""
+        newest = max(self.run.attempts(), default=-1)  # later than ours if ranks restarted
+        return newest >= attempt and len(self.run.ranks(newest)) == self.job.layout.ranks
+
+    def _repeat(self, said: IO[bytes]) -> None:
+        for line in said:
+            text = line.decode(errors="replace")
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            failed = nodes_failed(text)
+            if failed:  # at once: SLURM leaves this process a few seconds
+                self.nodes_lost(failed)

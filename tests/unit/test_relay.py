@@ -1,0 +1,370 @@
+"""A step of srun: when its ranks are told to stop, what it is given, and when it ends by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks import claims
+from allranks.claims import Claim
+from allranks.events import append_event
+from allranks.job import parse_job
+from allranks.launch.cluster import network, relay, step
+from allranks.launch.cluster.inside import Place, check_command, step_command
+from allranks.launch.cluster.relay import EARLY_SECONDS, LOOK_SECONDS, Relay
+from allranks.launch.prepare import Prepared, Request
+from allranks.rundir import RunDir
+
+GRACE = 120  # of a limit of an hour
+HOUR = 3600
+PLACE = Place(job="100", restart=0, nodes=("n1", "n2"), cpus_per_node=4)
+
+
+class Clock:
+    """The time, and what SLURM says of this job's limit."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.left: float | None = None
+        self.limit: int | None = HOUR
+        self.num_asked = 0
+
+    def time_to_limit(self, job: str) -> tuple[float | None, int | None]:
+        assert job == "100"
+        self.num_asked += 1
+        return (None, None) if self.left is None else (self.left, self.limit)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+        self.left = None if self.left is None else self.left - seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(relay, "time_to_limit", made.time_to_limit)
+    return made
+
+
+@pytest.fixture
+def stands_still(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Clock) -> Callable[..., Relay]:
+    """`make(*signals, **job)`: a relay of job 100, which has had these."""
+
+    def relay_of(*signals: signal.Signals, **values: Any) -> Relay:
+        run = RunDir(tmp_path / "job-20261115-120000-aaaa")
+        run.path.mkdir()
+        job = parse_job({"layout": "2x1", **values})
+        run.job_file.write_text(job.to_yaml())
+        run.write_info({"run": run.name, "backend": "slurm", "jobs": ["100"]})
+        return Relay(run, PLACE, job, list(signals), lambda nodes: None)
+
+    return relay_of
+
+
+# --- When the ranks must stop -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("stands_still")
+@pytest.mark.parametrize(
+    ("left", "wait"),
+    [
+        (170.0, 50.0),  # SLURM warns up to a minute early
+        (GRACE + EARLY_SECONDS - 1.0, EARLY_SECONDS - 1.0),
+        (120.0, 0.0),
+        (40.0, 0.0),
+        (GRACE + EARLY_SECONDS + 1.0, 0.0),  # it was no warning of the limit
+        (None, 0.0),
+    ],
+)
+def test_an_early_warning_of_the_limit_is_held_back_to_the_grace_time(
+    make: Callable[..., Relay], clock: Clock, left: float | None, wait: float
+) -> None:
+    clock.left = left
+    told = make(signal.SIGUSR2)
+    if wait:
+        assert not told.must_stop()
+        clock.pass_by(wait - 1)
+        assert not told.must_stop()
+        clock.pass_by(1)
+    assert told.must_stop()
+    assert clock.num_asked == 1
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_what_is_no_warning_is_passed_on_at_once(make: Callable[..., Relay], clock: Clock) -> None:
+    clock.left = 170.0
+    told = make(signal.SIGUSR2)
+    assert not told.must_stop()
+    told.signals.append(signal.SIGTERM)
+    assert told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_without_any_signal_the_ranks_are_told_when_the_limit_is_near(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    clock.left = 1000.0
+    told = make()
+    assert told._watch_limit()
+    clock.pass_by(879)
+    assert not told.must_stop()
+    assert clock.num_asked == 1  # not at every look
+    clock.pass_by(1)
+    assert told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_a_job_that_was_given_more_time_goes_on(make: Callable[..., Relay], clock: Clock) -> None:
+    clock.left = 1000.0
+    told = make()
+    assert told._watch_limit()
+    clock.pass_by(880)
+    clock.left = 500.0
+    assert not told.must_stop()
+    clock.pass_by(379)
+    assert not told.must_stop()
+    clock.pass_by(1)
+    assert told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_a_limit_that_was_near_is_believed_while_the_controller_is_silent(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    clock.left = 1000.0
+    told = make()
+    assert told._watch_limit()
+    clock.pass_by(880)
+    clock.left = None
+    assert told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_a_job_without_a_limit_stops_only_when_it_is_asked(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    told = make()
+    assert not told._watch_limit()
+    clock.pass_by(1e9)
+    assert not told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_a_request_is_found_without_a_signal_within_seconds(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    told = make()
+    told.run.ask_to_stop("stopped by its user", ["98", "99"])  # an earlier one, of other jobs
+    assert not told.must_stop()
+    told.run.ask_to_stop("stopped by its user", ["99", "100"])
+    clock.pass_by(LOOK_SECONDS - 0.1)
+    assert not told.must_stop()  # a network disk is not asked twice a second
+    clock.pass_by(0.1)
+    assert told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
+def test_a_request_is_not_held_back_as_an_early_warning_is(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    clock.left = 170.0
+    told = make(signal.SIGUSR2)
+    assert not told.must_stop()
+    told.run.ask_to_stop("moves to 1x2", ["100"], moves=True)
+    clock.pass_by(LOOK_SECONDS)
+    assert told.must_stop()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "limit", "grace"),
+    [
+        ({}, HOUR, 120),
+        ({"time": "4h"}, 240, 60),  # what SLURM says counts, not what was asked for
+        ({"grace": "5m"}, HOUR, 300),
+        ({"grace": "5m"}, 400, 100),  # more than half of the partition's own limit
+    ],
+)
+def test_the_grace_time_follows_from_the_limit_that_slurm_enforces(
+    make: Callable[..., Relay], clock: Clock, slurm: dict[str, str], limit: int, grace: int
+) -> None:
+    clock.left, clock.limit = 300.0, limit
+    assert make(slurm=slurm)._left_and_grace() == (300.0, grace)
+
+
+def test_the_grace_time_grows_with_the_checkpoints_of_this_attempt(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    clock.left = 1000.0
+    told = make()
+    append_event(told.run.events(0, 0), "checkpoint", step=1, seconds=70)
+    assert told._left_and_grace() == (1000.0, 210)
+
+
+def test_ranks_listen_when_all_of_this_attempt_have_written_something(
+    make: Callable[..., Relay],
+) -> None:
+    told = make()
+    for rank in range(2):
+        append_event(told.run.events(0, rank), "start", rank=rank)
+    assert told._listen(0)
+    assert not told._listen(1)  # those of an earlier attempt
+    append_event(told.run.events(1, 0), "start", rank=0)
+    assert not told._listen(1)
+    append_event(told.run.events(1, 1), "start", rank=1)
+    assert told._listen(1)
+    append_event(told.run.events(2, 0), "start", rank=0)  # restarted in the same job
+    assert not told._listen(1)
+
+
+# --- A step -------------------------------------------------------------------------------------
+
+# In place of srun. A rank's file is there when it listens; the code is how often it was told.
+STEP = r"""
+told=0
+trap 'told=$((told + 1))' USR2
+mkdir -p "$0"
+touch "$0"/rank-0.jsonl
+[ "$1" = 2 ] && touch "$0"/rank-1.jsonl
+for _ in $(seq 300); do
+    [ $told -gt 0 -o "$1" = 1 ] && break
+    sleep 0.1
+done
+sleep 1.2
+exit $told
+"""
+
+
+def step_of(told: Relay, num_listening: int) -> list[str]:
+    return ["bash", "-c", STEP, str(told.run.attempt(0)), str(num_listening)]
+
+
+def test_the_ranks_of_a_step_are_told_once(make: Callable[..., Relay]) -> None:
+    told = make(signal.SIGTERM)
+    assert told.run_step(step_of(told, 2), attempt=0) == 1
+
+
+def test_ranks_that_do_not_listen_yet_are_not_told(make: Callable[..., Relay]) -> None:
+    told = make(signal.SIGTERM)
+    assert told.run_step(step_of(told, 1), attempt=0) == 0
+
+
+def test_a_step_without_ranks_is_not_told(make: Callable[..., Relay]) -> None:
+    told = make(signal.SIGTERM)
+    for rank in range(2):
+        append_event(told.run.events(0, rank), "start", rank=rank)
+    assert told.run_step(["bash", "-c", "sleep 1.2; exit 7"]) == 7
+
+
+def test_a_step_has_its_limit_watched_from_the_start(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    clock.left = GRACE + 0.3
+    told = make()
+    assert told.run_step(step_of(told, 2), attempt=0) == 1
+
+
+def test_a_step_that_takes_too_long_is_ended(make: Callable[..., Relay]) -> None:
+    assert make().run_step(["sleep", "60"], seconds=0.1) == -signal.SIGTERM
+
+
+def test_what_srun_says_is_repeated_and_lost_nodes_are_recorded_at_once(
+    make: Callable[..., Relay], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost: list[Sequence[str]] = []
+    told = make()
+    told.nodes_lost = lost.append
+    words = "echo hello >&2; printf 'srun: error: Node failure on n[1-2]\\n\\377\\n' >&2; exit 1"
+    assert told.run_step(["bash", "-c", words]) == 1
+    assert lost == [["n1", "n2"]]
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "hello",
+        "srun: error: Node failure on n[1-2]",
+    ]
+
+
+def test_a_step_finds_no_options_of_the_batch_script(
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    words = '[ -z "$SLURM_DISTRIBUTION" -a "$SLURM_JOB_ID" = 100 ]'
+    assert make().run_step(["bash", "-c", words]) == 0
+
+
+# --- What srun starts ---------------------------------------------------------------------------
+
+
+def test_the_ranks_of_a_node_follow_each_other(make: Callable[..., Relay]) -> None:
+    told = make()
+    prepared = Prepared(request=Request(), job=told.job, run=told.run, attempt=3)
+    claim = Claim(number=5, job="100")
+    words = step_command(told.job, PLACE, prepared, claim)
+    assert "--distribution=block" in words
+    assert "--distribution=block" in check_command(PLACE, Path("x"), 1, 0, 9)
+    assert words[words.index("--layout") + 1] == "2x1"
+    assert words[words.index("--claim") + 1] == "5"
+    assert words[words.index("--attempt") + 1] == "3"
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(words)
+
+
+def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = make(layout="1x4")  # what the file says: the job that comes next
+    seen: list[Prepared] = []
+    monkeypatch.setattr(network, "apply", lambda nodes: None)
+    monkeypatch.setattr(step, "end_with_claim", lambda run, number: None)
+    monkeypatch.setattr(step, "run_node", lambda prepared, master, port: seen.append(prepared))
+    monkeypatch.setenv(claims.VARIABLE, "")
+    words = ["--attempt", "1", "--claim", "5", "--layout", "2x2", "--nodes", "n1,n2"]
+    monkeypatch.setattr("sys.argv", ["step", str(told.run.path), *words, "--port", "20000"])
+    step.main()
+    assert str(seen[0].layout) == "2x2"
+    assert os.environ[claims.VARIABLE] == "5"
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
+    make: Callable[..., Relay],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make().run
+    assert claims.take(run.claims, Claim(number=0, job="100"))
+    slept: list[float] = []
+    check = claims.check
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 4:
+            assert claims.take(run.claims, Claim(number=1, job="101", host="n7"))
+
+    def look(folder: Path, number: int) -> None:
+        if len(slept) == 2:
+            raise OSError("stale file handle")
+        check(folder, number)
+
+    def leave(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(claims, "check", look)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(Ended, match="1"):
+        step.end_with_claim(run, 0)
+    assert slept == [step.CLAIM_SECONDS] * 4
+    assert "lost the run to job 101 on n7" in capsys.readouterr().out
