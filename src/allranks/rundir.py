@@ -148,7 +148,7 @@ class RunDir:
             content: dict[str, Any] = json.loads((self.path / "stop.json").read_bytes())
         except (OSError, ValueError):
             return None
-        return content if job in content["jobs"] else None
+        return content if job in content.get("jobs", []) else None
 
     def is_live(self) -> bool:
         """Whether some process, on this or another machine, holds the run."""

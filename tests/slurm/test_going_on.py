@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -139,3 +140,62 @@ def test_a_run_without_progress_gives_up_with_the_reason(cluster: Cluster, tmp_p
     line = sent.wait_for_end(90)
     assert line["state"] == "failed"
     assert "no progress in two attempts" in line["reason"]
+
+
+@pytest.mark.soak
+def test_a_finished_run_can_be_extended(cluster: Cluster, tmp_path: Path) -> None:
+    sent = send(cluster, tmp_path, *TASK, "steps=20")
+    assert sent.wait_for_end(60)["state"] == "finished"
+    sent.allranks("resume", sent.run.name, "steps=60")
+    cluster.wait(lambda: len(sent.run.attempts()) == 2, 60, "a second attempt")
+    line = sent.wait_for_end(60)
+    assert (line["state"], line["step"]) == ("finished", 60), sent.log()
+    assert sent.run.info()["attempts"][1]["changes"] == [{"key": "steps", "before": 20, "now": 60}]
+
+
+@pytest.mark.soak
+def test_a_run_is_moved_in_its_first_second(cluster: Cluster, tmp_path: Path) -> None:
+    sent = send(cluster, tmp_path, *TASK, "steps=200", "preflight=false")
+    cluster.wait(lambda: sent.run.info().get("attempts"), 60, "its first second")
+    sent.allranks("resume", sent.run.name, "--layout", "2x2")
+    line = sent.wait_for_end(120)
+    assert (line["state"], line["layout"]) == ("finished", "2x2"), sent.log()
+    assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, 201))
+
+
+@pytest.mark.soak
+def test_a_controller_that_is_deaf_when_a_job_starts(cluster: Cluster, tmp_path: Path) -> None:
+    sent = send(cluster, tmp_path, *TASK, "steps=100", "preflight=false")
+    cluster.wait(lambda: cluster.job(sent.jobs[0])["JobState"] == "RUNNING", 30, "a start")
+    cluster.stop_controller()
+    time.sleep(25)
+    cluster.start_controller()
+    assert sent.wait_for_end(120)["state"] == "finished", sent.log()
+    assert sorted(sent.losses()) == list(range(1, 101))
+
+
+@pytest.mark.soak
+def test_a_script_on_a_node_that_slurm_has_lost_is_ended(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "while True:\n"
+        "    restart = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        "    print(restart, time.time(), file=open('beats', 'a'))\n"
+        "    time.sleep(0.5)\n"
+    )
+    sent = send(cluster, tmp_path, "preflight=false", "--", "python", "train.py")
+    beats = tmp_path / "beats"
+    cluster.wait(beats.exists, 60, "a first beat")
+    cluster.kill_slurmd(sent.listed()["nodes"][0])
+
+    def restarted() -> float | None:
+        lines = [line.split() for line in beats.read_text().splitlines()]
+        return next((float(when) for restart, when in lines if restart == "1"), None)
+
+    again = cluster.wait(restarted, 120, "a beat elsewhere") or 0.0
+    time.sleep(15)
+    lines = [line.split() for line in beats.read_text().splitlines()]
+    last = max(float(when) for restart, when in lines if restart == "0")
+    assert last < again + 10
+    assert max(float(when) for _, when in lines) > again + 12
+    sent.allranks("stop", sent.run.name, "--now")

@@ -463,41 +463,30 @@ def test_a_script_that_names_no_checkpoint_is_told_how(hold: Callable[..., Alloc
 
 
 class Steps:
-    """In place of srun: what each step does, and its code."""
+    """In place of srun: for each step its code, and how its ranks end if they begin."""
 
-    def __init__(self, held: Allocation, *done: Callable[[], int]) -> None:
-        self.held, self.done, self.num_run = held, done, 0
+    def __init__(self, run: RunDir, ends: Sequence[tuple[int, dict[str, Any] | None]]) -> None:
+        self.run, self.ends, self.num_run = run, ends, 0
 
     def run_step(self, command: Sequence[str], *, attempt: int) -> int:
         assert command[0] == "srun"
+        code, end = self.ends[min(self.num_run, len(self.ends) - 1)]
         self.num_run += 1
-        return self.done[min(self.num_run, len(self.done)) - 1]()
+        for rank in range(2 if end else 0):
+            append_event(self.run.events(attempt, rank), "start", rank=rank)
+            append_event(self.run.events(attempt, rank), "end", **(end or {}))
+        return code
 
-    def ranks(self, end: dict[str, Any], code: int) -> Callable[[], int]:
-        """A step whose ranks began, and ended so."""
 
-        def run() -> int:
-            for rank in range(2):
-                append_event(self.held.run.events(self.attempt, rank), "start", rank=rank)
-                append_event(self.held.run.events(self.attempt, rank), "end", **end)
-            return code
-
-        return run
-
-    @property
-    def attempt(self) -> int:
-        return int(self.held.run.info()["attempts"][-1]["attempt"])
+ToEnd = Callable[..., tuple[int, int]]
 
 
 @pytest.fixture
-def to_end(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
-    """`to_end(held, *steps)`: the job's exit code, and how many steps it took."""
+def to_end(monkeypatch: pytest.MonkeyPatch) -> ToEnd:
+    """`to_end(held, *ends)`: the job's exit code, and how many steps it took."""
 
-    def run(held: Allocation, *done: tuple[dict[str, Any], int] | int) -> tuple[int, int]:
-        steps = Steps(held)
-        steps.done = tuple(
-            (lambda one=one: one) if isinstance(one, int) else steps.ranks(*one) for one in done
-        )
+    def run(held: Allocation, *ends: tuple[int, dict[str, Any] | None]) -> tuple[int, int]:
+        steps = Steps(held.run, ends)
         monkeypatch.setattr(signal, "signal", lambda number, handler: None)
         monkeypatch.setattr(held, "_cancel_rivals", lambda: None)
         monkeypatch.setattr(held.relay, "run_step", steps.run_step)
@@ -506,14 +495,14 @@ def to_end(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     return run
 
 
-ToEnd = Callable[..., tuple[int, int]]
+NOT_BEGUN = (1, None)
 
 
 def test_a_step_that_ends_before_any_rank_began_is_tried_again(
     hold: Callable[..., Allocation], to_end: ToEnd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = hold(preflight=False)
-    assert to_end(held, 1, (FINISHED, 0)) == (0, 2)
+    assert to_end(held, NOT_BEGUN, (0, FINISHED)) == (0, 2)
     assert held.run.state() == "finished"
     assert "srun ended with code 1 before any rank had begun: once more" in capsys.readouterr().out
 
@@ -522,7 +511,7 @@ def test_a_step_that_never_begins_is_tried_in_another_attempt(
     hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
 ) -> None:
     held = hold(preflight=False)
-    assert to_end(held, 1) == (0, STEP_TRIES)
+    assert to_end(held, NOT_BEGUN) == (0, STEP_TRIES)
     assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
     assert held.run.state() == "queued"
 
@@ -531,7 +520,7 @@ def test_a_step_whose_ranks_failed_is_not_tried_again(
     hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
 ) -> None:
     held = hold(preflight=False)
-    assert to_end(held, (FAILED, 1)) == (1, 1)
+    assert to_end(held, (1, FAILED)) == (1, 1)
     assert answers.of("scontrol") == answers.of("sbatch") == []
     assert held.run.state() == "failed"
 
@@ -541,7 +530,7 @@ def test_a_step_that_slurm_ended_is_not_tried_again(
     hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd, state: str
 ) -> None:
     answers.said["squeue"] = state
-    assert to_end(hold(preflight=False), 1) == (0, 1)
+    assert to_end(hold(preflight=False), NOT_BEGUN) == (0, 1)
     assert answers.of("scontrol") == answers.of("sbatch") == []
 
 
@@ -565,10 +554,10 @@ def test_a_finished_run_is_not_trained_again(
 ) -> None:
     held = hold(preflight=False)
     ended(held, FINISHED, FINISHED)
-    assert to_end(held, 1) == (0, 0)
+    assert to_end(held, NOT_BEGUN) == (0, 0)
     layout = {"key": "layout", "before": "2x1", "now": "1x2"}
     held.run.update_info(lambda info: info.update(changes=[layout]))
-    assert to_end(held, 1) == (0, 0)
+    assert to_end(held, NOT_BEGUN) == (0, 0)
 
 
 def test_a_finished_run_that_was_extended_trains(
@@ -578,12 +567,12 @@ def test_a_finished_run_that_was_extended_trains(
     ended(held, FINISHED, FINISHED)
     change = {"key": "epochs", "before": 20, "now": 40}
     held.run.update_info(lambda info: info.update(changes=[change]))
-    assert to_end(held, 1) == (0, STEP_TRIES)
+    assert to_end(held, NOT_BEGUN) == (0, STEP_TRIES)
     # Requeued, since no rank began: what it was sent for is still to be done.
     assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
-    assert to_end(held, (FINISHED, 0)) == (0, 1)
+    assert to_end(held, (0, FINISHED)) == (0, 1)
     assert held.run.info()["attempts"][1]["changes"] == [change]
-    assert to_end(held, (FINISHED, 0)) == (0, 0)
+    assert to_end(held, (0, FINISHED)) == (0, 0)
 
 
 # --- Progress and nodes -------------------------------------------------------------------------

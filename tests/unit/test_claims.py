@@ -84,6 +84,18 @@ def test_a_winner_whose_answer_was_lost_is_still_the_winner(
     assert holder is not None and holder.job == "1"
 
 
+def test_two_processes_of_one_name_are_told_apart_by_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that SLURM runs again, in a container, say: all but the token is the same."""
+    same = {"number": 0, "job": "1", "restart": 0, "host": "node", "pid": 1, "time": 1.0}
+    first, second = (Claim(**same) for _ in range(2))  # type: ignore[arg-type]
+    assert first != second
+    assert claims.take(tmp_path, first)
+    assert not claims.take(tmp_path, second)
+    assert claims.newest(tmp_path) == first
+
+
 def test_a_file_system_without_links_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

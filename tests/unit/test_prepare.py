@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks import commits, hardware
+from allranks import claims, commits, hardware
+from allranks.claims import Claim
 from allranks.commits import seal, writing_folder
 from allranks.errors import AllranksError
 from allranks.events import append_event
@@ -24,6 +26,8 @@ from allranks.launch.prepare import (
     environment_warnings,
     fill_command,
     find_python,
+    hold_run,
+    last_change,
     open_run,
     prepare,
     ranks_environment,
@@ -150,6 +154,71 @@ def test_a_live_run_is_refused() -> None:
     run = started()
     with run.held(), pytest.raises(AllranksError, match="is live"):
         prepare(typed(resume=run.name))
+
+
+# --- A run of SLURM's, on this machine ----------------------------------------------------------
+
+
+def resumed(run: RunDir) -> Prepared:
+    with ExitStack() as held:
+        return hold_run(prepare(typed(file=False, resume=run.name)), held)
+
+
+def sent() -> RunDir:
+    """A run that was queued, and whose job 100 has ended."""
+    run = started()
+    run.update_info(lambda info: info.update(backend="slurm", jobs=["100"]))
+    assert claims.take(run.claims, Claim(number=0, job="100"))
+    return run
+
+
+def test_a_run_that_jobs_may_take_too_is_claimed_and_its_ranks_know() -> None:
+    run = sent()
+    prepared = resumed(run)
+    holder = claims.newest(run.claims)
+    assert holder is not None
+    assert (holder.number, holder.job, holder.layout) == (1, "", "1x1")
+    assert prepared.claim == 1
+    env = ranks_environment(prepared, run, here=1, oversubscribe=False)
+    assert env[claims.VARIABLE] == "1"
+
+
+def test_a_run_of_this_machine_needs_no_claim() -> None:
+    run = started()
+    prepared = resumed(run)
+    assert prepared.claim is None
+    assert claims.newest(run.claims) is None
+    assert claims.VARIABLE not in ranks_environment(prepared, run, here=1, oversubscribe=False)
+
+
+def test_who_is_beaten_by_a_job_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sent()
+    monkeypatch.setattr(claims, "next_number", lambda folder: 0)  # it looked a moment too early
+    with pytest.raises(AllranksError, match="has started in this second"):
+        resumed(run)
+    assert not run.is_live()
+
+
+def test_a_claim_is_kept_where_another_attempt_came_in_between() -> None:
+    run = sent()
+    prepared = prepare(typed(file=False, resume=run.name))
+    append_event(run.events(1, 0), "start")
+    with ExitStack() as held:
+        prepared = hold_run(prepared, held)
+    assert (prepared.attempt, prepared.claim) == (2, 1)
+
+
+def test_an_attempt_says_when_a_scripts_checkpoint_was_written() -> None:
+    Path("job.yaml").write_text("command: train\nlast: '{ranks}.pt'\n")
+    run = started(layout="1x2")
+    job = load_job(run.job_file, resolved=True)
+    assert last_change(run, job) is None
+    Path("2.pt").touch()
+    os.utime("2.pt", (0, 17))
+    assert last_change(run, job) == 17
+    open_run(prepare(typed(file=False, resume=run.name)))
+    assert [attempt["last_changed"] for attempt in run.info()["attempts"]] == [None, 17]
+    assert last_change(run, load_job(None)) is None
 
 
 # --- Which checkpoint ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from allranks.events import append_event
 from allranks.job import parse_job
 from allranks.launch.cluster import network, relay, step
 from allranks.launch.cluster.inside import Place, check_command, step_command
-from allranks.launch.cluster.relay import EARLY_SECONDS, LOOK_SECONDS, Relay
+from allranks.launch.cluster.relay import LOOK_SECONDS, Relay
 from allranks.launch.prepare import Prepared, Request
 from allranks.rundir import RunDir
 
@@ -80,10 +80,10 @@ def make(tmp_path: Path, clock: Clock) -> Callable[..., Relay]:
     ("left", "wait"),
     [
         (170.0, 50.0),  # SLURM warns up to a minute early
-        (GRACE + EARLY_SECONDS - 1.0, EARLY_SECONDS - 1.0),
+        (209.0, 89.0),  # and looks every 30 s
         (120.0, 0.0),
         (40.0, 0.0),
-        (GRACE + EARLY_SECONDS + 1.0, 0.0),  # it was no warning of the limit
+        (211.0, 0.0),  # it was no warning of the limit
         (None, 0.0),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_step_without_ranks_is_not_told(make: Callable[..., Relay]) -> None:
 def test_a_step_has_its_limit_watched_from_the_start(
     make: Callable[..., Relay], clock: Clock
 ) -> None:
-    clock.left = GRACE + 0.3
+    clock.left = GRACE - 1.0
     told = make()
     assert told.run_step(step_of(told, 2), attempt=0) == 1
 

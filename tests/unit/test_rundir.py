@@ -272,6 +272,20 @@ def test_info_survives_what_is_not_there_or_not_json(tmp_path: Path) -> None:
     assert run.info() == {}
 
 
+def test_a_request_to_stop_is_for_the_jobs_that_it_names(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.asked_to_stop("7") is None
+    run.ask_to_stop("stopped by its user", ["7", "8"])
+    word = {"why": "stopped by its user", "jobs": ["7", "8"], "moves": False}
+    assert run.asked_to_stop("7") == run.asked_to_stop("8") == word
+    assert run.asked_to_stop("9") is None
+    run.ask_to_stop("moves to 1x2", ["9"], moves=True)
+    assert run.asked_to_stop("7") is None
+    assert run.asked_to_stop("9") == {"why": "moves to 1x2", "jobs": ["9"], "moves": True}
+    (tmp_path / "stop.json").write_text('{"why": ')
+    assert run.asked_to_stop("9") is None
+
+
 def test_a_write_that_fails_leaves_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -487,6 +487,12 @@ def refuses(job: Job, **options: Any) -> bool:
     return False
 
 
+def test_a_warning_before_python_listens_does_not_end_the_job(tmp_path: Path) -> None:
+    with stubs(tmp_path / "stubs") as folder:
+        script = script_of(job_of({"setup": "kill -USR2 $$"}), folder=tmp_path)
+        assert run_script(script, folder, tmp_path).argv[0] == "-m"
+
+
 @settings(MODEST, max_examples=60)
 @given(values=st.lists(TEXT, min_size=40, max_size=40))
 def test_env_and_modules_arrive_as_they_were_written(values: list[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from allranks.launch.cluster import move, submit
 from allranks.launch.cluster.sbatch import Racer, racers_of
 from allranks.launch.cluster.slurm import SlurmError
 from allranks.launch.cluster.submit import Submitted
-from allranks.launch.prepare import Request, load_resolved, prepare
+from allranks.launch.prepare import Request, load_resolved, open_run, prepare
 from allranks.rundir import RunDir
 
 # All of SLURM's commands under one roof; what they know and were asked is in one file.
@@ -89,6 +89,7 @@ if said:
 sys.exit(code)
 """
 PROGRAMS = ("sbatch", "squeue", "sacct", "scancel", "sinfo", "scontrol", "sacctmgr")
+DENIED = "scancel: error: Kill job error on job id 101: Access/permission denied"
 QOS = "sbatch: error: Batch job submission failed: Invalid qos specification"
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
@@ -331,14 +332,30 @@ def test_a_run_that_runs_takes_no_further_racer(slurm: Slurm) -> None:
     assert len(slurm.read()["jobs"]) == 1
 
 
-def test_a_run_that_starts_before_its_first_further_racer_is_sent(
+def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = send("1x4").run
-    numbers = iter([0, 1])
-    monkeypatch.setattr(claims, "next_number", lambda folder: next(numbers))
-    done = submit.send_all(load_resolved(run), [Racer.parse("2x2")], run)
+
+    def state(run: RunDir) -> str:
+        assert claims.take(run.claims, Claim(number=0, job="100", layout="1x4"))
+        return "queued"
+
+    monkeypatch.setattr(RunDir, "state", state)
+    done = submit.race(run, [Racer.parse("2x2")])
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
+    assert list(slurm.states()) == ["100"]
+
+
+def test_a_racer_may_take_the_claim_that_its_sender_saw(slurm: Slurm) -> None:
+    run = send("1x4").run
+    job = load_resolved(run)
+    assert submit.send_all(job, [Racer.parse("2x2")], run, claim=0).jobs == ["101"]
+    assert "--racer 2x2 --claim 0\n" in slurm.script("101")
+    assert claims.take(run.claims, Claim(number=0, job="100"))
+    assert submit.send_all(job, [Racer.parse("4x1")], run, claim=0).jobs == []
+    assert submit.send(job, Racer.parse("4x1"), run, claim=1) == "102"
+    assert "--racer 4x1 --claim 1\n" in slurm.script("102")
 
 
 # --- Going on -----------------------------------------------------------------------------------
@@ -356,7 +373,8 @@ def test_a_stopped_run_goes_on_as_its_next_claim(slurm: Slurm) -> None:
     assert run.info()["racers"]["101"]["claim"] == 1
     assert "--racer 2x1 --claim 1" in slurm.script("101")
     assert "--dependency" not in slurm.script("101")
-    assert run.asked_to_stop() is None
+    assert run.asked_to_stop("100") is not None  # it may still be requeued
+    assert run.asked_to_stop("101") is None
     assert str(load_resolved(run).layout) == "2x1"
     assert "no committed checkpoint yet: starting at step 0" in done.remarks
     assert look(run)["state"] == "queued"
@@ -366,12 +384,56 @@ def test_a_resumption_that_is_refused_changes_nothing(slurm: Slurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "stopped")
-    before = run.job_file.read_text()
+    before, info = run.job_file.read_text(), run.info()
     slurm.set(refuse={"sbatch": QOS})
     with pytest.raises(SlurmError):
         again(run, "2x1", overrides=["slurm.qos=wrong"])
     assert run.job_file.read_text() == before
+    assert run.info() == {**info, "changes": []}
     assert look(run)["state"] == "stopped"
+
+
+def test_a_run_that_another_resumption_has_started_is_left_to_it(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    end(run, slurm, "100", "stopped")
+    before, info = run.job_file.read_text(), run.info()
+    found = follow.look_at_queue([run])
+
+    def look_slowly(runs: list[RunDir]) -> follow.Queue:
+        claims.take(run.claims, Claim(number=1, job="101", layout="1x2"))
+        return found
+
+    monkeypatch.setattr(follow, "look_at_queue", look_slowly)
+    with pytest.raises(AllranksError, match="has started in this second"):
+        again(run, "2x1", overrides=["epochs=40"])
+    assert list(slurm.states()) == ["100"]
+    assert run.job_file.read_text() == before
+    assert run.info() == {**info, "changes": []}
+
+
+def test_what_was_changed_for_a_job_that_never_started_still_holds(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    end(run, slurm, "100", "finished")
+    assert again(run, overrides=["epochs=40"]).jobs == ["101"]
+    (change,) = run.info()["changes"]
+    assert change["key"] == "epochs"
+    slurm.change("101", state="CANCELLED by 1000")
+    slurm.set(refuse={"sbatch": QOS})
+    with pytest.raises(SlurmError):
+        again(run)
+    assert run.info()["changes"] == [change]
+    slurm.set(refuse={})
+    assert again(run, "2x1").jobs == ["102"]
+    assert [one["key"] for one in run.info()["changes"]] == ["epochs", "layout"]
+    request = Request(resume=str(run.path), layout="4x1", leads=False, force=True)
+    open_run(prepare(request), backend="slurm")
+    opened = run.info()["attempts"][-1]["changes"]
+    assert [one["key"] for one in opened] == ["epochs", "layout", "layout"]
+    assert "changes" not in run.info()
 
 
 def test_a_run_that_waits_is_not_resumed(slurm: Slurm) -> None:
@@ -415,7 +477,9 @@ def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: Slurm) -> N
     last = [call for call in slurm.calls("sbatch", "scancel") if call[1] != "--version"][-2:]
     assert last[0][:2] == ["sbatch", "--parsable"]
     assert last[1] == ["scancel", "--batch", "--signal=USR2", "100"]
-    assert run.asked_to_stop() == {"why": "moves to 2x1 (job 101)", "moves": True}
+    word = {"why": "moves to 2x1 (job 101)", "jobs": ["100"], "moves": True}
+    assert run.asked_to_stop("100") == word
+    assert run.asked_to_stop("101") is None
     assert done.remarks == ["job 100 saves a checkpoint and ends first"]
     assert look(run)["state"] == "running"
 
@@ -423,14 +487,46 @@ def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: Slurm) -> N
 def test_a_move_that_is_refused_leaves_the_running_job_alone(slurm: Slurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    before = run.job_file.read_text()
+    before, info = run.job_file.read_text(), run.info()
     slurm.set(refuse={"sbatch": QOS})
     with pytest.raises(SlurmError):
         again(run, "2x1")
     assert slurm.calls("scancel") == []
-    assert run.asked_to_stop() is None
+    assert run.asked_to_stop("100") is None
     assert run.job_file.read_text() == before
+    assert run.info() == {**info, "changes": []}
     assert look(run)["state"] == "running"
+
+
+def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    found = follow.look_at_queue([run])
+
+    def look_slowly(runs: list[RunDir]) -> follow.Queue:
+        claims.take(run.claims, Claim(number=1, job="100", restart=1, layout="1x2"))
+        slurm.hold(run, 1)
+        return found
+
+    monkeypatch.setattr(follow, "look_at_queue", look_slowly)
+    with pytest.raises(AllranksError, match="has started in this second"):
+        again(run, "2x1")
+    assert run.asked_to_stop("100") is None  # nobody would go on with it
+    assert slurm.calls("scancel") == []
+    assert str(load_resolved(run).layout) == "1x2"
+
+
+def test_of_several_running_jobs_the_holder_is_signalled_and_followed(slurm: Slurm) -> None:
+    run = send("1x2", "2x1").run
+    begin(run, slurm, "101", "2x1")
+    slurm.change("100", state="COMPLETING")  # a racer that lost, and ends
+    assert again(run, "4x1").jobs == ["102"]
+    assert "#SBATCH --dependency=afterany:101\n" in slurm.script("102")
+    assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "101"]]
+    assert run.asked_to_stop("100") is not None
+    assert run.asked_to_stop("101") is not None
 
 
 def test_a_move_to_where_it_is_is_refused(slurm: Slurm) -> None:
@@ -469,8 +565,32 @@ def test_a_running_run_saves_first(slurm: Slurm) -> None:
     begin(run, slurm, "100", "1x2")
     assert follow.stop([run])[0]["done"] == "saves a checkpoint and stops"
     assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
-    assert run.asked_to_stop() == {"why": "stopped by its user", "moves": False}
+    word = {"why": "stopped by its user", "jobs": ["100"], "moves": False}
+    assert run.asked_to_stop("100") == word
     assert look(run)["state"] == "running"
+
+
+def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: Slurm) -> None:
+    run = send("1x2", "2x1").run
+    begin(run, slurm, "100", "1x2")
+    slurm.change("101", state="RUNNING")  # has just started, and will find the run taken
+    follow.stop([run])
+    assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
+    jobs = follow.look_at_queue([run]).jobs
+    assert follow.holder_of(run, [jobs["100"], jobs["101"]]) == "100"
+    assert follow.holder_of(run, [jobs["101"]]) == "101"  # no claim: it has none yet
+
+
+def test_one_run_that_cannot_be_stopped_does_not_keep_the_others(slurm: Slurm) -> None:
+    runs = [send("1x1").run for _ in range(3)]
+    slurm.set(refuse={"scancel": [None, DENIED]})
+    done = [one["done"] for one in follow.stop(runs)]
+    assert done[0] == done[2] == "taken out of the queue"
+    assert done[1].startswith("could not be stopped: scancel: ")
+    assert list(slurm.states().values()) == ["CANCELLED by 1000", "PENDING", "CANCELLED by 1000"]
+    slurm.set(refuse={"scancel": DENIED})
+    with pytest.raises(SlurmError):
+        follow.stop([runs[1]])
 
 
 def test_a_running_run_is_stopped_at_once_if_that_is_asked(slurm: Slurm) -> None:
@@ -547,6 +667,7 @@ def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: Slurm) -> Non
     follow.look_at_queue(runs)
     asked = slurm.calls()[before:]
     assert [call[0] for call in asked] == ["squeue", "sacct"]
+    assert asked[0][1:4] == ["-h", "-u", str(os.getuid())]
     assert "101,102" in asked[1]
 
 

@@ -36,6 +36,12 @@ from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate
 from allranks.train.pulse import Pulse
 from allranks.train.seeds import mix
 
+VECTOR_MATH = (
+    *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh),
+    *(torch.tanh, torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.exp2, torch.expm1),
+    *(torch.log, torch.log10, torch.log1p, torch.log2, torch.sqrt, torch.rsqrt, torch.trunc),
+)
+
 # Below either, compiling costs more time than it saves.
 COMPILE_FROM_STEPS = 500
 COMPILE_FROM_PARAMETERS = 1_000_000
@@ -95,6 +101,7 @@ def gloo_group(job: Job) -> dist.ProcessGroup:
 
 def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     """Everything the loop needs, restored from a checkpoint if there is one. Collective."""
+    settle_vector_math()
     task = load_task(job)
     if job.data.stage == "local":
         copies = own_folder()
@@ -143,6 +150,19 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     log.write("start", **describe(me, training, precision, compiled))
     warm_up(training)
     return training
+
+
+def settle_vector_math() -> None:
+    """Have MKL set up each of its vector functions now, while only one thread calls it.
+
+    Where two threads make the first call at once, one may be given a result that is right to four
+    digits only: seen in sqrt, in about one process of forty on a busy machine (torch 2.13). Two
+    runs would then not see the same data.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in VECTOR_MATH:
+            function(one)
 
 
 def seed_everything(seed: int) -> None:

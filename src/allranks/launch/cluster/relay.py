@@ -124,10 +124,11 @@ class Relay:
         return newest >= attempt and len(self.run.ranks(newest)) == self.job.layout.ranks
 
     def _repeat(self, said: IO[bytes]) -> None:
-        for line in said:
-            text = line.decode(errors="replace")
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            failed = nodes_failed(text)
-            if failed:  # at once: SLURM leaves this process a few seconds
-                self.nodes_lost(failed)
+        with said:
+            for line in said:
+                text = line.decode(errors="replace")
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                failed = nodes_failed(text)
+                if failed:  # at once: SLURM leaves this process a few seconds
+                    self.nodes_lost(failed)
