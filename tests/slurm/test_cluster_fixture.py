@@ -63,6 +63,7 @@ def test_the_queue_outlives_the_controller(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.soak
 def test_a_job_on_a_node_that_crashes_starts_again_elsewhere(cluster: Cluster) -> None:
     job = cluster.sbatch("--requeue", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 300")
     cluster.wait(lambda: is_running(cluster, job), 10, "a running job")
@@ -81,6 +82,7 @@ def test_a_job_on_a_node_that_crashes_starts_again_elsewhere(cluster: Cluster) -
     assert [row["State"] for row in cluster.sacct(job)] == ["NODE_FAIL", "RUNNING"]
 
 
+@pytest.mark.soak
 def test_a_killed_slurmd_leaves_its_job_running(cluster: Cluster) -> None:
     job = cluster.sbatch("-w", "node2", "-o", "/dev/null", "--wrap", "sleep 300")
     cluster.wait(lambda: is_running(cluster, job), 10, "a running job")

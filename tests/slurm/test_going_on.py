@@ -49,7 +49,7 @@ def steps_of_attempts(sent: Sent) -> list[list[int]]:
 
 def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_path: Path) -> None:
     """Four runs at once, since all of it is waiting: SLURM looks at limits every 30 seconds."""
-    steps = 1500
+    steps = 1000
     common = [*TASK, f"steps={steps}"]
     limited = send(cluster, tmp_path, *common, "name=limited", "slurm.time=1")
     requeued = send(cluster, tmp_path, *common, "name=requeued")

@@ -60,6 +60,7 @@ def test_a_type_of_gpu_that_is_not_here_is_refused_before_anything_is_written(
     assert list_runs(tmp_path / "runs") == []
 
 
+@pytest.mark.soak
 def test_a_silent_controller_is_told(cluster: Cluster, tmp_path: Path) -> None:
     sent = send(cluster, tmp_path, "task=slow:Slow", "steps=100000", "preflight=false")
     sent.wait_for_step(5)
