@@ -79,7 +79,7 @@ def submit(
         job_file=file,
         overrides=pairs,
         command=user_command(),
-        layout=first_layout(race) if race and not layout else layout,
+        layout=first_layout(race, layout),
         runs=runs,
     )
     prepared = prepare(request)
@@ -90,7 +90,17 @@ def submit(
     show_submitted(sending.submit(prepared, racers), as_json=as_json)
 
 
-def first_layout(race: str) -> str:
+def first_layout(race: str | None, layout: str | None) -> str | None:
+    """The layout to check the job with: the first of a race, or the one that was typed."""
+    if race is None:
+        return layout
+    if layout is not None:
+        from allranks.errors import AllranksError
+
+        raise AllranksError(
+            f"--race {race} and --layout {layout} are both given",
+            fix=f"write --race {layout},{race}, or one of the two",
+        )
     return race.split(",")[0].partition("@")[0]
 
 
@@ -130,7 +140,7 @@ def resume(
 
     request = Request(
         overrides=overrides or [],
-        layout=first_layout(race) if race and not layout else layout,
+        layout=first_layout(race, layout),
         resume=run,
         force=force,
         runs=runs,
@@ -247,6 +257,8 @@ def show_submitted(done: Submitted, *, as_json: bool) -> None:
     if as_json:
         jobs = {"run": done.run.name, "run_dir": str(done.run.path), "jobs": done.jobs}
         print(to_json(jobs))
+        return
+    if not done.jobs:
         return
     print(f"run  {done.run.name}")
     print(f"job  {', '.join(done.jobs)}")

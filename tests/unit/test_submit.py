@@ -322,6 +322,15 @@ def test_one_more_layout_that_is_refused_leaves_the_run_waiting(slurm: Slurm) ->
     assert run.state() == look(run)["state"] == "queued"
 
 
+def test_a_layout_races_once(slurm: Slurm) -> None:
+    run = send("1x4").run
+    submit.race(run, [Racer.parse("2x2"), Racer.parse("1x4")])
+    assert len(slurm.read()["jobs"]) == 2
+    assert run.info()["layout"] == "1x4,2x2"
+    with pytest.raises(AllranksError, match="waits in 1x4 and 2x2 already"):
+        submit.race(run, [Racer.parse("2x2")])
+
+
 def test_a_run_that_runs_takes_no_further_racer(slurm: Slurm) -> None:
     run = send("1x4").run
     begin(run, slurm, "100", "1x4")

@@ -29,7 +29,7 @@ WAITING = {
     "partitioninactive": "the partition is closed for now",
     "partitionnodelimit": "asks for more (or fewer) nodes than the partition allows",
     "partitiontimelimit": "asks for more time than the partition allows",
-    "partitionconfig": "asks for what the partition does not have",
+    "partitionconfig": "asks for more time, nodes or resources than the partition has",
     "reservation": "waits for its reservation to begin",
     "reservationdeleted": "never starts: its reservation is gone",
     "licenses": "waits for a licence",

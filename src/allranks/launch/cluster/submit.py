@@ -190,7 +190,18 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
         )
     for racer in racers:
         prepare.check_supported(with_layout(job, racer))
-    return send_all(job, resolve_types(racers, job)[0], run, claim=claim)
+    sent = run.info().get("racers", {}).values()
+    known = {record["layout"] for record in sent if record["claim"] == claim}
+    wanted = [racer for racer in resolve_types(racers, job)[0] if str(racer) not in known]
+    if not wanted:
+        raise AllranksError(
+            f"run {run.name} waits in {' and '.join(sorted(known))} already",
+            fix="name another layout, or wait",
+        )
+    done = send_all(job, wanted, run, claim=claim)
+    layouts = ",".join([*sorted(known), *(str(racer) for racer in wanted)])
+    run.update_info(lambda info: info.update(layout=layouts) if info.get("queued") else None)
+    return done
 
 
 def resume(
