@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "slurm" if item.get_closest_marker("slurm") else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
+    # First what takes longest: the other worker does the rest meanwhile.
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
 
 
 @pytest.fixture

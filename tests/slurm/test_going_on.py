@@ -132,6 +132,7 @@ def kill_attempt(sent: Sent, attempt: int) -> None:
     cluster.run("scontrol", "requeue", job)
 
 
+@pytest.mark.soak
 def test_a_run_without_progress_gives_up_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
     common = ["task=slow:Slow", "steps=100000", "checkpoint.every=99999", "preflight=false"]
     sent = send(cluster, tmp_path, *common)
