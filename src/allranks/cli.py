@@ -23,8 +23,7 @@ from allranks.cli_words import (
     app,
     keep_user_command,
     people_console,
-    split_job,
-    user_command,
+    typed_request,
 )
 
 if TYPE_CHECKING:
@@ -72,21 +71,13 @@ def run(
     """Train a job, or run your own script after `--`, on this machine."""
     from allranks.events import to_json
     from allranks.launch.local import Place, run_here
-    from allranks.launch.prepare import Request, prepare
+    from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
 
     console = people_console(as_json)
     screen = Screen(console, debug=debug)
-    file, pairs = split_job(job, overrides or [])
-    request = Request(
-        job_file=file,
-        overrides=pairs,
-        command=user_command(),
-        layout=layout,
-        resume=resume,
-        force=force,
-        leads=not node_rank,
-        runs=runs,
+    request = typed_request(
+        job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
     )
     place = Place(
         node_rank=node_rank,

@@ -18,11 +18,11 @@ from allranks.cli_words import (
     Runs,
     app,
     people_console,
-    split_job,
-    user_command,
+    typed_request,
 )
 
 if TYPE_CHECKING:
+    from allranks.launch.cluster.sbatch import Racer
     from allranks.launch.cluster.submit import Submitted
 
 Race = Annotated[
@@ -36,7 +36,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its begin
 @app.command()
 def cluster(
     partition: Annotated[
-        str | None, typer.Argument(metavar="PARTITION", help="With --queue: only this one.")
+        str | None, typer.Argument(metavar="PARTITION", help="Only this one.")
     ] = None,
     queue: Annotated[bool, typer.Option("--queue", help="Who is waiting, and where I stand.")] = (
         False
@@ -50,7 +50,7 @@ def cluster(
     from allranks.launch.survey.cluster import describe_cluster
     from allranks.launch.survey.queue import queue as look_at_queue
 
-    described = look_at_queue(partition) if queue else describe_cluster()
+    described = look_at_queue(partition) if queue else describe_cluster(partition)
     if as_json:
         print(to_json(described))
         return
@@ -72,36 +72,31 @@ def submit(
     """Send a job, or your own script after `--`, to SLURM."""
     from allranks.launch.cluster import submit as sending
     from allranks.launch.cluster.sbatch import racers_of
-    from allranks.launch.prepare import Request, prepare
+    from allranks.launch.prepare import prepare
 
-    file, pairs = split_job(job, overrides or [])
-    request = Request(
-        job_file=file,
-        overrides=pairs,
-        command=user_command(),
-        layout=first_layout(race, layout),
-        runs=runs,
-    )
-    prepared = prepare(request)
-    racers = racers_of(prepared.job, race.split(",") if race else [])
+    rivals, first = read_layouts(race, layout)
+    prepared = prepare(typed_request(job, overrides, layout=first, runs=runs))
+    racers = racers_of(prepared.job, rivals)
     if dry_run:
         show_draft(sending.draft(prepared, racers), as_json=as_json)
         return
     show_submitted(sending.submit(prepared, racers), as_json=as_json)
 
 
-def first_layout(race: str | None, layout: str | None) -> str | None:
-    """The layout to check the job with: the first of a race, or the one that was typed."""
-    if race is None:
-        return layout
-    if layout is not None:
-        from allranks.errors import AllranksError
+def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
+    """The racers, and the layout to check the job with: the first of them, or the typed one."""
+    from allranks.errors import AllranksError
+    from allranks.launch.cluster.sbatch import parse_race
 
+    if race is None:
+        return [], layout
+    if layout is not None:
         raise AllranksError(
             f"--race {race} and --layout {layout} are both given",
             fix=f"write --race {layout},{race}, or one of the two",
         )
-    return race.split(",")[0].partition("@")[0]
+    racers = parse_race(race)
+    return racers, str(racers[0].layout)
 
 
 @app.command()
@@ -114,11 +109,10 @@ def race(
 ) -> None:
     """Add a layout to a run that still waits: the first to start wins."""
     from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import Racer
+    from allranks.launch.cluster.sbatch import parse_race
     from allranks.rundir import find_run
 
-    racers = [Racer.parse(text) for text in layouts.split(",")]
-    show_submitted(sending.race(find_run(runs, run), racers), as_json=as_json)
+    show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
 
 
 @app.command()
@@ -136,16 +130,10 @@ def resume(
     """Go on with a run in SLURM's queue, in another layout if you like; moves a running one."""
     from allranks.launch.cluster import move
     from allranks.launch.cluster import submit as sending
-    from allranks.launch.prepare import Request
 
-    request = Request(
-        overrides=overrides or [],
-        layout=first_layout(race, layout),
-        resume=run,
-        force=force,
-        runs=runs,
-    )
-    prepared, racers = sending.prepare_resume(request, race.split(",") if race else [])
+    rivals, first = read_layouts(race, layout)
+    request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
+    prepared, racers = sending.prepare_resume(request, rivals)
     if dry_run:
         show_draft(sending.draft(prepared, racers), as_json=as_json)
         return
@@ -180,7 +168,7 @@ def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
     rank: Annotated[
-        int | None, typer.Option(help="Only this rank; -1: only what the job itself says.")
+        int | None, typer.Option(min=-1, help="Only this rank; -1: what the job itself says.")
     ] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -195,22 +183,34 @@ def logs(
     found = find_run(runs, run)
     lines: list[str] = []
 
+    told: list[str] = []
+
     def has_ended() -> bool:
-        state = following.describe(found, following.look_at_queue([found]))["state"]
-        return state not in ("queued", "running")
+        now = following.describe(found, following.look_at_queue([found]))
+        waits = f"{found.name} waits: {now['reason'] or 'not started yet'}"
+        if now["state"] == "queued" and told[-1:] != [waits]:
+            told.append(waits)
+            print(waits, file=sys.stderr)
+        return now["state"] not in ("queued", "running")
 
     def write(line: str) -> None:
         print(line, flush=follow)
 
-    show(
-        found,
-        rank,
-        follow=follow,
-        write=lines.append if as_json else write,
-        has_ended=has_ended,
-    )
+    is_interrupted = False
+    try:
+        show(
+            found,
+            rank,
+            follow=follow,
+            write=lines.append if as_json else write,
+            has_ended=has_ended,
+        )
+    except KeyboardInterrupt:
+        is_interrupted = True
     if as_json:
         print(to_json({"run": found.name, "lines": lines}))
+    if is_interrupted:
+        raise typer.Exit(130)
 
 
 @app.command()

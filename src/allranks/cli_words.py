@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from allranks.launch.prepare import Request
 
 app = typer.Typer(
     name="allranks",
@@ -53,6 +55,14 @@ def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[
     if "=" in job and not Path(job).exists():
         return None, [job, *overrides]
     return Path(job), overrides
+
+
+def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> Request:
+    """What the words on the command line ask for."""
+    from allranks.launch.prepare import Request
+
+    file, pairs = split_job(job, overrides or [])
+    return Request(job_file=file, overrides=pairs, command=user_command(), **rest)
 
 
 def people_console(as_json: bool) -> Console:

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import allranks
@@ -277,3 +278,17 @@ def _system() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return platform.platform()
+
+
+def address_towards(host: str) -> str | None:
+    """The address from which this machine would talk to another; nothing is sent."""
+    try:
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, target in targets:
+        # Connecting a datagram socket only asks the kernel for the route.
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    return None

@@ -52,6 +52,15 @@ def failure(run: RunDir) -> dict[str, Any] | None:
     return failed[0] if failed else None
 
 
+def failure_in_words(failed: dict[str, Any]) -> str:
+    """What `failure` found, in a line."""
+    if failed.get("error"):
+        return f"rank {failed['rank']}: {failed['error']['what']}"
+    if "signal" in failed:
+        return f"rank {failed['rank']} was killed by {failed['signal']}"
+    return f"rank {failed['rank']} ended with code {failed['exit']}"
+
+
 def _first_rank(run: RunDir, attempt: int) -> int:
     return min(run.ranks(attempt), default=0)
 

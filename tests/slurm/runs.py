@@ -74,7 +74,8 @@ class Sent:
         }
 
     def log(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.run.path.glob("slurm-*.log")))
+        logs = sorted(self.run.path.glob("slurm-*.log"), key=lambda log: int(log.stem[6:]))
+        return "".join(log.read_text() for log in logs)
 
 
 def send(cluster: Cluster, folder: Path, *args: str) -> Sent:

@@ -290,6 +290,17 @@ def test_a_run_that_was_stopped_short_is_requeued(
     assert held.run.state() == "queued"
 
 
+def test_a_run_that_fails_while_it_is_being_stopped_says_what_failed(
+    hold: Callable[..., Allocation],
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, {"state": "failed", "exit": -9, "signal": "SIGKILL"})
+    held.run.ask_to_stop("stopped by its user", ["100"])
+    assert held._what_next(prepared, 0) == 0
+    reason = "rank 1 was killed by SIGKILL; stopped by its user"
+    assert held.run.info()["ended"] == {"state": "failed", "reason": reason}
+
+
 def test_where_requeuing_is_refused_another_job_follows(
     hold: Callable[..., Allocation], answers: Answers
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from allranks.errors import AllranksError
 from allranks.gpu_catalogue import CATALOGUE, GIB
 from allranks.launch.cluster import slurm
 from allranks.launch.survey import cluster
@@ -577,6 +578,18 @@ def test_a_cluster_is_described_in_five_calls(monkeypatch: pytest.MonkeyPatch) -
     assert view["machine"] is MACHINE and view["notes"] == []
 
 
+def test_one_partition_has_its_own_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeSlurm(monkeypatch, ANSWERS)
+    every = describe_cluster()["partitions"]
+    for partition in every:
+        view = describe_cluster(partition["name"])
+        assert view["partitions"] == [partition]
+        assert view["nodes"] == partition["nodes"]
+    with pytest.raises(AllranksError, match='no partition "nope"') as refusal:
+        describe_cluster("nope")
+    assert every[0]["name"] in refusal.value.fix
+
+
 def test_without_accounting_a_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeSlurm(monkeypatch, ANSWERS | {"show assoc": None})
     view = describe_cluster()
@@ -599,8 +612,8 @@ def test_without_slurm_the_machine_is_described(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_partition_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeSlurm(monkeypatch, {"squeue": "", "show partition nope": None})
-    with pytest.raises(slurm.SlurmError):
+    fake = FakeSlurm(monkeypatch, {"squeue": "", "show partition": PARTITIONS})
+    with pytest.raises(AllranksError, match='no partition "nope"'):
         queue("nope")
     assert queue()["jobs"] == [] and len(fake.calls) == 3
     fake = FakeSlurm(monkeypatch, {"squeue": jobs_text()})

@@ -119,6 +119,13 @@ def test_nothing_to_show_is_told(run: RunDir, rank: int | None, words: str) -> N
     assert "allranks ls" in error.value.fix
 
 
+def test_a_rank_that_the_run_cannot_have_is_refused(run: RunDir) -> None:
+    run.write_info({"layout": "1x2@a100"})
+    with pytest.raises(AllranksError, match="layout 1x2 has 2") as error:
+        shown(run, 5)
+    assert error.value.fix == "write --rank N with N from 0 to 1, or -1 for the job itself"
+
+
 # --- Following ----------------------------------------------------------------------------------
 
 

@@ -151,6 +151,19 @@ def test_a_limit_that_was_near_is_believed_while_the_controller_is_silent(
 
 
 @pytest.mark.usefixtures("stands_still")
+def test_a_limit_that_slurm_did_not_tell_is_asked_for_again(
+    make: Callable[..., Relay], clock: Clock
+) -> None:
+    told = make()
+    assert not told._watch_limit()
+    clock.left = 1000.0
+    clock.pass_by(relay.ASK_SECONDS)
+    assert not told.must_stop()
+    clock.pass_by(clock.left - 120)
+    assert told.must_stop()
+
+
+@pytest.mark.usefixtures("stands_still")
 def test_a_job_without_a_limit_stops_only_when_it_is_asked(
     make: Callable[..., Relay], clock: Clock
 ) -> None:

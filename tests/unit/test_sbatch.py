@@ -22,6 +22,7 @@ from allranks.launch.cluster.sbatch import (
     Racer,
     ask,
     grace_seconds,
+    parse_race,
     racers_of,
     sbatch_script,
     summary,
@@ -244,7 +245,17 @@ def test_other_directives_pass_by_name() -> None:
 def test_a_layout_races_once_for_each_type_that_will_do(
     slurm: dict[str, Any], texts: list[str], racers: list[str]
 ) -> None:
-    assert [str(racer) for racer in racers_of(job_of(slurm, layout="1x2"), texts)] == racers
+    race = [Racer.parse(text) for text in texts]
+    assert [str(racer) for racer in racers_of(job_of(slurm, layout="1x2"), race)] == racers
+
+
+def test_a_race_is_a_list_of_layouts() -> None:
+    assert [str(racer) for racer in parse_race("1x4, 4x1@a40")] == ["1x4", "4x1@a40"]
+    mended = {"1x2,": "write 1x2", ",1x2,4x1": "write 1x2,4x1", "": "write 1x4,4x1"}
+    for text, fix in mended.items():
+        with pytest.raises(AllranksError, match="a layout is missing") as refusal:
+            parse_race(text)
+        assert refusal.value.fix == fix
 
 
 @pytest.mark.parametrize("text", ["1x4@", "1x4@a b", "1x4@a100\n", "1x4@-x", "4@a100", "1x4@a,b"])
@@ -264,7 +275,8 @@ def test_types_of_gpu_in_one_text_are_refused_before_the_job_is_sent() -> None:
 
 
 def test_a_racer_is_read_back_as_it_is_written() -> None:
-    for racer in racers_of(job_of({"gpu": ["a100-80gb", "nvidia_h100:2g.20gb"]}), ["2x4:tp=4"]):
+    job = job_of({"gpu": ["a100-80gb", "nvidia_h100:2g.20gb"]})
+    for racer in racers_of(job, parse_race("2x4:tp=4")):
         assert Racer.parse(str(racer)) == racer
 
 

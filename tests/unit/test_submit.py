@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.commandline import Allranks
 
 from allranks import claims
@@ -23,6 +26,7 @@ from allranks.launch.cluster import move, submit
 from allranks.launch.cluster.sbatch import Racer, racers_of
 from allranks.launch.cluster.slurm import SlurmError
 from allranks.launch.cluster.submit import Submitted
+from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, load_resolved, open_run, prepare
 from allranks.rundir import RunDir
 
@@ -148,16 +152,20 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
     cluster.let_go()
 
 
+def read(race: Iterable[str]) -> list[Racer]:
+    return [Racer.parse(text) for text in race]
+
+
 def send(*racers: str, overrides: list[str] | None = None) -> Submitted:
     layout = racers[0].partition("@")[0] if racers else None
     prepared = prepare(Request(overrides=overrides or [], layout=layout))
-    return submit.submit(prepared, racers_of(prepared.job, racers))
+    return submit.submit(prepared, racers_of(prepared.job, read(racers)))
 
 
 def again(run: RunDir, *racers: str, overrides: list[str] | None = None) -> Submitted:
     layout = racers[0].partition("@")[0] if racers else None
     request = Request(resume=str(run.path), layout=layout, overrides=overrides or [])
-    return move.resume(*submit.prepare_resume(request, racers))
+    return move.resume(*submit.prepare_resume(request, read(racers)))
 
 
 def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) -> None:
@@ -206,6 +214,7 @@ def test_what_was_refused_was_never_queued_and_its_folder_says_so(slurm: Slurm) 
     with pytest.raises(SlurmError, match="Invalid qos specification") as error:
         send("1x2", overrides=["slurm.qos=wrong"])
     assert "slurm.qos=" in error.value.fix
+    assert "send it again with allranks resume " in error.value.fix
     (path,) = Path("runs").absolute().iterdir()
     run = RunDir(path)
     assert run.state() == look(run)["state"] == "failed"
@@ -491,6 +500,7 @@ def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: Slurm) -> N
     assert run.asked_to_stop("101") is None
     assert done.remarks == ["job 100 saves a checkpoint and ends first"]
     assert look(run)["state"] == "running"
+    assert look(run)["reason"] == "moves to 2x1 (job 101) after a checkpoint"
 
 
 def test_a_move_that_is_refused_leaves_the_running_job_alone(slurm: Slurm) -> None:
@@ -576,6 +586,26 @@ def test_a_running_run_saves_first(slurm: Slurm) -> None:
     assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
     word = {"why": "stopped by its user", "jobs": ["100"], "moves": False}
     assert run.asked_to_stop("100") == word
+    assert (look(run)["state"], look(run)["reason"]) == ("running", "was asked to stop")
+
+
+def test_a_script_is_not_said_to_save_anything(slurm: Slurm) -> None:
+    prepared = prepare(Request(command=["python", "train.py"], layout="1x2"))
+    run = submit.submit(prepared, racers_of(prepared.job, [])).run
+    begin(run, slurm, "100", "1x2")
+    assert follow.stop([run])[0]["done"] == "its script was asked to stop"
+    end(run, slurm, "100", "CANCELLED")
+    (remark,) = again(run).remarks
+    assert remark.startswith("the script starts from its beginning")
+
+
+def test_a_stopped_run_whose_script_is_sent_by_hand_is_not_stopped(slurm: Slurm) -> None:
+    run = send("1x2").run
+    follow.stop([run])
+    jobs = slurm.read()["jobs"]
+    slurm.set(jobs={**jobs, "555": {**jobs["100"], "state": "RUNNING"}})
+    claims.take(run.claims, Claim(number=0, job="555", layout="1x2"))
+    submit.record_job(run, "555", Racer.parse("1x2"), 0)
     assert look(run)["state"] == "running"
 
 
@@ -697,6 +727,17 @@ def test_a_layout_that_would_start_earlier_is_suggested(slurm: Slurm) -> None:
     assert [path.name for path in run.path.glob(".test-*")] == []
 
 
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_list_is_whole_at_any_width(slurm: Slurm, width: int) -> None:
+    runs = [send("1x4", "4x1").run for _ in range(2)]
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    show_runs(console, [look(run) for run in runs], [])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]  # a StringIO
+    for run, jobs in zip(runs, ("100,101", "102,103"), strict=True):
+        (named, *_) = [number for number, line in enumerate(lines) if line.startswith(run.name)]
+        assert jobs in "".join(lines[named : named + 2])
+
+
 # --- The command line ---------------------------------------------------------------------------
 
 
@@ -751,6 +792,33 @@ def test_a_refusal_is_an_error_in_json_with_exit_code_1(slurm: Slurm, allranks: 
     error = json.loads(done.stdout)["error"]
     assert "Invalid qos specification" in error["what"]
     assert "slurm.qos=" in error["fix"]
+
+
+def test_logs_of_a_run_that_waits_say_so_and_end_with_json(
+    slurm: Slurm, allranks: Allranks
+) -> None:
+    run = send("1x2").run
+    words = [sys.executable, "-m", "allranks", "logs", run.name, "-f", "--json"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith(f"{run.name} waits: ")
+    process.send_signal(signal.SIGINT)
+    assert json.loads(process.communicate(timeout=30)[0]) == {"run": run.name, "lines": []}
+    assert process.returncode == 130
+    for rank in ("2", "-2"):
+        done = allranks("logs", run.name, "-f", "--rank", rank, cwd=Path.cwd())
+        assert done.returncode == 2 and "rank" in done.stderr
+
+
+def test_what_is_wrong_with_a_race_is_said_of_the_race(slurm: Slurm, allranks: Allranks) -> None:
+    done = allranks("submit", "--race", "nonsense", cwd=Path.cwd())
+    assert done.returncode == 2 and 'layout "nonsense"' in done.stderr
+    assert "--layout" not in done.stderr
+    run = send("1x2").run
+    follow.stop([run])
+    with pytest.raises(AllranksError, match="it is stopped") as refusal:
+        submit.race(run, read(["2x1"]))
+    assert refusal.value.fix.startswith("go on with it: allranks resume")
 
 
 def test_stop_needs_to_know_what(slurm: Slurm, allranks: Allranks) -> None:

@@ -34,7 +34,8 @@ from allranks.doctor.node import (
     visible_gpus,
     write_test,
 )
-from allranks.doctor.reach import Directory, Listener, own_address, reach_all
+from allranks.doctor.reach import Directory, Listener, reach_all
+from allranks.hardware import address_towards
 from allranks.nodelist import expand
 from allranks.rundir import write_atomically
 
@@ -189,7 +190,7 @@ def _check_gpus(preflight: Preflight) -> None:
 def _entry(preflight: Preflight, port: int) -> dict[str, Any]:
     """Where the others find this node's listener."""
     is_first = preflight.rank == 0
-    address = preflight.host if is_first else own_address(preflight.host)
+    address = preflight.host if is_first else address_towards(preflight.host)
     return {"addresses": [address] if address else [], "port": port}
 
 

@@ -97,19 +97,6 @@ class Directory:
         return entry if isinstance(entry, dict) else None
 
 
-def own_address(towards: str) -> str | None:
-    """The address from which this node would talk to a host; nothing is sent."""
-    try:
-        targets = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return None
-    for family, kind, protocol, _, target in targets:
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0]).partition("%")[0]
-    return None
-
-
 def reach_all(
     peers: Sequence[str],
     directory: Directory,

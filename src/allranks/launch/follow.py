@@ -18,7 +18,7 @@ from allranks.errors import AllranksError
 from allranks.events import read_last_events
 from allranks.launch.cluster import slurm
 from allranks.launch.cluster.reasons import end_reason, waiting_reason
-from allranks.results import failure
+from allranks.results import failure, failure_in_words
 from allranks.rundir import RunDir, State
 
 QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
@@ -181,7 +181,9 @@ def reason_of(
     if state == "queued":
         waiting = [job for job in jobs if job.state in WAITING]
         return "; ".join(dict.fromkeys(waiting_reason(job.reason) for job in waiting)) or None
-    if state in ("running", "finished"):
+    if state == "running":
+        return _will_stop(run)
+    if state == "finished":
         return None
     given_up = info.get("ended")
     if given_up:
@@ -193,13 +195,16 @@ def reason_of(
         return "; ".join(dict.fromkeys(told)) or None
     # Of a rank that failed by itself, SLURM only knows that something did.
     told = [text for text in told if not text.startswith("failed")]
-    if failed.get("error"):
-        why = f"rank {failed['rank']}: {failed['error']['what']}"
-    elif "signal" in failed:
-        why = f"rank {failed['rank']} was killed by {failed['signal']}"
-    else:
-        why = f"rank {failed['rank']} ended with code {failed['exit']}"
-    return "; ".join(dict.fromkeys([why, *told]))
+    return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
+
+
+def _will_stop(run: RunDir) -> str | None:
+    """What the job that trains a run was asked to do next."""
+    holder = claims.newest(run.claims)
+    stop = run.asked_to_stop(holder.job) if holder is not None else None
+    if stop is None:
+        return None
+    return f"{stop['why']} after a checkpoint" if stop["moves"] else "was asked to stop"
 
 
 def _last_start(run: RunDir) -> dict[str, Any]:
@@ -249,8 +254,12 @@ def holder_of(run: RunDir, active: Sequence[QueuedJob]) -> str:
 
 def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
     info = run.info()
+    # A script of the user's is sent the signal: what it makes of it is its own affair.
+    will_stop = (
+        "its script was asked to stop" if _is_script(run) else "saves a checkpoint and stops"
+    )
     if info.get("backend") != "slurm":
-        return _stop_local(run, now=now)
+        return _stop_local(run, will_stop, now=now)
     if queue.silent:
         raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
     jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
@@ -265,11 +274,17 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
         slurm.call("scancel", *active)
     elif active:
         signal_job(holder_of(run, [job for job in jobs if job.state in RUNNING]))
-        return "saves a checkpoint and stops"
+        return will_stop
     reason = "stopped by its user" + ("" if run.attempts() else " before it started")
     ended = {"state": "stopped", "reason": reason}
     run.update_info(lambda info: info.update(queued=False, ended=ended))
     return "stopped at once" if active else "taken out of the queue"
+
+
+def _is_script(run: RunDir) -> bool:
+    from allranks.launch import prepare
+
+    return run.job_file.exists() and prepare.load_resolved(run).command is not None
 
 
 def signal_job(job: str) -> None:
@@ -281,7 +296,7 @@ def signal_job(job: str) -> None:
             raise
 
 
-def _stop_local(run: RunDir, *, now: bool) -> str:
+def _stop_local(run: RunDir, will_stop: str, *, now: bool) -> str:
     if not run.is_live():
         return f"is {run.state()} already"
     process, host = run.holder()
@@ -295,7 +310,7 @@ def _stop_local(run: RunDir, *, now: bool) -> str:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGINT)
         return "stopped at once"
-    return "saves a checkpoint and stops"
+    return will_stop
 
 
 def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:

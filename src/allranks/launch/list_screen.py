@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+COLUMNS = ("run", "state", "layout", "job", "step", "left")
+NAMED = ("job", "step", "left")  # cells that need their column's name to be understood
 COLOURS = {
     "running": "green",
     "finished": "blue",
@@ -22,29 +24,36 @@ COLOURS = {
 def show_runs(
     console: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
 ) -> None:
-    """One line a run, its reason below it."""
+    """One line a run, two where that is too wide; the reasons below."""
     if not runs:
-        console.print("no runs here: allranks run job.yaml starts one")
+        console.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("run", "state", "layout", "job", "step", "left"):
+    for name in COLUMNS:
         table.add_column(name, overflow="fold")
     for run in runs:
-        table.add_row(
-            run["run"],
-            Text(run["state"], style=COLOURS[run["state"]]),
-            Text(run["layout"] or ""),
-            (",".join(run["jobs"]) if run["state"] == "queued" else run["job"]) or "-",
-            progress(run),
-            left(run),
-        )
-    console.print(table)
+        table.add_row(run["run"], *cells(run))
+    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        for run in runs:
+            named = zip(COLUMNS[1:], cells(run), strict=True)
+            words = [Text(f"{n} ") + c if n in NAMED else c for n, c in named if c.plain != "-"]
+            console.print(Text(run["run"], style="bold"), soft_wrap=True)
+            console.print(Text("  ") + Text("  ").join(words), soft_wrap=True)
+    else:
+        console.print(table)
     for run in runs:
         if run["reason"]:
             name = f"{run['run']}: " if len(runs) > 1 else ""
             console.print(Text(f"{name}{run['reason']}"), soft_wrap=True)
     for line in suggestions:
         console.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def cells(run: Mapping[str, Any]) -> list[Text]:
+    """What the columns after the name say."""
+    job = ",".join(run["jobs"]) if run["state"] == "queued" else run["job"]
+    state = Text(run["state"], style=COLOURS[run["state"]])
+    return [state, *(Text(text or "-") for text in (run["layout"], job, progress(run), left(run)))]
 
 
 def progress(run: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import AllranksError
+from allranks.layout import Layout
 from allranks.rundir import RunDir
 
 LOOK_SECONDS = 0.3
@@ -55,6 +56,18 @@ class Logs:
         self._attempt = -1
         self._tails: dict[Path, Tail] = {}
 
+    def check_rank(self) -> None:
+        """Refuse a rank that this run cannot have."""
+        layout = self.run.info().get("layout", "").partition("@")[0]
+        if self.rank is None or self.rank < 0 or "," in layout or not layout or self._files():
+            return
+        ranks = Layout.parse(layout).ranks
+        if self.rank >= ranks:
+            raise AllranksError(
+                f"run {self.run.name} has no rank {self.rank}: its layout {layout} has {ranks}",
+                fix=f"write --rank N with N from 0 to {ranks - 1}, or -1 for the job itself",
+            )
+
     def look(self) -> Iterator[str]:
         """Lines that are new, of the newest attempt and of the job around it."""
         for path in self._files():
@@ -98,6 +111,7 @@ def show(
 ) -> None:
     """Write the lines of a run; with `follow` until it has ended."""
     logs = Logs(run, rank)
+    logs.check_rank()
     shown = 0
     pause, next_question = 1.0, time.monotonic()
     while True:

@@ -77,6 +77,11 @@ def prepare(request: Request) -> Prepared:
     prepared = _next_attempt(request, run)
     if prepared.job.command is None:
         _choose_checkpoint(prepared, run)
+    elif not prepared.job.last:
+        prepared.remarks.append(
+            "the script starts from its beginning, unless it finds its own checkpoint: "
+            "the job does not say where that is (last: PATH)"
+        )
     return prepared
 
 

@@ -45,6 +45,7 @@ from allranks.launch.cluster.relay import Relay
 from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
 from allranks.processes import STOP_SIGNALS
+from allranks.results import failure, failure_in_words
 from allranks.rundir import RunDir
 
 PREFLIGHT_SECONDS = 25
@@ -307,7 +308,9 @@ class Allocation:
         stop = self.run.asked_to_stop(self.place.job)
         if stop is not None:
             if not stop["moves"]:
-                give_up(self.run, stop["why"], state)
+                failed = failure(self.run) if state == "failed" else None
+                why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
+                give_up(self.run, "; ".join(why), state)
             return 0
         if self._state() not in ("RUNNING", "UNKNOWN"):
             return 0  # SLURM is ending this job itself, and knows what comes next

@@ -18,12 +18,12 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allranks.gpus import local_gpus, nvml
+from allranks.hardware import address_towards
 from allranks.nodelist import expand
 
 SYS = Path("/sys")
@@ -170,7 +170,7 @@ def addresses_towards(peers: Sequence[str]) -> list[str]:
     found: dict[str, str] = {}
 
     def look_up(peer: str) -> None:
-        address = _address_towards(peer)
+        address = address_towards(peer)
         if address is not None:
             found[peer] = address
 
@@ -181,19 +181,6 @@ def addresses_towards(peers: Sequence[str]) -> list[str]:
     for thread in threads:
         thread.join(RESOLVE_SECONDS)
     return [found[peer] for peer in chosen if peer in found]
-
-
-def _address_towards(peer: str) -> str | None:
-    try:
-        targets = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return None
-    for family, kind, protocol, _, target in targets:
-        # Connecting a datagram socket only asks the kernel for the route.
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0]).partition("%")[0]
-    return None
 
 
 class _SocketAddress(ctypes.Structure):

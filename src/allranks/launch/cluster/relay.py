@@ -26,6 +26,7 @@ from allranks.rundir import RunDir
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
 LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal
+ASK_SECONDS = 120.0  # between questions after the limit, while they are not answered
 FOR_EVER = math.inf
 
 
@@ -50,6 +51,7 @@ class Relay:
         self.signals = signals
         self.nodes_lost = nodes_lost
         self._stop_at = FOR_EVER  # by the monotonic clock
+        self._ask_at = FOR_EVER  # again, where SLURM has not said when the limit is
         self._next_look = 0.0
         self._is_warned = False
 
@@ -90,6 +92,8 @@ class Relay:
         if self.signals and not self._is_warned:
             self._is_warned = True
             self._take_warning()
+        if self._stop_at == FOR_EVER and now >= self._ask_at:
+            self._watch_limit()
         if now >= self._stop_at:
             # Asked again: somebody may have given the job more time.
             return bool(self.signals) or not self._watch_limit()
@@ -106,6 +110,7 @@ class Relay:
     def _watch_limit(self) -> bool:
         """Note when the limit will be near; whether there is still time."""
         left, grace = self._left_and_grace()
+        self._ask_at = time.monotonic() + ASK_SECONDS
         if left is None:
             return False
         self._stop_at = time.monotonic() + left - grace

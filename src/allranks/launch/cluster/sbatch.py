@@ -85,9 +85,18 @@ class Ask:
         return None if self.cpus_per_task is None else tasks * self.cpus_per_task
 
 
-def racers_of(job: Job, texts: Sequence[str]) -> list[Racer]:
+def parse_race(text: str) -> list[Racer]:
+    """The racers in a list such as `1x4,4x1@a40`. Raises AllranksError."""
+    words = text.split(",")
+    if not all(word.strip() for word in words):
+        fix = ",".join(word for word in words if word.strip()) or "1x4,4x1"
+        raise AllranksError(f'race "{text}": a layout is missing', fix=f"write {fix}")
+    return [Racer.parse(word) for word in words]
+
+
+def racers_of(job: Job, race: Sequence[Racer]) -> list[Racer]:
     """The layouts that were asked for, once for each type of GPU that will do."""
-    wanted = [Racer.parse(text) for text in texts] or [Racer(job.layout)]
+    wanted = race or [Racer(job.layout)]
     gpu = job.slurm.gpu
     types: Sequence[str | None] = gpu if isinstance(gpu, tuple) else [gpu]
     for name in types:

@@ -106,9 +106,10 @@ def send_all(
             done.remarks.append(f"{racer} was refused: {error.what}; {error.fix}")
     cancel_losers(run, done.jobs, claim)
     if refused and not done.jobs:
-        reason = f"never queued: {refused[0].what}"
         if not run.attempts() and not run.info().get("jobs"):
-            run.update_info(lambda info: info.update(ended={"state": "failed", "reason": reason}))
+            ended = {"state": "failed", "reason": f"never queued: {refused[0].what}"}
+            run.update_info(lambda info: info.update(ended=ended))
+            refused[0].fix += f"; send it again with {run.resume_command} key=value"
         raise refused[0]
     return done
 
@@ -142,11 +143,10 @@ def record_job(run: RunDir, job_id: str, racer: Racer, claim: int) -> None:
         record = {"layout": str(racer), "claim": claim, "submitted": time.time()}
         info.setdefault("racers", {}).setdefault(job_id, record)
         holder = claims.newest(run.claims)
-        if holder is None or holder.number < claim:  # it may have started before we came here
-            info["queued"] = True
+        if holder is None or holder.number < claim or holder.job == job_id:
+            # It may have started before we came here.
+            info["queued"] = holder is None or holder.number < claim
             info.pop("ended", None)
-        elif holder.job == job_id:
-            info["queued"] = False
 
     run.update_info(add)
 
@@ -184,9 +184,10 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
     if run.info().get("backend") != "slurm" or run.state() != "queued":
+        move = "move it" if run.state() == "running" else "go on with it"
         raise AllranksError(
             f"run {run.name} does not wait in a queue: it is {run.state()}",
-            fix=f"move it with allranks resume {run.name} --layout {racers[0].layout}",
+            fix=f"{move}: allranks resume {run.name} --layout {racers[0].layout}",
         )
     for racer in racers:
         prepare.check_supported(with_layout(job, racer))
@@ -234,13 +235,13 @@ def resume(
         raise
 
 
-def prepare_resume(request: prepare.Request, race_texts: Sequence[str]) -> tuple[Prepared, Any]:
+def prepare_resume(request: prepare.Request, race: Sequence[Racer]) -> tuple[Prepared, list[Racer]]:
     """The run's next attempt and the layouts it may take, those of the last one by default."""
     prepared = prepare.prepare(replace(request, leads=False))
     assert prepared.run is not None
     if prepared.run.info().get("backend") != "slurm":
         prepared.remarks.append("this run was on one machine so far")
-    return prepared, racers_of(prepared.job, race_texts)
+    return prepared, racers_of(prepared.job, race)
 
 
 def gpu_types() -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from allranks.errors import AllranksError
 from allranks.launch.cluster import slurm
 from allranks.launch.survey.machine import describe_machine
 from allranks.launch.survey.node_kinds import Gpus, cpu_model, resolve_gpus, suits
@@ -120,17 +121,20 @@ class Partition:
     allow_qos: tuple[str, ...] | None
 
 
-def describe_cluster() -> dict[str, Any]:
-    """What this cluster has, and this machine; without SLURM the machine alone.
+def describe_cluster(only: str | None = None) -> dict[str, Any]:
+    """What this cluster, or one partition, has, and this machine; without SLURM that alone.
 
     Raises SlurmError where the controller does not answer.
     """
     machine = describe_machine()
-    if not slurm.is_here():
+    if not slurm.is_here() and only is None:
         return cluster_view("", [], [], machine) | {"slurm": None}
     config = slurm.call("scontrol", "show", "config")
     nodes = parse_nodes(slurm.call("scontrol", "-d", "-o", "show", "node"))
-    partitions = parse_partitions(slurm.call("scontrol", "-o", "show", "partition"))
+    partitions = list_partitions()
+    if only is not None:
+        partitions = [find_partition(partitions, only)]
+        nodes = [node for node in nodes if only in node.partitions]
     view = cluster_view(config, nodes, partitions, machine)
     try:
         who, fields = f"user={current_user()}", f"format={ACCOUNT_FIELDS}"
@@ -142,6 +146,21 @@ def describe_cluster() -> dict[str, Any]:
     except slurm.SlurmError as error:  # many sites have no accounting
         return view | {"notes": [f"no accounts and QOS: {error.what}"]}
     return view | {"accounts": accounts, "qos": qos}
+
+
+def list_partitions() -> list[Partition]:
+    return parse_partitions(slurm.call("scontrol", "-o", "show", "partition"))
+
+
+def find_partition(partitions: Sequence[Partition], name: str) -> Partition:
+    """The one of that name. Raises AllranksError with the names that there are."""
+    names = [partition.name for partition in partitions]
+    if name not in names:
+        raise AllranksError(
+            f'this cluster has no partition "{name}"',
+            fix=f"name one of {', '.join(names)}, or none for all of them",
+        )
+    return partitions[names.index(name)]
 
 
 def cluster_view(

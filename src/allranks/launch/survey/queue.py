@@ -11,7 +11,7 @@ from typing import Any
 
 from allranks.launch.cluster import slurm
 from allranks.launch.cluster.reasons import waiting_reason
-from allranks.launch.survey.cluster import current_user
+from allranks.launch.survey.cluster import current_user, find_partition, list_partitions
 from allranks.launch.survey.slurm_text import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
 
 # Fields of `squeue -O` and their widths. Unlike those of -o they tell the GPUs of a job however it
@@ -75,7 +75,7 @@ def queue(partition: str | None = None) -> dict[str, Any]:
     chosen = () if partition is None else ("-p", partition)
     text = slurm.call("squeue", "-h", *chosen, "-O", fields)
     if partition is not None and not text.strip():
-        slurm.call("scontrol", "-o", "show", "partition", partition)  # squeue accepts any name
+        find_partition(list_partitions(), partition)  # squeue accepts any name
     return queue_view(parse_queue(text), current_user(), partition)
 
 
