@@ -13,7 +13,8 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def newest(folder: Path) -> Claim | None:
 
 def next_number(folder: Path) -> int:
     """The number that the next holder has to take."""
+    look_anew(folder)
     return max(_numbers(folder), default=-1) + 1
 
 
@@ -83,7 +85,7 @@ def all_of(folder: Path) -> list[Claim]:
 
 def check(folder: Path, number: int) -> None:
     """Raise if the run has a newer holder than claim `number`."""
-    _refresh(folder)
+    look_anew(folder)
     holder = newest(folder)
     if holder is not None and holder.number > number:
         who = f"job {holder.job}" if holder.job else f"process {holder.pid}"
@@ -101,12 +103,34 @@ def check_own(folder: Path) -> None:
         check(folder, int(number))
 
 
-def lock(folder: Path, number: int) -> int:
-    """Show, as long as this process lives, that the claim's holder does; a file descriptor."""
+@contextmanager
+def locked(folder: Path, number: int) -> Iterator[None]:
+    """Show, as long as this process lives, that the claim's holder does."""
     descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CLOEXEC)
-    with suppress(OSError):  # a file system without locks: SLURM knows who is alive
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
+    try:
+        lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock a file for this process; False if another one has it.
+
+    True as well where the file system has no locks: there SLURM alone knows who is alive.
+    """
+    for _ in range(20):  # somebody who only looks may hold it for a moment
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:
+            break
+        else:
+            break
+    else:
+        return False
+    return True
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -119,8 +143,9 @@ def _read(folder: Path, number: int) -> Claim:
     return Claim(**{**content, "nodes": tuple(content["nodes"])})
 
 
-def _refresh(folder: Path) -> None:
+def look_anew(folder: Path) -> None:
     """Have a network file system look at the folder anew: changing it ends what is cached."""
     probe = folder / f".look.{socket.gethostname()}.{os.getpid()}"
-    probe.touch()
-    probe.unlink(missing_ok=True)
+    with suppress(OSError):  # there is no folder yet, or it may only be read
+        probe.touch()
+        probe.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks import claims
 from allranks.events import to_json
 
 MANIFEST = "checkpoint.json"
@@ -92,8 +93,11 @@ def checksum(path: Path) -> str:
 
 
 def writing_folder(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is committed."""
-    return folder / f".step-{step}.writing"
+    """Where a checkpoint is written before it is committed.
+
+    Each holder of a run has its own: one that lost the run, and wakes up, must not touch another's.
+    """
+    return folder / f".step-{step}.{os.environ.get(claims.VARIABLE, 'own')}.writing"
 
 
 def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:

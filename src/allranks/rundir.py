@@ -108,7 +108,11 @@ class RunDir:
 
     def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
         """The end event of a rank, if it has ended in order."""
-        events = [e for e in read_last_events(self.events(attempt, rank)) if e["event"] == "end"]
+        path = self.events(attempt, rank)
+        for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
+            events = [e for e in read_last_events(path, num_bytes) if e["event"] == "end"]
+            if events or not path.exists() or path.stat().st_size <= num_bytes:
+                break
         return events[-1] if events else None
 
     def state(self) -> State:
@@ -156,6 +160,15 @@ class RunDir:
         files = [self._lock_file, *([self.claims / str(holder.number)] if holder else [])]
         return any(_is_locked(file) for file in files)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether `allranks run` holds the run, outside of SLURM."""
+        return _is_locked(self._lock_file)
+
+    def look_anew(self) -> None:
+        """Before something is decided by a file that may have been made elsewhere just now."""
+        claims.look_anew(self.path)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the run's one writer; raises if another process is. Released even by SIGKILL."""
@@ -174,11 +187,8 @@ class RunDir:
         return (int(match[1]), match[2]) if match else (0, "another machine")
 
     def _take(self, descriptor: int) -> None:
-        for _ in range(20):  # is_live() of another process may hold it for a moment
-            try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.02)
+        if claims.lock(descriptor):
+            return
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
         raise AllranksError(
             f"run {self.name} is live: {holder} is writing to it",

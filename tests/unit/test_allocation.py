@@ -18,8 +18,9 @@ from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import parse_job
-from allranks.launch.cluster import allocation, slurm
-from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, no_progress, take_claim
+from allranks.launch.cluster import allocation, slurm, submit
+from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, take_claim
+from allranks.launch.cluster.held import no_progress
 from allranks.launch.cluster.inside import (
     FIRST_PORT,
     NUM_PORTS,
@@ -301,6 +302,75 @@ def test_a_run_that_fails_while_it_is_being_stopped_says_what_failed(
     assert held.run.info()["ended"] == {"state": "failed", "reason": reason}
 
 
+def test_a_move_that_has_no_successor_goes_on_where_it_is(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    held.run.ask_to_stop("moves to 2x1", ["100"], moves=True)
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+
+
+def test_a_limit_that_was_reached_while_saving_is_followed_by_another_job(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    answers.said["squeue"] = "COMPLETING|TimeLimit"
+    assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
+    assert answers.of("scontrol") == []  # SLURM does not requeue what is over
+    assert len(answers.of("sbatch")) == 1
+    assert held.run.info()["racers"]["500"]["after"] == "100"
+
+
+def test_a_stop_reaches_the_job_that_goes_on(
+    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the first while it was sending the second, which nobody knew of."""
+    held = hold()
+    held._resubmit("continues")
+    held.run.ask_to_stop("stopped by its user", ["100"])
+    assert start(held.run, "500", monkeypatch) == 0
+    assert [claim.job for claim in claims.all_of(held.run.claims)] == ["100"]
+    assert held.run.info()["ended"] == {"state": "stopped", "reason": "stopped by its user"}
+
+
+def test_a_successor_is_not_sent_twice_when_its_answer_got_lost(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    script = held.run.path / submit.script_name(held.run, RACER)
+    answers.said["squeue"] = f"499|/elsewhere\n501|{script}"
+    assert held._resubmit("continues")
+    assert answers.of("sbatch") == []
+    assert held.run.info()["jobs"] == ["501"]
+
+
+@pytest.mark.parametrize("values", [{}, {"command": "python train.py"}])
+def test_ranks_that_never_begin_are_tried_in_two_jobs_and_no_more(
+    hold: Callable[..., Allocation], answers: Answers, values: dict[str, Any]
+) -> None:
+    held = hold(**values)
+    prepared = held._open()
+    held.said.append("srun: error: Unable to create step")
+    assert held._what_next(prepared, 1) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    prepared = held._open()
+    assert held._what_next(prepared, 1) == 1
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    reason = "srun could not start the ranks, twice: srun: error: Unable to create step"
+    assert held.run.info()["ended"] == {"state": "failed", "reason": reason}
+
+
+def test_a_run_that_is_trained_outside_of_slurm_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    with run.held():
+        assert start(run, "100", monkeypatch) == 0
+    assert claims.all_of(run.claims) == []
+    assert f"is trained by process {os.getpid()} on" in capsys.readouterr().out
+
+
 def test_where_requeuing_is_refused_another_job_follows(
     hold: Callable[..., Allocation], answers: Answers
 ) -> None:
@@ -349,6 +419,7 @@ def test_a_run_that_moves_is_left_to_the_job_that_waits(
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
     held.run.ask_to_stop("moves to 2x1", ["100"], moves=True)
+    submit.record_job(held.run, "101", Racer.parse("2x1"), 1)
     assert held._what_next(prepared, 0) == 0
     assert answers.calls == []
     assert "ended" not in held.run.info()
@@ -402,7 +473,7 @@ def test_a_deaf_controller_does_not_end_a_run(
     hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
-    monkeypatch.setattr(held, "_state", lambda: "UNKNOWN")
+    monkeypatch.setattr(held, "_state", lambda: ("UNKNOWN", ""))
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
     assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
 
@@ -770,15 +841,19 @@ def test_the_state_of_a_job_is_asked_for_until_the_controller_answers(
     hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
-    assert held._state() == "RUNNING"
-    assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%T")]
+    assert held._state()[0] == "RUNNING"
+    assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%T|%r")]
     answers.said["squeue"] = slurm.refusal("squeue", DOWN)
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(squeue="PENDING\n"))
-    assert held._state() == "PENDING"
+    assert held._state()[0] == "PENDING"
     answers.said["squeue"] = slurm.refusal("squeue", "Invalid job id specified")
-    assert held._state() == "GONE"
+    assert held._state()[0] == "GONE"
     answers.said["squeue"] = ""
-    assert held._state() == "GONE"
+    assert held._state()[0] == "GONE"
+    answers.said["squeue"] = slurm.refusal("squeue", "Protocol authentication error")
+    assert held._state()[0] == "UNKNOWN"  # which is no reason to let a run die
+    answers.said["squeue"] = "COMPLETING|TimeLimit\n"
+    assert held._state() == ("COMPLETING", "TimeLimit")
 
 
 def test_the_state_of_a_job_is_unknown_when_the_controller_stays_silent(
@@ -789,7 +864,7 @@ def test_the_state_of_a_job_is_unknown_when_the_controller_stays_silent(
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     answers.said["squeue"] = slurm.refusal("squeue", DOWN)
-    assert held._state() == "UNKNOWN"
+    assert held._state()[0] == "UNKNOWN"
 
 
 def test_the_time_that_a_job_has_and_its_limit(answers: Answers) -> None:

@@ -35,9 +35,9 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from allranks import claims
-held = claims.lock(Path(sys.argv[1]), int(sys.argv[2]))
-print("held", flush=True)
-time.sleep(60)
+with claims.locked(Path(sys.argv[1]), int(sys.argv[2])):
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 
@@ -182,7 +182,6 @@ def test_a_locked_claim_makes_a_run_live_until_its_holder_is_killed(tmp_path: Pa
 def test_a_lock_of_ones_own_is_seen_and_ends_with_its_descriptor(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     take(run.claims, 0)
-    descriptor = claims.lock(run.claims, 0)
-    assert run.is_live()
-    os.close(descriptor)
+    with claims.locked(run.claims, 0):
+        assert run.is_live()
     assert not run.is_live()

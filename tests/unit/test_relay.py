@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def make(tmp_path: Path, clock: Clock) -> Callable[..., Relay]:
         job = parse_job({"layout": "2x1", **values})
         run.job_file.write_text(job.to_yaml())
         run.write_info({"run": run.name, "backend": "slurm", "jobs": ["100"]})
-        return Relay(run, PLACE, job, list(signals), lambda nodes: None)
+        return Relay(run, PLACE, job, list(signals), deque(), lambda nodes: None)
 
     return relay_of
 
@@ -337,7 +338,7 @@ def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
     told = make(layout="1x4")  # what the file says: the job that comes next
     seen: list[Prepared] = []
     monkeypatch.setattr(network, "apply", lambda nodes: None)
-    monkeypatch.setattr(step, "end_with_claim", lambda run, number: None)
+    monkeypatch.setattr(step, "end_with_claim", lambda run, number, seconds: None)
     monkeypatch.setattr(step, "run_node", lambda prepared, master, port: seen.append(prepared))
     monkeypatch.setenv(claims.VARIABLE, "")
     words = ["--attempt", "1", "--claim", "5", "--layout", "2x2", "--nodes", "n1,n2"]
@@ -378,6 +379,6 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
     monkeypatch.setattr(claims, "check", look)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Ended, match="1"):
-        step.end_with_claim(run, 0)
-    assert slept == [step.CLAIM_SECONDS] * 4
+        step.end_with_claim(run, 0, 5.0)
+    assert len(slept) == 4 and all(4.0 <= seconds <= 6.0 for seconds in slept)
     assert "lost the run to job 101 on n7" in capsys.readouterr().out

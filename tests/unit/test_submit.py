@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from allranks.launch.cluster.sbatch import Racer, racers_of
 from allranks.launch.cluster.slurm import SlurmError
 from allranks.launch.cluster.submit import Submitted
 from allranks.launch.list_screen import show_runs
-from allranks.launch.prepare import Request, load_resolved, open_run, prepare
+from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.rundir import RunDir
 
 # All of SLURM's commands under one roof; what they know and were asked is in one file.
@@ -41,7 +43,8 @@ program, words = Path(sys.argv[0]).name, sys.argv[1:]
 jobs, said, code = known["jobs"], "", 0
 known["calls"].append([program, *words])
 named = [word for word in words if word.isdigit()]
-waits = [job for job in jobs if jobs[job]["state"] in ("PENDING", "RUNNING", "COMPLETING")]
+there = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD")
+waits = [job for job in jobs if jobs[job]["state"] in there]
 refused = known["refuse"].get(program)
 if isinstance(refused, list) and words != ["--version"]:
     refused = refused.pop(0) if refused else None
@@ -60,6 +63,7 @@ elif program == "sbatch" and words[0] == "--test-only":
 elif program == "sbatch":
     said = str(known["next"])
     jobs[said] = dict(state="PENDING", reason="Priority", script=Path(words[-1]).read_text())
+    jobs[said]["path"] = words[-1]
     known["next"] += 1
     winner = known["claims_while_sending"].get(said)
     if winner:
@@ -68,6 +72,11 @@ elif program == "sbatch":
         claim = dict(number=0, job=winner, restart=0, layout="", nodes=[], host="n", pid=1, time=0)
         (folder / "0").write_text(json.dumps(claim))
         jobs[winner]["state"] = "RUNNING"
+    if known.get("answers_get_lost"):
+        print("sbatch: error: Batch job submission failed: Socket timed out", file=sys.stderr)
+        said, code = "", 1
+elif program == "squeue" and words[-1] == "%i|%o":
+    said = "\n".join(f"{{job}}|{{jobs[job]['path']}}" for job in waits)
 elif program == "squeue":
     rows = [(job, jobs[job]) for job in waits]
     line = "{{}}|{{}}|{{}}|{{}}|{{}}|1:00|2:00|1"
@@ -103,15 +112,14 @@ class Slurm:
     """The fake cluster, from the outside."""
 
     file: Path
-    locks: list[int] = field(default_factory=list)
+    locks: ExitStack = field(default_factory=ExitStack)
 
     def hold(self, run: RunDir, number: int) -> None:
         """As a job does that has the claim and lives."""
-        self.locks.append(claims.lock(run.claims, number))
+        self.locks.enter_context(claims.locked(run.claims, number))
 
     def let_go(self) -> None:
-        while self.locks:
-            os.close(self.locks.pop())
+        self.locks.close()
 
     def read(self) -> dict[str, Any]:
         return dict(json.loads(self.file.read_text()))
@@ -355,11 +363,11 @@ def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
 ) -> None:
     run = send("1x4").run
 
-    def state(run: RunDir) -> str:
+    def describe(run: RunDir, queue: follow.Queue) -> dict[str, str]:
         assert claims.take(run.claims, Claim(number=0, job="100", layout="1x4"))
-        return "queued"
+        return {"state": "queued"}
 
-    monkeypatch.setattr(RunDir, "state", state)
+    monkeypatch.setattr(follow, "describe", describe)
     done = submit.race(run, [Racer.parse("2x2")])
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
     assert list(slurm.states()) == ["100"]
@@ -607,6 +615,71 @@ def test_a_stopped_run_whose_script_is_sent_by_hand_is_not_stopped(slurm: Slurm)
     claims.take(run.claims, Claim(number=0, job="555", layout="1x2"))
     submit.record_job(run, "555", Racer.parse("1x2"), 0)
     assert look(run)["state"] == "running"
+
+
+def test_runs_that_were_on_this_machine_are_slurms_once_a_job_is_sent(slurm: Slurm) -> None:
+    """Or `stop` would not find the job, and `run --resume` would train beside it."""
+    prepared = prepare(Request(layout="1x2"))
+    run = open_run(prepared)
+    run.update_info(lambda info: info.update(jobs=[]))
+    assert again(run).jobs == ["100"]
+    assert run.info()["backend"] == "slurm"
+    slurm.change("100", state="RUNNING")
+    claims.take(run.claims, Claim(number=0, job="100", layout="1x2"))
+    with ExitStack() as held, pytest.raises(AllranksError, match="is trained by job 100"):
+        hold_run(prepare(Request(resume=str(run.path))), held)
+    slurm.change("100", state="PENDING")
+    with ExitStack() as held:
+        taken = hold_run(prepare(Request(resume=str(run.path))), held)
+        assert taken.claim == 1  # job 100 will find the run taken
+        assert run.is_held
+    assert not run.is_held
+    assert follow.stop([run])[0]["done"] == "taken out of the queue"
+
+
+def test_a_job_whose_answer_got_lost_is_found(slurm: Slurm) -> None:
+    slurm.set(answers_get_lost=True)
+    run = send("1x2").run
+    assert run.info()["jobs"] == ["100"]
+    assert look(run)["state"] == "queued"
+
+
+def test_all_runs_are_stopped_but_the_one_that_cannot_be(slurm: Slurm) -> None:
+    run, other = send("1x1").run, send("1x1").run
+    run.update_info(lambda info: info.update(backend="local"))
+    (run.path / ".lock").write_text("process 1 on elsewhere")
+    with (run.path / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = [one["done"] for one in follow.stop([run, other])]
+    assert done == [
+        f"could not be stopped: run {run.name} is on elsewhere, not on this machine",
+        "taken out of the queue",
+    ]
+
+
+def test_a_job_in_a_state_that_nobody_has_heard_of_waits(slurm: Slurm) -> None:
+    run = send("1x2").run
+    slurm.change("100", state="RESV_DEL_HOLD")
+    assert look(run)["state"] == "queued"
+    assert follow.stop([run])[0]["done"] == "taken out of the queue"
+    assert slurm.states()["100"].startswith("CANCELLED")
+
+
+def test_the_reasons_of_losers_are_not_the_runs(slurm: Slurm) -> None:
+    run = send("1x2", "2x1").run
+    begin(run, slurm, "100", "1x2")
+    slurm.change("101", state="CANCELLED by 1000")
+    end(run, slurm, "100", "failed")
+    slurm.change("100", state="OUT_OF_MEMORY")
+    assert "cancelled" not in look(run)["reason"]
+
+
+def test_a_run_that_slurm_has_requeued_takes_another_racer(slurm: Slurm) -> None:
+    run = send("1x2").run
+    begin(run, slurm, "100", "1x2")
+    slurm.let_go()
+    slurm.change("100", state="PENDING")
+    assert submit.race(run, read(["2x1"])).jobs == ["101"]
 
 
 def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: Slurm) -> None:

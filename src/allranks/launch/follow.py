@@ -23,9 +23,8 @@ from allranks.rundir import RunDir, State
 
 QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
 ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
-# States of a job that still is in somebody's hands, by what they mean for the run.
+# States of a job on its nodes; squeue lists those in any other because they wait.
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESIZING")
 RECENT_STEPS_BYTES = 1 << 15
 
 
@@ -38,6 +37,10 @@ class QueuedJob:
     reason: str
     start: str | None  # when it began, or is expected to
     nodes: tuple[str, ...]
+
+    @property
+    def waits(self) -> bool:
+        return self.state not in RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +138,7 @@ def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
         "step": step,
         "steps": steps,
         "seconds_left": seconds_left(run, state, step, steps),
-        "expected_start": min(
-            (j.start for j in jobs if j.state in WAITING and j.start), default=None
-        )
+        "expected_start": min((job.start for job in jobs if job.waits and job.start), default=None)
         if state == "queued"
         else None,
         "job": holder.job or None if holder is not None else None,  # of the newest attempt
@@ -148,8 +149,12 @@ def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
 
 def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue: Queue) -> State:
     """SLURM's word where it has one: a folder cannot tell a lost job from a silent one."""
-    if info.get("backend") != "slurm" or queue.silent:
+    if info.get("backend") != "slurm":
         return run.state()
+    if queue.silent:
+        # The folder shows no sign of life where the file system has no locks.
+        is_begun = claims.newest(run.claims) is not None and not _has_ended(run)
+        return "running" if is_begun and not info.get("queued") else run.state()
     if any(job.state in RUNNING for job in jobs):
         if run.is_live():
             return "running"
@@ -157,7 +162,7 @@ def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue
             return run.ended_state()
         # One that has stopped short may be about to be requeued: SLURM has not said yet.
         return "queued" if info.get("queued") else "running"
-    if any(job.state in WAITING for job in jobs):
+    if jobs:
         return "queued"
     if run.is_live():
         return "running"
@@ -179,7 +184,7 @@ def reason_of(
     if queue.silent and info.get("backend") == "slurm" and state in ("queued", "running"):
         return f"SLURM does not answer: {queue.silent}"
     if state == "queued":
-        waiting = [job for job in jobs if job.state in WAITING]
+        waiting = [job for job in jobs if job.waits]
         return "; ".join(dict.fromkeys(waiting_reason(job.reason) for job in waiting)) or None
     if state == "running":
         return _will_stop(run)
@@ -188,7 +193,9 @@ def reason_of(
     given_up = info.get("ended")
     if given_up:
         return str(given_up["reason"])
-    ended = [queue.ended[job] for job in info.get("jobs", []) if job in queue.ended]
+    holder = claims.newest(run.claims)
+    concerned = [holder.job] if holder is not None else info.get("jobs", [])
+    ended = [queue.ended[job] for job in concerned if job in queue.ended]
     told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
     failed = failure(run)
     if failed is None or failed["exit"] is None:
@@ -238,7 +245,7 @@ def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:
     for run in runs:
         try:
             done.append({"run": run.name, "done": _stop_one(run, queue, now=now)})
-        except slurm.SlurmError as error:
+        except AllranksError as error:
             if len(runs) == 1:
                 raise
             done.append({"run": run.name, "done": f"could not be stopped: {error.what}"})
@@ -258,7 +265,7 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
     will_stop = (
         "its script was asked to stop" if _is_script(run) else "saves a checkpoint and stops"
     )
-    if info.get("backend") != "slurm":
+    if run.is_held or info.get("backend") != "slurm":
         return _stop_local(run, will_stop, now=now)
     if queue.silent:
         raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
@@ -266,14 +273,14 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
     if not jobs:
         return f"is {state_of(run, info, jobs, queue)} already"
     run.ask_to_stop("stopped by its user", info.get("jobs", []))
-    waiting = [job.job for job in jobs if job.state in WAITING]
-    active = [job.job for job in jobs if job.state in RUNNING]
+    waiting = [job.job for job in jobs if job.waits]
+    active = [job.job for job in jobs if not job.waits]
     if waiting:
-        slurm.call("scancel", *waiting)
+        cancel(waiting)
     if active and now:
-        slurm.call("scancel", *active)
+        cancel(active)
     elif active:
-        signal_job(holder_of(run, [job for job in jobs if job.state in RUNNING]))
+        signal_job(holder_of(run, [job for job in jobs if not job.waits]))
         return will_stop
     reason = "stopped by its user" + ("" if run.attempts() else " before it started")
     ended = {"state": "stopped", "reason": reason}
@@ -284,7 +291,18 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
 def _is_script(run: RunDir) -> bool:
     from allranks.launch import prepare
 
-    return run.job_file.exists() and prepare.load_resolved(run).command is not None
+    with suppress(AllranksError):  # it is only about a word
+        return prepare.load_resolved(run).command is not None
+    return False
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Take jobs out of the queue; those that have just left it are where they should be."""
+    try:
+        slurm.call("scancel", *jobs)
+    except slurm.SlurmError as error:
+        if "invalid job id" not in error.words.lower():
+            raise
 
 
 def signal_job(job: str) -> None:
@@ -304,7 +322,10 @@ def _stop_local(run: RunDir, will_stop: str, *, now: bool) -> str:
         raise AllranksError(
             f"run {run.name} is on {host}, not on this machine", fix=f"type the same on {host}"
         )
-    os.kill(process, signal.SIGINT if now else signal.SIGTERM)
+    try:
+        os.kill(process, signal.SIGINT if now else signal.SIGTERM)
+    except ProcessLookupError:
+        return f"is {run.ended_state()} already"
     if now:
         time.sleep(0.5)
         with suppress(ProcessLookupError):

@@ -195,7 +195,8 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
         held.enter_context(prepared.run.held())
         return prepared
     held.enter_context(prepared.run.held())
-    if prepared.run.info().get("backend") == "slurm":
+    if prepared.run.info().get("jobs"):
+        check_not_in_slurm(prepared.run)
         # Jobs of this run that still wait in a queue must find it taken.
         claim = claims.Claim(
             number=claims.next_number(prepared.run.claims), layout=str(prepared.layout)
@@ -211,6 +212,20 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     now = prepare(replace(request, leads=False))  # another resume came and went in between
     now.claim = prepared.claim
     return now
+
+
+def check_not_in_slurm(run: RunDir) -> None:
+    """Refuse to take a run from a job that trains it: locks are not seen on every file system."""
+    from allranks.launch import follow
+
+    queue = follow.look_at_queue([run])
+    holder = claims.newest(run.claims)
+    job = queue.jobs.get(holder.job) if holder is not None else None
+    if job is not None and job.state in follow.RUNNING:
+        raise AllranksError(
+            f"run {run.name} is trained by job {job.job} on {', '.join(job.nodes)}",
+            fix=f"stop it first: allranks stop {run.name}",
+        )
 
 
 def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:

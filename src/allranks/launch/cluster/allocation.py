@@ -20,32 +20,25 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from allranks import claims
 from allranks.claims import Claim
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster import checks, slurm, submit
+from allranks.launch.cluster.held import Held, give_up
 from allranks.launch.cluster.inside import (
     Place,
     check_command,
     free_port,
-    has_saved,
-    patiently,
     say,
     step_command,
     unusable_nodes,
-    while_silent,
-    why_it_ends,
 )
 from allranks.launch.cluster.relay import Relay
 from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
 from allranks.processes import STOP_SIGNALS
-from allranks.results import failure, failure_in_words
 from allranks.rundir import RunDir
 
 PREFLIGHT_SECONDS = 25
@@ -59,25 +52,34 @@ def main() -> int:
     parser.add_argument("--claim", type=int, required=True)
     wanted = parser.parse_args()
     run, place = RunDir(wanted.run_dir), Place.from_environment(os.environ)
-    if is_stopped(run, place.job):
+    if is_stopped(run, place.job) or is_held_elsewhere(run):
         return 0
-    claim = take_claim(run, place, wanted.racer, wanted.claim)
-    if claim is None:
-        return 0
-    held = claims.lock(run.claims, claim.number)
+    claim: Claim | None = None
     try:
-        return Allocation(run, place, wanted.racer, claim).run_to_end()
+        claim = take_claim(run, place, wanted.racer, wanted.claim)
+        if claim is None:
+            return 0
+        with claims.locked(run.claims, claim.number):
+            return Allocation(run, place, wanted.racer, claim).run_to_end()
     except AllranksError as error:
         say(f"error: {error.what}\n  fix: {error.fix}")
         if claims.newest(run.claims) == claim:
             give_up(run, error.what)
         return error.exit_code
-    finally:
-        os.close(held)
+
+
+def is_held_elsewhere(run: RunDir) -> bool:
+    """Whether `allranks run` trains the run, outside of SLURM."""
+    if not run.is_held:
+        return False
+    process, host = run.holder()
+    say(f"{run.name} is trained by process {process} on {host}: this job ends")
+    return True
 
 
 def take_claim(run: RunDir, place: Place, racer: Racer, number: int) -> Claim | None:
     """Take the run for this job; None (and nothing is written) if another one has it."""
+    claims.look_anew(run.claims)
     holder = claims.newest(run.claims)
     if holder is not None and holder.job == place.job:
         number = holder.number + 1  # requeued: what was ours is ours
@@ -99,33 +101,26 @@ def take_claim(run: RunDir, place: Place, racer: Racer, number: int) -> Claim | 
 
 def is_stopped(run: RunDir, job: str) -> bool:
     """Whether somebody has asked this job to stop before it could begin (again)."""
-    stop = run.asked_to_stop(job)
+    run.look_anew()
+    stop, asked = run.asked_to_stop(job), job
+    while stop is None and (asked := run.info().get("racers", {}).get(asked, {}).get("after")):
+        stop = run.asked_to_stop(asked)  # before this job was known, which goes on with that one
     if stop is None:
         return False
     say(f"{run.name}: {stop['why']}")
     holder = claims.newest(run.claims)
-    if not stop["moves"] and (holder is None or holder.job == job):
+    if not stop["moves"] and (holder is None or holder.job in (job, asked)):
         give_up(run, stop["why"], "stopped")
     return True
 
 
-def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
-    """Say in the run's folder that nobody will go on with it, and why."""
-    ended = {"state": state, "reason": reason}
-    run.update_info(lambda info: info.update(queued=False, ended=ended))
-
-
-class Allocation:
-    """A job that holds the run."""
+class Allocation(Held):
+    """A job that trains a run, from its first second."""
 
     def __init__(self, run: RunDir, place: Place, racer: Racer, claim: Claim) -> None:
-        self.run = run
-        self.place = place
-        self.racer = racer
-        self.claim = claim
-        self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
+        super().__init__(run, place, racer, claim)
         self.signals: list[signal.Signals] = []
-        self.relay = Relay(run, place, self.job, self.signals, self._lose)
+        self.relay = Relay(run, place, self.job, self.signals, self.said, self._lose)
 
     def run_to_end(self) -> int:
         for number in STOP_SIGNALS:
@@ -146,7 +141,7 @@ class Allocation:
         for _ in range(STEP_TRIES):
             command = step_command(self.job, self.place, prepared, self.claim)
             code = self.relay.run_step(command, attempt=prepared.attempt)
-            if code == 0 or self._has_begun(prepared) or self._state() != "RUNNING":
+            if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
                 break
             say(f"srun ended with code {code} before any rank had begun: once more")
         return self._what_next(prepared, code)
@@ -158,18 +153,6 @@ class Allocation:
             return False  # the last one has not come to anything
         extends = any(change["key"] != "layout" for change in info.get("changes", []))
         return self.run.ended_state() == "finished" and not extends
-
-    def _has_begun(self, prepared: Prepared) -> bool:
-        """Whether a rank of this job has written anything."""
-        newest = max(self.run.attempts(), default=-1)
-        return newest >= prepared.attempt and bool(self.run.ranks(newest))
-
-    def _state(self) -> str:
-        """This job's state, once SLURM answers."""
-        try:
-            return patiently("squeue", "-h", "-j", self.place.job, "-o", "%T").strip() or "GONE"
-        except slurm.SlurmError as error:
-            return "UNKNOWN" if error.is_silence else "GONE"
 
     def _lose(self, nodes: Sequence[str]) -> None:
         self._record_failed(dict.fromkeys(nodes, "SLURM lost it during an attempt"))
@@ -194,29 +177,6 @@ class Allocation:
             cancelled |= others
             time.sleep(pause)
             pause = min(60.0, 2 * pause)
-
-    def _check_progress(self) -> None:
-        attempts = self.run.info().get("attempts", [])
-        limit = self.job.slurm.max_attempts
-        if len(attempts) >= limit:
-            raise AllranksError(
-                f"{len(attempts)} attempts were made, as many as slurm.max_attempts allows",
-                fix=f"look into the logs, then allranks resume {self.run.name} "
-                f"slurm.max_attempts={2 * limit}",
-                exit_code=1,
-            )
-        if self.place.restart == 0 and not self._is_continuation():
-            return  # somebody asked for this attempt
-        if (self.job.command is None or self.job.last) and no_progress(self.run, self.job):
-            raise AllranksError(
-                "no progress in two attempts: no checkpoint was committed in either",
-                fix="give it more time (slurm.time), save more often (checkpoint.every), or see "
-                f"why it ends: {self.run.attempt(self.run.attempts()[-1])}",
-                exit_code=1,
-            )
-
-    def _is_continuation(self) -> bool:
-        return bool(self.run.info().get("racers", {}).get(self.place.job, {}).get("continues"))
 
     def _leave_failed_nodes(self) -> bool:
         """Go elsewhere if SLURM gave us a node that this run has seen fail."""
@@ -277,10 +237,6 @@ class Allocation:
             return True
         return False
 
-    def _record_failed(self, failed: Mapping[str, str]) -> None:
-        if failed:
-            self.run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
-
     def _open(self) -> Prepared:
         """Write the attempt into the run's folder."""
         layout = str(self.racer.layout)
@@ -291,88 +247,6 @@ class Allocation:
         for remark in [*prepared.remarks, *prepare.environment_warnings(prepared.job)]:
             say(remark)
         return prepared
-
-    def _what_next(self, prepared: Prepared, code: int) -> int:
-        """Go on in another job if the run was stopped short; the exit code of this one."""
-        claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
-        has_begun = self._has_begun(prepared)
-        if has_begun:
-            attempt = max(self.run.attempts())  # ranks may have restarted
-            self._record_silent(attempt)
-            state = self.run.ended_state()
-            say(f"attempt {attempt} is {state} (srun: {code})")
-            if state == "finished":
-                return 0
-        else:
-            state = "stopped"  # where it was
-        stop = self.run.asked_to_stop(self.place.job)
-        if stop is not None:
-            if not stop["moves"]:
-                failed = failure(self.run) if state == "failed" else None
-                why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
-                give_up(self.run, "; ".join(why), state)
-            return 0
-        if self._state() not in ("RUNNING", "UNKNOWN"):
-            return 0  # SLURM is ending this job itself, and knows what comes next
-        if state != "stopped":
-            return 1
-        saved = not has_begun or has_saved(self.run, prepared, since=self.claim.time)
-        if self.job.slurm.requeue and saved:
-            self._continue()
-            return 0
-        native = self.job.command is None
-        give_up(self.run, why_it_ends(self.run, prepared), "stopped" if native else "failed")
-        return 1
-
-    def _record_silent(self, attempt: int) -> None:
-        """Write an end for ranks that could not: their node or their launcher was killed."""
-        for rank in range(self.racer.layout.ranks):
-            if self.run.end(attempt, rank) is None and self.run.events(attempt, rank).exists():
-                append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
-
-    def _continue(self) -> None:
-        """Have SLURM run this job again; where it may not, send another."""
-        needed, asked = submit.grace_needed(self.run), self.job.slurm.grace
-        if asked is not None and needed > asked.seconds:
-            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
-        self.run.update_info(lambda info: info.update(queued=True))
-        try:
-            say("going on in the next attempt: scontrol requeue")
-            patiently("scontrol", "requeue", self.place.job)
-        except slurm.SlurmError as error:
-            say(f"{error.what}: sending another job instead")
-            if not self._resubmit("continues"):
-                give_up(self.run, f"could be neither requeued nor sent again: {error.what}")
-
-    def _resubmit(self, why: str) -> bool:
-        """Send another job that starts when this one has ended."""
-        excluded = ",".join(self.run.info().get("failed_nodes", {}))
-        after = f"afterany:{self.place.job}"
-        options: dict[str, Any] = {"claim": self.claim.number + 1, "exclude": excluded}
-        try:
-            job_id = while_silent(
-                lambda: submit.send(self.job, self.racer, self.run, dependency=after, **options)
-            )
-        except slurm.SlurmError as error:
-            say(error.what)
-            return False
-
-        def mark(info: dict[str, Any]) -> None:
-            info["racers"][job_id]["continues"] = why
-
-        self.run.update_info(mark)
-        say(f"sent job {job_id}: {why}")
-        return True
-
-
-def no_progress(run: RunDir, job: Job) -> bool:
-    """Whether the last two attempts began where this one would begin."""
-    key = "checkpoint" if job.command is None else "last_changed"
-    starts = [attempt.get(key) for attempt in run.info().get("attempts", [])]
-    newest = (
-        prepare.newest_checkpoint(run) if job.command is None else prepare.last_change(run, job)
-    )
-    return len(starts) >= 2 and starts[-2:] == [newest, newest]
 
 
 if __name__ == "__main__":

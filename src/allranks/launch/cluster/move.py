@@ -32,7 +32,7 @@ def resume(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
             f"run {run.name} waits in the queue already (job {', '.join(now['jobs'])})",
             fix=f"add a layout with allranks race {run.name} 2x2, or stop it first",
         )
-    active = [job for job in jobs if job.state in follow.RUNNING]
+    active = [job for job in jobs if not job.waits]
     if now["state"] != "running":
         done = submit.resume(prepared, racers, claim=claim)
     elif not active:

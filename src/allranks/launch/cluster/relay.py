@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -34,7 +35,8 @@ class Relay:
     """Runs steps for one job, and knows when their ranks must stop.
 
     `signals`: those that the batch process has had, added to by its handler. Signals can be lost
-    (before Python listens), so the limit and the user's request are looked at as well.
+    (before Python listens), so the limit and the user's request are looked at as well. `said` gets
+    what srun says.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Relay:
         place: Place,
         job: Job,
         signals: list[signal.Signals],
+        said: deque[str],
         nodes_lost: Callable[[Sequence[str]], None],
     ) -> None:
         self.run = run
         self.place = place
         self.job = job
         self.signals = signals
+        self.said = said
         self.nodes_lost = nodes_lost
         self._stop_at = FOR_EVER  # by the monotonic clock
         self._ask_at = FOR_EVER  # again, where SLURM has not said when the limit is
@@ -132,6 +136,7 @@ class Relay:
         with said:
             for line in said:
                 text = line.decode(errors="replace")
+                self.said.append(text.strip())
                 sys.stdout.write(text)
                 sys.stdout.flush()
                 failed = nodes_failed(text)

@@ -185,6 +185,7 @@ def environment(env: Mapping[str, str], program: str) -> dict[str, str]:
     is sent from within another would inherit what was true of that one.
     """
     unwanted = ["SQUEUE_", "SINFO_", "SACCT_", "SBATCH_", "SCANCEL_", "SLURM_TIME_FORMAT"]
+    unwanted += ["SLURM_CLUSTERS"]  # jobs are sent to this machine's own, and looked for there
     if program == "sbatch":
         unwanted += ["SLURM_", "SLURMD_", "ALLRANKS_CLAIM", "ALLRANKS_ATTEMPT"]
     kept = {key: value for key, value in env.items() if not key.startswith(tuple(unwanted))}

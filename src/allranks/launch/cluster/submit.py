@@ -6,7 +6,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.gpus import find_gpu
 from allranks.job import Job
-from allranks.launch import prepare
+from allranks.launch import follow, prepare
 from allranks.launch.cluster import slurm
 from allranks.launch.cluster.reasons import waiting_reason
 from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
@@ -125,22 +125,54 @@ def cancel_losers(run: RunDir, jobs: Sequence[str], claim: int) -> None:
             slurm.call("scancel", "--state=PENDING", *losers)
 
 
-def send(job: Job, racer: Racer, run: RunDir, *, claim: int, **options: Any) -> str:
-    """Send one job and record it; its id. The one place from which jobs are sent."""
+def send(
+    job: Job,
+    racer: Racer,
+    run: RunDir,
+    *,
+    claim: int,
+    record: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> str:
+    """Send one job and record it; its id. The one place from which jobs are sent.
+
+    `record`: what to note of it besides.
+    """
     script = run.path / script_name(run, racer)
     write_atomically(script, script_of(job, racer, run, claim=claim, **options))
-    job_id = slurm.parse_job_id(slurm.call("sbatch", "--parsable", str(script)))
-    record_job(run, job_id, racer, claim)
+    # A job's own successor may be sent again, where SLURM did not answer the first time.
+    job_id = find_sent(run, script) if record else None
+    try:
+        job_id = job_id or slurm.parse_job_id(slurm.call("sbatch", "--parsable", str(script)))
+    except slurm.SlurmError as error:
+        job_id = find_sent(run, script) if error.is_silence else None
+        if job_id is None:
+            raise
+    record_job(run, job_id, racer, claim, record)
     return job_id
 
 
-def record_job(run: RunDir, job_id: str, racer: Racer, claim: int) -> None:
+def find_sent(run: RunDir, script: Path) -> str | None:
+    """A job that SLURM has taken although its answer got lost."""
+    try:
+        printed = slurm.call("squeue", "-h", "-u", str(os.getuid()), "-o", "%i|%o")
+    except slurm.SlurmError:
+        return None
+    known = run.info().get("jobs", [])
+    sent = [line.partition("|") for line in printed.splitlines()]
+    return next((job for job, _, what in sent if what == str(script) and job not in known), None)
+
+
+def record_job(
+    run: RunDir, job_id: str, racer: Racer, claim: int, more: Mapping[str, Any] | None = None
+) -> None:
     """Note in run.json that a job may take a claim of the run."""
 
     def add(info: dict[str, Any]) -> None:
+        info["backend"] = "slurm"
         if job_id not in info.setdefault("jobs", []):
             info["jobs"].append(job_id)
-        record = {"layout": str(racer), "claim": claim, "submitted": time.time()}
+        record = {"layout": str(racer), "claim": claim, "submitted": time.time(), **(more or {})}
         info.setdefault("racers", {}).setdefault(job_id, record)
         holder = claims.newest(run.claims)
         if holder is None or holder.number < claim or holder.job == job_id:
@@ -183,10 +215,11 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
-    if run.info().get("backend") != "slurm" or run.state() != "queued":
-        move = "move it" if run.state() == "running" else "go on with it"
+    state = follow.describe(run, follow.look_at_queue([run]))["state"]
+    if state != "queued":
+        move = "move it" if state == "running" else "go on with it"
         raise AllranksError(
-            f"run {run.name} does not wait in a queue: it is {run.state()}",
+            f"run {run.name} does not wait in a queue: it is {state}",
             fix=f"{move}: allranks resume {run.name} --layout {racers[0].layout}",
         )
     for racer in racers:

@@ -1,0 +1,190 @@
+"""A job that holds a run: whether to go on, and what comes after it. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from allranks import claims
+from allranks.claims import Claim
+from allranks.errors import AllranksError
+from allranks.events import append_event
+from allranks.job import Job
+from allranks.launch import prepare
+from allranks.launch.cluster import slurm, submit
+from allranks.launch.cluster.inside import (
+    Place,
+    has_saved,
+    patiently,
+    say,
+    while_silent,
+    why_it_ends,
+)
+from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.prepare import Prepared
+from allranks.results import failure, failure_in_words
+from allranks.rundir import RunDir
+
+
+def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
+    """Say in the run's folder that nobody will go on with it, and why."""
+    ended = {"state": state, "reason": reason}
+    run.update_info(lambda info: info.update(queued=False, ended=ended))
+
+
+class Held:
+    """A run in the hands of one job."""
+
+    def __init__(self, run: RunDir, place: Place, racer: Racer, claim: Claim) -> None:
+        self.run = run
+        self.place = place
+        self.racer = racer
+        self.claim = claim
+        self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
+        self.said: deque[str] = deque(maxlen=3)  # srun's last lines
+
+    def last_words(self) -> str:
+        return "; ".join(self.said) or "it said nothing"
+
+    def _check_progress(self) -> None:
+        attempts = self.run.info().get("attempts", [])
+        limit = self.job.slurm.max_attempts
+        if len(attempts) >= limit:
+            raise AllranksError(
+                f"{len(attempts)} attempts were made, as many as slurm.max_attempts allows",
+                fix=f"look into the logs, then allranks resume {self.run.name} "
+                f"slurm.max_attempts={2 * limit}",
+                exit_code=1,
+            )
+        if self.place.restart == 0 and not self._is_continuation():
+            return  # somebody asked for this attempt
+        if (self.job.command is None or self.job.last) and no_progress(self.run, self.job):
+            raise AllranksError(
+                "no progress in two attempts: no checkpoint was committed in either",
+                fix="give it more time (slurm.time), save more often (checkpoint.every), or see "
+                f"why it ends: allranks logs {self.run.name}",
+                exit_code=1,
+            )
+
+    def _is_continuation(self) -> bool:
+        return bool(self.run.info().get("racers", {}).get(self.place.job, {}).get("continues"))
+
+    def _has_begun(self, prepared: Prepared) -> bool:
+        """Whether a rank of this job has written anything."""
+        newest = max(self.run.attempts(), default=-1)
+        return newest >= prepared.attempt and bool(self.run.ranks(newest))
+
+    def _record_failed(self, failed: Mapping[str, str]) -> None:
+        if failed:
+            self.run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
+
+    def _state(self) -> tuple[str, str]:
+        """This job's state and its reason in SLURM's words, once SLURM answers."""
+        try:
+            printed = patiently("squeue", "-h", "-j", self.place.job, "-o", "%T|%r").strip()
+        except slurm.SlurmError as error:
+            return "GONE" if "invalid job id" in error.words.lower() else "UNKNOWN", ""
+        state, _, reason = (printed or "GONE").partition("|")
+        return state, reason
+
+    def _what_next(self, prepared: Prepared, code: int) -> int:
+        """Go on in another job if the run was stopped short; the exit code of this one."""
+        claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
+        self.run.look_anew()
+        has_begun = self._has_begun(prepared)
+        if has_begun:
+            attempt = max(self.run.attempts())  # ranks may have restarted
+            self._record_silent(attempt)
+            state = self.run.ended_state()
+            say(f"attempt {attempt} is {state} (srun: {code})")
+            if state == "finished":
+                return 0
+        else:
+            state = "stopped"  # where it was
+        stop = self.run.asked_to_stop(self.place.job)
+        if stop is not None and (not stop["moves"] or self._has_successor()):
+            if not stop["moves"]:
+                failed = failure(self.run) if state == "failed" else None
+                why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
+                give_up(self.run, "; ".join(why), state)
+            return 0
+        of_job, reason = self._state()
+        is_over = of_job not in ("RUNNING", "UNKNOWN")
+        if is_over and reason != "TimeLimit":
+            return 0  # SLURM is ending this job itself, and knows what comes next
+        if state != "stopped":
+            return 1
+        if not has_begun and code != 0 and self._tries(prepared) > 1:
+            give_up(self.run, f"srun could not start the ranks, twice: {self.last_words()}")
+            return 1
+        saved = not has_begun or has_saved(self.run, prepared, since=self.claim.time)
+        if self.job.slurm.requeue and saved:
+            self._continue(may_requeue=not is_over)
+            return 0
+        native = self.job.command is None
+        give_up(self.run, why_it_ends(self.run, prepared), "stopped" if native else "failed")
+        return 1
+
+    def _tries(self, prepared: Prepared) -> int:
+        """How often this attempt was opened: more than once if no rank has ever begun it."""
+        opened = [one["attempt"] for one in self.run.info().get("attempts", [])]
+        return opened.count(prepared.attempt)
+
+    def _has_successor(self) -> bool:
+        """Whether a job was sent that goes on with the run after this one."""
+        racers = self.run.info().get("racers", {}).values()
+        return any(racer["claim"] > self.claim.number for racer in racers)
+
+    def _record_silent(self, attempt: int) -> None:
+        """Write an end for ranks that could not: their node or their launcher was killed."""
+        for rank in range(self.racer.layout.ranks):
+            if self.run.end(attempt, rank) is None and self.run.events(attempt, rank).exists():
+                append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
+
+    def _continue(self, *, may_requeue: bool = True) -> None:
+        """Have SLURM run this job again; where it may not, send another."""
+        needed, asked = submit.grace_needed(self.run), self.job.slurm.grace
+        if asked is not None and needed > asked.seconds:
+            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
+        self.run.update_info(lambda info: info.update(queued=True))
+        refused = "its time is over"
+        try:
+            if may_requeue:
+                say("going on in the next attempt: scontrol requeue")
+                patiently("scontrol", "requeue", self.place.job)
+                return
+        except slurm.SlurmError as error:
+            refused = error.what
+        say(f"{refused}: sending another job instead")
+        if not self._resubmit("continues"):
+            give_up(self.run, f"could be neither requeued nor sent again: {refused}")
+
+    def _resubmit(self, why: str) -> bool:
+        """Send another job that starts when this one has ended."""
+        excluded = ",".join(self.run.info().get("failed_nodes", {}))
+        after = f"afterany:{self.place.job}"
+        record = {"continues": why, "after": self.place.job}
+        options: dict[str, Any] = {
+            "claim": self.claim.number + 1,
+            "exclude": excluded,
+            "dependency": after,
+            "record": record,
+        }
+        try:
+            job_id = while_silent(lambda: submit.send(self.job, self.racer, self.run, **options))
+        except slurm.SlurmError as error:
+            say(error.what)
+            return False
+        say(f"sent job {job_id}: {why}")
+        return True
+
+
+def no_progress(run: RunDir, job: Job) -> bool:
+    """Whether the last two attempts began where this one would begin."""
+    key = "checkpoint" if job.command is None else "last_changed"
+    starts = [attempt.get(key) for attempt in run.info().get("attempts", [])]
+    newest = (
+        prepare.newest_checkpoint(run) if job.command is None else prepare.last_change(run, job)
+    )
+    return len(starts) >= 2 and starts[-2:] == [newest, newest]
