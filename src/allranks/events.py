@@ -16,16 +16,20 @@ from allranks.errors import AllranksError
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
+LATE_KEYS = ("loss", "phases")
 
 # Made once: json.dumps with options makes one at every call, which takes longer than its work.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Late(Protocol):
-    """A value that is still being computed or reduced when its event is recorded."""
+    """A value that is still being computed or reduced when its event is recorded.
+
+    `loss` may be one, and `phases`, whose value takes its place as fields of the event.
+    """
 
     def ready(self) -> bool: ...
-    def value(self) -> float | None: ...
+    def value(self) -> float | dict[str, Any] | None: ...
 
 
 class EventLog:
@@ -68,11 +72,11 @@ class EventLog:
             for event in self._buffer:
                 if event.get("step", 0) > last_step:
                     break
-                loss = event.get("loss")
-                if loss is not None and not isinstance(loss, float):
-                    if late == "hold" and not loss.ready():
-                        break
-                    _settle(event, loss, wait=late == "wait")
+                values = {key: event[key] for key in LATE_KEYS if hasattr(event.get(key), "ready")}
+                if late == "hold" and not all(value.ready() for value in values.values()):
+                    break
+                for key, value in values.items():
+                    _settle(event, key, value, wait=late == "wait")
                 lines.append(format_event(event))
                 count += 1
             del self._buffer[:count]
@@ -177,16 +181,17 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
     )
 
 
-def _settle(event: dict[str, Any], loss: Late, *, wait: bool) -> None:
+def _settle(event: dict[str, Any], key: str, late: Late, *, wait: bool) -> None:
     """Put a late value in its event, or take its place out if it will never come."""
     value = None
     # Whatever a lost peer makes of the reduction: the events behind this one must be written.
     with contextlib.suppress(Exception):
-        value = loss.value() if wait or loss.ready() else None
-    if value is None:
-        del event["loss"]
-    else:
-        event["loss"] = value
+        value = late.value() if wait or late.ready() else None
+    del event[key]
+    if isinstance(value, dict):
+        event.update(value)
+    elif value is not None:
+        event[key] = value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Runs at the start of every Python process of a user's script that allranks launched.
 
-Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch's
-distributed package, the job's `timeout` becomes the default of its process groups. Nothing here
-may break the script, and nothing is imported that the script would not import itself.
+Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch, the job's
+`timeout` becomes the default of its process groups, and the probe begins to record the rank's
+steps. Nothing here may break the script, and nothing is imported before the script imports torch.
 """
 
 import importlib.abc
@@ -12,29 +12,44 @@ import importlib.util
 import os
 import sys
 
-TARGET = "torch.distributed.distributed_c10d"
 
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Lets the usual finders find certain modules, then adds a step to their loading."""
 
-class TimeoutFinder(importlib.abc.MetaPathFinder):
-    """Lets the usual finders find the module, then adds a step to its loading."""
+    def __init__(self, steps):
+        self.steps = steps  # module -> function of the loaded module
 
     def find_spec(self, name, path=None, target=None):
-        if name != TARGET:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        step = self.steps.pop(name, None)
+        spec = importlib.util.find_spec(name) if step is not None else None
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module):
                 load(module)
                 try:
-                    impose_timeout(module)
+                    step(module)
                 except Exception as error:
-                    print(f"allranks: timeout not imposed: {error!r}", file=sys.stderr)
+                    print(f"allranks: {step.__name__} failed: {error!r}", file=sys.stderr)
 
             spec.loader.exec_module = exec_module
         return spec
+
+
+def start_probe(torch):
+    """From here on the rank's steps are recorded. The script's Python need not have allranks."""
+    if "allranks" not in sys.modules and importlib.util.find_spec("allranks") is None:
+        folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        init = os.path.join(folder, "__init__.py")
+        spec = importlib.util.spec_from_file_location(
+            "allranks", init, submodule_search_locations=[folder]
+        )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["allranks"] = package
+        spec.loader.exec_module(package)
+    from allranks.probe.start import start
+
+    start()
 
 
 def impose_timeout(c10d):
@@ -75,6 +90,11 @@ def run_hidden_sitecustomize() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+steps = {}
 if os.environ.get("ALLRANKS_TIMEOUT"):
-    sys.meta_path.insert(0, TimeoutFinder())
+    steps["torch.distributed.distributed_c10d"] = impose_timeout
+if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
+    steps["torch"] = start_probe
+if steps:
+    sys.meta_path.insert(0, AfterImport(steps))
 run_hidden_sitecustomize()

@@ -1,0 +1,151 @@
+"""What surrounds the steps: the rank's GPU, CPUs and memory, and its node's network. Sampled."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from allranks.probe.recorder import Recorder
+
+SAMPLE_SECONDS = 2.0
+IB_WORD_BYTES = 4  # InfiniBand counts its data in words
+
+
+class Surroundings:
+    """Writes a `device` event every two seconds, from a thread of its own, once steps are made."""
+
+    def __init__(self, recorder: Recorder, env: Mapping[str, str]) -> None:
+        self.recorder = recorder
+        self.speaks_for_node = env.get("LOCAL_RANK", "0") == "0"
+        self._cpu: dict[str, float] | None = None
+        self._network: dict[str, int] | None = None
+        self._time = 0.0
+        self._gpu: Any = None
+
+    def begin_with_steps(self) -> None:
+        self.recorder.at_step.append(self._begin)
+
+    def _begin(self, step: int) -> None:
+        self.recorder.at_step.remove(self._begin)
+        threading.Thread(target=self._run, name="surroundings", daemon=True).start()
+
+    def _run(self) -> None:
+        with self.recorder.guarded:
+            self._gpu = gpu_handle()
+            self.sample()  # rates are known from the second one on
+            while self.recorder.is_on:
+                time.sleep(SAMPLE_SECONDS)
+                self.recorder.write("device", **self.sample())
+
+    def sample(self) -> dict[str, Any]:
+        """What there is to say now; rates since the last sample."""
+        now = time.monotonic()
+        passed, self._time = now - self._time, now
+        fields: dict[str, Any] = {}
+        cpu, self._cpu = self._cpu, cpu_seconds()
+        if cpu is not None:
+            fields["cpu"] = round((self._cpu["rank"] - cpu["rank"]) / passed, 3)
+            workers = max(0.0, self._cpu["workers"] - cpu["workers"])
+            if self._cpu["num_workers"]:
+                fields["workers_cpu"] = round(workers / passed, 3)
+                fields["num_workers"] = int(self._cpu["num_workers"])
+        fields["host_memory"] = host_memory()
+        if self.speaks_for_node:
+            before, self._network = self._network, network_bytes()
+            if before is not None:
+                fields["network"] = {
+                    key: round((self._network.get(key, 0) - count) / passed)
+                    for key, count in before.items()
+                }
+        if self._gpu is not None:
+            fields |= gpu_fields(*self._gpu)
+        return fields
+
+
+def cpu_seconds() -> dict[str, float]:
+    """CPU time of this process and of the processes that it has started, from /proc."""
+    own = os.times()
+    tick = os.sysconf("SC_CLK_TCK")
+    workers, num_workers = 0.0, 0
+    for child in children():
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            workers += (int(fields[11]) + int(fields[12])) / tick
+            num_workers += 1
+    return {"rank": own.user + own.system, "workers": workers, "num_workers": num_workers}
+
+
+def children() -> list[str]:
+    found: list[str] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += path.read_text().split()
+    return found
+
+
+def host_memory() -> int | None:
+    """The most memory that this process has had so far, in bytes."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def network_bytes() -> dict[str, int]:
+    """Bytes that this node has sent and received: over InfiniBand if there is any, else in all."""
+    ports = [*Path("/sys/class/infiniband").glob("*/ports/*/counters")]
+    sums = {"sent": 0, "received": 0}
+    with suppress(OSError, ValueError):
+        for port in ports:
+            sums["sent"] += int((port / "port_xmit_data").read_text()) * IB_WORD_BYTES
+            sums["received"] += int((port / "port_rcv_data").read_text()) * IB_WORD_BYTES
+        if ports:
+            return sums
+    with suppress(OSError):
+        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+            name, _, counters = line.partition(":")
+            numbers = counters.split()
+            if name.strip() != "lo":
+                sums["received"] += int(numbers[0])
+                sums["sent"] += int(numbers[8])
+    return sums
+
+
+def gpu_handle() -> tuple[Any, Any] | None:
+    """NVML, and this rank's GPU in it; None without either."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except Exception:  # an old driver, no permission, a GPU of another maker: it goes without
+        return None
+
+
+def gpu_fields(nvml: Any, handle: Any) -> dict[str, Any]:
+    import torch
+
+    fields = {
+        "utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "memory": nvml.nvmlDeviceGetMemoryInfo(handle).used,
+        "memory_total": nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        "memory_peak": torch.cuda.max_memory_allocated(),
+        "temperature": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "clock": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "clock_max": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+    }
+    with suppress(nvml.NVMLError):  # not on all GPUs
+        fields["power"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+        fields["power_limit"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
+    return fields

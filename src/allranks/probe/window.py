@@ -1,0 +1,100 @@
+"""The steps that a measurement wants: from when they are steady, until there are enough of them.
+
+Rank 0 decides while the steps before the last one are still to come; the other ranks hear of it
+through the store that they met in. So all leave the script after the same step, with nothing
+exchanged that the script would not exchange itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from allranks.probe.recorder import Recorder
+
+KEY = "allranks/last_step"
+LOOK_SECONDS = 0.2
+HEAR_SECONDS = 3.0  # that all ranks have heard of the last step before it comes
+STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
+PATIENCE_STEPS, PATIENCE_SECONDS = 100, 60.0
+LEAVE_SECONDS = 20.0  # for the script to end in its own way
+
+
+class Window:
+    """Ends the script after `num_steps` steady steps."""
+
+    def __init__(self, recorder: Recorder, num_steps: int, *, rank: int) -> None:
+        self.recorder = recorder
+        self.num_steps = num_steps
+        self.rank = rank
+        self.last_step: int | None = None
+        self._ends: list[float] = []
+        recorder.at_step.append(self.at_step)
+
+    def at_step(self, step: int) -> None:
+        self._ends.append(time.perf_counter())
+        if step == 1 and self.rank > 0 and self.recorder.has_peers():
+            threading.Thread(target=self._listen, name="window", daemon=True).start()
+        leads = self.rank == 0 or not self.recorder.has_peers()
+        if leads and self.last_step is None:
+            self._decide(step)
+        if self.last_step is not None and step >= self.last_step:
+            self.recorder.leave = self._leave
+
+    def _decide(self, step: int) -> None:
+        is_steady = steady(self._ends)
+        patience = step >= PATIENCE_STEPS or self._ends[-1] - self._ends[0] >= PATIENCE_SECONDS
+        if not is_steady and not (patience and step > 2):
+            return
+        pace = (self._ends[-1] - self._ends[max(0, step - 10)]) / min(step - 1, 10)
+        to_come = max(self.num_steps, math.ceil(HEAR_SECONDS / max(pace, 1e-6)))
+        if not self.recorder.has_peers():
+            to_come = self.num_steps
+        self.last_step = step + to_come
+        if self.recorder.has_peers():
+            store().set(KEY, str(self.last_step))
+        self.recorder.write("window", first=step + 1, last=self.last_step, steady=is_steady)
+
+    def _listen(self) -> None:
+        with suppress(Exception):  # rank 0, and the store with it, may be gone
+            known = store()
+            while not known.check([KEY]):
+                time.sleep(LOOK_SECONDS)
+            self.last_step = int(known.get(KEY))
+
+    def _leave(self) -> None:
+        """As if the script had called sys.exit(): what it cleans up, it cleans up."""
+        recorder = self.recorder
+        if recorder.is_on:
+            recorder.is_on = False
+            recorder.flush()
+            sys.stdout.flush()
+            threading.Thread(target=_leave_in_any_case, daemon=True).start()
+        sys.exit(0)
+
+
+def steady(ends: list[float]) -> bool:
+    """Whether steps take as long as those before them did. `ends`: when each step ended."""
+    if len(ends) < 2 * STEADY_STEPS + 1:
+        return False
+    took = [end - begin for begin, end in itertools.pairwise(ends[-2 * STEADY_STEPS - 1 :])]
+    before, now = (statistics.median(half) for half in (took[:STEADY_STEPS], took[STEADY_STEPS:]))
+    return abs(now - before) <= STEADY_CHANGE * before
+
+
+def store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def _leave_in_any_case() -> None:
+    time.sleep(LEAVE_SECONDS)  # a script can catch SystemExit, or wait for a thread of its own
+    os._exit(0)

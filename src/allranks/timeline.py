@@ -1,0 +1,144 @@
+"""What a rank is doing at each moment: marks along a step, read later as phases that sum to it.
+
+A mark costs under a microsecond. On a GPU each one also records a device event, and the phases are
+times of the device, read when it has passed them: nothing ever waits for it. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+DATA = "data"  # waiting for the next batch
+FORWARD = "forward"
+BACKWARD = "backward"
+WAIT = "wait"  # for other ranks: for them to come, and for the bytes to be exchanged
+OPTIMIZER = "optimizer"
+OTHER = "other"
+AFTER = "after"  # after backward: what it was shows when the next mark comes
+END = "end"
+
+PHASES = (DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
+MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
+
+
+class DeviceEvent(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+class Mark(NamedTuple):
+    """From `seconds` on (perf_counter), time belongs to `label`."""
+
+    label: str
+    seconds: float
+    event: Any = None  # a DeviceEvent that was recorded at the same place
+
+
+class Timeline:
+    """The marks of one rank's current step. Only the thread that trains makes any."""
+
+    def __init__(self) -> None:
+        self.label = OTHER
+        self.thread = threading.get_ident()
+        self.record_event: Callable[[], DeviceEvent] | None = None
+        self._marks: list[Mark] = []  # the first step begins with its first mark
+        # Where the clock of marks stands in the world's time: read once, so that steps add up.
+        self._unix = time.time() - time.perf_counter()
+
+    def mark(self, label: str) -> None:
+        self.label = label
+        event = self.record_event() if self.record_event is not None else None
+        self._marks.append(Mark(label, time.perf_counter(), event))
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return threading.get_ident() == self.thread
+
+    def restart(self) -> None:
+        """Begin the step here: what came before belongs to none."""
+        self.label = OTHER
+        self._marks = [self._now(OTHER)]
+
+    def close(self) -> Step:
+        """End the step here, and begin the next."""
+        end = self._now(END)
+        step = Step([*self._marks, end], self._unix)
+        self.label = OTHER
+        self._marks = [Mark(OTHER, end.seconds, end.event)]
+        return step
+
+    def _now(self, label: str) -> Mark:
+        event = self.record_event() if self.record_event is not None else None
+        return Mark(label, time.perf_counter(), event)
+
+
+class Step:
+    """The marks of a step that is over; a `Late` value of its event (see events.py)."""
+
+    __slots__ = ("_marks", "_unix")
+
+    def __init__(self, marks: list[Mark], unix: float) -> None:
+        self._marks = marks
+        self._unix = unix
+
+    def ready(self) -> bool:
+        event = self._marks[-1].event
+        return event is None or bool(event.query())
+
+    def value(self) -> dict[str, Any]:
+        """The fields of a step event that tell where its time went."""
+        event = self._marks[-1].event
+        if event is not None and not event.query():
+            event.synchronize()  # the script has ended, and somebody waits for the rest
+        return phases(self._marks, self._unix)
+
+
+def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
+    """Seconds of each phase, exclusive; they sum to `seconds`. `marks` end with END.
+
+    `arrive`: when the longest wait began, in UNIX time by the host's clock. `waits`: each of them,
+    where there were several.
+    """
+    sums = dict.fromkeys(PHASES, 0.0)
+    waits: list[tuple[float, float]] = []  # seconds, begin
+    before = None
+    for mark, following in itertools.pairwise(marks):
+        label = _meaning(mark.label, following.label)
+        seconds = _between(mark, following)
+        sums[label] += seconds
+        if label == WAIT and before == WAIT:
+            waits[-1] = (waits[-1][0] + seconds, waits[-1][1])
+        elif label == WAIT:
+            waits.append((seconds, mark.seconds))
+        before = label
+    fields: dict[str, Any] = {"seconds": round(sum(sums.values()), 7)}
+    fields |= {name: round(seconds, 7) for name, seconds in sums.items()}
+    if waits:
+        fields["arrive"] = round(unix + max(waits)[1], 6)
+    if 1 < len(waits) <= MAX_WAITS:
+        fields["waits"] = [round(seconds, 7) for seconds, _ in waits]
+    return fields
+
+
+def _meaning(label: str, following: str) -> str:
+    if label == AFTER:
+        # Preparing an exchange belongs to it; clipping and unscaling belong to the update.
+        return {WAIT: WAIT, OPTIMIZER: OPTIMIZER, END: OPTIMIZER, BACKWARD: FORWARD}.get(
+            following, OTHER
+        )
+    if label == OTHER and following == BACKWARD:
+        return FORWARD  # of a script that takes its batches from no loader
+    return label
+
+
+def _between(mark: Mark, following: Mark) -> float:
+    if mark.event is None or following.event is None:
+        return following.seconds - mark.seconds
+    return float(mark.event.elapsed_time(following.event)) / 1e3
