@@ -50,7 +50,7 @@ class Recorder:
         if self._has_looked:
             return False
         self._has_looked = True
-        return self.counter.loader is None
+        return self.counter.loader is None and not self.timeline.is_taken
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step; those of one of them are the steps of the training."""
@@ -62,7 +62,13 @@ class Recorder:
             self._leader = weakref.ref(optimizer)
             self._follow(optimizer)
         self._others = 0
-        self.step += 1
+        self.step = self.timeline.num_steps + 1
+        if not self.timeline.is_taken:
+            self._write_step()
+        for call in list(self.at_step):
+            call(self.step)
+
+    def _write_step(self) -> None:
         event: dict[str, Any] = {
             "v": SCHEMA_VERSION,
             "t": time.time(),
@@ -75,8 +81,6 @@ class Recorder:
             event["epoch"] = loader.epoch
         event["samples"] = self.counter.take()
         self._write(event)
-        for call in list(self.at_step):
-            call(self.step)
 
     def leave_if_done(self) -> None:
         """End the script here, outside of every guard, if that was asked for."""
@@ -93,17 +97,22 @@ class Recorder:
             self.timeline.record_event = record_cuda_event
 
     def _write(self, event: dict[str, Any]) -> None:
+        log = self._open()
+        for seen in self.counter.seen:
+            log.write("batch", **seen)
+        self.counter.seen.clear()
+        log.append(event)
+
+    def _open(self) -> EventLog:
+        """Made late: most processes that import torch never make a step."""
         if self._log is None:
             self._log = EventLog(self.path)
-        for seen in self.counter.seen:
-            self._log.write("batch", **seen)
-        self.counter.seen.clear()
-        self._log.append(event)
+        return self._log
 
     def write(self, event: str, **fields: Any) -> None:
         """An event of another part of the probe; only once the script has made a step."""
-        if self._log is not None:
-            self._log.write(event, **fields)
+        if self.step > 0:
+            self._open().write(event, **fields)
 
     def flush(self) -> None:
         if self._log is not None:

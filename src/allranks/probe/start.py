@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from allranks import timeline
 from allranks.probe import hooks
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import Surroundings
@@ -21,6 +22,7 @@ def start() -> None:
     if env.get("ALLRANKS_PROBE") == "off":
         return
     recorder = Recorder(events_path(env))
+    timeline.current = recorder.timeline
     hooks.install(recorder)
     os.register_at_fork(after_in_child=lambda: setattr(recorder, "is_on", False))
     Surroundings(recorder, env).begin_with_steps()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -45,7 +46,7 @@ class Window:
         leads = self.rank == 0 or not self.recorder.has_peers()
         if leads and self.last_step is None:
             self._decide(step)
-        if self.last_step is not None and step >= self.last_step:
+        if self.last_step is not None and step == self.last_step:
             self.recorder.leave = self._leave
 
     def _decide(self, step: int) -> None:
@@ -72,6 +73,10 @@ class Window:
     def _leave(self) -> None:
         """As if the script had called sys.exit(): what it cleans up, it cleans up."""
         recorder = self.recorder
+        if recorder.timeline.is_taken:  # by a loop that knows how to stop, on all ranks together
+            recorder.leave = None
+            os.kill(os.getpid(), signal.SIGUSR2)
+            return
         if recorder.is_on:
             recorder.is_on = False
             recorder.flush()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from allranks import timeline
 from allranks.errors import AllranksError
 from allranks.processes import die_with_parent
 from allranks.tasks import Task
@@ -165,7 +166,9 @@ class TrainingData:
         self, fetched: Iterator[Any], pieces: list[tuple[int, int]], weight: float
     ) -> Iterator[MicroBatch]:
         for low, high in pieces:
+            timeline.mark(timeline.DATA)
             inputs, targets = next(fetched)
+            timeline.mark(timeline.FORWARD)
             if high > low:
                 yield MicroBatch(inputs, targets, self._sample_weights(high - low, weight))
             else:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 import allranks
+from allranks import timeline
 from allranks.errors import AllranksError
 from allranks.events import EventLog
 from allranks.job import load_job
@@ -23,6 +24,7 @@ from allranks.train.loop import PeerFailure, Training, train
 
 def run() -> None:
     """Train, say how it ended, and exit."""
+    timeline.take()  # the optimizer's step that only makes its state is none of the training
     me = Rank.from_environment()
     log = EventLog(me.run.events(me.attempt, me.rank))
     try:

@@ -97,4 +97,5 @@ if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch"] = start_probe
 if steps:
     sys.meta_path.insert(0, AfterImport(steps))
-run_hidden_sitecustomize()
+if __name__ == "sitecustomize":
+    run_hidden_sitecustomize()
