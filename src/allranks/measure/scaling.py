@@ -200,10 +200,9 @@ def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _half(contention: float, coherence: float) -> float | None:
     """The n with 1 + contention (n-1) + coherence n (n-1) = 2."""
-    if coherence > 0:
-        b = contention - coherence
-        return (-b + math.sqrt(b * b + 4 * coherence * (1 + contention))) / (2 * coherence)
-    return 1 + 1 / contention if contention > 0 else None
+    b = contention - coherence
+    divisor = b + math.sqrt(b * b + 4 * coherence * (1 + contention))
+    return 2 * (1 + contention) / divisor if divisor > 0 else None
 
 
 def as_json(rows: Sequence[Row], *, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
