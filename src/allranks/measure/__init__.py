@@ -1,0 +1,1 @@
+"""Measurements: what the hardware and the training on it really do."""
