@@ -189,9 +189,10 @@ def test_a_fit_needs_two_sizes() -> None:
 
 
 def test_fits_are_by_scope_and_know_the_peak() -> None:
+    rates: dict[comm.Scope, float] = {"node": 100e9, "nodes": 10e9}
     rows = [
         comm.row("all_reduce", size, 4, scope, median=10e-6 + size / rate, p99=1.0)
-        for scope, rate in (("node", 100e9), ("nodes", 10e9))
+        for scope, rate in rates.items()
         for size in comm.sizes_between(1 << 10, 1 << 30)
     ]
     node, nodes = comm.fits(rows, {"node": 300.0, "nodes": None})

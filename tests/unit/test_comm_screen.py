@@ -19,8 +19,9 @@ from allranks.measure import comm, comm_plot, comm_screen
 def made_up(**changes: Any) -> dict[str, Any]:
     """What comm.json of a run on 2 nodes of 4 GPUs could hold."""
     peaks = {"node": 450.0, "nodes": None}
+    groups: dict[comm.Scope, tuple[int, float]] = {"node": (4, 200e9), "nodes": (2, 20e9)}
     rows = []
-    for scope, ranks, rate in (("node", 4, 200e9), ("nodes", 2, 20e9)):
+    for scope, (ranks, rate) in groups.items():
         for name in comm.COLLECTIVES:
             for size in comm.sizes_between(1 << 10, 1 << 30):
                 seconds = 12e-6 + size / rate

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tests.commandline import Allranks
@@ -80,7 +81,6 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
         operation.run = run_and_damage
         return operation
 
-    comm_series.make_operation = damaged
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = Peers(tuple(range(size)), rank)
     world = World(rank, size, size, torch.device("cpu"), {"node": peers})
@@ -88,7 +88,11 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
     for name in COLLECTIVES:
         series = comm_series.Series(world, "node", name)
         try:
-            series.measure([4096, 300_000], 1e9, 0.05)
+            with (
+                patch.object(comm_series, "make_operation", damaged),
+                patch.object(comm_series, "SECONDS_PER_SIZE", 0.01),
+            ):
+                series.measure([4096, 300_000], 1e9, 20)
             said[name] = "right"
             assert [row["ranks"] for row in series.rows] == [size, size]
         except AllranksError as error:
@@ -123,11 +127,11 @@ def missing_collective() -> tuple[str | None, list[Any]]:
     def reduce_scatter(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")
 
-    comm_ops._reduce_scatter = reduce_scatter
     peers = Peers((0, 1), dist.get_rank())
     world = World(dist.get_rank(), 2, 2, torch.device("cpu"), {"node": peers})
     series = comm_series.Series(world, "node", "reduce_scatter")
-    series.measure([4096], 1e9, 0.05)
+    with patch.object(comm_ops, "_reduce_scatter", reduce_scatter):
+        series.measure([4096], 1e9, 20)
     return series.lacking, series.rows
 
 
@@ -150,7 +154,7 @@ def check_rows(found: dict[str, Any]) -> None:
 
 def test_two_ranks_measure_all_collectives(allranks: Allranks, tmp_path: Path) -> None:
     done = allranks(
-        *("bench", "comm", "--layout", "1x2", "--sizes", "1KiB-16KiB", "--seconds", "3", "--json")
+        *("bench", "comm", "--layout", "1x2", "--sizes", "1KiB-16KiB", "--seconds", "2", "--json")
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -173,7 +177,7 @@ def test_two_ranks_measure_all_collectives(allranks: Allranks, tmp_path: Path) -
 
 def test_nodes_are_measured_within_across_and_together(allranks: Allranks) -> None:
     done = allranks(
-        *("bench", "comm", "--layout", "2x2", "--sizes", "1KiB-4KiB", "--seconds", "3", "--json"),
+        *("bench", "comm", "--layout", "2x2", "--sizes", "1KiB-4KiB", "--seconds", "2", "--json"),
         *("--collectives", "all_reduce,send_recv"),
     )
     assert done.returncode == 0, done.stderr
@@ -191,13 +195,13 @@ def test_nodes_are_measured_within_across_and_together(allranks: Allranks) -> No
 
 def test_a_rank_that_dies_is_named_and_what_was_measured_stays(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "allranks", "bench", "comm", "--layout", "1x2", "--json"]
-    command += ["--collectives", "broadcast,all_reduce", "--sizes", "1KiB-64MiB"]
+    command += ["--collectives", "broadcast,all_reduce", "--sizes", "1KiB-256KiB"]
     bench = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     written = wait_for(tmp_path, "runs/*/comm.json")
-    start = json.loads(next(tmp_path.glob("runs/*/attempts/0/rank-1.jsonl")).open().readline())
-    os.kill(start["pid"], signal.SIGKILL)
+    events = next(tmp_path.glob("runs/*/attempts/0/rank-1.jsonl")).read_text()
+    os.kill(json.loads(events.splitlines()[0])["pid"], signal.SIGKILL)
     stdout, stderr = bench.communicate(timeout=50)
     error = json.loads(stdout)["error"]
     assert bench.returncode == 1
