@@ -1,6 +1,6 @@
 """`allranks bench comm` finds the time that a loop of all-reduces written by hand finds.
 
-    python benchmarks/comm_agreement.py          # about 5 minutes; exit code 1 if they disagree
+    python benchmarks/comm_agreement.py          # about 6 minutes; exit code 1 if they disagree
     python benchmarks/comm_agreement.py --blocks 5 --sizes 1KiB-1MiB          # a first look
 
 Both measure in the same processes, on CPU over gloo, in alternating blocks: by hand, ours, by
@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from allranks.measure.comm import parse_sizes, size_text, sizes_between
-from allranks.measure.comm_series import Series
+from allranks.measure.comm_series import SHARE_BY_CHOICE, Series
 from allranks.measure.comm_world import join, memory_for_buffers
 
 LARGE = 1 << 20
@@ -58,14 +59,16 @@ def run_rank(sizes: list[int], num_blocks: int, block_seconds: float) -> None:
     found = []
     for size in sizes:
         blocks: dict[str, list[float]] = {"before": [], "ours": [], "after": []}
-        # What a series spends on one size by choice is 40% of its share.
-        series = Series(world, "node", "all_reduce")
-        series.measure([size], memory, block_seconds / 0.4)
-        num_calls = series.rows[-1]["iterations"]
+
+        def ours(size: int = size) -> dict[str, Any]:
+            series = Series(world, "node", "all_reduce")
+            series.measure([size], memory, block_seconds / SHARE_BY_CHOICE)
+            return series.rows[0]
+
+        num_calls = ours()["iterations"]
         for _ in range(num_blocks):
             blocks["before"].append(by_hand(size, num_calls))
-            series.measure([size], memory, block_seconds / 0.4)
-            blocks["ours"].append(series.rows[-1]["median_us"] * 1e-6)
+            blocks["ours"].append(ours()["median_us"] * 1e-6)
             blocks["after"].append(by_hand(size, num_calls))
         found.append({"bytes": size, "calls": num_calls, **blocks})
         if world.rank == 0:
@@ -80,7 +83,7 @@ def run_rank(sizes: list[int], num_blocks: int, block_seconds: float) -> None:
 # In the process that starts the ranks.
 
 
-def measure(wanted: argparse.Namespace) -> list[dict[str, object]]:
+def measure(wanted: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the ranks as `allranks run` starts any script, and wait for their numbers."""
     turn = ["--sizes", wanted.sizes, "--blocks", str(wanted.blocks)]
     turn += ["--block-seconds", str(wanted.block_seconds), "--rank"]
@@ -94,7 +97,7 @@ def measure(wanted: argparse.Namespace) -> list[dict[str, object]]:
         return json.loads((run / "agreement.json").read_text())  # type: ignore[no-any-return]
 
 
-def summarise(blocks: dict[str, list[float]]) -> tuple[float, float, float]:
+def summarise(blocks: dict[str, Any]) -> tuple[float, float, float]:
     """The time by hand in µs, the ratio of ours to it, and the noise."""
     pairs = list(zip(blocks["before"], blocks["after"], strict=True))
     ratios = [
@@ -111,7 +114,7 @@ def main() -> int:
     parser.add_argument("--layout", default="1x2")
     parser.add_argument("--sizes", default="1KiB-64MiB")
     parser.add_argument("--blocks", type=int, default=20, help="of each side")
-    parser.add_argument("--block-seconds", type=float, default=0.25)
+    parser.add_argument("--block-seconds", type=float, default=0.5)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.rank:
@@ -123,8 +126,8 @@ def main() -> int:
     print("    size   calls      by hand  ours/hand  hand/hand  within")
     holds = True
     for blocks in found:
-        size = int(str(blocks["bytes"]))
-        by_hand_us, ratio, noise = summarise(blocks)  # type: ignore[arg-type]
+        size = blocks["bytes"]
+        by_hand_us, ratio, noise = summarise(blocks)
         limit = LIMITS["large" if size >= LARGE else "small"]
         agrees = abs(ratio - 1) <= limit
         holds = holds and agrees

@@ -67,6 +67,12 @@ def test_the_first_keys_of_a_row_are_the_contract() -> None:
     assert (row["median_us"], row["p99_us"], row["scope"]) == (100.0, 200.0, "nodes")
 
 
+def test_ranks_that_do_the_same_are_averaged_and_roots_are_not() -> None:
+    for name in COLLECTIVES:
+        expected = 4.0 if name in ("broadcast", "reduce") else 3.0
+        assert comm.over_ranks(name, [2.0, 4.0, 3.0]) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [

@@ -38,6 +38,7 @@ class Collective:
     bus_factor: Callable[[int], float]
     is_split: bool  # each rank gives or gets one n-th of the size
     buffers: Callable[[int], float]  # memory of a rank, in sizes
+    is_rooted: bool = False  # one rank gives to all, or gets from all
 
 
 def _all_but_own(n: int) -> float:
@@ -62,8 +63,8 @@ COLLECTIVES: Mapping[str, Collective] = {
         Collective("all_reduce", lambda n: 2 * (n - 1) / n, False, _one),
         Collective("all_gather", _all_but_own, True, _one_and_a_part),
         Collective("reduce_scatter", _all_but_own, True, _one_and_a_part),
-        Collective("broadcast", _one, False, _one),
-        Collective("reduce", _one, False, _one),
+        Collective("broadcast", _one, False, _one, is_rooted=True),
+        Collective("reduce", _one, False, _one, is_rooted=True),
         Collective("all_to_all", _all_but_own, True, _two),
         Collective("send_recv", _one, False, _two),  # around a ring: every rank does both
     )
@@ -158,6 +159,16 @@ def row(
         "busbw_GBps": significant(algorithm * COLLECTIVES[collective].bus_factor(ranks)),
         "scope": scope,
     }
+
+
+def over_ranks(collective: str, medians: Sequence[float]) -> float:
+    """One time out of each rank's median.
+
+    The mean, as in nccl-tests, where all ranks do the same and wait for each other: what differs
+    then is chance, and the highest of many would be the unluckiest. With a root the highest: ranks
+    that only give run ahead of those that get.
+    """
+    return max(medians) if COLLECTIVES[collective].is_rooted else statistics.mean(medians)
 
 
 def significant(value: float) -> float:

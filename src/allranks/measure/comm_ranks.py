@@ -67,6 +67,8 @@ class Bench:
         self.wanted = wanted
         least, largest = comm.parse_sizes(wanted.sizes)
         self.sizes = comm.sizes_between(least, largest)
+        self.memory_bytes = memory_for_buffers(world)
+        self.series: list[Series] = []
         self.link = gpus.gpu_link(gpus.local_gpus()) if world.library == "nccl" else "none"
         self.found: dict[str, Any] = {
             "run": place.run.name,
@@ -86,41 +88,62 @@ class Bench:
             "stopped": [],
             "sizes": [least, largest],
             "seconds": wanted.seconds,
-            "timing": "median over calls, one behind the other, of the slowest rank",
+            "timing": "median of calls one behind the other, mean of the ranks; with a root, the slowest",
             "versions": {"torch": torch.__version__},
             "complete": False,
         }
 
     def run(self) -> None:
         """Measure scope after scope, collective after collective. Collective."""
-        memory = memory_for_buffers(self.world)
         budget = Budget(self.wanted.seconds, len(self.world.scopes) * len(self.wanted.collectives))
         for scope in self.world.scopes:
             log_start = len(read_from(self.place.nccl_log, 0))
             for collective in self.wanted.collectives:
-                begun = time.monotonic()
-                series = Series(self.world, scope, collective)
-                series.measure(self.sizes, memory, budget.share())
-                self.keep(series)
-                say(self.world, series, time.monotonic() - begun)
+                self.series.append(Series(self.world, scope, collective))
+                self.measure(self.series[-1], budget)
             self.note_transport(scope, log_start)
-        self.found["fits"] = comm.fits(self.found["rows"], self.found["peak_GBps"])
-        for row in self.found["rows"]:
-            peak = self.found["peak_GBps"][row["scope"]]
-            row["of_peak"] = comm.significant(row["busbw_GBps"] / peak) if peak else None
+        # Larger sizes, out of what others have left over.
+        stopped = [series for series in self.series if series.stopped == "time"]
+        budget.series = len(stopped)
+        for series in stopped:
+            self.measure(series, budget)
         self.found["complete"] = True
         self.write()
 
-    def keep(self, series: Series) -> None:
-        """Add what was measured; what is there is kept if a rank dies later."""
-        self.found["rows"] += series.rows
-        names = {"collective": series.collective, "scope": series.scope}
-        if series.lacking:
-            self.found["not_supported"].append({**names, "why": series.lacking})
-        if series.stopped:
-            last = series.rows[-1]["bytes"] if series.rows else None
-            self.found["stopped"].append({**names, "after_bytes": last, "why": series.stopped})
+    def measure(self, series: Series, budget: Budget) -> None:
+        """As far as its share of the time goes; a line of progress if that was anywhere."""
+        before, begun = len(series.rows), time.monotonic()
+        series.measure(self.sizes, self.memory_bytes, budget.share())
+        if self.world.rank == 0 and (not before or len(series.rows) > before):
+            print(progress(series, time.monotonic() - begun), flush=True)
         self.write()
+
+    def write(self) -> None:
+        """What is known by now: it is kept if a rank dies later."""
+        if self.world.rank != 0:
+            return
+        found = self.found
+        found["rows"] = [row for series in self.series for row in series.rows]
+        for row in found["rows"]:
+            peak = found["peak_GBps"][row["scope"]]
+            row["of_peak"] = comm.significant(row["busbw_GBps"] / peak) if peak else None
+        found["fits"] = comm.fits(found["rows"], found["peak_GBps"])
+        found["not_supported"] = [
+            {"collective": each.collective, "scope": each.scope, "why": each.lacking}
+            for each in self.series
+            if each.lacking
+        ]
+        found["stopped"] = [
+            {
+                "collective": each.collective,
+                "scope": each.scope,
+                "after_bytes": each.rows[-1]["bytes"] if each.rows else None,
+                "why": each.stopped,
+            }
+            for each in self.series
+            if each.stopped
+        ]
+        write_atomically(self.place.run.path / "comm.json", to_json(found, indent=1) + "\n")
 
     def note_transport(self, scope: comm.Scope, log_start: int) -> None:
         """Collective: NCCL connects when a group is first used, so what is new is of this scope."""
@@ -154,26 +177,16 @@ class Bench:
         kinds = {gpu.catalogue for gpu in gpus.local_gpus()}
         return comm.link_peak(next(iter(kinds)), self.link) if len(kinds) == 1 else None
 
-    def write(self) -> None:
-        if self.world.rank == 0:
-            write_atomically(
-                self.place.run.path / "comm.json", to_json(self.found, indent=1) + "\n"
-            )
 
-
-def say(world: World, series: Series, seconds: float) -> None:
-    """A line of progress, from rank 0: it is shown while the rest is measured."""
-    if world.rank != 0:
-        return
+def progress(series: Series, seconds: float) -> str:
+    """A line from rank 0: it is shown while the rest is measured."""
     where = f"{series.collective:<15} {comm.SCOPES[series.scope]}"
     if series.lacking:
-        print(f"{where}: not supported by {world.library}", flush=True)
-    elif series.rows:
-        span = " to ".join(comm.size_text(series.rows[end]["bytes"]) for end in (0, -1))
-        why = f", then out of {series.stopped}" if series.stopped else ""
-        print(f"{where}: {span} in {seconds:.1f} s{why}", flush=True)
-    else:
-        print(f"{where}: nothing fits", flush=True)
+        return f"{where}: not supported by {series.world.library}"
+    if not series.rows:
+        return f"{where}: nothing fits"
+    span = " to ".join(comm.size_text(series.rows[end]["bytes"]) for end in (0, -1))
+    return f"{where}: {span}, {seconds:.1f} s"
 
 
 def read_from(path: Path, start: int) -> str:

@@ -17,7 +17,7 @@ FEWEST_CALLS = 5
 ROUNDS = 10  # after each of which the ranks look at the clock
 FEWEST_CALLS_A_ROUND = 20  # so that what comes between the rounds does not show in a median
 MOST_CALLS = 2000
-SECONDS_PER_SIZE = 0.5
+SECONDS_PER_SIZE = 2.0
 SHARE_BY_CHOICE = 0.4  # of a series' time; the rest is for sizes whose fewest calls take longer
 LACKING = r"not support|unsupported|not implemented|no support"
 
@@ -34,7 +34,7 @@ class Budget:
         """For the next series, whose turn it is. Collective: all go by the slowest clock."""
         spent = highest(time.monotonic() - self._begun)[0]
         self.series -= 1
-        return max(0.0, self.seconds - spent) / (self.series + 1)
+        return max(0.0, self.seconds - spent) / max(1, self.series + 1)
 
 
 @dataclass(slots=True)
@@ -47,26 +47,26 @@ class Series:
     rows: list[dict[str, Any]] = field(default_factory=list)
     lacking: str | None = None  # what the library says if it has no such collective
     stopped: str | None = None  # why the largest sizes are missing
+    _cost: float = 0.0  # seconds of the fewest calls of the last size, with its check
 
     def measure(self, sizes: Sequence[int], memory_bytes: float, seconds: float) -> None:
-        """Fill `rows`, as far as memory and time go. Collective."""
+        """Add to `rows` the sizes that are not there, as far as memory and time go. Collective."""
         ranks = self.world.members(self.scope)
         limit = comm.largest_fitting(self.collective, ranks, memory_bytes)
         counted = {comm.counted_bytes(self.collective, size, ranks): None for size in sizes}
         wanted = [size for size in counted if size > 0]
         fitting = [size for size in wanted if size <= limit]
-        if len(fitting) < len(wanted):
-            self.stopped = "memory"
+        self.stopped = "memory" if len(fitting) < len(wanted) else None
         begun = time.monotonic()
-        cost = 0.0  # of the fewest calls of the size before, with its check
-        for number, size in enumerate(fitting):
+        for number in range(len(self.rows), len(fitting)):
+            size = fitting[number]
             spent = highest(time.monotonic() - begun)[0]
             growth = size / fitting[number - 1] if number else 1.0
-            if number and spent + cost * growth > seconds:
+            if number and spent + self._cost * growth > seconds:
                 self.stopped = "time"
                 return
             target = min(SECONDS_PER_SIZE, SHARE_BY_CHOICE * seconds / len(fitting))
-            cost = self._measure_size(size, target)
+            self._cost = self._measure_size(size, target)
             if self.lacking:
                 return
 
@@ -125,24 +125,17 @@ class Series:
             raise wrong_result(self.collective, size, self.world.members(self.scope), wrong)
 
     def _add_row(self, size: int, count: int, times: list[list[float]]) -> None:
-        """The slowest rank's median: what a rank measures is also its waiting for the others.
-
-        Not the median over calls of each call's slowest rank: the ranks take turns in being a
-        little late, and no rank sees such a call.
-        """
+        """`times`: median and p99 of every rank of the world."""
         ranks = self.world.members(self.scope)
-        found = comm.row(
-            self.collective,
-            size,
-            ranks,
-            self.scope,
-            median=max(median for median, _ in times),
-            p99=max(p99 for _, p99 in times),
-        )
+        step = self.world.per_node if self.scope == "nodes" else 1
+        members = times[::step]  # every node has its own group where the scope is the node
+        groups = [members[at : at + ranks] for at in range(0, len(members), ranks)]
+        medians = [comm.over_ranks(self.collective, [m for m, _ in group]) for group in groups]
+        slowest = medians.index(max(medians))
+        p99 = max(p99 for _, p99 in groups[slowest])
+        found = comm.row(self.collective, size, ranks, self.scope, median=medians[slowest], p99=p99)
         found["iterations"] = count
-        if self.scope == "node" and ranks < self.world.size:  # every node on its own, at once
-            starts = range(0, self.world.size, ranks)
-            medians = [max(median for median, _ in times[at : at + ranks]) for at in starts]
+        if len(groups) > 1:
             found["node_median_us"] = [round(median * 1e6, 3) for median in medians]
         self.rows.append(found)
 
