@@ -65,12 +65,15 @@ def run_rank(sizes: list[int], num_blocks: int, block_seconds: float) -> None:
             series.measure([size], memory, block_seconds / SHARE_BY_CHOICE)
             return series.rows[0]
 
-        num_calls = ours()["iterations"]
+        num_calls = [ours()["iterations"]]
         for _ in range(num_blocks):
-            blocks["before"].append(by_hand(size, num_calls))
-            blocks["ours"].append(ours()["median_us"] * 1e-6)
-            blocks["after"].append(by_hand(size, num_calls))
-        found.append({"bytes": size, "calls": num_calls, **blocks})
+            blocks["before"].append(by_hand(size, num_calls[-1]))
+            row = ours()
+            blocks["ours"].append(row["median_us"] * 1e-6)
+            num_calls.append(row["iterations"])  # as many as the machine's load allows by now
+            blocks["after"].append(by_hand(size, num_calls[-1]))
+        calls = round(statistics.median(num_calls))
+        found.append({"bytes": size, "calls": calls, **blocks})
         if world.rank == 0:
             print(f"{size_text(size)} is done", flush=True)
     if world.rank == 0:

@@ -37,6 +37,7 @@ from allranks.measure.comm_world import (
 )
 from allranks.rundir import RunDir, write_atomically
 
+TIMING = "median of calls one behind the other, mean over ranks; with a root, the slowest rank's"
 LOST_PEER = r"gloo|nccl|connection (closed|reset)|broken pipe"
 
 
@@ -88,7 +89,7 @@ class Bench:
             "stopped": [],
             "sizes": [least, largest],
             "seconds": wanted.seconds,
-            "timing": "median of calls one behind the other, mean of the ranks; with a root, the slowest",
+            "timing": TIMING,
             "versions": {"torch": torch.__version__},
             "complete": False,
         }
