@@ -41,7 +41,10 @@ def help_of(*command: str) -> str:
 
 def commands() -> list[tuple[str, ...]]:
     """The words of every command that there is, in the order of `allranks --help`."""
-    return [(), *((name,) for name in typer.main.get_group(app).commands)]
+    words: list[tuple[str, ...]] = [()]
+    for name, command in typer.main.get_group(app).commands.items():
+        words += [(name,), *((name, each) for each in getattr(command, "commands", {}))]
+    return words
 
 
 def job_keys() -> str:

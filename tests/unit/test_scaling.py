@@ -140,7 +140,7 @@ def test_amdahls_serial_fraction() -> None:
 def test_the_verdict_names_the_greatest_loss_and_what_to_try(
     parts: dict[str, float], words: str
 ) -> None:
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)]))
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)]))  # type: ignore[arg-type]
     assert "1x2 is 1.25x as fast as 1x1 (62% efficient, measured)" in found["verdict"]
     assert words in found["verdict"]
     assert "Predicted for 4 ranks: " in found["verdict"]
