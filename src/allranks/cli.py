@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks import cli_slurm
+from allranks import cli_report, cli_slurm
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -29,7 +29,7 @@ from allranks.cli_words import (
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
-__all__ = ["app", "cli_slurm", "main"]  # importing cli_slurm adds its commands to the app
+__all__ = ["app", "cli_report", "cli_slurm", "main"]  # importing cli_* adds commands to the app
 
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[
