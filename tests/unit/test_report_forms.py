@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -56,9 +57,8 @@ def test_markdown_is_as_it_was(study: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_terminal_is_never_too_narrow(study: dict[str, Any], width: int) -> None:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        show_report(console, {**study, "prices": []})
+    console = Console(width=width, record=True, file=io.StringIO())
+    show_report(console, {**study, "prices": []})
     text = console.export_text()
     lines = text.splitlines()
     assert "best of both: 1x2" in text and "diminishing returns" in text
@@ -71,9 +71,8 @@ def test_names_are_inert_in_every_form(tmp_path: Path) -> None:
     built = report_of([run])
     block = data_block(built)
     assert not set(block) & set("<>&") and json.loads(block) == json.loads(json.dumps(built))
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        show_report(console, built)
+    console = Console(width=100, record=True, file=io.StringIO())
+    show_report(console, built)
     assert "\x1b[2J" not in console.export_text(clear=False)
     heading = next(line for line in markdown(built).splitlines() if line.startswith("## "))
     assert not re.search(r"(?<!\\)[<>`|*\[\]]", heading)
@@ -154,6 +153,18 @@ def test_the_picture(tmp_path: Path, study: dict[str, Any]) -> None:
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_of_many_ranks_and_of_several_jobs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = {"1x1": 0.4, "1x4": 0.11, "4x1": 0.12, "8x8": 0.01}
+    made = [
+        make_run(tmp_path, layout, step_seconds=seconds, number=i, steps=20, phases=False)
+        for i, (layout, seconds) in enumerate(sizes.items())
+    ]
+    made.append(make_run(tmp_path, "1x2", step_seconds=0.1, name="cost $ or $$", number=9))
+    write_files(report_of(made), tmp_path)
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
 def test_the_command(tmp_path: Path, allranks: Allranks) -> None:
     scaling_study(tmp_path / "runs")
     make_run(tmp_path / "runs", "1x1", step_seconds=0.1, name="older", number=0)
@@ -198,6 +209,7 @@ def test_wrong_usage(allranks: Allranks, arguments: list[str], what: str) -> Non
         (words.percent(0.97449), "97.4%"),
         (words.signed_percent(0.1), "+10.0%"),
         (words.signed(-0.25), "-0.250"),
+        (words.signed_percent(-1e-16), "0.0%"),
         (words.dollars(0.0371), "$0.0371"),
         (words.dollars(12.345), "$12.35"),
         (words.dollars(12345.6), "$12,346"),

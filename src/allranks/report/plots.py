@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 INK, QUIET, GRID = "#1c2330", "#6b7486", "#e4e8ee"
+LARGE = 16  # times the fewest ranks
 COLOURS = ("#2f6fde", "#d9822b", "#2a9d6f", "#a05bc4", "#c8455b", "#5b7186")
 
 
@@ -37,8 +39,17 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
         if not several:
             annotate(axes, line, colour)
     dress(axes, ranks)
-    top = max([*ranks, *(value for line in lines for value in line["speedup"])])
-    axes.set_ylim(0, top * 1.12)
+    top = math.ceil(max([*ranks, *(value for line in lines for value in line["speedup"])]))
+    if ranks[-1] > LARGE * ranks[0]:  # on a straight scale the small layouts would be one blot
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(ranks, [str(rank) for rank in ranks])
+        powers = [2**power for power in range(top.bit_length() + 1)]
+        axes.set_yticks(powers, [str(power) for power in powers])
+        axes.set_ylim(0.8, top * 1.3)
+        axes.set_xlim(ranks[0] / 1.2, ranks[-1] * 1.4)
+    else:
+        axes.set_ylim(0, top * 1.12)
     figure.set_canvas(FigureCanvasAgg(figure))
     figure.savefig(path)
 

@@ -78,7 +78,8 @@ def headline(rows: Sequence[Row]) -> str | None:
     if best is None or best.speedup is None or best.efficiency is None:
         return None
     times = words.ratio(best.speedup)
-    text = f"{best.layout} is {times} as fast as {best.baseline}, at "
+    text = f"{best.layout} is {times} as fast as {best.baseline}"
+    text += f" on {best.device}, at " if len({row.device for row in rows}) > 1 else ", at "
     text += f"{words.percent(best.efficiency)} efficiency"
     if best.parts and best.step_seconds:
         part = max(LOSSES, key=lambda name: best.parts[name] if best.parts else 0.0)

@@ -13,7 +13,7 @@ DAY, HOUR, MINUTE = 86_400, 3_600, 60
 def fixed(value: float, decimals: int) -> str:
     """With thousands separated; halves are rounded away from zero, as JavaScript does."""
     rounded = Decimal(value).quantize(Decimal(1).scaleb(-decimals), rounding=ROUND_HALF_UP)
-    return f"{rounded:,.{decimals}f}"
+    return f"{abs(rounded) if rounded == 0 else rounded:,.{decimals}f}"
 
 
 def number(value: float) -> str:

@@ -17,7 +17,7 @@ const NOTHING = "–";
 function fixed(value, decimals) {
   const [whole, rest] = Math.abs(value).toFixed(decimals).split(".");
   const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ",") + (rest ? "." + rest : "");
-  return (value < 0 ? "-" : "") + grouped;
+  return (value < 0 && /[1-9]/.test(grouped) ? "-" : "") + grouped;
 }
 const size = value => value === 0 ? 0 : Math.floor(Math.log10(Math.abs(value)));
 function number(value) {
@@ -117,6 +117,8 @@ function section(index) {
     what.append(make("span", "", key + ": ", shown([...base, "differs", key])));
   }
   element.append(choices(base, job, several));
+  // Before the numbers, not after them: what a reader must know to read them right.
+  if (job.notes.length) element.append(notes("Notes", [...base, "notes"]));
   element.append(charts(index, job, several));
   if (rows.length) element.append(speedTable(rows, label), costTable(rows, label, job));
   const parted = rows.filter(path => at(path).parts);
@@ -124,7 +126,6 @@ function section(index) {
   const measured = rows.filter(path => at(path).metrics);
   if (measured.length) element.append(metricsTable(measured, label));
   element.append(runsTable(job.runs.map((_, i) => [...base, "runs", i])));
-  if (job.notes.length) element.append(notes("Notes", [...base, "notes"]));
   return element;
 }
 function notes(heading, path) {
@@ -156,7 +157,8 @@ function speedTable(rows, label) {
     {name: "ranks", cell: path => shown([...path, "ranks"], "count")},
     {name: speedup, cell: path => shown([...path, "speedup"], "ratio")},
     {name: "efficiency", cell: path => shown([...path, "efficiency"], "percent")},
-    {name: "verdict", text: true, cell: path => tag([...path, "verdict"])},
+    {name: "verdict", text: true, words: true, cell: path => [tag([...path, "verdict"]),
+      make("small", "", shown([...path, "verdict_text"]))]},
     {name: "samples/s", cell: path => shown([...path, "samples_per_second", "mean"], "number")},
     {name: "95% interval", cell: path => {
       const interval = [...path, "samples_per_second", "ci95"];
@@ -167,7 +169,6 @@ function speedTable(rows, label) {
       return between(pace, "min", "max", at(pace) && at(pace).n > 1);
     }},
     {name: "runs", cell: path => shown([...path, "num_counted"], "count")},
-    {name: "", text: true, words: true, cell: path => make("small", "", shown([...path, "verdict_text"]))},
   ], rows);
 }
 function costTable(rows, label, job) {
@@ -279,32 +280,49 @@ function scalingTraces(job, several) {
   job.devices.forEach((device, i) => {
     const rows = job.rows.filter(row => row.device === device && row.speedup);
     if (!rows.length) return;
-    const first = Math.min(...rows.map(row => row.ranks));
-    const ranks = [...new Set(rows.map(row => row.ranks))];
-    if (!traces.length) traces.push({x: ranks, y: ranks.map(n => n / first), name: "ideal", meta: "quiet", mode: "lines",
-      line: {dash: "dot", color: colour("quiet"), width: 1.5}, hoverinfo: "skip"});
-    traces.push({
-      x: rows.map(row => row.ranks), y: rows.map(row => row.speedup),
-      error_y: {type: "data", symmetric: false, thickness: 1.4, width: 5, color: colour("c" + i % 6),
-        array: rows.map(row => row.speedup_ci95 ? row.speedup_ci95[1] - row.speedup : 0),
-        arrayminus: rows.map(row => row.speedup_ci95 ? row.speedup - row.speedup_ci95[0] : 0)},
-      customdata: rows.map(row => [inert(row.layout), row.efficiency]),
-      text: rows.map(row => fixed(row.efficiency * 100, 0) + "%"), textposition: "bottom right",
-      textfont: {color: colour("ink")}, cliponaxis: false,
-      name: several ? inert(device) : "measured", label: several ? device : "measured", meta: "c" + i % 6, mode: "lines+markers+text",
-      line: {color: colour("c" + i % 6), width: 2.5}, marker: {size: 8},
-      hovertemplate: "%{customdata[0]}: %{y:.2f}× at %{customdata[1]:.1%} efficiency<extra></extra>"});
+    // Layouts with the same number of ranks: the line goes through the fastest.
+    const best = rows.filter(row => rows.every(other => other.ranks !== row.ranks || other.speedup <= row.speedup));
+    const rest = rows.filter(row => !best.includes(row));
+    if (!traces.length) traces.push(ideal(job.rows.filter(row => row.speedup).map(row => row.ranks), best[0].ranks));
+    const label = several ? device : "measured";
+    traces.push({...points(best, "c" + i % 10), name: inert(label), label, mode: "lines+markers+text",
+      text: best.map(row => several ? "" : fixed(row.efficiency * 100, 0) + "%"),
+      line: {color: colour("c" + i % 10), width: 2.5}, marker: {size: 8, color: colour("c" + i % 10)}});
+    if (rest.length) traces.push({...points(rest, "c" + i % 10), name: "", mode: "markers+text",
+      text: rest.map(row => inert(row.layout)),
+      marker: {size: 8, color: colour("paper"), line: {color: colour("c" + i % 10), width: 2}}});
   });
   return traces;
+}
+function ideal(counts, first) {
+  const ranks = [...new Set(counts)].sort((a, b) => a - b);
+  return {x: ranks, y: ranks.map(n => n / first), name: "ideal", meta: "quiet", mode: "lines",
+    line: {dash: "dot", color: colour("quiet"), width: 1.5}, hoverinfo: "skip"};
+}
+function points(rows, name) {
+  return {
+    x: rows.map(row => row.ranks), y: rows.map(row => row.speedup), meta: name,
+    error_y: {type: "data", symmetric: false, thickness: 1.4, width: 5, color: colour(name),
+      array: rows.map(row => row.speedup_ci95 ? row.speedup_ci95[1] - row.speedup : 0),
+      arrayminus: rows.map(row => row.speedup_ci95 ? row.speedup - row.speedup_ci95[0] : 0)},
+    customdata: rows.map(row => [inert(row.layout), row.efficiency]),
+    textposition: "bottom right", textfont: {color: colour("ink")}, cliponaxis: false,
+    hovertemplate: "%{customdata[0]}: %{y:.2f}× at %{customdata[1]:.1%} efficiency<extra></extra>"};
 }
 function scalingLayout(job) {
   const rows = job.rows.filter(row => row.speedup);
   const ranks = [...new Set(rows.map(row => row.ranks))].sort((a, b) => a - b);
   const most = ranks[ranks.length - 1], least = ranks[0];
-  const top = Math.max(most / least, ...rows.map(row => row.speedup));
+  const speedups = rows.map(row => row.speedup), top = Math.max(most / least, ...speedups);
+  const xaxis = {title: {text: "ranks"}, tickvals: ranks, ticktext: ranks.map(String)};
+  if (most / least > 16) { // on a straight scale the small layouts would be one blot
+    const powers = [...Array(24).keys()].map(n => 2 ** n);
+    return {xaxis: {...xaxis, type: "log", range: [Math.log10(least / 1.2), Math.log10(most * 1.5)]},
+      yaxis: {type: "log", tickvals: powers, ticktext: powers.map(String),
+        range: [Math.log10(Math.min(...speedups) / 1.3), Math.log10(top * 1.3)]}};
+  }
   const apart = Math.max((most - least) * 0.08, 0.3);
-  return {xaxis: {title: {text: "ranks"}, tickvals: ranks, ticktext: ranks.map(String), range: [least - apart, most + apart * 1.6]},
-    yaxis: {range: [0, top * 1.1]}};
+  return {xaxis: {...xaxis, range: [least - apart, most + apart * 1.6]}, yaxis: {range: [0, top * 1.1]}};
 }
 function partTraces(job, name) {
   const rows = job.rows.filter(row => row.parts);
@@ -317,13 +335,13 @@ function partTraces(job, name) {
     hovertemplate: `%{y}: %{customdata} ${PART_NAMES[part]}<extra></extra>`}));
 }
 function partLayout(job) {
-  return {barmode: "stack", bargap: 0.4, xaxis: {title: {text: "percent of the step"}, range: [0, 116],
+  return {barmode: "stack", bargap: job.rows.length > 2 ? 0.4 : 0.65, xaxis: {title: {text: "percent of the step"}, range: [0, 122],
     tickvals: [0, 25, 50, 75, 100]}, yaxis: {autorange: "reversed", type: "category", gridcolor: "rgba(0,0,0,0)"}};
 }
 function lineTraces(curves, name, several, x, widest = 1.6) {
   // Losses go from wide and pale to thin: on top of each other, all of them stay visible.
-  return curves.map((one, i) => ({x: x(one), y: one.y, name: name(one), label: several ? `${one.layout} ${one.device}` : one.layout, meta: "c" + i % 6, mode: "lines",
-    line: {color: colour("c" + i % 6), width: 1.8 + widest * (curves.length - 1 - i)},
+  return curves.map((one, i) => ({x: x(one), y: one.y, name: name(one), label: several ? `${one.layout} ${one.device}` : one.layout, meta: "c" + i % 10, mode: "lines",
+    line: {color: colour("c" + i % 10), width: 1.8 + Math.min(widest, 6 / curves.length) * (curves.length - 1 - i)},
     opacity: widest && i < curves.length - 1 ? 0.6 : 1,
     hovertemplate: "%{y:.5~g}<extra>" + name(one) + "</extra>"}));
 }
