@@ -128,6 +128,13 @@ def test_a_window_that_was_cut_out_is_no_finished_job(tmp_path: Path) -> None:
     assert row["seconds"] == pytest.approx(1000 * 0.1, rel=0.02)
 
 
+def test_a_scripts_time_is_that_of_its_steps(tmp_path: Path) -> None:
+    script = {"task": None, "command": "python train.py"}
+    facts = read_run(make_run(tmp_path, "1x2", step_seconds=0.1, job=script))
+    assert facts.seconds == pytest.approx(59 * 0.1 + 0.5, rel=0.02)  # the first step took five
+    assert facts.target_samples == facts.samples == 60 * 256
+
+
 def test_a_benchmark_of_weak_scaling_is_one_job(tmp_path: Path) -> None:
     bench = {"bench": {"id": "b1", "mode": "weak"}}
     one = make_run(tmp_path, "1x1", step_seconds=0.1, batch=64, number=1, info=bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,10 @@ def read_run(run: RunDir) -> RunFacts:
         samples=outcome["samples"] or seen.samples or None,
         target_samples=target_samples(job, start),
         is_complete=state == "finished" and not seen.has_window,
-        seconds=outcome["seconds"] if len(layouts) <= 1 and outcome["seconds"] else None,
+        # A script's start and end have its imports between them, a task's measured time has not.
+        seconds=(seen.seconds if job.get("command") else outcome["seconds"]) or None
+        if len(layouts) <= 1
+        else None,
         timing=measured,
         metrics=numbers(outcome["metrics"]) | seen.metrics | numbers(outcome["metrics"]),
         loss=thinned(sorted(seen.losses.items())),
@@ -199,6 +203,8 @@ class RankEvents:
 
     def __init__(self) -> None:
         self.samples = 0
+        self.seconds = 0.0  # from the first step to the last, of all attempts
+        self._begin, self._end = math.inf, -math.inf
         self.losses: dict[float, float] = {}
         self.metrics: dict[str, float] = {}
         self.percents: list[tuple[float, float]] = []
@@ -210,6 +216,7 @@ class RankEvents:
     def take(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
         if kind == "step":
+            self._span(_number(event.get("t")), _number(event.get("seconds")))
             self.samples += int(_number(event.get("samples")) or 0)
             loss, step = _number(event.get("loss")), _number(event.get("step"))
             if loss is not None and step is not None:
@@ -225,6 +232,14 @@ class RankEvents:
                 if value is not None and when is not None:
                     points.append((when, value))
             self.memory_total = event.get("memory_total") or self.memory_total
+
+    def _span(self, end: float | None, seconds: float | None) -> None:
+        if end is not None and seconds is not None:
+            self._begin, self._end = min(self._begin, end - seconds), max(self._end, end)
+
+    def next_attempt(self) -> None:
+        self.seconds += max(0.0, self._end - self._begin)
+        self._begin, self._end = math.inf, -math.inf
 
     def utilization(self) -> Curve | None:
         """The mean over the ranks as time goes by, in as many steps as a chart can show."""
@@ -248,6 +263,7 @@ def read_ranks(run: RunDir, attempts: Sequence[int]) -> RankEvents:
         for rank in run.ranks(attempt):
             for event in read_events(run.events(attempt, rank)):
                 seen.take(event)
+        seen.next_attempt()
     return seen
 
 
