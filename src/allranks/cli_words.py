@@ -38,6 +38,10 @@ Oversubscribe = Annotated[
     bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
 ]
 Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+OwnPrice = Annotated[
+    list[str] | None,
+    typer.Option("--price", metavar="GPU=DOLLARS", help="Per hour, such as h100=2.5; cpu=0.05."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
