@@ -63,8 +63,8 @@ def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
         for event in read_events(run.events(number, rank)):
             if event["event"] == "step" and "seconds" in event:
                 steps.setdefault(rank, {})[event["step"]] = event
-            elif event["event"] == "window":
-                window = event
+            elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
+                window = event  # of ranks that never meet, each has its own
     return timing_of(steps, window)
 
 
@@ -84,6 +84,7 @@ def timing_of(steps: Mapping[int, Mapping[int, Event]], window: Event | None) ->
     rows = [[steps[rank][number] for rank in sorted(steps)] for number in chosen]
     seconds = [row[0]["seconds"] for row in rows]
     split = split_waits(rows) if all(WAIT in event for row in rows for event in row) else None
+    slowest = split.slowest if split else None
     return Timing(
         first_step=chosen[0],
         last_step=chosen[-1],
@@ -94,9 +95,9 @@ def timing_of(steps: Mapping[int, Mapping[int, Event]], window: Event | None) ->
         step_seconds=statistics.fmean(seconds),
         step_deviation=statistics.pstdev(seconds),
         parts=split.parts if split else None,
-        slowest_rank=sorted(steps)[split.slowest] if split and len(steps) > 1 else None,
+        slowest_rank=sorted(steps)[slowest] if slowest is not None else None,
         slowest_share=split.slowest_share if split else 0.0,
-        slowest_part=split.slowest_part if split and len(steps) > 1 else None,
+        slowest_part=split.slowest_part if split else None,
     )
 
 
@@ -119,7 +120,7 @@ class Split:
     """Where the time of steps went; ranks are counted as they stand in a row."""
 
     parts: dict[str, float]  # seconds of a step, in the mean
-    slowest: int
+    slowest: int | None  # None where no rank ever waits for another
     slowest_share: float  # of the steps in which it came last
     slowest_part: str | None
 
@@ -152,15 +153,13 @@ def split_waits(rows: Sequence[Sequence[Event]]) -> Split:
         "data": mine[DATA] + late_data,
         "other": mine[OTHER],
     }
+    if not any(row[r][WAIT] for row in rows for r in others):
+        return Split(parts, None, 0.0, None)
     excess = {phase: theirs[phase] - mine[phase] for phase in PHASES if phase != WAIT}
     part = max(excess, key=lambda phase: excess[phase])
     came_last = [min(range(num_ranks), key=lambda r: row[r][WAIT]) for row in rows]
-    return Split(
-        parts,
-        slowest,
-        came_last.count(slowest) / len(rows),
-        part if excess[part] > 0 else None,
-    )
+    share = came_last.count(slowest) / len(rows)
+    return Split(parts, slowest, share, part if excess[part] > 0 else None)
 
 
 def exchange_seconds(row: Sequence[Event]) -> float:

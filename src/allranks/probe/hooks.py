@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,20 +31,32 @@ def install(recorder: Recorder) -> None:
 
 
 def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
+    timeline = recorder.timeline
+    around: list[str] = []  # what the steps that are under way interrupt
+
     @unseen_by_compilers
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with recorder.guarded:
+            if not recorder.is_on:
+                return
+            # Within a backward pass, or within the step of an optimizer that holds this one.
+            around.append(timeline.label if timeline.label in (BACKWARD, OPTIMIZER) else OTHER)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if recorder.is_on and closure is None:  # a closure computes the gradients first
-                recorder.timeline.mark(OPTIMIZER)
+            if closure is None:  # a closure computes the gradients first
+                timeline.mark(OPTIMIZER)
 
     @unseen_by_compilers
     def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with recorder.guarded:
             if recorder.is_on:
-                if recorder.needs_model(optimizer):
-                    watch_model(recorder, optimizer)
+                if recorder.step == 0:
+                    hook_tensor_waits(recorder)
+                    if recorder.counter.training is None:
+                        watch_model(recorder, optimizer)
                 recorder.stepped(optimizer)
+                label = around.pop() if around else OTHER
+                if timeline.label != label:
+                    timeline.mark(label)
         recorder.leave_if_done()
 
     optimizer_module.register_optimizer_step_pre_hook(before)
@@ -78,8 +91,8 @@ def hook_backward(recorder: Recorder) -> None:
             return original(tensors, *args, **kwargs)
         handle = None
         with recorder.guarded:
-            root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-            if recorder.has_peers() and root.requires_grad:
+            root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            if recorder.has_peers() and isinstance(root, torch.Tensor) and root.requires_grad:
                 handle = root.register_hook(queue_arrival)
             recorder.counter.trained()
             timeline.mark(BACKWARD)
@@ -101,13 +114,20 @@ def hook_loader(recorder: Recorder) -> None:
     iterator: Any = dataloader._BaseDataLoaderIter
     fetch, choose, start = iterator.__next__, iterator._next_index, dataloader.DataLoader.__iter__
 
+    starting: list[Loader] = []  # an iterator asks for its first batches while it is being made
+
     def loader_of(self: Any) -> Loader:
         loader: Loader | None = getattr(self, "_allranks_loader", None)
-        return loader if loader is not None else Loader(epoch=1)
+        return loader or (starting[-1] if starting else Loader(epoch=1))
+
+    def is_elsewhere() -> bool:
+        """Not training, or within the loading of a batch for training."""
+        timeline = recorder.timeline
+        return not recorder.is_on or timeline.label == DATA or not timeline.is_mine()
 
     @unseen_by_compilers
     def __next__(self: Any) -> Any:
-        if not recorder.is_on or not recorder.timeline.is_mine():
+        if is_elsewhere():
             return fetch(self)
         with recorder.guarded:
             recorder.timeline.mark(DATA)
@@ -133,7 +153,7 @@ def hook_loader(recorder: Recorder) -> None:
 
     @unseen_by_compilers
     def __iter__(self: Any) -> Any:
-        if not recorder.is_on or not recorder.timeline.is_mine():
+        if is_elsewhere():
             return start(self)
         before = recorder.timeline.label
         with recorder.guarded:
@@ -141,10 +161,15 @@ def hook_loader(recorder: Recorder) -> None:
             loader = vars(self).setdefault("_allranks_loader", Loader())
             loader.indices.clear()
             recorder.counter.started(loader)
-        iterating: Any = start(self)
+            starting.append(loader)
+        try:
+            iterating: Any = start(self)
+        finally:
+            with recorder.guarded:
+                starting.clear()
+                recorder.timeline.mark(before)
         with recorder.guarded:
             iterating._allranks_loader = loader
-            recorder.timeline.mark(before)
         return iterating
 
     iterator.__next__, iterator._next_index = __next__, _next_index
@@ -160,6 +185,23 @@ def hook_waiting(recorder: Recorder) -> None:
     from torch.distributed.distributed_c10d import Work
 
     Work.wait = waiting(recorder, Work.wait)  # type: ignore[method-assign]
+
+
+def hook_tensor_waits(recorder: Recorder) -> None:
+    """Waiting for the exchanges of DTensors, if the script has any."""
+    collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is None:
+        return
+    from torch.compiler import is_compiling
+
+    original, timed = collectives.wait_tensor, waiting(recorder, collectives.wait_tensor)
+
+    @functools.wraps(original)
+    def wait_tensor(tensor: Any) -> Any:
+        # A compiler must see what it saw without us: the operation itself.
+        return original(tensor) if is_compiling() else timed(tensor)
+
+    collectives.wait_tensor = wait_tensor
 
 
 def hook_ddp(recorder: Recorder) -> None:
@@ -199,7 +241,7 @@ def waiting(recorder: Recorder, function: Hook) -> Hook:
 
 
 def watch_model(recorder: Recorder, optimizer: Any) -> None:
-    """Count samples by what the model is called with, in a script that uses no DataLoader."""
+    """Count samples by what the model is called with, in a script that trains on no DataLoader."""
     import torch
 
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -214,7 +256,7 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
             if recorder.is_on and torch.is_grad_enabled():
                 if recorder.timeline.label in (OTHER, AFTER):
                     recorder.timeline.mark(FORWARD)
-                if recorder.counter.loader is None:
+                if recorder.counter.training is None:
                     recorder.counter.computed([*args, *kwargs.values()])
 
     for module in outermost:

@@ -30,19 +30,18 @@ LEAVE_SECONDS = 20.0  # for the script to end in its own way
 class Window:
     """Ends the script after `num_steps` steady steps."""
 
-    def __init__(self, recorder: Recorder, num_steps: int, *, rank: int) -> None:
+    def __init__(self, recorder: Recorder, num_steps: int) -> None:
         self.recorder = recorder
         self.num_steps = num_steps
-        self.rank = rank
         self.last_step: int | None = None
         self._ends: list[float] = []
         recorder.at_step.append(self.at_step)
 
     def at_step(self, step: int) -> None:
         self._ends.append(time.perf_counter())
-        if step == 1 and self.rank > 0 and self.recorder.has_peers():
+        if step == 1 and self.recorder.rank > 0 and self.recorder.has_peers():
             threading.Thread(target=self._listen, name="window", daemon=True).start()
-        leads = self.rank == 0 or not self.recorder.has_peers()
+        leads = self.recorder.rank == 0 or not self.recorder.has_peers()
         if leads and self.last_step is None:
             self._decide(step)
         if self.last_step is not None and step >= self.last_step:
