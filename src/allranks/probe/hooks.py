@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from allranks.probe.loading import hook_loader
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import Loader
-from allranks.timeline import AFTER, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, WAIT
+from allranks.probe.traced import Called, unless_compiled, unseen_by_compilers
+from allranks.timeline import AFTER, BACKWARD, FORWARD, OPTIMIZER, OTHER, WAIT
 
 Hook = Callable[..., Any]
 
@@ -28,6 +29,7 @@ def install(recorder: Recorder) -> None:
     hook_loader(recorder)
     hook_waiting(recorder)
     hook_ddp(recorder)
+    hide_from_compilers()
 
 
 def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
@@ -107,75 +109,6 @@ def hook_backward(recorder: Recorder) -> None:
     torch.autograd.backward = backward
 
 
-def hook_loader(recorder: Recorder) -> None:
-    """Waiting for batches, and what is in them."""
-    from torch.utils.data import dataloader
-
-    iterator: Any = dataloader._BaseDataLoaderIter
-    fetch, choose, start = iterator.__next__, iterator._next_index, dataloader.DataLoader.__iter__
-
-    starting: list[Loader] = []  # an iterator asks for its first batches while it is being made
-
-    def loader_of(self: Any) -> Loader:
-        loader: Loader | None = getattr(self, "_allranks_loader", None)
-        return loader or (starting[-1] if starting else Loader(epoch=1))
-
-    def is_elsewhere() -> bool:
-        """Not training, or within the loading of a batch for training."""
-        timeline = recorder.timeline
-        return not recorder.is_on or timeline.label == DATA or not timeline.is_mine()
-
-    @unseen_by_compilers
-    def __next__(self: Any) -> Any:
-        if is_elsewhere():
-            return fetch(self)
-        with recorder.guarded:
-            recorder.timeline.mark(DATA)
-        try:
-            batch = fetch(self)
-        except BaseException:
-            with recorder.guarded:
-                loader_of(self).ended = True
-                recorder.timeline.mark(OTHER)
-            raise
-        with recorder.guarded:
-            recorder.counter.fetched(loader_of(self), batch)
-            recorder.timeline.mark(FORWARD)
-        return batch
-
-    def _next_index(self: Any) -> Any:
-        index = choose(self)
-        with recorder.guarded:
-            # Of an iterable data set only the batch itself tells how long it is.
-            if recorder.is_on and self._auto_collation and self._dataset_kind == 0:
-                loader_of(self).indices.append(index)
-        return index
-
-    @unseen_by_compilers
-    def __iter__(self: Any) -> Any:
-        if is_elsewhere():
-            return start(self)
-        before = recorder.timeline.label
-        with recorder.guarded:
-            recorder.timeline.mark(DATA)  # workers are started here, and make a first batch
-            loader = vars(self).setdefault("_allranks_loader", Loader())
-            loader.indices.clear()
-            recorder.counter.started(loader)
-            starting.append(loader)
-        try:
-            iterating: Any = start(self)
-        finally:
-            with recorder.guarded:
-                starting.clear()
-                recorder.timeline.mark(before)
-        with recorder.guarded:
-            iterating._allranks_loader = loader
-        return iterating
-
-    iterator.__next__, iterator._next_index = __next__, _next_index
-    dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-
-
 def hook_waiting(recorder: Recorder) -> None:
     """Waiting for an exchange that the script has started itself."""
     import torch
@@ -190,18 +123,9 @@ def hook_waiting(recorder: Recorder) -> None:
 def hook_tensor_waits(recorder: Recorder) -> None:
     """Waiting for the exchanges of DTensors, if the script has any."""
     collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None:
-        return
-    from torch.compiler import is_compiling
-
-    original, timed = collectives.wait_tensor, waiting(recorder, collectives.wait_tensor)
-
-    @functools.wraps(original)
-    def wait_tensor(tensor: Any) -> Any:
-        # A compiler must see what it saw without us: the operation itself.
-        return original(tensor) if is_compiling() else timed(tensor)
-
-    collectives.wait_tensor = wait_tensor
+    if collectives is not None:
+        wait = collectives.wait_tensor
+        collectives.wait_tensor = unless_compiled(wait, waiting(recorder, wait))
 
 
 def hook_ddp(recorder: Recorder) -> None:
@@ -228,6 +152,8 @@ def waiting(recorder: Recorder, function: Hook) -> Hook:
         timeline = recorder.timeline
         if not recorder.is_on or timeline.label == WAIT or not timeline.is_mine():
             return function(*args, **kwargs)
+        if not recorder.has_peers():  # DDP exchanges with itself, too
+            return function(*args, **kwargs)
         before = timeline.label
         with recorder.guarded:
             timeline.mark(WAIT)
@@ -251,19 +177,23 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
     outermost = [one for one in owners if id(one) not in inner]
 
     @unseen_by_compilers
-    def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(inputs: list[Any]) -> None:
         with recorder.guarded:
             if recorder.is_on and torch.is_grad_enabled():
                 if recorder.timeline.label in (OTHER, AFTER):
                     recorder.timeline.mark(FORWARD)
                 if recorder.counter.training is None:
-                    recorder.counter.computed([*args, *kwargs.values()])
+                    recorder.counter.computed(inputs)
 
     for module in outermost:
-        module.register_forward_pre_hook(called, with_kwargs=True)
+        module.register_forward_pre_hook(Called(called), with_kwargs=True)
 
 
-def unseen_by_compilers(function: Hook) -> Hook:
-    """Have torch.compile call this as it is: traced, it would be compiled anew at every step."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+def hide_from_compilers() -> None:
+    """Have torch.compile skip what the hooks call, once it is imported: it is big."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        for part in ("hooks", "loading", "recorder", "samples", "surroundings", "window"):
+            rules.add(f"allranks.probe.{part}")
+        rules.add("allranks.timeline")
+        rules.add("allranks.events")

@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -109,6 +110,8 @@ class Recorder:
             raise RuntimeError(f"another process already records rank {self.rank}") from None
         except OSError:
             pass  # a disk without locks
+        # Not atexit: a rank that the script has started with multiprocessing never comes to it.
+        Finalize(None, self.flush, exitpriority=0)
         return EventLog(path)
 
     def forget(self) -> None:

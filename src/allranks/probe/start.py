@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from pathlib import Path
 
@@ -26,4 +25,3 @@ def start() -> None:
     Surroundings(recorder, env).begin_with_steps()
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
-    atexit.register(recorder.flush)
