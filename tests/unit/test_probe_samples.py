@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from allranks.probe.samples import (
     FINGERPRINT_EPOCHS,
     FINGERPRINTS,
+    MAX_FINGERPRINTS,
     MAX_WAITING,
     Loader,
     SampleCounter,
@@ -222,6 +223,34 @@ def test_only_early_batches_are_looked_at() -> None:
         script.epoch(loader)
         script.fetch(loader, *[2] * (FINGERPRINTS + 3))
     assert len(script.counter.seen) == FINGERPRINT_EPOCHS * FINGERPRINTS
+
+
+def test_a_new_loader_for_every_epoch_is_not_looked_at_for_ever() -> None:
+    script = Script()
+    for _ in range(100):
+        script.fetch(script.epoch(), 2, 2, 2)
+    assert len(script.counter.seen) == MAX_FINGERPRINTS
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        torch.zeros(2, 3, dtype=torch.bool),
+        torch.arange(12).reshape(3, 4).t(),
+        torch.zeros(0, 3),
+        torch.eye(3).to_sparse(),
+        torch.zeros(2, 3, device="meta"),
+        torch.ones(2, 3).requires_grad_(),
+    ],
+)
+def test_no_tensor_is_too_odd_to_be_looked_at(tensor: torch.Tensor) -> None:
+    script = Script()
+    loader = script.epoch()
+    script.counter.fetched(loader, tensor)
+    assert script.step() == tensor.shape[0]
+    is_plain = tensor.device.type == "cpu" and not tensor.is_sparse
+    assert ("content" in script.counter.seen[0]) == is_plain
 
 
 @dataclass

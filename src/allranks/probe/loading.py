@@ -21,7 +21,9 @@ class Loaders:
 
     def of(self, iterator: Any) -> Loader:
         loader: Loader | None = getattr(iterator, "_allranks_loader", None)
-        return loader or self.starting or Loader(epoch=1)
+        if loader is None:
+            loader = iterator._allranks_loader = self.starting or Loader(epoch=1)
+        return loader
 
     def are_elsewhere(self) -> bool:
         """Not training, or within the loading of a batch for training."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 FINGERPRINTS = 4  # batches of an epoch that are looked at
 FINGERPRINT_EPOCHS = 2
+MAX_FINGERPRINTS = 64  # of a rank: a script may make a new loader for every epoch
 FINGERPRINT_VALUES = 4096
 MAX_WAITING = 1024  # batches of a loader that are remembered until something trains on them
 
@@ -35,6 +37,7 @@ class SampleCounter:
         self.loader: Loader | None = None  # the one that gave the last batch
         self.training: Loader | None = None  # the one that gave the last batch that was trained on
         self._fresh = 0  # batches that may still be trained on before the step ends
+        self._num_fingerprints = 0
         self._last_batch = 0  # samples of the last one that was trained on
         self._has_trained = False  # whether this step had a backward pass
 
@@ -48,7 +51,9 @@ class SampleCounter:
         """A batch has come."""
         indices = loader.indices.popleft() if loader.indices else None
         loader.waiting.append(num_samples(batch) if indices is None else len(indices))
-        if loader.epoch <= FINGERPRINT_EPOCHS and loader.batches < FINGERPRINTS:
+        is_early = loader.epoch <= FINGERPRINT_EPOCHS and loader.batches < FINGERPRINTS
+        if is_early and self._num_fingerprints < MAX_FINGERPRINTS:
+            self._num_fingerprints += 1
             self.seen.append(self._fingerprint(loader, batch, indices))
         loader.batches += 1
         self.loader = loader
@@ -96,10 +101,18 @@ class SampleCounter:
         if indices is not None:
             found["indices"] = zlib.crc32(repr(list(indices)[:FINGERPRINT_VALUES]).encode())
         tensor = next(tensors(batch), None)
-        if tensor is not None and tensor.device.type == "cpu" and tensor.numel():
-            values = tensor.detach().reshape(-1)[:FINGERPRINT_VALUES].tolist()
-            found["content"] = zlib.crc32(repr(values).encode())
+        if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
+            with suppress(Exception):  # not every tensor can be read as bytes
+                found["content"] = content(tensor)
         return found
+
+
+def content(tensor: Any) -> int:
+    """A number that two tensors share only if they begin with the same values."""
+    values = tensor.detach().reshape(-1)[:FINGERPRINT_VALUES]
+    if str(values.dtype) == "torch.bfloat16":  # numpy has none
+        values = values.float()
+    return zlib.crc32(values.numpy().tobytes())
 
 
 def num_samples(batch: Any) -> int:
