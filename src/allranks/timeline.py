@@ -10,7 +10,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from time import perf_counter
+from typing import Any, Protocol
 
 DATA = "data"  # waiting for the next batch
 FORWARD = "forward"
@@ -33,12 +34,9 @@ class DeviceEvent(Protocol):
     def elapsed_time(self, end: Any) -> float: ...
 
 
-class Mark(NamedTuple):
-    """From `seconds` on (perf_counter), time belongs to `label`."""
-
-    label: str
-    seconds: float
-    event: Any = None  # a DeviceEvent that was recorded at the same place
+# From a time on (perf_counter), time belongs to a label; with the DeviceEvent that was recorded at
+# the same place. Plain: a dozen are made at every step.
+Mark = tuple[str, float, DeviceEvent | None]
 
 
 class Timeline:
@@ -52,16 +50,14 @@ class Timeline:
         self.record_event: Callable[[], DeviceEvent] | None = None
         self._marks: list[Mark] = []  # the first step begins with its first mark
         # Where the clock of marks stands in the world's time: read once, so that steps add up.
-        self._unix = time.time() - time.perf_counter()
+        self._unix = time.time() - perf_counter()
 
     def mark(self, label: str) -> None:
         self.label = label
-        event = self.record_event() if self.record_event is not None else None
-        self._marks.append(Mark(label, time.perf_counter(), event))
-
-    def is_mine(self) -> bool:
-        """Whether the calling thread is the one that trains."""
-        return threading.get_ident() == self.thread
+        if self.record_event is None:
+            self._marks.append((label, perf_counter(), None))
+        else:
+            self._marks.append(self._now(label))
 
     def restart(self) -> None:
         """Begin the step here: what came before belongs to none."""
@@ -70,16 +66,17 @@ class Timeline:
 
     def close(self) -> Step:
         """End the step here, and begin the next."""
-        end = self._now(END)
-        step = Step([*self._marks, end], self._unix)
+        self.mark(END)
+        marks = self._marks
+        _, seconds, event = marks[-1]
         self.num_steps += 1
         self.label = OTHER
-        self._marks = [Mark(OTHER, end.seconds, end.event)]
-        return step
+        self._marks = [(OTHER, seconds, event)]
+        return Step(marks, self._unix)
 
     def _now(self, label: str) -> Mark:
         event = self.record_event() if self.record_event is not None else None
-        return Mark(label, time.perf_counter(), event)
+        return label, perf_counter(), event
 
 
 current: Timeline | None = None  # of this process, if it has a probe
@@ -110,15 +107,15 @@ class Step:
     @property
     def host_seconds(self) -> float:
         """By the host's clock, and at once."""
-        return self._marks[-1].seconds - self._marks[0].seconds
+        return self._marks[-1][1] - self._marks[0][1]
 
     def ready(self) -> bool:
-        event = self._marks[-1].event
+        event = self._marks[-1][2]
         return event is None or bool(event.query())
 
     def value(self) -> dict[str, Any]:
         """The fields of a step event that tell where its time went."""
-        event = self._marks[-1].event
+        event = self._marks[-1][2]
         if event is not None and not event.query():
             event.synchronize()  # the script has ended, and somebody waits for the rest
         return phases(self._marks, self._unix)
@@ -134,19 +131,22 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     waits: list[float] = []
     longest, arrive = -1.0, None
     is_open = False  # whether more waiting would belong to the same exchange
-    for mark, following in itertools.pairwise(marks):
-        label = _meaning(mark.label, following.label)
-        seconds = _between(mark, following)
-        sums[label] += seconds
-        if label == WAIT:
+    for (label, begin, event), (following, end, following_event) in itertools.pairwise(marks):
+        if event is None or following_event is None:
+            seconds = end - begin
+        else:
+            seconds = event.elapsed_time(following_event) / 1e3
+        phase = _meaning(label, following) if label in (AFTER, OTHER) else label
+        sums[phase] += seconds
+        if phase == WAIT:
             if not is_open:
                 waits.append(0.0)
             waits[-1] += seconds
             if seconds > longest:
-                longest, arrive = seconds, mark.seconds
+                longest, arrive = seconds, begin
         # The exchanges of one backward pass are one: a rank that prepares its gradients longer
         # in a hook of DDP's communicates longer, and does not compute longer.
-        is_open = label == WAIT or (is_open and mark.label == BACKWARD)
+        is_open = phase == WAIT or (is_open and label == BACKWARD)
     fields: dict[str, Any] = {"seconds": round(sum(sums.values()), 7)}
     fields |= {name: round(seconds, 7) for name, seconds in sums.items()}
     if arrive is not None:
@@ -165,9 +165,3 @@ def _meaning(label: str, following: str) -> str:
     if label == OTHER and following == BACKWARD:
         return FORWARD  # of a script that takes its batches from no loader
     return label
-
-
-def _between(mark: Mark, following: Mark) -> float:
-    if mark.event is None or following.event is None:
-        return following.seconds - mark.seconds
-    return float(mark.event.elapsed_time(following.event)) / 1e3

@@ -1,7 +1,7 @@
 """Where torch is made to tell the probe what it is doing. Nothing here changes what torch computes.
 
-Every hook does its own work inside `guarded`: if that fails, the probe is switched off and the
-script goes on as if it had never been there.
+Every hook catches what fails in its own work: the probe is switched off then, and the script goes
+on as if it had never been there. Hooks run cold between a model's kernels, so they make few calls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from allranks.probe.loading import hook_loader
@@ -38,19 +39,21 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
 
     @unseen_by_compilers
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with recorder.guarded:
-            if not recorder.is_on:
-                return
+        if not recorder.is_on:
+            return
+        try:
             # Within a backward pass, or within the step of an optimizer that holds this one.
-            around.append(timeline.label if timeline.label in (BACKWARD, OPTIMIZER) else OTHER)
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:  # a closure computes the gradients first
+            label = timeline.label
+            around.append(label if label in (BACKWARD, OPTIMIZER) else OTHER)
+            if len(args) == 1 and not kwargs:  # a closure computes the gradients first
                 timeline.mark(OPTIMIZER)
+        except Exception as error:
+            recorder.switch_off(error)
 
     @unseen_by_compilers
     def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with recorder.guarded:
-            if recorder.is_on:
+        if recorder.is_on:
+            try:
                 if recorder.step == 0:
                     hook_tensor_waits(recorder)
                     if recorder.counter.training is None and not timeline.is_taken:
@@ -59,7 +62,10 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
                 label = around.pop() if around else OTHER
                 if timeline.label != label:
                     timeline.mark(label)
-        recorder.leave_if_done()
+            except Exception as error:
+                recorder.switch_off(error)
+        if recorder.leave is not None:  # the script is to end here
+            recorder.leave()
 
     optimizer_module.register_optimizer_step_pre_hook(before)
     optimizer_module.register_optimizer_step_post_hook(after)
@@ -76,35 +82,45 @@ def hook_backward(recorder: Recorder) -> None:
     original = torch.autograd.backward
     engine = torch.autograd.Variable._execution_engine
 
+    timeline, tensor_type = recorder.timeline, torch.Tensor
+
     def arrive() -> None:
-        with recorder.guarded:
-            recorder.timeline.mark(WAIT)
+        try:
+            timeline.mark(WAIT)
+        except Exception as error:
+            recorder.switch_off(error)
 
     def queue_arrival(gradient: Any) -> None:
-        with recorder.guarded:
+        try:
             engine.queue_callback(arrive)
+        except Exception as error:
+            recorder.switch_off(error)
 
     @unseen_by_compilers
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        timeline = recorder.timeline
         # A backward pass within another one recomputes activations.
-        if not recorder.is_on or timeline.label == BACKWARD or not timeline.is_mine():
+        if not recorder.is_on or timeline.label == BACKWARD or get_ident() != timeline.thread:
             return original(tensors, *args, **kwargs)
         handle = None
-        with recorder.guarded:
-            root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-            if recorder.has_peers() and isinstance(root, torch.Tensor) and root.requires_grad:
-                handle = root.register_hook(queue_arrival)
+        try:
+            if recorder.has_peers():
+                root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+                if isinstance(root, tensor_type) and root.requires_grad:
+                    handle = root.register_hook(queue_arrival)
             recorder.counter.trained()
             timeline.mark(BACKWARD)
+        except Exception as error:
+            recorder.switch_off(error)
         try:
             return original(tensors, *args, **kwargs)
         finally:
-            with recorder.guarded:
+            try:
                 timeline.mark(AFTER)
                 if handle is not None:
                     handle.remove()
+            except Exception as error:
+                recorder.switch_off(error)
 
     torch.autograd.backward = backward
 
@@ -146,22 +162,21 @@ def hook_ddp(recorder: Recorder) -> None:
 def waiting(recorder: Recorder, function: Hook) -> Hook:
     """The same function, the time in which counts as waiting for other ranks."""
 
+    timeline = recorder.timeline
+
     @unseen_by_compilers
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        timeline = recorder.timeline
-        if not recorder.is_on or timeline.label == WAIT or not timeline.is_mine():
+        before = timeline.label
+        if not recorder.is_on or before == WAIT or get_ident() != timeline.thread:
             return function(*args, **kwargs)
         if not recorder.has_peers():  # DDP exchanges with itself, too
             return function(*args, **kwargs)
-        before = timeline.label
-        with recorder.guarded:
-            timeline.mark(WAIT)
+        timeline.mark(WAIT)
         try:
             return function(*args, **kwargs)
         finally:
-            with recorder.guarded:
-                timeline.mark(before)
+            timeline.mark(before)
 
     return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 from allranks.probe.recorder import Recorder
@@ -25,11 +26,6 @@ class Loaders:
             loader = iterator._allranks_loader = self.starting or Loader(epoch=1)
         return loader
 
-    def are_elsewhere(self) -> bool:
-        """Not training, or within the loading of a batch for training."""
-        timeline = self.recorder.timeline
-        return not self.recorder.is_on or timeline.label == DATA or not timeline.is_mine()
-
 
 def hook_loader(recorder: Recorder) -> None:
     from torch.utils.data import dataloader
@@ -43,30 +39,36 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
     """Waiting for a batch, and which samples it was asked to have."""
     fetch, choose = iterator.__next__, iterator._next_index
 
+    timeline, counter = recorder.timeline, recorder.counter
+
     @unseen_by_compilers
     def __next__(self: Any) -> Any:
-        if loaders.are_elsewhere():
+        # A loader may be part of what makes another one's batch.
+        if not recorder.is_on or timeline.label == DATA or get_ident() != timeline.thread:
             return fetch(self)
-        with recorder.guarded:
-            recorder.timeline.mark(DATA)
+        timeline.mark(DATA)
         try:
             batch = fetch(self)
         except BaseException:
             with recorder.guarded:
                 loaders.of(self).ended = True
-                recorder.timeline.mark(OTHER)
+                timeline.mark(OTHER)
             raise
-        with recorder.guarded:
-            recorder.counter.fetched(loaders.of(self), batch)
-            recorder.timeline.mark(FORWARD)
+        try:
+            counter.fetched(loaders.of(self), batch)
+            timeline.mark(FORWARD)
+        except Exception as error:
+            recorder.switch_off(error)
         return batch
 
     def _next_index(self: Any) -> Any:
         index = choose(self)
-        with recorder.guarded:
+        try:
             # Of an iterable data set only the batch itself tells how long it is.
             if recorder.is_on and self._auto_collation and self._dataset_kind == MAP_DATASET:
                 loaders.of(self).indices.append(index)
+        except Exception as error:
+            recorder.switch_off(error)
         return index
 
     iterator.__next__, iterator._next_index = __next__, _next_index
@@ -78,9 +80,9 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
 
     @unseen_by_compilers
     def __iter__(self: Any) -> Any:
-        if loaders.are_elsewhere():
-            return start(self)
         before = recorder.timeline.label
+        if not recorder.is_on or before == DATA or get_ident() != recorder.timeline.thread:
+            return start(self)
         with recorder.guarded:
             recorder.timeline.mark(DATA)
             loaders.starting = vars(self).setdefault("_allranks_loader", Loader())

@@ -36,15 +36,16 @@ class Recorder:
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose steps are counted
         self._others: dict[int, int] = {}  # steps of each other one since its last
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
-        self._has_peers = False
+        self._has_peers: bool | None = None  # unknown before ranks have met
 
     def has_peers(self) -> bool:
         """Whether this rank exchanges anything with others."""
-        if not self._has_peers:
+        if self._has_peers is None:
             import torch.distributed as dist
 
-            ready = dist.is_available() and dist.is_initialized()
-            self._has_peers = ready and dist.get_world_size() > 1
+            if not (dist.is_available() and dist.is_initialized()):
+                return False
+            self._has_peers = dist.get_world_size() > 1
         return self._has_peers
 
     def stepped(self, optimizer: Any) -> None:
@@ -77,11 +78,6 @@ class Recorder:
         event["samples"] = self.counter.take()
         self._write(event)
 
-    def leave_if_done(self) -> None:
-        """End the script here, outside of every guard, if that was asked for."""
-        if self.leave is not None:
-            self.leave()
-
     def _follow(self, optimizer: Any) -> None:
         """The thread and the device of the optimizer are those of the training."""
         import threading
@@ -93,9 +89,10 @@ class Recorder:
 
     def _write(self, event: dict[str, Any]) -> None:
         log = self._open()
-        for seen in self.counter.seen:
-            log.write("batch", **seen)
-        self.counter.seen.clear()
+        if self.counter.seen:
+            for seen in self.counter.seen:
+                log.write("batch", **seen)
+            self.counter.seen.clear()
         log.append(event)
 
     def _open(self) -> EventLog:
