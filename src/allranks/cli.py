@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks import cli_bench, cli_slurm
+from allranks import cli_bench, cli_bench_data, cli_slurm
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -29,7 +29,13 @@ from allranks.cli_words import (
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
-__all__ = ["app", "cli_bench", "cli_slurm", "main"]  # importing these adds their commands
+__all__ = [
+    "app",
+    "cli_bench",
+    "cli_bench_data",
+    "cli_slurm",
+    "main",
+]  # importing these adds their commands
 
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[
