@@ -47,6 +47,10 @@ MaxRestarts = Annotated[
 Oversubscribe = Annotated[
     bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
 ]
+ProfileSteps = Annotated[
+    int | None,
+    typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
+]
 Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
 
@@ -71,10 +75,12 @@ def run(
     master: Master = None,
     max_restarts: MaxRestarts = None,
     oversubscribe: Oversubscribe = False,
+    profile: ProfileSteps = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train a job, or run your own script after `--`, on this machine."""
+    from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
     from allranks.launch.local import Place, run_here
     from allranks.launch.prepare import prepare
@@ -91,7 +97,12 @@ def run(
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
     )
-    outcome = run_here(prepare(request), place, screen)
+    prepared = prepare(request)
+    ask_for_profile(profile)
+    outcome = run_here(prepared, place, screen)
+    if profile is not None:
+        found = show_profile(outcome.run, console)
+        outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
     if outcome.error is not None:
         print_error(outcome.error, as_json=as_json, more=outcome.result)
         raise typer.Exit(outcome.exit_code)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from allranks.launch.local import Outcome
     from allranks.launch.prepare import Prepared
+    from allranks.measure.precision import Trial
 
 
 @bench.command()
@@ -58,7 +59,7 @@ def data(
     else:
         more = measured.overrides_of(workers=asked, seconds=seconds, repeats=repeats)
     console = people_console(as_json)
-    outcome = run_muted(prepare_with(more), console, "data")
+    outcome = run_muted(prepare_with(more), console, measured.new_record())
     found = found_in_script(outcome) if is_script else found_in_task(outcome)
     if as_json:
         print(to_json(found))
@@ -69,17 +70,15 @@ def data(
         raise typer.Exit(1)
 
 
-def run_muted(prepared: Prepared, console: Console, kind: str) -> Outcome:
+def run_muted(prepared: Prepared, console: Console, record: dict[str, Any]) -> Outcome:
     """A run of a benchmark on this machine: what it says itself is in its logs."""
-    import secrets
-
     from allranks.launch.local import Place, run_here
     from allranks.launch.screen import Screen
 
     quiet = Screen(console, echo=False)
     quiet.mute()
     outcome = run_here(prepared, Place(), quiet)
-    remember(outcome.run, {"id": secrets.token_hex(4), "kind": kind})
+    remember(outcome.run, record)
     return outcome
 
 
@@ -114,3 +113,71 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     events = read_events(run.events(max(run.attempts()), 0))
     seen = [event.get("num_workers", 0) for event in events if event["event"] == "device"]
     return measured.script_as_json(run, timed, max(seen, default=None))
+
+
+@bench.command()
+def precision(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    precisions: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Some of fp32,tf32,fp16,bf16.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of every run.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each precision.")] = 3,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
+    from allranks.events import to_json
+    from allranks.hardware import local_gpus
+    from allranks.launch.prepare import prepare
+    from allranks.measure import precision as measured
+    from allranks.measure import precision_screen
+
+    def prepare_in(wanted: str) -> Prepared:
+        typed = [*(overrides or []), *measured.overrides_of(wanted, steps)]
+        return prepare(typed_request(job, typed, layout=layout, runs=runs))
+
+    names = measured.read_precisions(precisions)
+    measured.check_job(prepare(typed_request(job, overrides, layout=layout, runs=runs)).job)
+    refused = {name: measured.why_unsupported(name, local_gpus()) for name in names}
+    prepared = [(name, prepare_in(name)) for name in names if not refused[name]] * repeats
+    console = people_console(as_json)
+    trials = [measured.Trial(name, problem=why) for name, why in refused.items() if why]
+    trials += run_trials(prepared, console)
+    found = measured.as_json(trials, steps=steps)
+    if as_json:
+        print(to_json(found))
+    else:
+        precision_screen.show(console, found)
+    failed = [trial for trial in trials if trial.problem and not refused[trial.precision]]
+    if failed or not any(row["samples_per_second"] for row in found["rows"]):
+        raise typer.Exit(1)
+
+
+def run_trials(prepared: list[tuple[str, Prepared]], console: Console) -> list[Trial]:
+    """Run after run, round by round; what was measured before a Ctrl-C is kept."""
+    from dataclasses import replace
+
+    from allranks.errors import AllranksError
+    from allranks.measure import precision as measured
+
+    record = measured.new_record()
+    done: list[Trial] = []
+    for name, one in prepared:
+        if any(trial.problem for trial in done if trial.precision == name):
+            continue  # it would fail again
+        try:
+            outcome = run_muted(replace(one), console, record)
+        except AllranksError as error:
+            done.append(measured.Trial(name, problem=error.what))
+            continue
+        done.append(measured.trial_of(outcome.run, name))
+        pace = done[-1].samples_per_second
+        said = done[-1].problem if pace is None else f"{pace:,.1f} samples/s"
+        console.print(f"{name}: {said}  ({outcome.run.name})", style="dim", soft_wrap=True)
+        if outcome.result["state"] == "stopped":
+            break
+    return done

@@ -7,6 +7,7 @@ become rows, a knee, a recommendation and a sentence.
 from __future__ import annotations
 
 import json
+import secrets
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ def overrides_of(*, workers: Sequence[int], seconds: float, repeats: int) -> tup
     """What a task's job must be told for its ranks to measure their data."""
     settings = {"workers": list(workers), "seconds": seconds, "repeats": repeats}
     return (f"env.ALLRANKS_BENCH_DATA='{json.dumps(settings)}'", "env.ALLRANKS_PROBE='off'")
+
+
+def new_record() -> dict[str, Any]:
+    """What the run's folder says of the benchmark that it belongs to."""
+    return {"id": secrets.token_hex(4), "kind": "data"}
 
 
 def read_workers(text: str | None) -> list[int]:
