@@ -28,7 +28,8 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]], *, is_wide: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"{found['steps']} steps each, measured")
+    title = f"{found['steps']} steps each, measured"
+    table = Table(box=box.SIMPLE_HEAD, title=title, padding=(0, 1, 0, 0))
     names = ["precision", "samples/s", *(["range"] if is_wide else []), "speedup", "memory"]
     for name in [*names, "loss", "differs\nby", *(["at most\non the way"] if is_wide else [])]:
         table.add_column(name, justify="left" if name == "precision" else "right")
@@ -46,7 +47,9 @@ def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]], *, is_wide
 
 
 def memory(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.0f} MiB"
+    if count is None:
+        return "-"
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
 def loss(value: float | None) -> str:
