@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks import cli_bench, cli_bench_data, cli_slurm
+from allranks import cli_bench, cli_bench_data, cli_comm, cli_report, cli_slurm
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -18,6 +18,7 @@ from allranks.cli_words import (
     JobFile,
     LayoutText,
     Overrides,
+    Oversubscribe,
     Resume,
     Runs,
     app,
@@ -29,13 +30,8 @@ from allranks.cli_words import (
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
-__all__ = [
-    "app",
-    "cli_bench",
-    "cli_bench_data",
-    "cli_slurm",
-    "main",
-]  # importing these adds their commands
+# Importing these adds their commands to the app.
+__all__ = ["app", "cli_bench", "cli_bench_data", "cli_comm", "cli_report", "cli_slurm", "main"]
 
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[
@@ -43,9 +39,6 @@ Master = Annotated[
 ]
 MaxRestarts = Annotated[
     int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
-]
-Oversubscribe = Annotated[
-    bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
 ]
 ProfileSteps = Annotated[
     int | None,

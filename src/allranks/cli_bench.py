@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from allranks.cli_words import AsJson, Debug, JobFile, Overrides, Runs, app, typed_request
+from allranks.cli_words import (
+    AsJson,
+    Debug,
+    JobFile,
+    Overrides,
+    OwnPrice,
+    Runs,
+    app,
+    typed_request,
+)
 
 if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
@@ -39,6 +48,7 @@ def scaling(
         bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
     ] = False,
     backend: Backend = "local",
+    price: OwnPrice = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -66,8 +76,9 @@ def scaling(
         done = measure_in_slurm(prepared, plan.bench, screen)
     else:
         done = measure_here(prepared, plan.bench, screen)
-    rows = measured.rows_of(done)
-    found = measured.as_json(rows, more={"steps": steps})
+    found = measured.as_json(
+        measured.rows_of(done), price=price_of(done, runs, price or []), more={"steps": steps}
+    )
     if as_json:
         print(to_json(found))
     else:
@@ -139,6 +150,20 @@ def measure_in_slurm(
         time.sleep(pause if waiting else 0)
         pause = min(30.0, 1.2 * pause)
     return done
+
+
+def price_of(done: list[Repeat], runs: Path, own: list[str]) -> float | None:
+    """Dollars for an hour of what a rank of these runs computed on."""
+    from allranks.prices import find_price, parse_price
+    from allranks.rundir import RunDir
+
+    for repeat in done:
+        if repeat.timing is not None:
+            hardware = RunDir(runs.absolute() / repeat.run).info().get("hardware", {})
+            gpu = next(iter(hardware.get("gpus") or []), {"name": "CPU"})
+            found = find_price(gpu["name"], gpu.get("memory_bytes"), [*map(parse_price, own)])
+            return found.usd_per_hour if found else None
+    return None
 
 
 def remember(run: RunDir, bench_record: dict[str, Any]) -> None:

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.layout import Layout
+from allranks.spread import spread, t_975
 from allranks.timing import PARTS, Timing
 
 SAME = 0.02  # global batches that differ by less are the same
-
-# Two-sided 95% of Student's t, by degrees of freedom; beyond the last it is the normal's.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-NORMAL = 1.96
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def row_of(layout: Layout, repeats: list[Repeat]) -> Row:
     if not timings:
         return row
     speeds = [timing.samples_per_second for timing in timings]
-    row.ci95 = interval(speeds) if len(speeds) > 1 else interval_within(timings[0])
+    row.ci95 = spread(speeds, lowest=0.0).ci95 or interval_within(timings[0])
     # The numbers of one run, so that they fit together: the one in the middle.
     middle = sorted(timings, key=lambda timing: timing.samples_per_second)[(len(timings) - 1) // 2]
     row.samples_per_second = middle.samples_per_second
@@ -95,18 +92,10 @@ def row_of(layout: Layout, repeats: list[Repeat]) -> Row:
     return row
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% of the mean of independent measurements, by Student's t."""
-    mean = statistics.fmean(values)
-    freedom = len(values) - 1
-    factor = STUDENT_T[freedom - 1] if freedom <= len(STUDENT_T) else NORMAL
-    half = factor * statistics.stdev(values) / math.sqrt(len(values))
-    return max(0.0, mean - half), mean + half
-
-
 def interval_within(timing: Timing) -> tuple[float, float]:
     """95% from the spread of the steps of one run: it cannot know how runs differ."""
-    error = NORMAL * timing.step_deviation / math.sqrt(timing.num_steps) / timing.step_seconds
+    factor = t_975(timing.num_steps - 1) / math.sqrt(timing.num_steps)
+    error = factor * timing.step_deviation / timing.step_seconds
     return timing.samples_per_second * max(0.0, 1 - error), timing.samples_per_second * (1 + error)
 
 
@@ -200,14 +189,15 @@ def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _half(contention: float, coherence: float) -> float | None:
     """The n with 1 + contention (n-1) + coherence n (n-1) = 2."""
-    if coherence > 0:
-        b = contention - coherence
-        return (-b + math.sqrt(b * b + 4 * coherence * (1 + contention))) / (2 * coherence)
-    return 1 + 1 / contention if contention > 0 else None
+    b = contention - coherence
+    divisor = b + math.sqrt(b * b + 4 * coherence * (1 + contention))
+    return 2 * (1 + contention) / divisor if divisor > 0 else None
 
 
-def as_json(rows: Sequence[Row], *, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `bench scaling --json` prints."""
+def as_json(
+    rows: Sequence[Row], *, price: float | None = None, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `bench scaling --json` prints. `price`: dollars for an hour of a rank, if known."""
     fit = fit_of(rows)
     return {
         "mode": mode_of(rows),
@@ -234,7 +224,8 @@ def as_json(rows: Sequence[Row], *, more: Mapping[str, Any] | None = None) -> di
                 "slowest_rank": row.slowest_rank,
                 "slowest_part": row.slowest_part,
                 "steady": row.steady,
-                "hours_per_epoch": hours_per_epoch(row),
+                "hours_per_epoch": (hours := hours_per_epoch(row)),
+                "cost_per_epoch": None if hours is None or price is None else hours * price,
                 "problem": row.problem,
             }
             for row in rows

@@ -71,6 +71,8 @@ def speed_table(rows: list[Mapping[str, Any]], mode: str, *, wide: bool) -> Tabl
     if wide:
         table.add_column("step", justify="right")
         table.add_column("rank-hours\nan epoch", justify="right")
+        if rows[0]["cost_per_epoch"] is not None:
+            table.add_column("cost of\nan epoch", justify="right")
     for row in rows:
         low, high = row["ci95"]
         cells = [
@@ -83,6 +85,8 @@ def speed_table(rows: list[Mapping[str, Any]], mode: str, *, wide: bool) -> Tabl
         if wide:
             hours = row["hours_per_epoch"]
             cells += [milliseconds(row["step_seconds"]), "-" if hours is None else f"{hours:.4f}"]
+            if row["cost_per_epoch"] is not None:
+                cells.append(f"${row['cost_per_epoch']:.4f}")
         table.add_row(*cells)
     return table
 
