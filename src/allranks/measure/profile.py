@@ -75,6 +75,7 @@ def rank_summary(trace: Trace) -> Fields:
     return {
         "rank": trace.rank,
         "device": "cuda" if trace.device else "cpu",
+        "is_blind": trace.is_blind,
         "steps": steps,
         "first_step": trace.marks[0][0] + 1,
         "last_step": trace.marks[-1][0],

@@ -103,6 +103,11 @@ def remarks(found: Found) -> list[str]:
     ]
     if found["device"] == "cpu" and found["communication"]:
         lines.append("the time of a collective includes waiting for the last rank to come to it")
+    if any(rank["is_blind"] for rank in found["ranks"]):
+        lines.append(
+            "what the GPU itself did is missing from the traces: its driver may be set to let "
+            "nobody but administrators profile (see the ranks' logs); this is the host's side alone"
+        )
     return [*lines, found["verdict"]]
 
 
@@ -201,6 +206,7 @@ def in_bytes(count: float | None) -> str:
         return "-"
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+            is_whole = unit == "B" and count == int(count)
+            return f"{count:,.0f} B" if is_whole else f"{count:,.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"

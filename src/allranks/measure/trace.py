@@ -74,6 +74,7 @@ class Trace:
     device: list[Span]  # empty without a GPU
     launched: dict[int, float] = field(default_factory=dict)  # index in `device` -> when
     group_sizes: set[int] = field(default_factory=set)
+    is_blind: bool = False  # kernels were launched, but none was seen
 
     @property
     def num_steps(self) -> int:
@@ -134,6 +135,7 @@ def trace_of(content: Mapping[str, Any], rank: int) -> Trace | None:
             for number, span in enumerate(device)
         },
         group_sizes={group["pg_size"] for group in groups if "pg_size" in group},
+        is_blind=bool(launches) and not device,
     )
 
 

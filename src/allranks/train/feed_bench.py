@@ -26,7 +26,6 @@ from allranks.events import EventLog, to_json
 from allranks.hardware import cpus_allotted
 from allranks.job import Job, load_job
 from allranks.rundir import write_atomically
-from allranks.stage import own_folder
 from allranks.tasks import Task
 from allranks.train.build import (
     Rank,
@@ -38,6 +37,7 @@ from allranks.train.build import (
     training_data,
 )
 from allranks.train.data import Batch, Progress, TrainingData
+from allranks.train.feed_disks import compare_disks, why_not_cold
 from allranks.train.feed_files import data_files, held_files, opened_files
 from allranks.train.loop import Training, forward_backward, seed_dropout, update
 from allranks.train.rank import fail
@@ -48,8 +48,6 @@ SETTLE_SECONDS = 0.2  # after the first batch, when every worker has begun
 MIN_BATCHES, PATIENCE = 3, 5.0  # of a slow pipeline, within so many times the seconds asked for
 SETTLE_STEPS = 5
 LOOK_BATCHES, LOOK_SECONDS = 4, 2.0
-DISK_BYTES, DISK_SECONDS = 1 << 28, 3.0
-STILL_CACHED = 0.1  # from here on it is not a cold read
 
 Kind = Literal["warm", "cold", "step", "training"]
 
@@ -232,6 +230,7 @@ class Bench:
         def step() -> int:
             batch = next(batches)
             t.progress.step += 1
+            t.schedule.set(t.optimizer, min(t.progress.step, t.last_step))
             seed_dropout(t, t.progress.step)
             forward_backward(t, batch, want_loss=False)  # collective
             update(t)
@@ -334,52 +333,3 @@ def repeated(batch: Batch, kept: list[Any]) -> Generator[Batch, None, None]:
     """The same batch without end, its samples at hand."""
     while True:
         yield batch._replace(micro_batches=iter(kept))
-
-
-def why_not_cold(files: list[Path]) -> str | None:
-    """Why these files cannot be read from their disk itself; None if they can."""
-    disk = disks.disk_of(files[0])
-    if disk.is_memory:
-        return f"the data are in memory ({disk.kind} on {disk.mount})"
-    disks.forget(files)
-    share = disks.cached_share(files)
-    disks.forget(files)  # looking has brought some of it back
-    if share is None:
-        return f"this kernel does not say whether files on {disk.kind} are in memory"
-    if share > STILL_CACHED:
-        return f"{share:.0%} of the files stayed in memory: another process has them open"
-    return None
-
-
-def disk_fields(role: str, path: Path) -> dict[str, Any]:
-    disk = disks.disk_of(path)
-    return {
-        "role": role,
-        "path": str(path),
-        "mount": disk.mount,
-        "kind": disk.kind,
-        "is_network": disk.is_network,
-        "bytes_per_second": None,
-        "bytes": 0,
-    }
-
-
-def compare_disks(files: list[Path]) -> list[dict[str, Any]]:
-    """How fast the data are read where they are, and a copy of them on this node's own disk."""
-    limits: dict[str, Any] = {"max_bytes": DISK_BYTES, "max_seconds": DISK_SECONDS}
-    data = disk_fields("data", files[0].parent)
-    speed = disks.read_speed(files, **limits)
-    data |= {"bytes_per_second": speed.bytes_per_second, "bytes": speed.num_bytes}
-    folder = own_folder()
-    staging = disk_fields("staging", folder)
-    if staging["mount"] != data["mount"]:
-        copy = folder / f"read-speed-{os.getpid()}"
-        try:
-            disks.copy_beginning(files, copy, max_bytes=speed.num_bytes)
-            speed = disks.read_speed([copy], **limits)
-            staging |= {"bytes_per_second": speed.bytes_per_second, "bytes": speed.num_bytes}
-        except OSError as error:
-            staging["problem"] = str(error.strerror or error)
-        finally:
-            copy.unlink(missing_ok=True)
-    return [data, staging]
