@@ -51,6 +51,7 @@ class Profile:
         """Where the script ends sooner than expected: keep what there is."""
         if self._seen and self._marked == 0 and self.recorder.is_on:
             self._say(f"the script made {self._seen} steps, a profile needs {FIRST_STEP + 1}")
+            self._seen = 0  # said once
         try:
             if self._marked > 1:
                 self._export()
