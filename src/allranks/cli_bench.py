@@ -160,7 +160,7 @@ def price_of(done: list[Repeat], runs: Path, own: list[str]) -> float | None:
     for repeat in done:
         if repeat.timing is not None:
             hardware = RunDir(runs.absolute() / repeat.run).info().get("hardware", {})
-            gpu = next(iter(hardware.get("gpus") or []), {"name": "CPU"})
+            gpu: dict[str, Any] = next(iter(hardware.get("gpus") or []), {"name": "CPU"})
             found = find_price(gpu["name"], gpu.get("memory_bytes"), [*map(parse_price, own)])
             return found.usd_per_hour if found else None
     return None

@@ -131,23 +131,28 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     where there were several.
     """
     sums = dict.fromkeys(PHASES, 0.0)
-    waits: list[tuple[float, float]] = []  # seconds, begin
-    before = None
+    waits: list[float] = []
+    longest, arrive = -1.0, None
+    is_open = False  # whether more waiting would belong to the same exchange
     for mark, following in itertools.pairwise(marks):
         label = _meaning(mark.label, following.label)
         seconds = _between(mark, following)
         sums[label] += seconds
-        if label == WAIT and before == WAIT:
-            waits[-1] = (waits[-1][0] + seconds, waits[-1][1])
-        elif label == WAIT:
-            waits.append((seconds, mark.seconds))
-        before = label
+        if label == WAIT:
+            if not is_open:
+                waits.append(0.0)
+            waits[-1] += seconds
+            if seconds > longest:
+                longest, arrive = seconds, mark.seconds
+        # The exchanges of one backward pass are one: a rank that prepares its gradients longer
+        # in a hook of DDP's communicates longer, and does not compute longer.
+        is_open = label == WAIT or (is_open and mark.label == BACKWARD)
     fields: dict[str, Any] = {"seconds": round(sum(sums.values()), 7)}
     fields |= {name: round(seconds, 7) for name, seconds in sums.items()}
-    if waits:
-        fields["arrive"] = round(unix + max(waits)[1], 6)
+    if arrive is not None:
+        fields["arrive"] = round(unix + arrive, 6)
     if 1 < len(waits) <= MAX_WAITS:
-        fields["waits"] = [round(seconds, 7) for seconds, _ in waits]
+        fields["waits"] = [round(seconds, 7) for seconds in waits]
     return fields
 
 

@@ -65,8 +65,8 @@ def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
         for event in read_events(run.events(number, rank)):
             if event["event"] == "step" and "seconds" in event:
                 steps[rank][event["step"]] = event
-            elif event["event"] == "window":
-                window = event
+            elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
+                window = event  # of ranks that never meet, each has its own
     return timing_of(steps, window)
 
 
@@ -86,6 +86,8 @@ def timing_of(steps: Mapping[int, Mapping[int, Event]], window: Event | None) ->
     rows = [[steps[rank][number] for rank in sorted(steps)] for number in chosen]
     seconds = [row[0]["seconds"] for row in rows]
     split = split_waits(rows) if all(WAIT in event for row in rows for event in row) else None
+    slowest = split.slowest if split else None
+    mean = statistics.fmean(seconds)
     return Timing(
         first_step=chosen[0],
         last_step=chosen[-1],
@@ -93,17 +95,20 @@ def timing_of(steps: Mapping[int, Mapping[int, Event]], window: Event | None) ->
         steady=is_steady,
         seconds=sum(seconds),
         samples=sum(int(event.get("samples", 0)) for row in rows for event in row),
-        step_seconds=statistics.fmean(seconds),
+        step_seconds=mean,
         step_deviation=statistics.pstdev(seconds),
-        parts=split.parts if split else None,
-        slowest_rank=sorted(steps)[split.slowest] if split and len(steps) > 1 else None,
+        parts=scaled(split.parts, mean) if split else None,
+        slowest_rank=sorted(steps)[slowest] if slowest is not None else None,
         slowest_share=split.slowest_share if split else 0.0,
-        slowest_part=split.slowest_part if split and len(steps) > 1 else None,
+        slowest_part=split.slowest_part if split else None,
     )
 
 
 def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
-    """The step from which on a block of steps takes as long as the next; whether there is one."""
+    """The step after a block that took as long as the block from there on; whether there is one.
+
+    A median is blind to a few slow steps at the beginning of the first block: it is left out.
+    """
     times = [took for _, took in seconds]
     block = min(STEADY_STEPS, len(times) // 3)
     for start in range(1, len(times) - 2 * block + 1):
@@ -112,7 +117,7 @@ def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
         before = statistics.median(times[start : start + block])
         after = statistics.median(times[start + block : start + 2 * block])
         if abs(after - before) <= STEADY_CHANGE * before:
-            return seconds[start][0], True
+            return seconds[start + block][0], True
     return seconds[min(1, len(seconds) - 1)][0], False
 
 
@@ -121,7 +126,7 @@ class Split:
     """Where the time of steps went; ranks are counted as they stand in a row."""
 
     parts: dict[str, float]  # seconds of a step, in the mean
-    slowest: int
+    slowest: int | None  # None where no rank ever waits for another
     slowest_share: float  # of the steps in which it came last
     slowest_part: str | None
 
@@ -142,8 +147,9 @@ def split_waits(rows: Sequence[Sequence[Event]]) -> Split:
         {phase: statistics.fmean(row[r][phase] for row in rows) for phase in PHASES}
         for r in range(num_ranks)
     ]
+    is_met = num_ranks > 1 and any(event[WAIT] for row in rows for event in row)
     slowest, *others = sorted(range(num_ranks), key=lambda r: late[r])
-    middle = others[len(others) // 2] if others else slowest
+    middle = others[len(others) // 2] if is_met else 0
     mine, theirs = phases[middle], phases[slowest]
     straggler = max(0.0, late[middle])
     late_data = min(straggler, max(0.0, theirs[DATA] - mine[DATA]))
@@ -154,15 +160,21 @@ def split_waits(rows: Sequence[Sequence[Event]]) -> Split:
         "data": mine[DATA] + late_data,
         "other": mine[OTHER],
     }
+    if not is_met:
+        return Split(parts, None, 0.0, None)
     excess = {phase: theirs[phase] - mine[phase] for phase in PHASES if phase != WAIT}
     part = max(excess, key=lambda phase: excess[phase])
     came_last = [min(range(num_ranks), key=lambda r: row[r][WAIT]) for row in rows]
-    return Split(
-        parts,
-        slowest,
-        came_last.count(slowest) / len(rows),
-        part if excess[part] > 0 else None,
-    )
+    share = came_last.count(slowest) / len(rows)
+    return Split(parts, slowest, share, part if excess[part] > 0 else None)
+
+
+def scaled(parts: Mapping[str, float], step_seconds: float) -> dict[str, float]:
+    """The same shares of the steps of rank 0, which begin and end a little elsewhere."""
+    total = math.fsum(parts.values())
+    return {
+        part: seconds * step_seconds / total if total else 0.0 for part, seconds in parts.items()
+    }
 
 
 def exchange_seconds(row: Sequence[Event]) -> float:

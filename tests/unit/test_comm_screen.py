@@ -131,7 +131,7 @@ WRONG = {
     "bad sizes": (["--layout", "1x2", "--sizes", "huge"], "huge", "1KiB-1GiB"),
     "sizes the wrong way": (["--layout", "1x2", "--sizes", "1MiB-1KiB"], "1MiB", "1KiB-1MiB"),
     "not a layout": (["--layout", "two"], "two", "2x4"),
-    "unknown backend": (["--layout", "1x2", "--backend", "cloud"], "cloud", "slurm"),
+    "unknown backend": (["--layout", "1x2", "--backend", "cloud"], "slurm", "--help"),
     "a key that there is not": (["--layout", "1x2", "slurm.partitio=a"], "partitio", "partition"),
     "a command": (["--layout", "1x2", "--", "python"], "no command", "--"),
     "no such run": (["--show", "nothing"], "nothing", "last"),

@@ -18,7 +18,8 @@ class Recorder:
     """What a Profile uses of the probe's."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "rank-0.jsonl"
+        self.folder = folder
+        self.rank = 0
         self.step = 0
         self.is_on = True
         self.at_step: list[Any] = []
@@ -44,7 +45,7 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def new_profile(recorder: Any, steps: int) -> Profile:
-    return Profile(recorder, steps, recorder.path.with_name("rank-0.trace.json.gz"))
+    return Profile(recorder, steps)
 
 
 def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:
@@ -109,19 +110,11 @@ def test_a_profiler_that_fails_leaves_the_script_alone(
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "many"])
-def test_nothing_happens_unasked(
-    recorder: Any, monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv(profile.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(profile.VARIABLE, value)
-    profile_if_asked(recorder, os.environ)
+def test_nothing_happens_unasked(recorder: Any, value: str | None) -> None:
+    profile_if_asked(recorder, {} if value is None else {profile.VARIABLE: value})
     assert recorder.at_step == []
 
 
-def test_the_environment_asks(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(profile.VARIABLE, "20")
-    profile_if_asked(recorder, os.environ)
+def test_the_environment_asks(recorder: Any) -> None:
+    profile_if_asked(recorder, {profile.VARIABLE: "20"})
     assert len(recorder.at_step) == 1

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from allranks.probe.loading import hook_loader
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import Loader
-from allranks.timeline import AFTER, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, WAIT
+from allranks.probe.traced import Called, unless_compiled, unseen_by_compilers
+from allranks.timeline import AFTER, BACKWARD, FORWARD, OPTIMIZER, OTHER, WAIT
 
 Hook = Callable[..., Any]
 
@@ -27,23 +29,36 @@ def install(recorder: Recorder) -> None:
     hook_loader(recorder)
     hook_waiting(recorder)
     hook_ddp(recorder)
+    hide_from_compilers()
 
 
 def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
+    timeline = recorder.timeline
+    around: list[str] = []  # what the steps that are under way interrupt
+
     @unseen_by_compilers
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with recorder.guarded:
+            if not recorder.is_on:
+                return
+            # Within a backward pass, or within the step of an optimizer that holds this one.
+            around.append(timeline.label if timeline.label in (BACKWARD, OPTIMIZER) else OTHER)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if recorder.is_on and closure is None:  # a closure computes the gradients first
-                recorder.timeline.mark(OPTIMIZER)
+            if closure is None:  # a closure computes the gradients first
+                timeline.mark(OPTIMIZER)
 
     @unseen_by_compilers
     def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with recorder.guarded:
             if recorder.is_on:
-                if recorder.needs_model(optimizer):
-                    watch_model(recorder, optimizer)
+                if recorder.step == 0:
+                    hook_tensor_waits(recorder)
+                    if recorder.counter.training is None and not timeline.is_taken:
+                        watch_model(recorder, optimizer)
                 recorder.stepped(optimizer)
+                label = around.pop() if around else OTHER
+                if timeline.label != label:
+                    timeline.mark(label)
         recorder.leave_if_done()
 
     optimizer_module.register_optimizer_step_pre_hook(before)
@@ -78,8 +93,8 @@ def hook_backward(recorder: Recorder) -> None:
             return original(tensors, *args, **kwargs)
         handle = None
         with recorder.guarded:
-            root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-            if recorder.has_peers() and root.requires_grad:
+            root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            if recorder.has_peers() and isinstance(root, torch.Tensor) and root.requires_grad:
                 handle = root.register_hook(queue_arrival)
             recorder.counter.trained()
             timeline.mark(BACKWARD)
@@ -94,63 +109,6 @@ def hook_backward(recorder: Recorder) -> None:
     torch.autograd.backward = backward
 
 
-def hook_loader(recorder: Recorder) -> None:
-    """Waiting for batches, and what is in them."""
-    from torch.utils.data import dataloader
-
-    iterator: Any = dataloader._BaseDataLoaderIter
-    fetch, choose, start = iterator.__next__, iterator._next_index, dataloader.DataLoader.__iter__
-
-    def loader_of(self: Any) -> Loader:
-        loader: Loader | None = getattr(self, "_allranks_loader", None)
-        return loader if loader is not None else Loader(epoch=1)
-
-    @unseen_by_compilers
-    def __next__(self: Any) -> Any:
-        if not recorder.is_on or not recorder.timeline.is_mine():
-            return fetch(self)
-        with recorder.guarded:
-            recorder.timeline.mark(DATA)
-        try:
-            batch = fetch(self)
-        except BaseException:
-            with recorder.guarded:
-                loader_of(self).ended = True
-                recorder.timeline.mark(OTHER)
-            raise
-        with recorder.guarded:
-            recorder.counter.fetched(loader_of(self), batch)
-            recorder.timeline.mark(FORWARD)
-        return batch
-
-    def _next_index(self: Any) -> Any:
-        index = choose(self)
-        with recorder.guarded:
-            # Of an iterable data set only the batch itself tells how long it is.
-            if recorder.is_on and self._auto_collation and self._dataset_kind == 0:
-                loader_of(self).indices.append(index)
-        return index
-
-    @unseen_by_compilers
-    def __iter__(self: Any) -> Any:
-        if not recorder.is_on or not recorder.timeline.is_mine():
-            return start(self)
-        before = recorder.timeline.label
-        with recorder.guarded:
-            recorder.timeline.mark(DATA)  # workers are started here, and make a first batch
-            loader = vars(self).setdefault("_allranks_loader", Loader())
-            loader.indices.clear()
-            recorder.counter.started(loader)
-        iterating: Any = start(self)
-        with recorder.guarded:
-            iterating._allranks_loader = loader
-            recorder.timeline.mark(before)
-        return iterating
-
-    iterator.__next__, iterator._next_index = __next__, _next_index
-    dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-
-
 def hook_waiting(recorder: Recorder) -> None:
     """Waiting for an exchange that the script has started itself."""
     import torch
@@ -160,6 +118,14 @@ def hook_waiting(recorder: Recorder) -> None:
     from torch.distributed.distributed_c10d import Work
 
     Work.wait = waiting(recorder, Work.wait)  # type: ignore[method-assign]
+
+
+def hook_tensor_waits(recorder: Recorder) -> None:
+    """Waiting for the exchanges of DTensors, if the script has any."""
+    collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None:
+        wait = collectives.wait_tensor
+        collectives.wait_tensor = unless_compiled(wait, waiting(recorder, wait))
 
 
 def hook_ddp(recorder: Recorder) -> None:
@@ -186,6 +152,8 @@ def waiting(recorder: Recorder, function: Hook) -> Hook:
         timeline = recorder.timeline
         if not recorder.is_on or timeline.label == WAIT or not timeline.is_mine():
             return function(*args, **kwargs)
+        if not recorder.has_peers():  # DDP exchanges with itself, too
+            return function(*args, **kwargs)
         before = timeline.label
         with recorder.guarded:
             timeline.mark(WAIT)
@@ -199,7 +167,7 @@ def waiting(recorder: Recorder, function: Hook) -> Hook:
 
 
 def watch_model(recorder: Recorder, optimizer: Any) -> None:
-    """Count samples by what the model is called with, in a script that uses no DataLoader."""
+    """Count samples by what the model is called with, in a script that trains on no DataLoader."""
     import torch
 
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -209,19 +177,23 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
     outermost = [one for one in owners if id(one) not in inner]
 
     @unseen_by_compilers
-    def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(inputs: list[Any]) -> None:
         with recorder.guarded:
             if recorder.is_on and torch.is_grad_enabled():
                 if recorder.timeline.label in (OTHER, AFTER):
                     recorder.timeline.mark(FORWARD)
-                if recorder.counter.loader is None:
-                    recorder.counter.computed([*args, *kwargs.values()])
+                if recorder.counter.training is None:
+                    recorder.counter.computed(inputs)
 
     for module in outermost:
-        module.register_forward_pre_hook(called, with_kwargs=True)
+        module.register_forward_pre_hook(Called(called), with_kwargs=True)
 
 
-def unseen_by_compilers(function: Hook) -> Hook:
-    """Have torch.compile call this as it is: traced, it would be compiled anew at every step."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+def hide_from_compilers() -> None:
+    """Have torch.compile skip what the hooks call, once it is imported: it is big."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        for part in ("hooks", "loading", "recorder", "samples", "surroundings", "window"):
+            rules.add(f"allranks.probe.{part}")
+        rules.add("allranks.timeline")
+        rules.add("allranks.events")

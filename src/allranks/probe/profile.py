@@ -6,10 +6,9 @@ fails here ends the profile with one line in the rank's log, and nothing else.
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,20 @@ STEP_MARK = "allranks.step#"  # in the trace, at the end of every step
 class Profile:
     """Traces `num_steps` steps of this rank, once."""
 
-    def __init__(self, recorder: Recorder, num_steps: int, path: Path) -> None:
+    def __init__(self, recorder: Recorder, num_steps: int) -> None:
         self.recorder = recorder
         self.num_steps = num_steps
-        self.path = path
         self._next: Callable[[], None] = self._wait
         self._seen = 0  # ends of steps
         self._marked = 0
         self._profiler: Any = None
         recorder.at_step.append(self.at_step)
-        atexit.register(self.finish)
+        # Before the recorder's own: what is said here is to be written, too.
+        Finalize(None, self.finish, exitpriority=1)
+
+    @property
+    def path(self) -> Path:
+        return self.recorder.folder / f"rank-{self.recorder.rank}.trace.json.gz"
 
     def at_step(self, step: int) -> None:
         self._seen += 1
@@ -127,9 +130,8 @@ class Profile:
         self.recorder.write("profile", problem=what)
 
 
-def profile_if_asked(recorder: Recorder, env: os._Environ[str]) -> None:
+def profile_if_asked(recorder: Recorder, env: Mapping[str, str]) -> None:
     """Nothing, unless the environment says how many steps."""
     steps = env.get(VARIABLE, "")
     if steps.isdecimal() and int(steps) > 0:
-        name = f"rank-{env['RANK']}.trace.json.gz"
-        Profile(recorder, int(steps), recorder.path.with_name(name))
+        Profile(recorder, int(steps))

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from allranks.events import SCHEMA_VERSION, EventLog
 from allranks.probe.samples import SampleCounter
 from allranks.timeline import Timeline
 
-REELECT_AFTER = 10  # steps of other optimizers without one of the leader
+REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 
 
 class Recorder:
     """Takes what the hooks tell, and writes a step event for every optimizer step."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank  # as the launcher counts it; see `_open`
         self.is_on = True
         self.step = 0
         self.timeline = Timeline()
@@ -32,9 +34,9 @@ class Recorder:
         self.leave: Callable[[], None] | None = None  # set when the script is to end here
         self._log: EventLog | None = None
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose steps are counted
-        self._others = 0  # steps of other optimizers since its last one
+        self._others: dict[int, int] = {}  # steps of each other one since its last
+        self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
         self._has_peers = False
-        self._has_looked = False  # for a model, in a script without a loader
 
     def has_peers(self) -> bool:
         """Whether this rank exchanges anything with others."""
@@ -45,23 +47,17 @@ class Recorder:
             self._has_peers = ready and dist.get_world_size() > 1
         return self._has_peers
 
-    def needs_model(self, optimizer: Any) -> bool:
-        """Whether the first step is over and no loader has given a batch for it."""
-        if self._has_looked:
-            return False
-        self._has_looked = True
-        return self.counter.loader is None and not self.timeline.is_taken
-
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step; those of one of them are the steps of the training."""
         leader = self._leader() if self._leader is not None else None
         if leader is not optimizer:
-            self._others += 1
-            if leader is not None and self._others < REELECT_AFTER:
+            others = self._others.get(id(optimizer), 0) + 1
+            self._others[id(optimizer)] = others
+            if leader is not None and others < REELECT_AFTER:
                 return
             self._leader = weakref.ref(optimizer)
             self._follow(optimizer)
-        self._others = 0
+        self._others.clear()
         self.step = self.timeline.num_steps + 1
         if not self.timeline.is_taken:
             self._write_step()
@@ -76,9 +72,8 @@ class Recorder:
             "step": self.step,
             "phases": self.timeline.close(),
         }
-        loader = self.counter.loader
-        if loader is not None:
-            event["epoch"] = loader.epoch
+        if self.counter.training is not None:
+            event["epoch"] = self.counter.training.epoch
         event["samples"] = self.counter.take()
         self._write(event)
 
@@ -104,10 +99,33 @@ class Recorder:
         log.append(event)
 
     def _open(self) -> EventLog:
-        """Made late: most processes that import torch never make a step."""
-        if self._log is None:
-            self._log = EventLog(self.path)
+        """The rank's own file. A script may start its ranks itself: then each knows its number."""
+        if self._log is not None:
+            return self._log
+        if self.has_peers():
+            import torch.distributed as dist
+
+            self.rank = dist.get_rank()
+        path = self.folder / f"rank-{self.rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._claim = path.open("ab")
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"another process already records rank {self.rank}") from None
+        except OSError:
+            pass  # a disk without locks
+        # Not atexit: a rank that the script has started with multiprocessing never comes to it.
+        Finalize(None, self.flush, exitpriority=0)
+        self._log = EventLog(path)
         return self._log
+
+    def forget(self) -> None:
+        """In a forked process: what is recorded is its parent's to write."""
+        self.is_on = False
+        self._log = None
+        if self._claim is not None:
+            self._claim.close()
 
     def write(self, event: str, **fields: Any) -> None:
         """An event of another part of the probe; only once the script has made a step."""
@@ -153,8 +171,3 @@ def record_cuda_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def is_rank(env: os._Environ[str]) -> bool:
-    """Whether this process is a rank itself, and not a worker or a launcher that it started."""
-    return "RANK" in env and "ALLRANKS_RUN_DIR" in env

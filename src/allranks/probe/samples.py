@@ -5,12 +5,15 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 FINGERPRINTS = 4  # batches of an epoch that are looked at
 FINGERPRINT_EPOCHS = 2
+MAX_FINGERPRINTS = 64  # of a rank: a script may make a new loader for every epoch
 FINGERPRINT_VALUES = 4096
+MAX_WAITING = 1024  # batches of a loader that are remembered until something trains on them
 
 
 @dataclass(slots=True)
@@ -19,10 +22,10 @@ class Loader:
 
     epoch: int = 0  # how often it was started
     batches: int = 0  # of this epoch
-    waiting: deque[int] = field(default_factory=deque)  # samples of batches nobody trained on yet
+    # Samples of batches nobody trained on yet.
+    waiting: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
     indices: deque[Any] = field(default_factory=deque)  # of batches that are being loaded
     ended: bool = False
-    trains: bool = False  # whether a backward pass ever followed one of its batches
 
 
 class SampleCounter:
@@ -32,7 +35,11 @@ class SampleCounter:
         self.step_samples = 0
         self.seen: list[dict[str, Any]] = []  # fingerprints to be written
         self.loader: Loader | None = None  # the one that gave the last batch
-        self._is_fresh = False  # a batch has come since the last backward pass
+        self.training: Loader | None = None  # the one that gave the last batch that was trained on
+        self._fresh = 0  # batches that may still be trained on before the step ends
+        self._num_fingerprints = 0
+        self._last_batch = 0  # samples of the last one that was trained on
+        self._has_trained = False  # whether this step had a backward pass
 
     def started(self, loader: Loader) -> None:
         loader.epoch += 1
@@ -44,42 +51,68 @@ class SampleCounter:
         """A batch has come."""
         indices = loader.indices.popleft() if loader.indices else None
         loader.waiting.append(num_samples(batch) if indices is None else len(indices))
-        if loader.epoch <= FINGERPRINT_EPOCHS and loader.batches < FINGERPRINTS:
+        is_early = loader.epoch <= FINGERPRINT_EPOCHS and loader.batches < FINGERPRINTS
+        if is_early and self._num_fingerprints < MAX_FINGERPRINTS:
+            self._num_fingerprints += 1
             self.seen.append(self._fingerprint(loader, batch, indices))
         loader.batches += 1
         self.loader = loader
-        self._is_fresh = True
+        self._fresh += 1
 
     def trained(self) -> None:
         """A backward pass begins, on the oldest batch that has come and was not trained on.
 
-        A loader that fetches ahead has one more; a second backward pass on a batch has none.
+        A loader that fetches ahead has more; a second backward pass on a batch has none.
         """
-        loader = self.loader
-        if loader is None or not loader.waiting or not (self._is_fresh or loader.ended):
+        self._has_trained = True
+        loader = self._source()
+        if loader is None or not loader.waiting or not (self._fresh or loader.ended):
             return
-        loader.trains = True
-        self.step_samples += loader.waiting.popleft()
-        self._is_fresh = False
+        self.training = loader
+        self._last_batch = loader.waiting.popleft()
+        self.step_samples += self._last_batch
+        self._fresh = max(0, self._fresh - 1)
 
     def computed(self, inputs: Any) -> None:
-        """A model was called, in a script that has no loader."""
+        """A model was called, in a script that trains on no loader's batches."""
         self.step_samples += num_samples(inputs)
 
     def take(self) -> int:
         """The samples of the step that ends here."""
-        samples, self.step_samples = self.step_samples, 0
+        samples = self.step_samples
+        if not samples and self._has_trained:
+            samples = self._last_batch  # the script trains on one batch over and over
+        self.step_samples, self._has_trained = 0, False
+        # One batch may have been fetched ahead. Any more were never trained on.
+        self._fresh = min(self._fresh, 1)
         return samples
+
+    def _source(self) -> Loader | None:
+        """The loader whose batch a backward pass is on.
+
+        The last batches of a loader that fetches ahead may come to be trained on after a
+        validation with another one.
+        """
+        before = self.training
+        return before if before is not None and before.ended and before.waiting else self.loader
 
     def _fingerprint(self, loader: Loader, batch: Any, indices: Any) -> dict[str, Any]:
         found = {"epoch": loader.epoch, "batch": loader.batches, "samples": loader.waiting[-1]}
         if indices is not None:
             found["indices"] = zlib.crc32(repr(list(indices)[:FINGERPRINT_VALUES]).encode())
         tensor = next(tensors(batch), None)
-        if tensor is not None and tensor.device.type == "cpu" and tensor.numel():
-            values = tensor.detach().reshape(-1)[:FINGERPRINT_VALUES].tolist()
-            found["content"] = zlib.crc32(repr(values).encode())
+        if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
+            with suppress(Exception):  # not every tensor can be read as bytes
+                found["content"] = content(tensor)
         return found
+
+
+def content(tensor: Any) -> int:
+    """A number that two tensors share only if they begin with the same values."""
+    values = tensor.detach().reshape(-1)[:FINGERPRINT_VALUES]
+    if str(values.dtype) == "torch.bfloat16":  # numpy has none
+        values = values.float()
+    return zlib.crc32(values.numpy().tobytes())
 
 
 def num_samples(batch: Any) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from allranks import timeline
@@ -22,17 +20,12 @@ def start() -> None:
     env = os.environ
     if env.get("ALLRANKS_PROBE") == "off":
         return
-    recorder = Recorder(events_path(env))
+    attempt = Path(env["ALLRANKS_RUN_DIR"]) / "attempts" / env["ALLRANKS_ATTEMPT"]
+    recorder = Recorder(attempt, int(env["RANK"]))
     timeline.current = recorder.timeline
     hooks.install(recorder)
-    os.register_at_fork(after_in_child=lambda: setattr(recorder, "is_on", False))
+    os.register_at_fork(after_in_child=recorder.forget)
     Surroundings(recorder, env).begin_with_steps()
     if env.get(MEASURE):
-        Window(recorder, int(env[MEASURE]), rank=int(env["RANK"]))
+        Window(recorder, int(env[MEASURE]))
     profile_if_asked(recorder, env)
-    atexit.register(recorder.flush)
-
-
-def events_path(env: Mapping[str, str]) -> Path:
-    attempt = Path(env["ALLRANKS_RUN_DIR"]) / "attempts" / env["ALLRANKS_ATTEMPT"]
-    return attempt / f"rank-{env['RANK']}.jsonl"

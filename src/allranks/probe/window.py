@@ -31,22 +31,22 @@ LEAVE_SECONDS = 20.0  # for the script to end in its own way
 class Window:
     """Ends the script after `num_steps` steady steps."""
 
-    def __init__(self, recorder: Recorder, num_steps: int, *, rank: int) -> None:
+    def __init__(self, recorder: Recorder, num_steps: int) -> None:
         self.recorder = recorder
         self.num_steps = num_steps
-        self.rank = rank
         self.last_step: int | None = None
         self._ends: list[float] = []
+        self._is_leaving = False
         recorder.at_step.append(self.at_step)
 
     def at_step(self, step: int) -> None:
         self._ends.append(time.perf_counter())
-        if step == 1 and self.rank > 0 and self.recorder.has_peers():
+        if step == 1 and self.recorder.rank > 0 and self.recorder.has_peers():
             threading.Thread(target=self._listen, name="window", daemon=True).start()
-        leads = self.rank == 0 or not self.recorder.has_peers()
+        leads = self.recorder.rank == 0 or not self.recorder.has_peers()
         if leads and self.last_step is None:
             self._decide(step)
-        if self.last_step is not None and step == self.last_step:
+        if self.last_step is not None and step >= self.last_step and not self._is_leaving:
             self.recorder.leave = self._leave
 
     def _decide(self, step: int) -> None:
@@ -74,7 +74,7 @@ class Window:
         """As if the script had called sys.exit(): what it cleans up, it cleans up."""
         recorder = self.recorder
         if recorder.timeline.is_taken:  # by a loop that knows how to stop, on all ranks together
-            recorder.leave = None
+            recorder.leave, self._is_leaving = None, True
             os.kill(os.getpid(), signal.SIGUSR2)
             return
         if recorder.is_on:

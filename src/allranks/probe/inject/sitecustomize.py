@@ -52,6 +52,12 @@ def start_probe(torch):
     start()
 
 
+def hide_probe(rules):
+    """torch.compile has been imported: it need not look at the probe."""
+    if "allranks.probe.hooks" in sys.modules:
+        sys.modules["allranks.probe.hooks"].hide_from_compilers()
+
+
 def impose_timeout(c10d):
     """Make the job's timeout the default; one that the job sets expressly beats the script's."""
     from datetime import timedelta
@@ -95,6 +101,7 @@ if os.environ.get("ALLRANKS_TIMEOUT"):
     steps["torch.distributed.distributed_c10d"] = impose_timeout
 if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch"] = start_probe
+    steps["torch._dynamo.trace_rules"] = hide_probe
 if steps:
     sys.meta_path.insert(0, AfterImport(steps))
 if __name__ == "sitecustomize":

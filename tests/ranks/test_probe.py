@@ -1,0 +1,605 @@
+"""The probe finds the steps, samples and phases of scripts of every kind, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commandline import run_allranks
+from tests.scripts import Recorded, run_script
+
+from allranks.rundir import RunDir, list_runs
+from allranks.timeline import PHASES
+from allranks.timing import timing
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+DELAY = 0.05  # seconds
+# The machine may be busy: what a rank computes while the other one sleeps, it does not wait.
+MOST = 0.8 * DELAY
+
+# What most scripts here begin with: a model, 40 samples, an optimizer.
+MODEL = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+def train(x, y):
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+"""
+
+
+def run(tmp_path: Path, text: str, num_ranks: int = 1, **env: str) -> Recorded:
+    """A script that begins as all do, and must not fail nor hear of the probe."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    body = "\n".join(line[indent:] for line in lines)
+    found = run_script(tmp_path, MODEL + body + "\n", num_ranks, env=env)
+    for rank in range(num_ranks):
+        assert found.exits[rank] == 0, found.log(rank)
+        assert "allranks" not in found.log(rank)
+        for event in found.steps(rank):
+            phases = sum(event[phase] for phase in PHASES)
+            assert phases == pytest.approx(event["seconds"], abs=1e-6)
+    return found
+
+
+# What a step is, and on how many samples.
+
+
+def test_a_plain_loop_with_a_validation_between_its_epochs(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        for epoch in range(3):
+            for x, y in DataLoader(data, batch_size=16):
+                train(x, y)
+            with torch.no_grad():
+                for x, y in DataLoader(data, batch_size=5):
+                    model(x)
+        """,
+    )
+    assert found.samples() == [16, 16, 8] * 3
+    assert [event["step"] for event in found.steps()] == list(range(1, 10))
+    seen = found.events("batch")
+    assert {event["content"] for event in seen if event["samples"] == 8}
+
+
+def test_gradient_accumulation(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        for n, (x, y) in enumerate(DataLoader(data, batch_size=4), start=1):
+            mse_loss(model(x), y).backward()
+            if n % 5 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+    )
+    assert found.samples() == [20, 20]
+
+
+def test_all_micro_batches_of_a_step_fetched_before_the_first(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        loader = iter(DataLoader(data, batch_size=4))
+        for _ in range(2):
+            for x, y in [next(loader) for _ in range(5)]:
+                mse_loss(model(x), y).backward()
+            optimizer.step()
+        """,
+    )
+    assert found.samples() == [20, 20]
+
+
+def test_a_batch_fetched_ahead(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        loader = iter(DataLoader(data, batch_size=12))
+        ahead = next(loader)
+        while ahead is not None:
+            batch, ahead = ahead, next(loader, None)
+            train(*batch)
+        """,
+    )
+    assert found.samples() == [12, 12, 12, 4]
+
+
+def test_two_optimizers_make_one_step(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        critic = nn.Linear(8, 1)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for x, y in DataLoader(data, batch_size=4):
+            mse_loss(critic(x), y).backward()
+            mse_loss(critic(-x), y).backward()
+            second.step()
+            train(x, y)
+        """,
+    )
+    assert found.samples() == [4] * 10
+
+
+def test_an_optimizer_for_every_parameter_steps_in_the_backward_pass(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)])
+        own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        for p in own:
+            p.register_post_accumulate_grad_hook(lambda p: own[p].step())
+        for x, y in DataLoader(data, batch_size=4):
+            model(x).sum().backward()
+        """,
+    )
+    assert found.samples() == [4] * 10
+    took = sum(event["seconds"] for event in found.steps()[1:])
+    assert sum(event["other"] for event in found.steps()[1:]) < 0.3 * took
+
+
+def test_a_scaler_that_skips_a_step(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        scaler = torch.amp.GradScaler("cpu")
+        for n, (x, y) in enumerate(DataLoader(data, batch_size=8)):
+            with torch.autocast("cpu"):
+                loss = mse_loss(model(x), y) * (float("inf") if n == 1 else 1)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+    )
+    assert found.samples() == [8, 16, 8, 8]
+
+
+def test_a_closure_that_computes_the_gradients_several_times(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        for x, y in DataLoader(data, batch_size=10):
+            def closure():
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+        """,
+    )
+    assert found.samples() == [10] * 4
+
+
+def test_workers_that_stay_and_a_last_batch_that_is_shorter(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        loader = DataLoader(data, batch_size=12, num_workers=2, persistent_workers=True,
+                            multiprocessing_context="fork")
+        for epoch in range(2):
+            for x, y in loader:
+                train(x, y)
+        """,
+    )
+    assert found.samples() == [12, 12, 12, 4] * 2
+    assert [event["epoch"] for event in found.steps()] == [1] * 4 + [2] * 4
+
+
+def test_an_iterable_data_set(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return (data[n] for n in range(40))
+        for x, y in DataLoader(Stream(), batch_size=12):
+            train(x, y)
+        """,
+    )
+    assert found.samples() == [12, 12, 12, 4]
+
+
+def test_no_loader_at_all(tmp_path: Path) -> None:
+    """The model tells how many samples it is given, once it is known: from the second step on."""
+    found = run(
+        tmp_path,
+        """
+        for n in range(5):
+            train(torch.randn(6, 8), torch.randn(6, 1))
+            with torch.no_grad():
+                model(torch.randn(100, 8))
+        """,
+    )
+    assert found.samples()[1:] == [6] * 4
+
+
+def test_a_model_that_is_watched_can_be_copied_saved_and_compiled_whole(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        import copy
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        for n in range(4):
+            train(torch.randn(6, 8), torch.randn(6, 1))
+            torch.save(model, "model.pt")
+            for same in (copy.deepcopy(model), torch.load("model.pt", weights_only=False)):
+                same(torch.randn(100, 8))
+            whole(torch.randn(6, 8))
+        """,
+    )
+    assert found.samples()[1:] == [6] * 3
+
+
+def test_recomputed_activations_are_not_another_pass(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        from torch.utils.checkpoint import checkpoint
+        for x, y in DataLoader(data, batch_size=8):
+            hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
+            mse_loss(model[2](hidden), y).backward()
+            optimizer.step()
+        """,
+    )
+    assert found.samples() == [8] * 5
+    assert all(event["backward"] > 0 for event in found.steps())
+
+
+def test_compiled_models_and_steps_are_not_compiled_again(tmp_path: Path) -> None:
+    script = """
+        from torch._dynamo.utils import counters
+        def epochs(step):
+            for epoch in range(4):
+                for x, y in DataLoader(data, batch_size=8):
+                    step(x, y)
+            breaks = sum(counters["graph_break"].values())
+            print("compiled", counters["frames"]["ok"], counters["stats"]["unique_graphs"], breaks)
+        plain, model = model, torch.compile(model, backend="aot_eager")
+        epochs(train)
+        model = plain
+        epochs(torch.compile(train, backend="aot_eager"))
+        """
+    probed = run(tmp_path, script)
+    bare = run(tmp_path, script, ALLRANKS_PROBE="off")
+    assert probed.samples() == [8] * 40
+    assert bare.steps() == []
+    assert len(bare.said("compiled")) == 2
+    for with_probe, without in zip(probed.said("compiled"), bare.said("compiled"), strict=True):
+        now, before = ([int(word) for word in line.split()] for line in (with_probe, without))
+        # The hooks of the update, which the compiler does not look into, break it in two places.
+        assert all(a <= b + 2 for a, b in zip(now, before, strict=True)), (now, before)
+
+
+def test_a_script_computes_the_same_with_and_without(tmp_path: Path) -> None:
+    script = """
+        dist.init_process_group("gloo")
+        model = DDP(model)
+        for epoch in range(5):
+            for x, y in DataLoader(data, batch_size=4, shuffle=True):
+                loss = train(x, y)
+        print("loss", loss.item().hex(), sum(p.sum() for p in model.parameters()).item().hex())
+        dist.destroy_process_group()
+        """
+    probed = run(tmp_path, script, 2)
+    bare = run(tmp_path, script, 2, ALLRANKS_PROBE="off")
+    assert len(probed.steps()) == 50 and bare.steps() == []
+    for rank in range(2):
+        assert probed.said("loss", rank) == bare.said("loss", rank) != []
+
+
+# Scripts that are not as they should be.
+
+
+def test_a_script_that_never_steps_leaves_no_step(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        for x, y in DataLoader(data, batch_size=8):
+            mse_loss(model(x), y).backward()
+        """,
+    )
+    assert found.steps() == []
+
+
+def test_a_script_that_fails_keeps_its_steps(tmp_path: Path) -> None:
+    text = (
+        MODEL
+        + "for x, y in DataLoader(data, batch_size=8):\n    train(x, y)\nraise OSError('no')\n"
+    )
+    found = run_script(tmp_path, text)
+    assert found.exits == [1]
+    assert found.samples() == [8] * 5
+    assert "OSError: no" in found.log()
+
+
+def test_a_probe_that_fails_says_so_once_and_the_script_goes_on(tmp_path: Path) -> None:
+    text = MODEL + (
+        "import allranks.probe.samples as samples\n"
+        "def broken(self, loader, batch): raise KeyError('broken')\n"
+        "samples.SampleCounter.fetched = broken\n"
+        "for x, y in DataLoader(data, batch_size=8):\n"
+        "    print('loss', train(x, y).item())\n"
+    )
+    found = run_script(tmp_path, text)
+    assert found.exits == [0]
+    assert len(found.said("loss")) == 5
+    assert [line for line in found.log().splitlines() if "allranks" in line] == [
+        "allranks: the probe is off: KeyError: 'broken'"
+    ]
+
+
+def test_a_forked_process_that_trains_is_not_this_rank(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        x, y = data[:8]
+        train(x, y)
+        train(x, y)
+        if os.fork() == 0:
+            for _ in range(5):
+                train(x, y)
+            raise SystemExit
+        os.wait()
+        train(x, y)
+        """,
+    )
+    assert len(found.steps()) == 3
+
+
+def test_ranks_that_a_script_starts_itself_have_a_file_each(tmp_path: Path) -> None:
+    found = run_script(
+        tmp_path,
+        MODEL
+        + """
+import torch.multiprocessing as mp
+def main(number):
+    from allranks.probe.start import start
+    start()  # as Python does at the start of any process that a rank starts
+    dist.init_process_group("gloo", rank=number, world_size=2)
+    for x, y in DataLoader(data, batch_size=8 + number):
+        train(x, y)
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    processes = [mp.get_context("fork").Process(target=main, args=(n,)) for n in range(2)]
+    [process.start() for process in processes]
+    [process.join() for process in processes]
+""",
+    )
+    assert found.exits == [0], found.log()
+    assert found.samples(0) == [8] * 5
+    assert found.samples(1) == [9, 9, 9, 9, 4]
+
+
+# Ranks that wait for each other.
+
+DDP_LOOP = """
+        dist.init_process_group("gloo")
+        class Slow(Dataset):
+            def __len__(self):
+                return 40 * world
+            def __getitem__(self, n):
+                if {late_data}:
+                    time.sleep({delay} / 4)
+                return data[n % 40]
+        def hook(state, bucket):
+            if {late_hook}:
+                time.sleep({delay})
+            work = dist.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0] / world)
+        model = DDP(model)
+        if {hooked}:
+            model.register_comm_hook(None, hook)
+        def train(x, y):
+            if {late_forward}:
+                time.sleep({delay})
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+        sampler = torch.utils.data.DistributedSampler(Slow())
+        for epoch in range(3):
+            for x, y in DataLoader(Slow(), batch_size=4, sampler=sampler):
+                train(x, y)
+        dist.destroy_process_group()
+        """
+
+
+def delayed(tmp_path: Path, **where: str) -> dict[str, Any]:
+    """Parts of a step of a run on two ranks that is slow somewhere, and who is to blame."""
+    nowhere = dict.fromkeys(("late_data", "late_hook", "late_forward"), "False")
+    places = {**nowhere, **where}
+    hooked = places["late_hook"] != "False"
+    found = run(tmp_path, DDP_LOOP.format(delay=DELAY, hooked=hooked, **places), 2)
+    assert found.samples(0) == found.samples(1) == [4] * 30
+    told = found.timing()
+    assert told.parts is not None
+    assert sum(told.parts.values()) == pytest.approx(told.step_seconds)
+    return {**told.parts, "rank": told.slowest_rank, "share": told.slowest_share}
+
+
+def test_a_rank_that_computes_longer_is_a_straggler(tmp_path: Path) -> None:
+    parts = delayed(tmp_path, late_forward="rank == 1")
+    assert parts["straggler"] >= MOST
+    assert parts["rank"] == 1 and parts["share"] > 0.9
+
+
+def test_data_that_comes_late_to_one_rank_or_to_all(tmp_path: Path) -> None:
+    parts = delayed(tmp_path, late_data="rank == 1")
+    assert parts["data"] >= MOST
+    assert parts["rank"] == 1 and parts["share"] > 0.9
+    assert delayed(tmp_path, late_data="True")["data"] >= MOST
+
+
+def test_an_exchange_that_takes_longer(tmp_path: Path) -> None:
+    for late in ("True", "rank == 1"):
+        parts = delayed(tmp_path, late_hook=late)
+        assert parts["comm"] >= MOST
+
+
+def test_gradients_that_a_script_exchanges_itself(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        dist.init_process_group("gloo")
+        for x, y in DataLoader(data, batch_size=2):
+            loss = mse_loss(model(x), y)
+            if rank == 1:
+                time.sleep(0.05)
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= world
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.destroy_process_group()
+        """,
+        2,
+    )
+    told = found.timing()
+    assert told.parts is not None
+    assert told.parts["straggler"] >= MOST
+    assert told.slowest_rank == 1
+    assert found.samples(1) == [2] * 20
+
+
+def test_sharded_parameters(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("gloo")
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in DataLoader(data, batch_size=4):
+            if rank == 1:
+                time.sleep(0.05)
+            mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.destroy_process_group()
+        """,
+        2,
+    )
+    assert found.samples(0) == found.samples(1) == [4] * 10
+    told = found.timing()
+    assert told.parts is not None and told.slowest_rank == 1
+    assert told.parts["straggler"] >= MOST
+
+
+def test_ranks_that_never_meet(tmp_path: Path) -> None:
+    script = """
+        for epoch in range(20):
+            for x, y in DataLoader(data, batch_size=8):
+                train(x, y)
+        """
+    found = run(tmp_path, script, 2, ALLRANKS_MEASURE="20")
+    told = found.timing()
+    assert told.ranks == 2 and told.slowest_rank is None
+    assert len(found.steps(0)) < 100
+
+
+# As a user starts it.
+
+SCRIPT = """
+import atexit, json, os, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+data = TensorDataset(torch.randn(640, 64), torch.randn(640, 1))
+model = DistributedDataParallel(torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)))
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
+ends = []
+watch = f"watch-{os.environ['RANK']}.json"
+atexit.register(lambda: open(watch, "w").write(json.dumps(ends)))
+optimizer.register_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+for epoch in range(100_000):
+    for x, y in loader:
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_measurement_ends_the_script_after_the_same_step_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ran = run_allranks(
+        *("run", "--layout", "1x2", "--", sys.executable, "train.py"),
+        cwd=tmp_path,
+        env={"ALLRANKS_MEASURE": "30"},
+        timeout=100,
+    )
+    [folder] = list_runs(tmp_path / "runs")
+    logs = [folder.log(0, rank).read_text() for rank in range(2)]
+    assert ran.returncode == 0, ran.stderr + "".join(logs)
+    assert not any("allranks" in log for log in logs)
+    found = timing(folder)
+    assert found is not None and found.ranks == 2
+    assert found.num_steps >= 30
+    ends = [json.loads((tmp_path / f"watch-{rank}.json").read_text()) for rank in range(2)]
+    assert len(ends[0]) == len(ends[1]) == found.last_step
+    watch = ends[0][found.last_step - 1] - ends[0][found.first_step - 2]
+    expected = 2 * 16 * found.num_steps / watch
+    assert found.samples_per_second == pytest.approx(expected, rel=0.03)
+    assert found.parts is not None
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+
+
+LIGHTNING = """
+import torch, lightning as L
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+    def training_step(self, batch, index):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+    def validation_step(self, batch, index):
+        self.log("loss", self.training_step(batch, index))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+trainer = L.Trainer(max_steps=20, accumulate_grad_batches=2, accelerator="cpu", devices=1,
+                    logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Module(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=32))
+"""
+
+
+def test_lightning(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    ran = run_allranks(
+        *("run", "--layout", "1x1", "--", sys.executable, "train.py"), cwd=tmp_path, timeout=100
+    )
+    [folder] = list_runs(tmp_path / "runs")
+    assert ran.returncode == 0, ran.stderr
+    found = Recorded(RunDir(folder.path), [0])
+    assert "allranks" not in found.log()
+    assert found.samples() == [8] * 20
+    assert all(event["forward"] and event["backward"] for event in found.steps())

@@ -1,0 +1,123 @@
+"""`run_script`: a training script on ranks that record it, without starting Python anew.
+
+The ranks come from a server that has torch imported already, and begin with the probe as a rank
+does that `allranks run` starts; so a script takes a second and not ten.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.events import read_events
+from allranks.processes import die_with_parent
+from allranks.rundir import RunDir
+from allranks.timing import Timing, timing
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a script's ranks have left behind."""
+
+    run: RunDir
+    exits: list[int | None]
+
+    def events(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.run.events(0, rank)) if e["event"] == kind]
+
+    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
+        return self.events("step", rank)
+
+    def samples(self, rank: int = 0) -> list[int]:
+        return [event["samples"] for event in self.steps(rank)]
+
+    def log(self, rank: int = 0) -> str:
+        return self.run.log(0, rank).read_text()
+
+    def said(self, word: str, rank: int = 0) -> list[str]:
+        """What the script printed behind a word, line by line."""
+        lines = [line.split(maxsplit=1) for line in self.log(rank).splitlines()]
+        return [line[1] for line in lines if len(line) == 2 and line[0] == word]
+
+    def timing(self) -> Timing:
+        found = timing(self.run)
+        assert found is not None, self.log()
+        return found
+
+
+def run_script(
+    tmp_path: Path,
+    text: str,
+    num_ranks: int = 1,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 40,
+) -> Recorded:
+    """Run a script on ranks; none of them outlives the call."""
+    folder = tmp_path / f"script-{time.time_ns()}"
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(text))
+    run = RunDir(folder)
+    run.attempt(0).mkdir(parents=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {
+        "ALLRANKS_RUN_DIR": str(folder),
+        "ALLRANKS_ATTEMPT": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **(env or {}),
+    }
+    ranks = [
+        context.Process(
+            target=_be_rank, args=(script, run.log(0, rank), {**given, "RANK": str(rank)})
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + timeout
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+        return Recorded(run, [process.exitcode for process in ranks])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _be_rank(script: Path, log: Path, env: dict[str, str]) -> None:
+    """In the rank's process."""
+    import torch
+
+    from allranks.probe.start import start
+
+    die_with_parent()
+    os.environ.update(env)
+    os.chdir(script.parent)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text streams
+    torch.set_num_threads(1)
+    start()
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,212 @@
+"""Marks along a step are read as phases that sum to it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.timeline import (
+    AFTER,
+    BACKWARD,
+    DATA,
+    END,
+    FORWARD,
+    MAX_WAITS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    WAIT,
+    Mark,
+    Timeline,
+    phases,
+)
+
+LABELS = [DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER, AFTER]
+
+
+def step(*labels: str, seconds: float = 1.0) -> dict[str, Any]:
+    """The phases of a step in which each label lasts as long."""
+    return phases([Mark(label, n * seconds) for n, label in enumerate([*labels, END])])
+
+
+def of(fields: dict[str, Any]) -> dict[str, float]:
+    return {name: fields[name] for name in PHASES if fields[name]}
+
+
+marks = st.lists(st.tuples(st.sampled_from(LABELS), st.floats(0, 10)), min_size=1, max_size=60).map(
+    lambda drawn: [
+        Mark(label, at)
+        for label, at in zip(
+            [*(label for label, _ in drawn), END],
+            itertools.accumulate((took for _, took in drawn), initial=0.0),
+            strict=True,
+        )
+    ]
+)
+
+
+@given(marks)
+def test_phases_sum_to_the_step(step_marks: list[Mark]) -> None:
+    fields = phases(step_marks)
+    took = step_marks[-1].seconds - step_marks[0].seconds
+    assert fields["seconds"] == pytest.approx(took, abs=1e-6)
+    assert sum(fields[name] for name in PHASES) == pytest.approx(fields["seconds"], abs=1e-5)
+    assert all(fields[name] >= 0 for name in PHASES)
+
+
+@given(marks)
+def test_waits_sum_to_the_wait(step_marks: list[Mark]) -> None:
+    fields = phases(step_marks)
+    if "waits" in fields:
+        assert sum(fields["waits"]) == pytest.approx(fields[WAIT], abs=1e-5)
+        assert 1 < len(fields["waits"]) <= MAX_WAITS
+    assert ("arrive" in fields) == any(
+        mark.label == WAIT or (mark.label == AFTER and following.label == WAIT)
+        for mark, following in itertools.pairwise(step_marks)
+    )
+
+
+def test_a_plain_step() -> None:
+    found = step(OTHER, DATA, FORWARD, BACKWARD, AFTER, OPTIMIZER)
+    # Between backward and update gradients are clipped: that is part of the update.
+    assert of(found) == {OTHER: 1, DATA: 1, FORWARD: 1, BACKWARD: 1, OPTIMIZER: 2}
+    assert "arrive" not in found and "waits" not in found
+
+
+def test_a_script_without_a_loader_computes_from_the_end_of_its_last_step() -> None:
+    assert of(step(OTHER, BACKWARD, AFTER, OPTIMIZER)) == {FORWARD: 1, BACKWARD: 1, OPTIMIZER: 2}
+
+
+def test_between_micro_batches_the_forward_pass_runs() -> None:
+    found = step(DATA, FORWARD, BACKWARD, AFTER, BACKWARD, AFTER, OPTIMIZER)
+    assert of(found) == {DATA: 1, FORWARD: 2, BACKWARD: 2, OPTIMIZER: 2}
+
+
+def test_between_micro_batches_of_a_loader_the_rest_is_other() -> None:
+    found = step(DATA, FORWARD, BACKWARD, AFTER, DATA, FORWARD, BACKWARD, AFTER, OPTIMIZER)
+    assert of(found) == {DATA: 2, FORWARD: 2, BACKWARD: 2, OTHER: 1, OPTIMIZER: 2}
+
+
+def test_a_closure_s_update_follows_its_backward_pass() -> None:
+    assert of(step(DATA, FORWARD, BACKWARD, AFTER))[OPTIMIZER] == 1
+
+
+def test_preparing_an_exchange_belongs_to_it() -> None:
+    found = step(FORWARD, BACKWARD, WAIT, AFTER, WAIT, AFTER, OPTIMIZER)
+    assert of(found) == {FORWARD: 1, BACKWARD: 1, WAIT: 3, OPTIMIZER: 2}
+    assert "waits" not in found  # one exchange
+
+
+def test_the_exchanges_of_one_backward_pass_are_one() -> None:
+    found = step(FORWARD, BACKWARD, WAIT, BACKWARD, WAIT, BACKWARD, WAIT, AFTER, OPTIMIZER)
+    assert found[WAIT] == 3
+    assert "waits" not in found
+
+
+def test_exchanges_of_two_passes_are_two() -> None:
+    found = step(WAIT, FORWARD, BACKWARD, WAIT, AFTER, OPTIMIZER)
+    assert found["waits"] == [1, 1]
+    assert step(BACKWARD, WAIT, AFTER, BACKWARD, WAIT, AFTER)["waits"] == [1, 1]
+
+
+def test_arrive_is_when_the_longest_wait_began() -> None:
+    told = [Mark(WAIT, 0.0), Mark(FORWARD, 1.0), Mark(WAIT, 2.0), Mark(OTHER, 7.0), Mark(END, 8.0)]
+    assert phases(told, unix=100.0)["arrive"] == 102.0
+
+
+def test_too_many_waits_are_known_as_a_sum() -> None:
+    many = [WAIT, FORWARD] * (MAX_WAITS + 1)
+    found = step(*many)
+    assert found[WAIT] == MAX_WAITS + 1
+    assert "waits" not in found
+
+
+def test_steps_follow_each_other_without_a_gap() -> None:
+    timeline = Timeline()
+    timeline.mark(DATA)
+    began = time.perf_counter()
+    took = []
+    for _ in range(20):
+        timeline.mark(FORWARD)
+        timeline.mark(BACKWARD)
+        took.append(timeline.close().value()["seconds"])
+    assert sum(took) == pytest.approx(time.perf_counter() - began, abs=0.02)
+    assert timeline.label == OTHER
+
+
+def test_the_first_step_begins_with_its_first_mark() -> None:
+    timeline = Timeline()
+    time.sleep(0.05)
+    timeline.mark(FORWARD)
+    assert timeline.close().value()["seconds"] < 0.04
+
+
+def test_what_came_before_a_restart_belongs_to_no_step() -> None:
+    timeline = Timeline()
+    timeline.mark(DATA)
+    timeline.mark(FORWARD)
+    timeline.restart()
+    timeline.mark(BACKWARD)
+    found = timeline.close().value()
+    assert found[DATA] == 0
+
+
+def test_only_one_thread_trains() -> None:
+    timeline = Timeline()
+    told: list[bool] = []
+    other = threading.Thread(target=lambda: told.append(timeline.is_mine()))
+    other.start()
+    other.join()
+    assert timeline.is_mine() and told == [False]
+
+
+@dataclass
+class FakeEvent:
+    """A device that is behind its host."""
+
+    at: float  # seconds
+    passed: bool = False
+    waited: int = 0
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        self.passed = True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_device_s_phases_are_times_of_the_device() -> None:
+    events = [FakeEvent(0.0), FakeEvent(2.0), FakeEvent(7.0)]
+    timeline = Timeline()
+    timeline.record_event = iter(events).__next__
+    timeline.mark(FORWARD)
+    timeline.mark(BACKWARD)
+    closed = timeline.close()
+    assert not closed.ready()
+    events[-1].passed = True
+    assert closed.ready()
+    found = closed.value()
+    assert (found[FORWARD], found[BACKWARD], found["seconds"]) == (2.0, 5.0, 7.0)
+    assert not any(event.waited for event in events)
+
+
+def test_a_device_is_waited_for_only_when_the_value_is_asked_for() -> None:
+    events = [FakeEvent(0.0), FakeEvent(1.0)]
+    timeline = Timeline()
+    timeline.record_event = iter(events).__next__
+    timeline.mark(FORWARD)
+    closed = timeline.close()
+    assert events[-1].waited == 0
+    assert closed.value()["seconds"] == 1.0
+    assert events[-1].waited == 1
