@@ -7,6 +7,7 @@ from pathlib import Path
 
 from allranks import timeline
 from allranks.probe import hooks
+from allranks.probe.profile import profile_if_asked
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import Surroundings
 from allranks.probe.window import Window
@@ -27,3 +28,4 @@ def start() -> None:
     Surroundings(recorder, env).begin_with_steps()
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
+    profile_if_asked(recorder, env)

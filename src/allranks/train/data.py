@@ -106,6 +106,7 @@ class TrainingData:
                 f"the training data of {type(task).__name__} has no sample",
                 fix="check the paths and options of the task's data",
             )
+        self.dataset = dataset
         self.cut = cut
         self.seed = seed
         self.device = device
@@ -120,6 +121,11 @@ class TrainingData:
         self._loader_options = loader_options(num_workers, prefetch, device)
         self._loader_options["collate_fn"] = self._samples.collate
         self.num_workers = num_workers
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether batches are fetched whole, with no loader in between."""
+        return self._fetch is not None
 
     @property
     def steps_per_epoch(self) -> int:
