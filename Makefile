@@ -32,7 +32,7 @@ test: lint
 	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(PYTEST)
+	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST)
 
 lint: $(DEV)
 	@$(BIN)/python -m ruff check

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.commandline import Allranks, run_allranks
@@ -28,12 +29,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers: one waits for SLURM most of the time, and the other has the CPUs."""
-    for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-    # First what takes longest: the other worker does the rest meanwhile.
+    """First what takes longest: the other workers do the rest meanwhile."""
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of the workers, one waits for SLURM most of the time, and the others have the CPUs.
+
+    pytest-xdist's own groups (3.8) are not seen by pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "slurm" if path.startswith("tests/slurm/") else path
+
+    return FileByFile(config, log)
 
 
 @pytest.fixture
