@@ -31,6 +31,7 @@ class Recorder:
         self.counter = SampleCounter()
         self.guarded = _Guard(self)
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
+        self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script is to end here
         self._log: EventLog | None = None
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose steps are counted
@@ -46,6 +47,9 @@ class Recorder:
             if not (dist.is_available() and dist.is_initialized()):
                 return False
             self._has_peers = dist.get_world_size() > 1
+            if self._has_peers:
+                for call in self.at_meeting:
+                    call()
         return self._has_peers
 
     def stepped(self, optimizer: Any) -> None:
@@ -65,12 +69,18 @@ class Recorder:
             "t": time.time(),
             "event": "step",
             "step": self.step,
-            "phases": self.timeline.close(),
         }
         if self.counter.training is not None:
             event["epoch"] = self.counter.training.epoch
         event["samples"] = self.counter.take()
-        self._write(event)
+        log = self._log if self._log is not None else self._open()
+        if self.counter.seen:
+            for seen in self.counter.seen:
+                log.write("batch", **seen)
+            self.counter.seen.clear()
+        # Last of all: what the probe itself takes is no part of the step to come.
+        event["phases"] = self.timeline.close()
+        log.append(event)
         if self.at_step:
             for call in list(self.at_step):
                 call(self.step)
@@ -83,15 +93,6 @@ class Recorder:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and parameters[0].is_cuda:
             self.timeline.record_event = record_cuda_event
-
-    def _write(self, event: dict[str, Any]) -> None:
-        if self._log is None:
-            self._log = self._open()
-        if self.counter.seen:
-            for seen in self.counter.seen:
-                self._log.write("batch", **seen)
-            self.counter.seen.clear()
-        self._log.append(event)
 
     def _open(self) -> EventLog:
         """The rank's own file. A script may start its ranks itself: then each knows its number."""
@@ -110,7 +111,8 @@ class Recorder:
             pass  # a disk without locks
         # Not atexit: a rank that the script has started with multiprocessing never comes to it.
         Finalize(None, self.flush, exitpriority=0)
-        return EventLog(path)
+        self._log = EventLog(path)
+        return self._log
 
     def forget(self) -> None:
         """In a forked process: what is recorded is its parent's to write."""
