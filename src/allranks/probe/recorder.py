@@ -17,6 +17,7 @@ from allranks.probe.samples import SampleCounter
 from allranks.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
+MEET_WITHIN = 20  # steps; ranks that have not met by then train each for itself
 
 
 class Recorder:
@@ -45,6 +46,8 @@ class Recorder:
             import torch.distributed as dist
 
             if not (dist.is_available() and dist.is_initialized()):
+                if self.step >= MEET_WITHIN:
+                    self._has_peers = False
                 return False
             self._has_peers = dist.get_world_size() > 1
             if self._has_peers:
