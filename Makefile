@@ -31,7 +31,8 @@ demo: $(PACKAGE)
 test: lint
 	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 	@tests/slurm/cluster.sh install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST)
+	@tests/browser/chromium.sh install
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(PYTEST)
 
 lint: $(DEV)
 	@$(BIN)/python -m ruff check
@@ -57,7 +58,7 @@ $(PACKAGE): $(SETTINGS) | $(BIN)/python
 $(DEV): $(SETTINGS) | $(BIN)/python
 	@echo "installing allranks and its tests' needs into $(VENV): this can take minutes"
 	@$(PIP) install "pip==$(PIP_VERSION)"
-	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits]' --group dev
+	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,report]' --group dev
 	@touch $(PACKAGE) $@
 
 $(BIN)/python:

@@ -21,7 +21,7 @@ from allranks.job_problems import in_words
 
 # The tree's last lines.
 BESIDE = {
-    "tests/": "unit: one process; ranks: real ranks over gloo; slurm: a cluster; gpu: CUDA",
+    "tests/": "unit: one process; ranks: over gloo; slurm: a cluster; browser; gpu: CUDA",
     "benchmarks/": "One runnable file for each claim, and dated results",
     "docs/": "Tutorials, how-to guides, reference, explanation",
     "examples/": "Each with a README, the command and what it prints",
@@ -41,7 +41,10 @@ def help_of(*command: str) -> str:
 
 def commands() -> list[tuple[str, ...]]:
     """The words of every command that there is, in the order of `allranks --help`."""
-    return [(), *((name,) for name in typer.main.get_group(app).commands)]
+    words: list[tuple[str, ...]] = [()]
+    for name, command in typer.main.get_group(app).commands.items():
+        words += [(name,), *((name, each) for each in getattr(command, "commands", {}))]
+    return words
 
 
 def job_keys() -> str:

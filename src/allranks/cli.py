@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks import cli_slurm
+from allranks import cli_bench, cli_bench_data, cli_comm, cli_report, cli_slurm
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -18,6 +18,7 @@ from allranks.cli_words import (
     JobFile,
     LayoutText,
     Overrides,
+    Oversubscribe,
     Resume,
     Runs,
     app,
@@ -29,7 +30,8 @@ from allranks.cli_words import (
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
-__all__ = ["app", "cli_slurm", "main"]  # importing cli_slurm adds its commands to the app
+# Importing these adds their commands to the app.
+__all__ = ["app", "cli_bench", "cli_bench_data", "cli_comm", "cli_report", "cli_slurm", "main"]
 
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[
@@ -38,8 +40,9 @@ Master = Annotated[
 MaxRestarts = Annotated[
     int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
 ]
-Oversubscribe = Annotated[
-    bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
+ProfileSteps = Annotated[
+    int | None,
+    typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
 ]
 Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
@@ -65,10 +68,12 @@ def run(
     master: Master = None,
     max_restarts: MaxRestarts = None,
     oversubscribe: Oversubscribe = False,
+    profile: ProfileSteps = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train a job, or run your own script after `--`, on this machine."""
+    from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
     from allranks.launch.local import Place, run_here
     from allranks.launch.prepare import prepare
@@ -85,7 +90,12 @@ def run(
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
     )
-    outcome = run_here(prepare(request), place, screen)
+    prepared = prepare(request)
+    ask_for_profile(profile)
+    outcome = run_here(prepared, place, screen)
+    if profile is not None:
+        found = show_profile(outcome.run, console)
+        outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
     if outcome.error is not None:
         print_error(outcome.error, as_json=as_json, more=outcome.result)
         raise typer.Exit(outcome.exit_code)

@@ -22,6 +22,7 @@ from allranks.cli_words import (
 )
 
 if TYPE_CHECKING:
+    from allranks.launch.cluster.ladder import Ladder
     from allranks.launch.cluster.sbatch import Racer
     from allranks.launch.cluster.submit import Submitted
 
@@ -64,6 +65,14 @@ def submit(
     overrides: Overrides = None,
     layout: LayoutText = None,
     race: Race = None,
+    ladder: Annotated[
+        str | None,
+        typer.Option(metavar="LAYOUTS", help="Climb these while it pays, e.g. 1x1,1x2,2x2."),
+    ] = None,
+    min_efficiency: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of --ladder: what a layout must reach.")
+    ] = 0.85,
+    steps: Annotated[int, typer.Option(min=1, help="Of --ladder: steps to measure.")] = 200,
     dry_run: DryRun = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -74,13 +83,31 @@ def submit(
     from allranks.launch.cluster.sbatch import racers_of
     from allranks.launch.prepare import prepare
 
-    rivals, first = read_layouts(race, layout)
+    climb = read_ladder(ladder, race, layout, min_efficiency=min_efficiency, steps=steps)
+    rivals, first = read_layouts(race, climb.rung if climb else layout)
     prepared = prepare(typed_request(job, overrides, layout=first, runs=runs))
     racers = racers_of(prepared.job, rivals)
     if dry_run:
         show_draft(sending.draft(prepared, racers), as_json=as_json)
         return
-    show_submitted(sending.submit(prepared, racers), as_json=as_json)
+    show_submitted(sending.submit(prepared, racers, climb), as_json=as_json)
+
+
+def read_ladder(
+    ladder: str | None, race: str | None, layout: str | None, **options: Any
+) -> Ladder | None:
+    """The layouts to climb, if any."""
+    from allranks.errors import AllranksError
+    from allranks.launch.cluster import ladder as ladders
+    from allranks.launch.cluster.sbatch import parse_race
+
+    if ladder is None:
+        return None
+    if race is not None or layout is not None:
+        raise AllranksError(
+            "--ladder is given with --race or --layout", fix=f"write --ladder {ladder} alone"
+        )
+    return ladders.of([racer.layout for racer in parse_race(ladder)], **options)
 
 
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:

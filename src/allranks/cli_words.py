@@ -34,7 +34,14 @@ Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
+Oversubscribe = Annotated[
+    bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
+]
 Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+OwnPrice = Annotated[
+    list[str] | None,
+    typer.Option("--price", metavar="GPU=DOLLARS", help="Per hour, such as h100=2.5; cpu=0.05."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from allranks.events import read_events, read_last_events
 from allranks.rundir import RunDir
+from allranks.timing import timing
 
 
 def result(run: RunDir) -> dict[str, Any]:
@@ -18,6 +19,9 @@ def result(run: RunDir) -> dict[str, Any]:
     steps = end.get("step", step.get("step", start.get("step")))
     loss = _last_loss(run, attempts, steps)
     metrics = {**({"loss": loss} if loss is not None else {}), **end.get("metrics", {})}
+    pace = end.get("samples_per_second")
+    if pace is None and (measured := timing(run)) is not None and measured.samples:
+        pace = round(measured.samples_per_second, 3)  # of a script, which says nothing itself
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -29,7 +33,7 @@ def result(run: RunDir) -> dict[str, Any]:
         "epochs": end.get("epoch", _epochs(start, steps)),
         "samples": end.get("samples", _samples(start, steps)),
         "seconds": round(sum(_seconds(run, number) for number in attempts), 3),
-        "samples_per_second": end.get("samples_per_second"),
+        "samples_per_second": pace,
         "global_batch": start.get("global_batch"),
         "metrics": metrics,
     }

@@ -51,18 +51,20 @@ class Timing:
 
 
 def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
-    """The measured window of a run's attempt, the last by default; None if it made no step."""
+    """The measured window of a run's attempt, the last by default.
+
+    None unless every rank has made the same two steps at least.
+    """
     attempts = run.attempts()
     if not attempts:
         return None
     number = attempts[-1] if attempt is None else attempt
-    ranks = run.ranks(number)
-    steps: dict[int, dict[int, Event]] = {}
+    steps: dict[int, dict[int, Event]] = {rank: {} for rank in run.ranks(number)}
     window: Event | None = None
-    for rank in ranks:
+    for rank in steps:
         for event in read_events(run.events(number, rank)):
             if event["event"] == "step" and "seconds" in event:
-                steps.setdefault(rank, {})[event["step"]] = event
+                steps[rank][event["step"]] = event
             elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
                 window = event  # of ranks that never meet, each has its own
     return timing_of(steps, window)

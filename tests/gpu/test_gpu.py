@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.commandline import run_allranks
 from tests.faults import losses, newest_weights, same_bits, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -79,3 +80,35 @@ def test_too_many_ranks_are_refused_without_oversubscribe(tmp_path: Path) -> Non
     code, result = start(tmp_path, "--layout", "1x64").wait()
     assert code == 2
     assert "GPU" in result["error"]["what"]
+
+
+def test_a_profile_shows_kernels_copies_and_collectives(tmp_path: Path) -> None:
+    job = ["task=language", "batch_size=16", "steps=60", "compile=false", "--profile", "10"]
+    run = trained(tmp_path, *job, "--layout", "1x2", "--oversubscribe")
+    found = json.loads((run / "profile.json").read_text())
+    assert found["device"] == "cuda"
+    assert [rank["steps"] for rank in found["ranks"]] == [10, 10]
+    assert found["kernels"] and any("HtoD" in copy["name"] for copy in found["copies"])
+    reduces = [one for one in found["collectives_of_a_step"] if one["name"] == "all_reduce"]
+    assert any(one["bytes"] > 100_000 and one["group_size"] == 2 for one in reduces)
+    for rank in found["ranks"]:
+        assert 0 <= rank["hidden_share"] <= 1
+
+
+def test_precisions_side_by_side(tmp_path: Path) -> None:
+    job = ["task=language", "batch_size=16", "--steps", "60", "--repeats", "1", "--json"]
+    outcome = run_allranks("bench", "precision", *job, cwd=tmp_path, timeout=280)
+    assert outcome.returncode == 0, outcome.stderr
+    rows = {row["precision"]: row for row in json.loads(outcome.stdout)["rows"]}
+    assert list(rows) == ["fp32", "tf32", "fp16", "bf16"]
+    assert all(row["memory_of"] == "device" for row in rows.values())
+    assert all(abs(row["loss_difference"]) < 0.2 for row in rows.values())
+
+
+def test_data_are_measured_against_the_step(tmp_path: Path) -> None:
+    job = ["task=language", "--workers", "0,2", "--seconds", "0.5", "--repeats", "1", "--json"]
+    outcome = run_allranks("bench", "data", *job, cwd=tmp_path, timeout=280)
+    assert outcome.returncode == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert found["device"] == "cuda"
+    assert all(row["training_samples_per_second"] > 0 for row in found["rows"])

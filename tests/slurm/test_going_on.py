@@ -200,3 +200,21 @@ def test_a_script_on_a_node_that_slurm_has_lost_is_ended(cluster: Cluster, tmp_p
     assert last < again + 10
     assert max(float(when) for _, when in lines) > again + 12
     sent.allranks("stop", sent.run.name, "--now")
+
+
+@pytest.mark.soak
+def test_a_ladder_is_climbed_and_left_where_it_does_not_pay(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    # A step takes as long on any layout, so that two ranks are half as efficient as one.
+    task = ["task=slow:Slow", "steps=400", "log_every=1"]
+    sent = send(cluster, tmp_path, "--ladder", "1x2,1x1", "--steps", "20", *task)
+    line = sent.wait_for_end(280)
+    assert line["state"] == "finished", sent.log()
+    climbed = sent.run.info()["ladder"]
+    assert list(climbed["speeds"]) == ["1x1", "1x2"]
+    assert climbed["chosen"] == "1x1"
+    layouts = [attempt["layout"] for attempt in sent.run.info()["attempts"]]
+    assert layouts == ["1x1", "1x2", "1x1"]
+    assert sorted(sent.losses()) == list(range(1, 401))
+    assert "% efficient, measured); trains on 1x1" in sent.log()

@@ -20,6 +20,10 @@ TORCH = (
     "launch/rendezvous.py",
     "doctor/preflight.py",
     "doctor/allreduce.py",
+    "measure/comm_ops.py",
+    "measure/comm_ranks.py",
+    "measure/comm_series.py",
+    "measure/comm_world.py",
 )
 # These import torch, or take as long.
 HEAVY = {"torch", "torchvision", "torchaudio", "lightning", "accelerate", "transformers", "sklearn"}

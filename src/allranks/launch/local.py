@@ -51,8 +51,10 @@ class Outcome:
     error: AllranksError | None = None
 
 
-def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
-    """Run a prepared job to its end on this machine."""
+def run_here(
+    prepared: Prepared, place: Place, screen: Screen, signals: Signals | None = None
+) -> Outcome:
+    """Run a prepared job to its end on this machine. `signals`: to see those that came."""
     here = ranks_here(prepared, place)
     prepare.check_supported(prepared.job)
     remarks = prepare.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
@@ -63,7 +65,7 @@ def run_here(prepared: Prepared, place: Place, screen: Screen) -> Outcome:
     if prepared.run is not None and prepared.run.state() == "finished" and not extends:
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
-    signals = Signals()
+    signals = signals or Signals()
     signals.listen()
     with ExitStack() as held:
         if prepared.request.leads:

@@ -20,6 +20,8 @@ from allranks.processes import STOP_SIGNALS, die_with_parent
 from allranks.rundir import RunDir
 from allranks.stage import stage_together
 
+INJECT = Path(__file__).parent.parent / "probe" / "inject"
+
 
 def main() -> None:
     die_with_parent(int(os.environ["ALLRANKS_LAUNCHER"]))
@@ -29,6 +31,7 @@ def main() -> None:
     redirect_output(run.log(attempt, rank))
     command = sys.argv[1:]
     if not command:
+        runpy.run_path(str(INJECT / "sitecustomize.py"))  # as a script's Python does by itself
         # Stop signals stay blocked until the worker can take them.
         sys.argv = ["allranks.train.worker"]
         runpy.run_module("allranks.train.worker", run_name="__main__")
@@ -94,7 +97,7 @@ def stage(command: list[str], env: os._Environ[str]) -> list[str]:
 
 def inject(env: os._Environ[str]) -> None:
     """Have Python, in the user's script, apply the job's settings to torch (see probe/inject)."""
-    folder = str(Path(__file__).parent.parent / "probe" / "inject")
+    folder = str(INJECT)
     earlier = env.get("PYTHONPATH")
     env["PYTHONPATH"] = f"{folder}{os.pathsep}{earlier}" if earlier else folder
 

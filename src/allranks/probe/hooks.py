@@ -56,7 +56,7 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
             try:
                 if recorder.step == 0:
                     hook_tensor_waits(recorder)
-                    if recorder.counter.training is None:
+                    if recorder.counter.training is None and not timeline.is_taken:
                         watch_model(recorder, optimizer)
                 recorder.stepped(optimizer)
                 label = around.pop() if around else OTHER

@@ -66,7 +66,13 @@ class Recorder:
             self._leader = weakref.ref(optimizer)
             self._follow(optimizer)
         self._others.clear()
-        self.step += 1
+        self.step = self.timeline.num_steps + 1
+        if not self.timeline.is_taken:
+            self._write_step()
+        for call in list(self.at_step):
+            call(self.step)
+
+    def _write_step(self) -> None:
         event: dict[str, Any] = {
             "v": SCHEMA_VERSION,
             "t": time.time(),
@@ -76,7 +82,7 @@ class Recorder:
         if self.counter.training is not None:
             event["epoch"] = self.counter.training.epoch
         event["samples"] = self.counter.take()
-        log = self._log if self._log is not None else self._open()
+        log = self._open()
         if self.counter.seen:
             for seen in self.counter.seen:
                 log.write("batch", **seen)
@@ -84,9 +90,6 @@ class Recorder:
         # Last of all: what the probe itself takes is no part of the step to come.
         event["phases"] = self.timeline.close()
         log.append(event)
-        if self.at_step:
-            for call in list(self.at_step):
-                call(self.step)
 
     def _follow(self, optimizer: Any) -> None:
         """The thread and the device of the optimizer are those of the training."""
@@ -99,6 +102,8 @@ class Recorder:
 
     def _open(self) -> EventLog:
         """The rank's own file. A script may start its ranks itself: then each knows its number."""
+        if self._log is not None:
+            return self._log
         if self.has_peers():
             import torch.distributed as dist
 
@@ -126,8 +131,8 @@ class Recorder:
 
     def write(self, event: str, **fields: Any) -> None:
         """An event of another part of the probe; only once the script has made a step."""
-        if self._log is not None:
-            self._log.write(event, **fields)
+        if self.step > 0:
+            self._open().write(event, **fields)
 
     def flush(self) -> None:
         if self._log is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from allranks import timeline
 from allranks.probe import hooks
+from allranks.probe.profile import profile_if_asked
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import Surroundings
 from allranks.probe.window import Window
@@ -20,8 +22,10 @@ def start() -> None:
         return
     attempt = Path(env["ALLRANKS_RUN_DIR"]) / "attempts" / env["ALLRANKS_ATTEMPT"]
     recorder = Recorder(attempt, int(env["RANK"]))
+    timeline.current = recorder.timeline
     hooks.install(recorder)
     os.register_at_fork(after_in_child=recorder.forget)
     Surroundings(recorder, env).begin_with_steps()
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
+    profile_if_asked(recorder, env)

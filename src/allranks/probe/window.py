@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -36,6 +37,7 @@ class Window:
         self.num_steps = num_steps
         self.last_step: int | None = None
         self._ends: list[float] = []
+        self._is_leaving = False
         recorder.at_step.append(self.at_step)
         recorder.at_meeting.append(self.at_meeting)
 
@@ -44,7 +46,7 @@ class Window:
         leads = self.recorder.rank == 0 or not self.recorder.has_peers()
         if leads and self.last_step is None:
             self._decide(step)
-        if self.last_step is not None and step >= self.last_step:
+        if self.last_step is not None and step >= self.last_step and not self._is_leaving:
             self.recorder.leave = self._leave
 
     def _decide(self, step: int) -> None:
@@ -84,6 +86,10 @@ class Window:
     def _leave(self) -> None:
         """As if the script had called sys.exit(): what it cleans up, it cleans up."""
         recorder = self.recorder
+        if recorder.timeline.is_taken:  # by a loop that knows how to stop, on all ranks together
+            recorder.leave, self._is_leaving = None, True
+            os.kill(os.getpid(), signal.SIGUSR2)
+            return
         if recorder.is_on:
             recorder.is_on = False
             recorder.flush()

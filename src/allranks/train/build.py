@@ -102,10 +102,7 @@ def gloo_group(job: Job) -> dist.ProcessGroup:
 def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     """Everything the loop needs, restored from a checkpoint if there is one. Collective."""
     settle_vector_math()
-    task = load_task(job)
-    if job.data.stage == "local":
-        copies = own_folder()
-        task.stage(lambda path: local_copy(path, copies))
+    task = load_staged_task(job)
     seed_everything(job.seed)
     datasets = task.datasets()
     data = training_data(me, job, task, datasets["train"], device)
@@ -150,6 +147,15 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
     log.write("start", **describe(me, training, precision, compiled))
     warm_up(training)
     return training
+
+
+def load_staged_task(job: Job) -> Task:
+    """The job's task, its data on this node's own disk if that is asked for."""
+    task = load_task(job)
+    if job.data.stage == "local":
+        copies = own_folder()
+        task.stage(lambda path: local_copy(path, copies))
+    return task
 
 
 def settle_vector_math() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from allranks import timeline
 from allranks.errors import AllranksError
 from allranks.processes import die_with_parent
 from allranks.tasks import Task
@@ -105,6 +106,7 @@ class TrainingData:
                 f"the training data of {type(task).__name__} has no sample",
                 fix="check the paths and options of the task's data",
             )
+        self.dataset = dataset
         self.cut = cut
         self.seed = seed
         self.device = device
@@ -119,6 +121,11 @@ class TrainingData:
         self._loader_options = loader_options(num_workers, prefetch, device)
         self._loader_options["collate_fn"] = self._samples.collate
         self.num_workers = num_workers
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether batches are fetched whole, with no loader in between."""
+        return self._fetch is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -165,7 +172,9 @@ class TrainingData:
         self, fetched: Iterator[Any], pieces: list[tuple[int, int]], weight: float
     ) -> Iterator[MicroBatch]:
         for low, high in pieces:
+            timeline.mark(timeline.DATA)
             inputs, targets = next(fetched)
+            timeline.mark(timeline.FORWARD)
             if high > low:
                 yield MicroBatch(inputs, targets, self._sample_weights(high - low, weight))
             else:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from allranks import timeline
 from allranks.events import SCHEMA_VERSION, EventLog
 from allranks.train.data import Batch, Progress
 
@@ -28,19 +29,19 @@ class Meter:
         self.world_size = dist.get_world_size()
         self.step_seconds = 0.0  # summed over this attempt
         self._waiting: list[tuple[_LateLoss, Tensor]] = []
-        self._last = time.perf_counter()
+        self._has_phases = timeline.current is not None
+        self._timeline = timeline.take()
 
     def wants_loss(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.last_step
 
     def begin_step(self) -> None:
         """Start the clock of a step here if anything else was done since the last one."""
-        self._last = time.perf_counter()
+        self._timeline.restart()
 
     def end_step(self, progress: Progress, batch: Batch, loss: Tensor | None) -> None:
-        now = time.perf_counter()
-        seconds = now - self._last
-        self._last = now
+        step = self._timeline.close()
+        seconds = step.host_seconds
         self.step_seconds += seconds
         event: dict[str, Any] = {
             "v": SCHEMA_VERSION,
@@ -51,6 +52,8 @@ class Meter:
             "samples": batch.num_samples,
             "seconds": round(seconds, 7),
         }
+        if self._has_phases:
+            event["phases"] = step
         if loss is not None:
             late = _LateLoss()
             self._waiting.append((late, loss))

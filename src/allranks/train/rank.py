@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 import traceback
@@ -10,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import allranks
+from allranks import timeline
 from allranks.errors import AllranksError
 from allranks.events import EventLog
 from allranks.job import load_job
@@ -23,6 +26,7 @@ from allranks.train.loop import PeerFailure, Training, train
 
 def run() -> None:
     """Train, say how it ended, and exit."""
+    timeline.take()  # the optimizer's step that only makes its state is none of the training
     me = Rank.from_environment()
     log = EventLog(me.run.events(me.attempt, me.rank))
     try:
@@ -83,4 +87,13 @@ def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:
         "seconds": round(seconds, 6),
         "samples_per_second": trained / t.meter.step_seconds if t.meter.step_seconds else 0.0,
         "metrics": metrics,
+        **memory_peaks(t),
     }
+
+
+def memory_peaks(t: Training) -> dict[str, int]:
+    """The most bytes that this rank has had, of its GPU and of the host."""
+    peaks = {"host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if t.device.type == "cuda":
+        peaks["memory_peak"] = torch.cuda.max_memory_allocated(t.device)
+    return peaks

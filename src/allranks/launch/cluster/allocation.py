@@ -25,7 +25,7 @@ from allranks import claims
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.launch import prepare
-from allranks.launch.cluster import checks, slurm, submit
+from allranks.launch.cluster import checks, ladder, slurm, submit
 from allranks.launch.cluster.held import Held, give_up
 from allranks.launch.cluster.inside import (
     Place,
@@ -38,9 +38,11 @@ from allranks.launch.cluster.inside import (
 from allranks.launch.cluster.relay import Relay
 from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
+from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
 
+MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
 PREFLIGHT_SECONDS = 25
 STEP_TRIES = 3  # srun fails at once where the controller is deaf
 
@@ -114,6 +116,14 @@ def is_stopped(run: RunDir, job: str) -> bool:
     return True
 
 
+def rung_words(climbed: ladder.Ladder, layout: str) -> str:
+    speed, efficiency = climbed.speeds[layout], climbed.efficiency(layout)
+    said = f"ladder: {layout} makes {speed:,.1f} samples/s ({efficiency:.0%} efficient, measured)"
+    return f"{said}; " + (
+        f"trains on {climbed.chosen}" if climbed.chosen else f"next is {climbed.rung}"
+    )
+
+
 class Allocation(Held):
     """A job that trains a run, from its first second."""
 
@@ -137,6 +147,21 @@ class Allocation(Held):
         self._check_progress()
         if self._leave_failed_nodes() or not self._preflight():
             return 0
+        prepared, code = self._train()
+        climbed = ladder.measured(self.run, str(self.racer.layout))
+        if climbed is not None and not self.signals:
+            say(rung_words(climbed, str(self.racer.layout)))
+            if climbed.rung != str(self.racer.layout):
+                return self._climb(Racer(Layout.parse(climbed.rung), self.racer.gpu))
+            prepared, code = self._train()  # the best is where it is
+        return self._what_next(prepared, code)
+
+    def _train(self) -> tuple[Prepared, int]:
+        """An attempt; how it was prepared, and the code with which srun ended."""
+        climbing = ladder.read(self.run)
+        os.environ.pop(MEASURE, None)
+        if climbing is not None and climbing.chosen is None:
+            os.environ[MEASURE] = str(climbing.steps)
         prepared = self._open()
         for _ in range(STEP_TRIES):
             command = step_command(self.job, self.place, prepared, self.claim)
@@ -144,13 +169,23 @@ class Allocation(Held):
             if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
                 break
             say(f"srun ended with code {code} before any rank had begun: once more")
-        return self._what_next(prepared, code)
+        return prepared, code
+
+    def _climb(self, racer: Racer) -> int:
+        """Go on in another layout."""
+        self.run.update_info(lambda info: info.update(queued=True, layout=str(racer)))
+        if self._resubmit(f"climbs to {racer}", racer):
+            return 0
+        give_up(self.run, f"no job could be sent for {racer}: {self.last_words()}")
+        return 1
 
     def _is_finished(self) -> bool:
         info, begun = self.run.info(), self.run.attempts()
         opened = [one["attempt"] for one in info.get("attempts", [])]
         if not begun or max(opened, default=0) > begun[-1]:
             return False  # the last one has not come to anything
+        if ladder.ended_on_rung(self.run):
+            return False  # a script has ended, but only because there was enough to measure
         extends = any(change["key"] != "layout" for change in info.get("changes", []))
         return self.run.ended_state() == "finished" and not extends
 

@@ -160,8 +160,10 @@ class Held:
         if not self._resubmit("continues"):
             give_up(self.run, f"could be neither requeued nor sent again: {refused}")
 
-    def _resubmit(self, why: str) -> bool:
-        """Send another job that starts when this one has ended."""
+    def _resubmit(self, why: str, racer: Racer | None = None) -> bool:
+        """Send another job that starts when this one has ended, in its layout or another."""
+        racer = racer or self.racer
+        job = submit.with_layout(self.job, racer)
         excluded = ",".join(self.run.info().get("failed_nodes", {}))
         after = f"afterany:{self.place.job}"
         record = {"continues": why, "after": self.place.job}
@@ -172,7 +174,7 @@ class Held:
             "record": record,
         }
         try:
-            job_id = while_silent(lambda: submit.send(self.job, self.racer, self.run, **options))
+            job_id = while_silent(lambda: submit.send(job, racer, self.run, **options))
         except slurm.SlurmError as error:
             say(error.what)
             return False

@@ -18,7 +18,7 @@ from allranks.events import read_events
 from allranks.gpus import find_gpu
 from allranks.job import Job
 from allranks.launch import follow, prepare
-from allranks.launch.cluster import slurm
+from allranks.launch.cluster import ladder, slurm
 from allranks.launch.cluster.reasons import waiting_reason
 from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
@@ -67,8 +67,15 @@ def draft(prepared: Prepared, racers: Sequence[Racer]) -> Draft:
     )
 
 
-def submit(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
-    """Queue a new run, in every layout that was asked for."""
+def submit(
+    prepared: Prepared,
+    racers: Sequence[Racer],
+    climb: ladder.Ladder | None = None,
+) -> Submitted:
+    """Queue a new run, in every layout that was asked for.
+
+    `climb`: what is to become of it, if it is sent in the first of several layouts.
+    """
     slurm.call("sbatch", "--version")  # before a folder is made for a job that cannot be sent
     racers, remarks = resolve_types(racers, prepared.job)
     draft(prepared, racers)  # raises before anything is written
@@ -80,6 +87,8 @@ def submit(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
         info |= {"backend": "slurm", "layout": ",".join(str(racer) for racer in racers)}
 
     run.update_info(describe)
+    if climb is not None:
+        ladder.write(run, climb)
     done = send_all(prepared.job, racers, run, claim=0)
     done.remarks = [*remarks, *done.remarks, *hopeless(done.jobs)]
     return done

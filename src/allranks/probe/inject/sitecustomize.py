@@ -104,4 +104,5 @@ if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch._dynamo.trace_rules"] = hide_probe
 if steps:
     sys.meta_path.insert(0, AfterImport(steps))
-run_hidden_sitecustomize()
+if __name__ == "sitecustomize":
+    run_hidden_sitecustomize()

@@ -1,0 +1,197 @@
+"""The commands that measure: bench scaling, comm, data, precision."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from allranks.cli_words import (
+    AsJson,
+    Debug,
+    JobFile,
+    Overrides,
+    OwnPrice,
+    Runs,
+    app,
+    typed_request,
+)
+
+if TYPE_CHECKING:
+    from allranks.launch.prepare import Prepared
+    from allranks.layout import Layout
+    from allranks.measure.scaling import Repeat
+    from allranks.rundir import RunDir
+
+bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Backend = Annotated[
+    Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
+]
+
+
+@bench.command()
+def scaling(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        str, typer.Option(metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4.")
+    ] = "1x1,1x2",
+    steps: Annotated[str, typer.Option(help="Steps to measure once they are steady, or all.")] = (
+        "200"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each layout.")] = 3,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
+    ] = False,
+    backend: Backend = "local",
+    price: OwnPrice = None,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a job, or your own script after `--`, on several layouts."""
+    from allranks.errors import AllranksError
+    from allranks.events import to_json
+    from allranks.measure import scaling as measured
+    from allranks.measure import scaling_screen
+    from allranks.measure.plan_runs import PlannedRun, plan_runs
+
+    def prepare_one(wanted: PlannedRun) -> Prepared:
+        from allranks.launch.prepare import prepare
+
+        typed = [*(overrides or []), *wanted.overrides]
+        return prepare(typed_request(job, typed, layout=str(wanted.layout), runs=runs))
+
+    plan = plan_runs(layouts, steps=steps, repeats=repeats, weak=weak)
+    # Everything that can be refused is refused before anything runs.
+    plan = plan.for_job(prepare_one(plan.runs[0]).job)
+    prepared = [prepare_one(wanted) for wanted in plan.runs]
+    screen = scaling_screen.Progress(as_json=as_json, total=len(prepared))
+    done: list[Repeat] = []
+    if backend == "slurm":
+        done = measure_in_slurm(prepared, plan.bench, screen)
+    else:
+        done = measure_here(prepared, plan.bench, screen)
+    found = measured.as_json(
+        measured.rows_of(done), price=price_of(done, runs, price or []), more={"steps": steps}
+    )
+    if as_json:
+        print(to_json(found))
+    else:
+        scaling_screen.show(screen.console, found)
+    if any(row["problem"] for row in found["rows"]):
+        failed = next(row for row in found["rows"] if row["problem"])
+        if not as_json:
+            print(f"error: {failed['layout']}: {failed['problem']}", file=sys.stderr)
+        raise typer.Exit(1)
+    if not done:
+        raise AllranksError("nothing was measured", fix="let it run longer", exit_code=1)
+
+
+def measure_here(
+    prepared: list[Prepared], bench_record: dict[str, Any], screen: Any
+) -> list[Repeat]:
+    """Run after run on this machine; what was measured before a Ctrl-C is kept."""
+    from allranks.errors import AllranksError
+    from allranks.launch.local import Place, Signals, run_here
+    from allranks.launch.prepare import check_machine
+    from allranks.launch.screen import Screen
+
+    for one in prepared:
+        check_machine(one.layout, here=one.layout.ranks, oversubscribe=False)
+    done: list[Repeat] = []
+    for one in prepared:
+        signals = Signals()
+        quiet = Screen(screen.console, echo=False)
+        quiet.mute()
+        screen.begin(str(one.layout))
+        try:
+            outcome = run_here(one, Place(), quiet, signals)
+        except AllranksError as error:
+            done.append(failed(one.layout, error.what))
+            continue
+        remember(outcome.run, bench_record)
+        done.append(repeat_of(outcome.run, one.layout))
+        screen.end(done[-1])
+        if signals.received:
+            break
+    return done
+
+
+def measure_in_slurm(
+    prepared: list[Prepared], bench_record: dict[str, Any], screen: Any
+) -> list[Repeat]:
+    """All of them into the queue at once, then wait until they have left it."""
+    import time
+
+    from allranks.launch import follow
+    from allranks.launch.cluster import submit
+    from allranks.launch.cluster.sbatch import racers_of
+
+    sent = []
+    for one in prepared:
+        run = submit.submit(one, racers_of(one.job, [])).run
+        remember(run, bench_record)
+        sent.append((run, one.layout))
+        screen.queued(run.name, str(one.layout))
+    done: list[Repeat] = []
+    waiting, pause = list(sent), 2.0
+    while waiting:
+        queue = follow.look_at_queue([run for run, _ in waiting])
+        for run, layout in list(waiting):
+            if follow.describe(run, queue)["state"] not in ("queued", "running"):
+                waiting.remove((run, layout))
+                done.append(repeat_of(run, layout))
+                screen.end(done[-1])
+        time.sleep(pause if waiting else 0)
+        pause = min(30.0, 1.2 * pause)
+    return done
+
+
+def price_of(done: list[Repeat], runs: Path, own: list[str]) -> float | None:
+    """Dollars for an hour of what a rank of these runs computed on."""
+    from allranks.prices import find_price, parse_price
+    from allranks.rundir import RunDir
+
+    for repeat in done:
+        if repeat.timing is not None:
+            hardware = RunDir(runs.absolute() / repeat.run).info().get("hardware", {})
+            gpu: dict[str, Any] = next(iter(hardware.get("gpus") or []), {"name": "CPU"})
+            found = find_price(gpu["name"], gpu.get("memory_bytes"), [*map(parse_price, own)])
+            return found.usd_per_hour if found else None
+    return None
+
+
+def remember(run: RunDir, bench_record: dict[str, Any]) -> None:
+    """Say in the run's folder which benchmark it belongs to."""
+    run.update_info(lambda info: info.update(bench=bench_record))
+
+
+def repeat_of(run: RunDir, layout: Layout) -> Repeat:
+    """What a run of a benchmark has measured, or why it has not."""
+    from allranks.measure.scaling import Repeat
+    from allranks.results import failure, failure_in_words
+    from allranks.timing import timing
+
+    measured = timing(run)
+    broken = failure(run)
+    problem = None
+    if broken is not None:
+        problem = f"{failure_in_words(broken)}: see {broken['log']}"
+    elif measured is None:
+        problem = "no optimizer step was seen on every rank, so there is nothing to measure"
+    elif not measured.samples:
+        problem = "no samples were seen: the batches have no length"
+    start = run.start(max(run.attempts(), default=0)) or {}
+    kept = measured if measured is not None and measured.samples else None
+    return Repeat(run.name, layout, kept, problem, start.get("samples_per_epoch"))
+
+
+def failed(layout: Layout, what: str) -> Repeat:
+    from allranks.measure.scaling import Repeat
+
+    return Repeat("", layout, None, what)

@@ -1,0 +1,183 @@
+"""The commands that measure one layout: bench data, bench precision."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allranks.cli_bench import bench, remember
+from allranks.cli_words import (
+    AsJson,
+    Debug,
+    JobFile,
+    LayoutText,
+    Overrides,
+    Runs,
+    people_console,
+    typed_request,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allranks.launch.local import Outcome
+    from allranks.launch.prepare import Prepared
+    from allranks.measure.precision import Trial
+
+
+@bench.command()
+def data(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Numbers of workers; default: by the CPUs.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of all measurements.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Of a script: steps to measure.")] = 200,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the data: how many loader workers a job needs, and where the ceiling is."""
+    from allranks.events import to_json
+    from allranks.launch.prepare import prepare
+    from allranks.measure import data as measured
+    from allranks.measure import data_screen
+
+    def prepare_with(more: tuple[str, ...]) -> Prepared:
+        return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
+
+    asked = measured.read_workers(workers)
+    is_script = prepare_with(()).job.command is not None
+    if is_script:
+        more: tuple[str, ...] = (f"env.ALLRANKS_MEASURE='{steps}'",)
+    else:
+        more = measured.overrides_of(workers=asked, seconds=seconds, repeats=repeats)
+    console = people_console(as_json)
+    outcome = run_muted(prepare_with(more), console, measured.new_record())
+    found = found_in_script(outcome) if is_script else found_in_task(outcome)
+    if as_json:
+        print(to_json(found))
+    else:
+        data_screen.show(console, found)
+    if outcome.error is not None and not is_script:
+        print(f"error: {outcome.error.what}\n  fix: {outcome.error.fix}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def run_muted(prepared: Prepared, console: Console, record: dict[str, Any]) -> Outcome:
+    """A run of a benchmark on this machine: what it says itself is in its logs."""
+    from allranks.launch.local import Place, run_here
+    from allranks.launch.screen import Screen
+
+    quiet = Screen(console, echo=False)
+    quiet.mute()
+    outcome = run_here(prepared, Place(), quiet)
+    remember(outcome.run, record)
+    return outcome
+
+
+def found_in_task(outcome: Outcome) -> dict[str, Any]:
+    """What was measured, as far as it came; raises what went wrong if it came to nothing."""
+    from allranks.errors import AllranksError
+    from allranks.measure import data as measured
+
+    found = measured.read_found(outcome.run)
+    if found is None:
+        raise outcome.error or AllranksError(
+            "stopped before anything was measured", fix="let it run longer", exit_code=1
+        )
+    return measured.as_json(found, outcome.run)
+
+
+def found_in_script(outcome: Outcome) -> dict[str, Any]:
+    from allranks.errors import AllranksError
+    from allranks.events import read_events
+    from allranks.measure import data as measured
+    from allranks.timing import timing
+
+    run = outcome.run
+    timed = timing(run)
+    if timed is None or not timed.samples:
+        what = "no samples were seen" if timed is not None else "no optimizer step was seen"
+        raise outcome.error or AllranksError(
+            f"{what}, so there is nothing to measure",
+            fix=f"see {run.log(0, 0)}: the script must train, with torch's optimizers and loaders",
+            exit_code=1,
+        )
+    events = read_events(run.events(max(run.attempts()), 0))
+    seen = [event.get("num_workers", 0) for event in events if event["event"] == "device"]
+    return measured.script_as_json(run, timed, max(seen, default=None))
+
+
+@bench.command()
+def precision(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    precisions: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Some of fp32,tf32,fp16,bf16.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of every run.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each precision.")] = 3,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
+    from allranks.events import to_json
+    from allranks.hardware import local_gpus
+    from allranks.launch.prepare import prepare
+    from allranks.measure import precision as measured
+    from allranks.measure import precision_screen
+
+    def prepare_in(wanted: str) -> Prepared:
+        typed = [*(overrides or []), *measured.overrides_of(wanted, steps)]
+        return prepare(typed_request(job, typed, layout=layout, runs=runs))
+
+    names = measured.read_precisions(precisions)
+    measured.check_job(prepare(typed_request(job, overrides, layout=layout, runs=runs)).job)
+    refused = {name: measured.why_unsupported(name, local_gpus()) for name in names}
+    prepared = [(name, prepare_in(name)) for name in names if not refused[name]] * repeats
+    console = people_console(as_json)
+    trials = [measured.Trial(name, problem=why) for name, why in refused.items() if why]
+    trials += run_trials(prepared, console)
+    found = measured.as_json(trials, steps=steps)
+    if as_json:
+        print(to_json(found))
+    else:
+        precision_screen.show(console, found)
+    failed = [trial for trial in trials if trial.problem and not refused[trial.precision]]
+    if failed or not any(row["samples_per_second"] for row in found["rows"]):
+        raise typer.Exit(1)
+
+
+def run_trials(prepared: list[tuple[str, Prepared]], console: Console) -> list[Trial]:
+    """Run after run, round by round; what was measured before a Ctrl-C is kept."""
+    from dataclasses import replace
+
+    from allranks.errors import AllranksError
+    from allranks.measure import precision as measured
+
+    record = measured.new_record()
+    done: list[Trial] = []
+    for name, one in prepared:
+        if any(trial.problem for trial in done if trial.precision == name):
+            continue  # it would fail again
+        try:
+            outcome = run_muted(replace(one), console, record)
+        except AllranksError as error:
+            done.append(measured.Trial(name, problem=error.what))
+            continue
+        done.append(measured.trial_of(outcome.run, name))
+        pace = done[-1].samples_per_second
+        said = done[-1].problem if pace is None else f"{pace:,.1f} samples/s"
+        console.print(f"{name}: {said}  ({outcome.run.name})", style="dim", soft_wrap=True)
+        if outcome.result["state"] == "stopped":
+            break
+    return done

@@ -1,0 +1,165 @@
+"""Which disk files are on, how fast it is read, and how to have the kernel forget them. No torch.
+
+Data read a second time come from memory, the page cache. What a training pays for its first epoch
+shows only once the kernel has been asked to forget the files.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    *("panfs", "orangefs", "wekafs", "afs", "ocfs2", "gfs2", "9p", "virtiofs", "daos"),
+}
+# Of the file systems that a program provides, these are on another machine.
+NETWORK_FUSE = ("sshfs", "s3fs", "gcsfuse", "glusterfs", "ceph", "goofys", "rclone", "blobfuse")
+MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+BLOCK_BYTES = 1 << 20
+PROBES = 64  # places of the files that are looked at for whether they are in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A mounted file system."""
+
+    mount: str
+    kind: str  # as the kernel calls it: ext4, nfs4, lustre
+    source: str = ""
+
+    @property
+    def is_network(self) -> bool:
+        name = self.kind.removeprefix("fuse.")
+        is_fuse = self.kind.startswith("fuse")
+        return self.kind in NETWORK or (is_fuse and name.startswith(NETWORK_FUSE))
+
+    @property
+    def is_memory(self) -> bool:
+        return self.kind in MEMORY
+
+
+def disk_of(path: Path, mountinfo: str | None = None) -> Disk:
+    """The disk that a path is on. `mountinfo`: the text of /proc/self/mountinfo."""
+    if mountinfo is None:
+        mountinfo = MOUNTS.read_text() if MOUNTS.exists() else ""
+    place = Path(os.path.realpath(path))
+    found = Disk("/", "unknown")
+    for line in mountinfo.splitlines():
+        left, dash, right = line.partition(" - ")
+        if not dash:
+            continue
+        mount = _plain(left.split()[4])
+        # Of two on one place the later one hides the earlier.
+        if place.is_relative_to(mount) and len(mount) >= len(found.mount):
+            kind, source, *_ = [*right.split(), ""]
+            found = Disk(mount, kind, _plain(source))
+    return found
+
+
+def _plain(word: str) -> str:
+    r"""The kernel writes a space in a path as \040."""
+    for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
+        word = word.replace(f"\\{code}", character)
+    return word
+
+
+def forget(files: Iterable[Path]) -> None:
+    """Have the kernel drop these files from memory, where nobody has them mapped."""
+    for file in files:
+        with suppress(OSError):
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fdatasync(descriptor)  # what is not written yet is kept
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def cached_share(files: Sequence[Path]) -> float | None:
+    """How much of these files is in memory, by samples; None if the kernel does not say.
+
+    Looking may bring some of it back: `forget` again afterwards.
+    """
+    choose = random.Random(0)
+    sizes = [(file, size) for file in files if (size := _size(file)) > 0]
+    if not sizes:
+        return None
+    chosen = choose.choices(sizes, weights=[size for _, size in sizes], k=PROBES)
+    # The largest place first: what is read ahead is behind it.
+    places = sorted(((file, choose.randrange(size)) for file, size in chosen), reverse=True)
+    answers = [_is_cached(file, place) for file, place in places]
+    known = [answer for answer in answers if answer is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _is_cached(file: Path, place: int) -> bool | None:
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system cannot say
+        return None
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpeed:
+    """One pass over files, or over the beginning of them, block after block."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+def read_speed(files: Sequence[Path], *, max_bytes: int, max_seconds: float) -> ReadSpeed:
+    """Read from the disk itself, up to either limit. What is in memory is forgotten first."""
+    forget(files)
+    block = bytearray(BLOCK_BYTES)
+    num_bytes, started = 0, time.perf_counter()
+    for file in files:
+        with suppress(OSError), file.open("rb", buffering=0) as opened:
+            while count := opened.readinto(block):
+                num_bytes += count
+                if num_bytes >= max_bytes or time.perf_counter() - started >= max_seconds:
+                    return ReadSpeed(num_bytes, time.perf_counter() - started)
+    return ReadSpeed(num_bytes, time.perf_counter() - started)
+
+
+def copy_beginning(files: Sequence[Path], target: Path, *, max_bytes: int) -> int:
+    """Write the first bytes of files into one file, all the way to the disk; how many there were.
+
+    Raises OSError where there is no room.
+    """
+    left = max_bytes
+    with target.open("wb") as copy:
+        for file in files:
+            with file.open("rb", buffering=0) as opened:
+                while left > 0 and (block := opened.read(min(left, BLOCK_BYTES))):
+                    copy.write(block)
+                    left -= len(block)
+        copy.flush()
+        os.fsync(copy.fileno())
+    return max_bytes - left

@@ -1,0 +1,78 @@
+"""Which runs a benchmark of scaling needs, and in what order. No torch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from allranks.errors import AllranksError
+from allranks.job import Job
+from allranks.layout import Layout
+
+ENDLESS_STEPS = 10_000_000  # the probe ends the run long before
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run to be made."""
+
+    layout: Layout
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All runs, round by round: what drifts on the machine drifts for all layouts."""
+
+    runs: tuple[PlannedRun, ...]
+    steps: int | None  # None: to the end
+    weak: bool
+    bench: dict[str, Any] = field(default_factory=dict)  # noted in every run's folder
+
+    def for_job(self, job: Job) -> RunPlan:
+        """The same runs, with what this job must be told to be measured."""
+        overrides: list[str] = []
+        if self.steps is not None:
+            overrides.append(f"env.ALLRANKS_MEASURE='{self.steps}'")
+        if job.command is None:
+            if self.steps is not None:
+                overrides.append(f"steps={ENDLESS_STEPS}")
+            if self.weak:
+                overrides.append(f"batch_size_per_rank={job.batch_size}")
+        elif self.weak:
+            raise AllranksError(
+                "--weak is for tasks: a script decides on its batches itself",
+                fix="leave it out; what the batches were is measured, and said",
+            )
+        runs = tuple(replace(run, overrides=tuple(overrides)) for run in self.runs)
+        return replace(self, runs=runs)
+
+
+def plan_runs(layouts: str, *, steps: str, repeats: int, weak: bool = False) -> RunPlan:
+    """Read what was asked for; a missing layout of one rank is added. Raises AllranksError."""
+    wanted = read_layouts(layouts)
+    if all(layout.ranks > 1 for layout in wanted):
+        wanted.insert(0, Layout(1, 1))
+    runs = tuple(PlannedRun(layout) for _ in range(repeats) for layout in wanted)
+    return RunPlan(runs, read_steps(steps), weak, {"id": secrets.token_hex(4), "kind": "scaling"})
+
+
+def read_layouts(text: str) -> list[Layout]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise AllranksError(f'--layouts "{text}": a layout is missing', fix="write 1x1,1x2,1x4")
+    return sorted_once([Layout.parse(word) for word in words])
+
+
+def sorted_once(layouts: Sequence[Layout]) -> list[Layout]:
+    return sorted(dict.fromkeys(layouts), key=lambda layout: (layout.ranks, layout.nodes))
+
+
+def read_steps(text: str) -> int | None:
+    if text == "all":
+        return None
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise AllranksError(f'--steps "{text}" is no number of steps', fix="write --steps 200, or all")

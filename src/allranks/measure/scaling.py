@@ -1,0 +1,309 @@
+"""How a job's speed grows with its ranks, and what each missing part of it is lost to. No torch.
+
+Everything here is a pure function of measured runs; `bench scaling` makes them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.layout import Layout
+from allranks.spread import spread, t_975
+from allranks.timing import PARTS, Timing
+
+SAME = 0.02  # global batches that differ by less are the same
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One run of one layout; `timing` is None if nothing could be measured, and `problem` why."""
+
+    run: str
+    layout: Layout
+    timing: Timing | None
+    problem: str | None = None
+    samples_per_epoch: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What was measured of one layout. Times in seconds of a step."""
+
+    layout: Layout
+    repeats: list[Repeat]
+    samples_per_second: float = 0.0
+    ci95: tuple[float, float] = (0.0, 0.0)
+    step_seconds: float = 0.0
+    samples_per_step: float = 0.0
+    parts: dict[str, float] | None = None
+    slowest_rank: int | None = None
+    slowest_part: str | None = None
+    steady: bool = False
+    speedup: float | None = None
+    efficiency: float | None = None
+    lost: dict[str, float] = field(default_factory=dict)  # efficiency that each part costs
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @property
+    def problem(self) -> str | None:
+        return next((one.problem for one in self.repeats if one.problem), None)
+
+
+def rows_of(repeats: Sequence[Repeat]) -> list[Row]:
+    """One row for each layout, in order of ranks, compared with the smallest that was measured."""
+    by_layout: dict[Layout, list[Repeat]] = {}
+    for repeat in repeats:
+        by_layout.setdefault(repeat.layout, []).append(repeat)
+    rows = [row_of(layout, those) for layout, those in by_layout.items()]
+    rows.sort(key=lambda row: (row.ranks, row.layout.nodes))
+    base = next((row for row in rows if row.samples_per_second), None)
+    for row in rows:
+        if base is not None and row.samples_per_second:
+            compare(row, base)
+    return rows
+
+
+def row_of(layout: Layout, repeats: list[Repeat]) -> Row:
+    row = Row(layout=layout, repeats=repeats)
+    timings = [one.timing for one in repeats if one.timing is not None]
+    if not timings:
+        return row
+    speeds = [timing.samples_per_second for timing in timings]
+    row.ci95 = spread(speeds, lowest=0.0).ci95 or interval_within(timings[0])
+    # The numbers of one run, so that they fit together: the one in the middle.
+    middle = sorted(timings, key=lambda timing: timing.samples_per_second)[(len(timings) - 1) // 2]
+    row.samples_per_second = middle.samples_per_second
+    row.step_seconds = middle.step_seconds
+    row.samples_per_step = middle.samples / middle.num_steps
+    row.parts = middle.parts
+    row.steady = all(timing.steady for timing in timings)
+    named = [t.slowest_rank for t in timings if t.slowest_rank is not None]
+    if named:
+        row.slowest_rank = statistics.mode(named)
+        those = [t.slowest_part for t in timings if t.slowest_rank == row.slowest_rank]
+        row.slowest_part = statistics.mode(those)
+    return row
+
+
+def interval_within(timing: Timing) -> tuple[float, float]:
+    """95% from the spread of the steps of one run: it cannot know how runs differ."""
+    factor = t_975(timing.num_steps - 1) / math.sqrt(timing.num_steps)
+    error = factor * timing.step_deviation / timing.step_seconds
+    return timing.samples_per_second * max(0.0, 1 - error), timing.samples_per_second * (1 + error)
+
+
+def compare(row: Row, base: Row) -> None:
+    """Speedup and efficiency against the smallest layout, and what each part takes of it.
+
+    Perfect scaling makes a sample cost base.step / base.samples / (ranks / base.ranks). What a
+    sample costs more than that is lost, part by part: the losses sum to 1 - efficiency.
+    """
+    times = row.ranks / base.ranks
+    row.speedup = row.samples_per_second / base.samples_per_second
+    row.efficiency = row.speedup / times
+    if row.parts is None or base.parts is None or not row.samples_per_step:
+        return
+    cost = sum(row.parts.values()) / row.samples_per_step
+    for part in PARTS:
+        ideal = base.parts[part] / base.samples_per_step / times if base.samples_per_step else 0.0
+        row.lost[part] = (row.parts[part] / row.samples_per_step - ideal) / cost
+
+
+def mode_of(rows: Sequence[Row]) -> str:
+    """`strong` if the global batch stays the same, `weak` if the batch of a rank does."""
+    measured = [row for row in rows if row.samples_per_step]
+    if len(measured) < 2:
+        return "one layout"
+    base = measured[0]
+
+    def all_near(values: Sequence[float]) -> bool:
+        return all(abs(value - values[0]) <= SAME * values[0] for value in values)
+
+    if all_near([row.samples_per_step for row in measured]):
+        return "strong"
+    if all_near([row.samples_per_step / (row.ranks / base.ranks) for row in measured]):
+        return "weak"
+    return "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Laws through the measured speedups; what they say beyond the measured is a prediction."""
+
+    serial: float  # Amdahl: the fraction that more ranks do not speed up
+    contention: float  # USL: waiting for one another
+    coherence: float  # USL: everybody talking to everybody
+    peak_ranks: float | None  # where USL's speedup is highest; None if it never falls
+    half_ranks: float | None  # where USL's efficiency falls under a half
+
+    def speedup(self, ranks: float) -> float:
+        return ranks / (1 + self.contention * (ranks - 1) + self.coherence * ranks * (ranks - 1))
+
+
+def fit_of(rows: Sequence[Row]) -> Fit | None:
+    """Least squares through n/speedup - 1; None with fewer than two layouts of several ranks."""
+    base = next((row for row in rows if row.speedup), None)
+    points = [
+        (row.ranks / base.ranks, row.speedup)
+        for row in rows
+        if base is not None and row.speedup and row.ranks > base.ranks
+    ]
+    if not points:
+        return None
+    excess = [(n, n / speedup - 1) for n, speedup in points]
+    serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
+    contention, coherence = _usl(excess)
+    peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
+    return Fit(
+        serial=min(1.0, max(0.0, serial)),
+        contention=contention,
+        coherence=coherence,
+        peak_ranks=peak,
+        half_ranks=_half(contention, coherence),
+    )
+
+
+def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Both parameters at least 0; with one point only, all of it is contention."""
+    a = sum((n - 1) ** 2 for n, _ in excess)
+    b = sum((n - 1) ** 2 * n for n, _ in excess)
+    c = sum((n - 1) ** 2 * n * n for n, _ in excess)
+    p = sum(y * (n - 1) for n, y in excess)
+    q = sum(y * (n - 1) * n for n, y in excess)
+    determinant = a * c - b * b
+    if len({n for n, _ in excess}) >= 2 and determinant > 0:
+        contention, coherence = (c * p - b * q) / determinant, (a * q - b * p) / determinant
+        if contention >= 0 and coherence >= 0:
+            return contention, coherence
+        if contention < 0:
+            return 0.0, max(0.0, q / c)
+    return max(0.0, p / a), 0.0
+
+
+def _half(contention: float, coherence: float) -> float | None:
+    """The n with 1 + contention (n-1) + coherence n (n-1) = 2."""
+    b = contention - coherence
+    divisor = b + math.sqrt(b * b + 4 * coherence * (1 + contention))
+    return 2 * (1 + contention) / divisor if divisor > 0 else None
+
+
+def as_json(
+    rows: Sequence[Row], *, price: float | None = None, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `bench scaling --json` prints. `price`: dollars for an hour of a rank, if known."""
+    fit = fit_of(rows)
+    return {
+        "mode": mode_of(rows),
+        "rows": [
+            {
+                "layout": str(row.layout),
+                "ranks": row.ranks,
+                "samples_per_second": row.samples_per_second,
+                "ci95": list(row.ci95),
+                "repeats": [
+                    {
+                        "run": one.run,
+                        "samples_per_second": one.timing.samples_per_second if one.timing else None,
+                        **({"problem": one.problem} if one.problem else {}),
+                    }
+                    for one in row.repeats
+                ],
+                "step_seconds": row.step_seconds,
+                "samples_per_step": row.samples_per_step,
+                "speedup": row.speedup,
+                "efficiency": row.efficiency,
+                "parts": row.parts,
+                "lost": row.lost or None,
+                "slowest_rank": row.slowest_rank,
+                "slowest_part": row.slowest_part,
+                "steady": row.steady,
+                "hours_per_epoch": (hours := hours_per_epoch(row)),
+                "cost_per_epoch": None if hours is None or price is None else hours * price,
+                "problem": row.problem,
+            }
+            for row in rows
+        ],
+        "fit": None
+        if fit is None
+        else {
+            "predicted": True,
+            "serial_fraction": fit.serial,
+            "contention": fit.contention,
+            "coherence": fit.coherence,
+            "fastest_at_ranks": fit.peak_ranks,
+            "half_efficient_at_ranks": fit.half_ranks,
+        },
+        **(more or {}),
+        "verdict": verdict(rows, fit),
+    }
+
+
+def hours_per_epoch(row: Row) -> float | None:
+    """Rank-hours (GPU-hours, where a rank has a GPU) for one pass over the data."""
+    sizes = [one.samples_per_epoch for one in row.repeats if one.samples_per_epoch]
+    if not sizes or not row.samples_per_second:
+        return None
+    return row.ranks * sizes[0] / row.samples_per_second / 3600
+
+
+NEXT = {
+    "compute": "a rank computes less efficiently on its smaller share, or ranks share a processor: "
+    "try a larger batch_size, or fewer ranks",
+    "comm": "exchanging gradients is not hidden behind the computation: try a larger batch_size or "
+    "accumulation (fewer exchanges for each sample), and allranks bench comm for the network",
+    "straggler": "ranks wait for a slower one: see what is different there",
+    "data": "ranks wait for their data: try more data.num_workers, and allranks bench data",
+    "other": "the loop does other things between its steps: see them with --profile 20",
+}
+
+
+def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
+    """What was found, in a sentence or two, and the next thing to try."""
+    measured = [row for row in rows if row.efficiency is not None]
+    if not measured:
+        why = next((row.problem for row in rows if row.problem), "no step was made")
+        return f"nothing could be measured: {why}"
+    top = measured[-1]
+    if len(measured) == 1:
+        return f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; name more layouts"
+    assert top.efficiency is not None and top.speedup is not None
+    said = (
+        f"{top.layout} is {top.speedup:.2f}x as fast as {measured[0].layout} "
+        f"({top.efficiency:.0%} efficient, measured)"
+    )
+    if top.efficiency >= 0.95:
+        return f"{said}: it scales; try more ranks{_beyond(fit, top)}"
+    if not top.lost:
+        return f"{said}{_beyond(fit, top)}"
+    part = max(top.lost, key=lambda name: top.lost[name])
+    where = ""
+    if part in ("straggler", "data") and top.slowest_rank is not None and top.lost["straggler"] > 0:
+        doing = f" (its {top.slowest_part} takes longer)" if top.slowest_part else ""
+        where = f" for rank {top.slowest_rank}{doing}" if part == "straggler" else ""
+    return (
+        f"{said}; {top.lost[part]:.0%} is lost to {WORDS[part]}{where}: "
+        f"{NEXT[part]}{_beyond(fit, top)}"
+    )
+
+
+WORDS = {
+    "compute": "computing",
+    "comm": "communication",
+    "straggler": "waiting",
+    "data": "waiting for data",
+    "other": "the rest of the loop",
+}
+
+
+def _beyond(fit: Fit | None, top: Row) -> str:
+    if fit is None or top.ranks < 2:
+        return ""
+    twice = 2 * top.ranks
+    return f". Predicted for {twice} ranks: {fit.speedup(twice):.1f}x"

@@ -1,0 +1,137 @@
+"""A trace of some steps by torch's profiler, where `--profile` asks for it.
+
+A trial of one step tells how large a trace will be, and takes the profiler's own start-up. What
+fails here ends the profile with one line in the rank's log, and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from allranks.probe.recorder import Recorder
+
+VARIABLE = "ALLRANKS_PROFILE"  # how many steps
+SKIP_STEPS = 8  # in which memory is taken, kernels are chosen and models compiled
+# Between the trial and the trace: what was begun under one profiler and ends under another
+# writes to memory that is no longer its own (torch 2.13).
+PAUSE_STEPS = 2
+FIRST_STEP = SKIP_STEPS + 1 + PAUSE_STEPS + 1  # whose end is the first mark
+# Of a trace as it is before it is compressed. Perfetto opens larger ones, slowly.
+MAX_TRACE_BYTES = 1 << 27
+STEP_MARK = "allranks.step#"  # in the trace, at the end of every step
+
+
+class Profile:
+    """Traces `num_steps` steps of this rank, once."""
+
+    def __init__(self, recorder: Recorder, num_steps: int) -> None:
+        self.recorder = recorder
+        self.num_steps = num_steps
+        self._next: Callable[[], None] = self._wait
+        self._seen = 0  # ends of steps
+        self._marked = 0
+        self._profiler: Any = None
+        recorder.at_step.append(self.at_step)
+        # Before the recorder's own: what is said here is to be written, too.
+        Finalize(None, self.finish, exitpriority=1)
+
+    @property
+    def path(self) -> Path:
+        return self.recorder.folder / f"rank-{self.recorder.rank}.trace.json.gz"
+
+    def at_step(self, step: int) -> None:
+        self._seen += 1
+        try:
+            self._next()
+        except Exception as error:
+            self._give_up(error)
+
+    def finish(self) -> None:
+        """Where the script ends sooner than expected: keep what there is."""
+        if self._seen and self._marked == 0 and self.recorder.is_on:
+            self._say(f"the script made {self._seen} steps, a profile needs {FIRST_STEP + 1}")
+            self._seen = 0  # said once
+        try:
+            if self._marked > 1:
+                self._export()
+        except Exception as error:
+            self._give_up(error)
+        self.recorder.flush()
+
+    def _wait(self) -> None:
+        if self._seen >= SKIP_STEPS:
+            self._start()
+            self._next = self._try_one
+
+    def _try_one(self) -> None:
+        self._stop()
+        trial = self.path.with_name(f".{self.path.name}.trial.json")
+        try:
+            self._profiler.export_chrome_trace(str(trial))
+            size = trial.stat().st_size
+        finally:
+            trial.unlink(missing_ok=True)
+        most = max(1, MAX_TRACE_BYTES // max(size, 1))
+        if most < self.num_steps:
+            self._say(
+                f"{self.num_steps} steps would make {self.num_steps * size >> 20} MiB: {most}"
+            )
+            self.num_steps = most
+        self._next = self._pause
+
+    def _pause(self) -> None:
+        if self._seen >= SKIP_STEPS + 1 + PAUSE_STEPS:
+            self._start()
+            self._next = self._trace
+
+    def _trace(self) -> None:
+        """The first step only takes the profiler's start: marks begin at its end."""
+        import torch
+
+        with torch.profiler.record_function(f"{STEP_MARK}{self.recorder.step}"):
+            self._marked += 1
+        if self._marked > self.num_steps:
+            self._export()
+
+    def _export(self) -> None:
+        self._stop()
+        steps, self._marked = self._marked - 1, -1
+        self.recorder.at_step.remove(self.at_step)
+        part = self.path.with_name(f".{self.path.name}")  # its name must end like the trace's
+        self._profiler.export_chrome_trace(str(part))
+        part.rename(self.path)
+        last = self.recorder.step
+        self.recorder.write("profile", first=last - steps + 1, last=last, trace=self.path.name)
+
+    def _start(self) -> None:
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def _stop(self) -> None:
+        self._profiler.stop()
+
+    def _give_up(self, error: Exception) -> None:
+        self._marked = -1
+        if self.at_step in self.recorder.at_step:
+            self.recorder.at_step.remove(self.at_step)
+        self._say(f"the profile is off: {type(error).__name__}: {error}".splitlines()[0])
+
+    def _say(self, what: str) -> None:
+        print(f"allranks: {what}", file=sys.stderr, flush=True)
+        self.recorder.write("profile", problem=what)
+
+
+def profile_if_asked(recorder: Recorder, env: Mapping[str, str]) -> None:
+    """Nothing, unless the environment says how many steps."""
+    steps = env.get(VARIABLE, "")
+    if steps.isdecimal() and int(steps) > 0:
+        Profile(recorder, int(steps))

@@ -1,0 +1,1 @@
+"""Compare runs: did it scale, why not, and was it worth the GPU-hours?"""

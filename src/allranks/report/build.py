@@ -1,0 +1,186 @@
+"""The report as one plain object: what --json prints, and what every other form is made from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from allranks.prices import Price, find_price
+from allranks.report import verdicts
+from allranks.report.facts import RunFacts
+from allranks.report.rows import MEASURED, PREDICTED, Row, groups, mode_of, rows_of, what_differs
+from allranks.report.rows import work_of as samples_of
+from allranks.report.verdicts import Targets
+
+VERSION = 1
+SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
+
+
+def build(
+    runs: Sequence[RunFacts],
+    *,
+    prices: Sequence[Price] = (),
+    targets: Targets | None = None,
+    created: float,
+) -> dict[str, Any]:
+    """Everything there is to say of these runs; only plain values."""
+    targets = targets or Targets()
+    jobs = groups(runs)
+    differences = what_differs([of_job[0].same_job for of_job in jobs])
+    sections = [
+        section(of_job, differs, prices, targets)
+        for of_job, differs in zip(jobs, differences, strict=True)
+    ]
+    used, notes = prices_used(runs, prices)
+    if len(jobs) > 1:
+        notes.insert(0, f"{len(jobs)} different jobs: each is compared for itself")
+    return {
+        "v": VERSION,
+        "created": created,
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(created)),
+        "targets": {**asdict(targets), "both": verdicts.BOTH},
+        "notes": notes,
+        "prices": used,
+        "sections": sections,
+    }
+
+
+def section(
+    runs: Sequence[RunFacts],
+    differs: Mapping[str, Any],
+    prices: Sequence[Price],
+    targets: Targets,
+) -> dict[str, Any]:
+    """One job: its layouts against each other."""
+    rows = rows_of(runs, prices)
+    job = runs[0].same_job
+    work = samples_of(runs)
+    mode = mode_of(rows)
+    choices = verdicts.recommended(rows, targets)
+    return {
+        "job": runs[-1].job,
+        "trains": _plain(job.get("command") or job.get("task")),
+        "differs": {key: _plain(value) for key, value in differs.items()},
+        "mode": mode,
+        "unit": "GPU" if all(row.is_gpu for row in rows) and rows else "rank",
+        "devices": list(dict.fromkeys(row.device for row in rows)),
+        "batch": rows[0].batch if rows and mode != "weak" else None,
+        "samples": work,
+        "headline": verdicts.headline(rows),
+        "notes": list(section_notes(runs, rows, mode)),
+        "rows": [row_object(row, targets) for row in rows],
+        "recommended": {
+            name: asdict(choice) if choice else None for name, choice in choices.items()
+        },
+        "curves": {
+            "loss": curves(runs, "loss"),
+            "utilization": curves(runs, "utilization"),
+        },
+        "runs": [run_object(run) for run in runs],
+    }
+
+
+def row_object(row: Row, targets: Targets) -> dict[str, Any]:
+    judged = verdicts.verdict(row, targets)
+    return {**asdict(row), "verdict": ", ".join(judged.words), "verdict_text": judged.text}
+
+
+def run_object(run: RunFacts) -> dict[str, Any]:
+    return {
+        "run": run.run,
+        "run_dir": run.run_dir,
+        "layout": run.layout,
+        "device": run.device,
+        "state": run.state,
+        "steps": run.steps,
+        "samples": run.samples,
+        "seconds": run.seconds,
+        "samples_per_second": run.samples_per_second,
+        "problem": run.problem,
+        "bench": dict(run.bench) or None,
+    }
+
+
+def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> list[str]:
+    """What a reader must know to read the numbers right."""
+    notes = []
+    paced = [row for row in rows if row.pace]
+    for row in paced:
+        if row.layout == row.baseline and row.ranks > 1:
+            notes.append(
+                f"no run with one rank was measured on {row.device}: speedup, efficiency and extra "
+                f"hours are relative to {row.layout}"
+            )
+        if row.efficiency and row.efficiency > SUSPICIOUS:
+            notes.append(
+                f"{row.layout} is faster than {row.ranks} ranks should be: before you trust its "
+                f"speedup, look at what slowed {row.baseline} down (threads, a busy machine)"
+            )
+        if not row.is_steady:
+            notes.append(f"{row.layout}: its steps never became steady, all but the first count")
+        if row.num_failed and row.num_counted:
+            counted = "its numbers are of failed runs" if row.state == "failed" else "left out"
+            notes.append(
+                f"{row.layout}: {row.num_failed} of {len(row.runs)} runs failed, {counted}"
+            )
+    if mode == "mixed":
+        notes.append("the batch differs between layouts: speedup is by samples/s, not by steps")
+    kinds = {row.seconds_kind for row in rows}
+    if PREDICTED in kinds:
+        notes.append(
+            "times marked predicted come from the measured pace of steps, without evaluations "
+            "and saves"
+        )
+    if kinds >= {MEASURED, PREDICTED}:
+        notes.append("extra hours compare all layouts by their pace, as not all have finished")
+    if not paced and rows:
+        notes.append("no layout has a measured pace: there is nothing to compare yet")
+    notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]
+    return notes
+
+
+def curves(runs: Sequence[RunFacts], name: str) -> list[dict[str, Any]]:
+    """The newest run of each layout that has such a curve; one that failed only for want of any."""
+    chosen: dict[tuple[int, str, str], RunFacts] = {}
+    for wanted in (False, True):
+        for run in runs:
+            key = (run.ranks, run.layout or "", run.device)
+            known = chosen.get(key)
+            if getattr(run, name) is None or (run.state == "failed") is not wanted:
+                continue
+            if not wanted or known is None or known.state == "failed":
+                chosen[key] = run
+    return [
+        {
+            "layout": run.layout,
+            "device": run.device,
+            "is_gpu": run.is_gpu,
+            "run": run.run,
+            "batch": run.timing.samples / run.timing.num_steps if run.timing else None,
+            **asdict(getattr(run, name)),
+        }
+        for _, run in sorted(chosen.items(), key=lambda item: item[0])
+    ]
+
+
+def prices_used(
+    runs: Sequence[RunFacts], own: Sequence[Price]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The price of every device in the report, and what is to be said about them."""
+    memory = {run.device: run.device_memory for run in runs if run.layout is not None}
+    known = {device: find_price(device, size, own) for device, size in sorted(memory.items())}
+    used = [{"device": device} | asdict(price) for device, price in known.items() if price]
+    notes = [
+        f"no price is known for {device}: name one with --price '{device.lower()}=DOLLARS'"
+        for device, price in known.items()
+        if price is None
+    ]
+    unused = [price.gpu for price in own if price not in known.values()]
+    notes += [f"the price of {gpu} is not used: no run had such a device" for gpu in unused]
+    return used, notes
+
+
+def _plain(value: Any) -> str | None:
+    return " ".join(map(str, value)) if isinstance(value, list) else value and str(value)

@@ -1,0 +1,81 @@
+"""report.md: the tables, the recommendation, the notes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from allranks.report import tables
+from allranks.report.words import printable, show
+
+READING = (
+    "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "
+    "step to the last, with evaluations and saves."
+)
+
+
+def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
+    """The report as Markdown; `picture` is the file name of the scaling curve, if there is one."""
+    lines = ["# Scaling report", "", report["date"], ""]
+    lines += [f"- {escaped(note)}" for note in report["notes"]]
+    lines += [""] if report["notes"] else []
+    if picture:
+        lines += [f"![Speedup by ranks]({picture})", ""]
+    for section in report["sections"]:
+        lines += [*section_lines(section)]
+    lines += [*price_lines(report)]
+    targets = report["targets"]
+    lines += [
+        f"Targets: {show('percent', targets['within_node'])} efficiency within a node, "
+        f"{show('percent', targets['across_nodes'])} across nodes; diminishing returns where a "
+        f"doubling of ranks adds more than {show('percent', targets['doubling'])} hours. "
+        f"Best of both: {targets['both']}.",
+        "",
+        READING,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def section_lines(section: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"## {escaped(tables.title(section))}", "", escaped(tables.subtitle(section)), "")
+    if section["headline"]:
+        yield from (escaped(section["headline"]), "")
+    choices = list(tables.recommendation(section))
+    for name, layout, why in choices:
+        yield f"- **{name}: {escaped(layout)}**. {escaped(why)}"
+    if choices:
+        yield ""
+    for table in tables.tables(section):
+        yield from table_lines(table)
+    for note in section["notes"]:
+        yield f"- {escaped(note)}"
+    if section["notes"]:
+        yield ""
+
+
+def table_lines(table: tables.Table) -> Iterator[str]:
+    yield from (f"### {table.title}", "")
+    yield "| " + " | ".join(escaped(name) for name in table.columns) + " |"
+    left = [i == 0 or name in table.texts for i, name in enumerate(table.columns)]
+    yield "|" + "|".join("---" if is_left else "---:" for is_left in left) + "|"
+    for row in table.rows:
+        yield "| " + " | ".join(escaped(cell) for cell in row) + " |"
+    yield ""
+
+
+def price_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    if not report["prices"]:
+        return
+    yield from ("## Prices", "")
+    for price in report["prices"]:
+        read = f", read {price['date']}" if price["date"] else ""
+        dollars = show("dollars", price["usd_per_hour"])
+        yield f"- {escaped(price['device'])}: {dollars} an hour ({escaped(price['source'])}{read})"
+    yield ""
+
+
+def escaped(text: str) -> str:
+    """Inert in Markdown, also in a table: no tags, links, emphasis, code or cell ends."""
+    return re.sub(r"([\\`*\[\]<>|#]|(?<!\w)_|_(?!\w))", r"\\\1", printable(text))

@@ -1,0 +1,335 @@
+"""How fast one rank's data come, with how many workers; and how fast its steps would take them.
+
+In place of the training, where `allranks bench data` asks for it. Every rank measures at the same
+time, as in a training: they share the disks and the CPUs. Rank 0 writes data.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from allranks import disks, timeline
+from allranks.events import EventLog, to_json
+from allranks.hardware import cpus_allotted
+from allranks.job import Job, load_job
+from allranks.rundir import write_atomically
+from allranks.tasks import Task
+from allranks.train.build import (
+    Rank,
+    build,
+    choose_device,
+    join_world,
+    load_staged_task,
+    seed_everything,
+    training_data,
+)
+from allranks.train.data import Batch, Progress, TrainingData
+from allranks.train.feed_disks import compare_disks, why_not_cold
+from allranks.train.feed_files import data_files, held_files, opened_files
+from allranks.train.loop import Training, forward_backward, seed_dropout, update
+from allranks.train.rank import fail
+from allranks.train.signals import stop_requested
+
+VARIABLE = "ALLRANKS_BENCH_DATA"
+SETTLE_SECONDS = 0.2  # after the first batch, when every worker has begun
+MIN_BATCHES, PATIENCE = 3, 5.0  # of a slow pipeline, within so many times the seconds asked for
+SETTLE_STEPS = 5
+LOOK_BATCHES, LOOK_SECONDS = 4, 2.0
+
+Kind = Literal["warm", "cold", "step", "training"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for."""
+
+    workers: list[int]  # empty: by the CPUs of a rank
+    seconds: float
+    repeats: int
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+
+class Stopped(Exception):
+    """A rank was asked to stop, and all know it."""
+
+
+def run() -> None:
+    """Measure, say how it ended, and exit."""
+    timeline.take()
+    me = Rank.from_environment()
+    log = EventLog(me.run.events(me.attempt, me.rank))
+    try:
+        job = load_job(me.run.job_file, resolved=True)
+        device = choose_device(me)
+        join_world(me, job, device)
+        state = "finished"
+        try:
+            Bench(me, job, device, log, Settings.from_environment()).measure()
+        except Stopped:
+            state = "stopped"
+        dist.barrier()
+        log.write("end", state=state, exit=0, signal=stop_requested())
+        log.close()
+        dist.destroy_process_group()
+    except BaseException as error:
+        fail(error, log)
+
+
+class Bench:
+    """The measurements of one rank. All of them are collective."""
+
+    def __init__(
+        self, me: Rank, job: Job, device: torch.device, log: EventLog, settings: Settings
+    ) -> None:
+        self.me, self.job, self.device, self.log = me, job, device, log
+        self.settings = settings
+        self.task: Task = load_staged_task(job)
+        self.cpus = max(1, cpus_allotted() // me.local_world_size)
+        self.workers = settings.workers or worker_counts(self.cpus)
+        self.files: list[Path] = []
+        self.dataset: Dataset[Any] | None = None
+        self.found: dict[str, Any] = {"v": 1, "measured": []}
+
+    def measure(self) -> None:
+        self.look_at_data()
+        can_be_cold = self.found["files"]["why_not_cold"] is None
+        for number in range(self.settings.repeats):
+            for workers in self.workers:
+                if can_be_cold:
+                    self.forget_data()
+                    self.note("cold", workers, number, self.feed(workers, is_cold=True))
+                self.note("warm", workers, number, self.feed(workers))
+        self.write()
+        self.release_dataset()  # `build` makes its own
+        training = build(self.me, self.job, self.device, self.log)
+        for number in range(self.settings.repeats):
+            self.note("step", None, number, self.steps(training, None))
+            for workers in self.workers:
+                self.note("training", workers, number, self.steps(training, workers))
+        training.checkpointer.finish()
+        self.write()
+
+    def look_at_data(self) -> None:
+        """Where the data are, and what the job would do with them as it is. Collective."""
+        before = held_files()
+        self.make_dataset()
+        held = held_files() - before
+        self.found |= self.describe_data()
+        self.files, is_all = data_files(held, self.files_of_batches(), self.job.options)
+        self.release_dataset()
+        why_not: list[str | None] = ["the data are in memory"]
+        self.found["disks"] = []
+        if self.files and self.me.rank == 0:
+            why_not = [why_not_cold(self.files)]
+            self.found["disks"] = compare_disks(self.files)
+        # Rank 0 decides: ranks that disagreed would wait for each other for ever.
+        dist.broadcast_object_list(why_not, src=0)
+        self.found["files"] = {
+            "count": len(self.files),
+            "bytes": sum(file.stat().st_size for file in self.files),
+            "is_all": is_all,
+            "why_not_cold": why_not[0],
+        }
+
+    def describe_data(self) -> dict[str, Any]:
+        wanted = self.job.data.num_workers
+        data = self.data_of(wanted)
+        return {
+            "world_size": self.me.world_size,
+            "batch_size": data.cut.batch_size,
+            "num_samples": data.num_samples,
+            "device": self.device.type,
+            "cpus": self.cpus,
+            "workers_of_job": data.num_workers,
+            "is_direct": self.data_of(0).is_direct,
+        }
+
+    def files_of_batches(self) -> set[str]:
+        """What is opened to make a few batches."""
+        started = time.perf_counter()
+        with opened_files() as opened, closing(stream_of(self.data_of(0))) as batches:
+            for number, batch in enumerate(batches, start=1):
+                list(batch.micro_batches)
+                if number >= LOOK_BATCHES or time.perf_counter() - started > LOOK_SECONDS:
+                    break
+        return opened
+
+    def make_dataset(self) -> None:
+        seed_everything(self.job.seed)
+        self.dataset = self.task.datasets()["train"]
+
+    def data_of(self, num_workers: int | Literal["auto"]) -> TrainingData:
+        assert self.dataset is not None
+        return self.with_workers(self.dataset, self.task, num_workers)
+
+    def with_workers(
+        self, dataset: Dataset[Any], task: Task, num_workers: int | Literal["auto"]
+    ) -> TrainingData:
+        data = self.job.data.model_copy(update={"num_workers": num_workers})
+        job = self.job.model_copy(update={"data": data})
+        return training_data(self.me, job, task, dataset, self.device)
+
+    def forget_data(self) -> None:
+        """Have the next read come from the disk, on every node. Collective."""
+        self.release_dataset()
+        dist.barrier()
+        if self.me.local_rank == 0:
+            disks.forget(self.files)
+        dist.barrier()
+        self.make_dataset()
+
+    def release_dataset(self) -> None:
+        """Close its files: those that are mapped somewhere stay in memory."""
+        self.dataset = None
+        gc.collect()
+
+    def feed(self, workers: int, *, is_cold: bool = False) -> float:
+        """Samples a second that this rank's pipeline gives, with nobody using them."""
+        self.meet()
+        if self.dataset is None:
+            self.make_dataset()
+        with closing(stream_of(self.data_of(workers))) as batches:
+            pace = feed_pace(batches, self.settings.seconds, self.synchronize, is_cold=is_cold)
+        gc.collect()  # workers end with the iterator
+        return pace
+
+    def steps(self, t: Training, workers: int | None) -> float:
+        """Samples a second of the task's own steps, on one batch over and over or on real ones."""
+        self.meet()
+        if workers is None:
+            with closing(stream_of(t.data)) as stream:
+                one = next(stream)
+                kept = list(one.micro_batches)
+            batches = repeated(one, kept)
+        else:
+            batches = stream_of(self.with_workers(t.data.dataset, t.task, workers))
+        with closing(batches):
+            pace = self.step_pace(t, batches)
+        gc.collect()
+        return pace
+
+    def step_pace(self, t: Training, batches: Iterator[Batch]) -> float:
+        t.model.train()
+
+        def step() -> int:
+            batch = next(batches)
+            t.progress.step += 1
+            t.schedule.set(t.optimizer, min(t.progress.step, t.last_step))
+            seed_dropout(t, t.progress.step)
+            forward_backward(t, batch, want_loss=False)  # collective
+            update(t)
+            return batch.num_samples
+
+        step()
+        self.synchronize()
+        started = time.perf_counter()
+        for _ in range(SETTLE_STEPS):
+            step()
+        self.synchronize()
+        pace = (time.perf_counter() - started) / SETTLE_STEPS
+        count = self.agreed(max(MIN_BATCHES, math.ceil(self.settings.seconds / pace)))
+        started = time.perf_counter()
+        samples = sum(step() for _ in range(count))
+        self.synchronize()
+        return samples / (time.perf_counter() - started)
+
+    def note(self, kind: Kind, workers: int | None, number: int, pace: float) -> None:
+        """Keep what all ranks together reach. Collective."""
+        total = torch.tensor(pace, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        self.found["measured"].append(
+            {
+                "kind": kind,
+                "workers": workers,
+                "repeat": number,
+                "samples_per_second": total.item(),
+            }
+        )
+
+    def meet(self) -> None:
+        """Begin together; or end together, if one was asked to stop."""
+        asked = torch.tensor(int(stop_requested() is not None), device=self.device)
+        dist.all_reduce(asked)
+        if asked.item():
+            raise Stopped
+
+    def agreed(self, count: int) -> int:
+        """Rank 0's number: every rank must make as many steps."""
+        number = torch.tensor(count, device=self.device)
+        dist.broadcast(number, src=0)
+        return int(number.item())
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def write(self) -> None:
+        if self.me.rank == 0:
+            write_atomically(self.me.run.path / "data.json", to_json(self.found, indent=1))
+
+
+def worker_counts(cpus: int) -> list[int]:
+    """0, 1, 2, 4, … up to the CPUs that a rank has."""
+    powers = [1 << power for power in range(cpus.bit_length()) if 1 << power <= cpus]
+    return sorted({0, *powers, cpus})
+
+
+def feed_pace(
+    batches: Iterator[Batch], seconds: float, synchronize: Callable[[], None], *, is_cold: bool
+) -> float:
+    """Samples a second, once every worker has begun; of one epoch at most if it is a cold one."""
+    sizes = sizes_of(batches, one_epoch=is_cold)
+    asked = time.perf_counter()
+    first = next(sizes)
+    while not is_cold and time.perf_counter() - asked < SETTLE_SECONDS:
+        next(sizes)
+    synchronize()
+    begin = time.perf_counter()
+    samples = num_batches = 0
+    for size in sizes:
+        samples += size
+        num_batches += 1
+        passed = time.perf_counter() - begin
+        if (passed >= seconds and num_batches >= MIN_BATCHES) or passed >= PATIENCE * seconds:
+            break
+    synchronize()
+    if num_batches == 0:  # one batch is the whole epoch
+        return first / (time.perf_counter() - asked)
+    return samples / (time.perf_counter() - begin)
+
+
+def sizes_of(batches: Iterator[Batch], *, one_epoch: bool) -> Iterator[int]:
+    """Take batches, and tell how many samples each of them had."""
+    for batch in batches:
+        for _ in batch.micro_batches:
+            pass
+        yield batch.num_samples
+        if one_epoch and batch.ends_epoch:
+            return
+
+
+def stream_of(data: TrainingData) -> Generator[Batch, None, None]:
+    """Its batches from the first on; closed, it ends the workers that made them."""
+    yield from data.batches(Progress())
+
+
+def repeated(batch: Batch, kept: list[Any]) -> Generator[Batch, None, None]:
+    """The same batch without end, its samples at hand."""
+    while True:
+        yield batch._replace(micro_batches=iter(kept))

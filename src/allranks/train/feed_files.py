@@ -1,0 +1,103 @@
+"""Which files a task's samples are read from: those it keeps open, and those it opens as it goes.
+
+Nothing tells a data set's files for sure. Python reports every file that it opens; what libraries
+open by themselves shows in /proc if it stays open, and in the task's options if it is named there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+MAX_FILES = 100_000  # to find and forget more would take longer than to read them
+CODE = (".py", ".pyc", ".so")
+NOT_DISKS = ("/proc/", "/sys/", "/dev/")
+
+_opened: set[str] | None = None  # while somebody wants to know
+_is_listening = False
+
+
+@contextmanager
+def opened_files() -> Iterator[set[str]]:
+    """The files that Python opens meanwhile to read them."""
+    global _opened, _is_listening
+    if not _is_listening:
+        sys.addaudithook(_note)  # it stays to the end of the process
+        _is_listening = True
+    noted: set[str] = set()
+    _opened = noted
+    try:
+        yield noted
+    finally:
+        _opened = None
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if _opened is None or event != "open":
+        return
+    path, _, flags = args
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if isinstance(path, str) and not flags & (os.O_WRONLY | os.O_RDWR):
+        _opened.add(os.path.realpath(path))
+
+
+def held_files() -> set[str]:
+    """Files that this process has open or mapped, its code left out."""
+    held = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            held.add(str(link.readlink()))
+    mapped: dict[str, bool] = {}  # whether it holds code
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                mapped[fields[5]] = mapped.get(fields[5], False) or "x" in fields[1]
+    return held | {path for path, is_code in mapped.items() if not is_code}
+
+
+def data_files(
+    held: Iterable[str], opened: Iterable[str], options: Mapping[str, Any]
+) -> tuple[list[Path], bool]:
+    """The files of a data set, and whether they are all of them.
+
+    `held`: kept open by it; `opened`: for a sample each, so that their like in the same folder is
+    read too; `options`: the task's, of which some may be paths.
+    """
+    found: dict[Path, None] = {}
+    for path in [*map(Path, held), *named_paths(options)]:
+        if path.is_dir():
+            for root, _, names in os.walk(path):
+                found |= dict.fromkeys(Path(root, name) for name in names)
+                if len(found) > MAX_FILES:
+                    break
+        else:
+            found[path] = None
+    one_each = [Path(path) for path in opened]
+    for folder, suffix in dict.fromkeys((path.parent, path.suffix) for path in one_each):
+        if len(found) <= MAX_FILES and folder.is_dir():
+            found |= dict.fromkeys(path for path in folder.iterdir() if path.suffix == suffix)
+    files = [path for path in list(found)[:MAX_FILES] if is_data(path)]
+    return files, len(found) <= MAX_FILES
+
+
+def named_paths(options: Mapping[str, Any]) -> list[Path]:
+    """What among a task's options is a path of something that there is."""
+    texts = [value for value in options.values() if isinstance(value, str | Path) and str(value)]
+    paths = [Path(text).expanduser() for text in texts]
+    # A word such as "train" may be the name of a folder by chance.
+    return [path.absolute() for path in paths if len(path.parts) > 1 or path.suffix]
+
+
+def is_data(path: Path) -> bool:
+    name = str(path)
+    if name.startswith(NOT_DISKS) or path.suffix in CODE or ".so." in path.name:
+        return False
+    with suppress(OSError):
+        return path.is_file() and path.stat().st_size > 0
+    return False

@@ -1,0 +1,39 @@
+"""A real Chromium, for the tests that look at pages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "chromium.sh"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Started for the first test that asks, and gone after the last test of all."""
+    found = subprocess.run([SCRIPT, "path"], capture_output=True, text=True, check=False)
+    if found.returncode:
+        unavailable("Chromium is not installed: tests/browser/chromium.sh install, as root")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        unavailable("playwright is not installed")
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox does not work for root, nor in most containers.
+        live = playwright.chromium.launch(
+            executable_path=found.stdout.strip(), args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield live
+        live.close()
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test; where nothing may be skipped, fail it."""
+    if os.environ.get("ALLRANKS_NO_SKIPS"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)

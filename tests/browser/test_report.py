@@ -1,0 +1,219 @@
+"""report.html in a real browser: it asks nobody for anything, and shows what the JSON holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commandline import run_allranks
+from tests.report_runs import make_run, scaling_study
+
+from allranks.report.words import FORMATS, NOTHING
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+
+HOSTILE = "a\"><img src=x onerror=window.broken=1>'`&</script><script>window.broken=2</script>"
+SHOWN = """() => [...document.querySelectorAll('[data-path]')].map(
+    e => ({path: JSON.parse(e.dataset.path), format: e.dataset.format, text: e.textContent}))"""
+# What stands on the page besides what the JSON holds, charts and names of columns.
+REST = """() => {
+    const copy = document.getElementById('report').cloneNode(true);
+    copy.querySelectorAll('[data-path], .plot, .legend, th').forEach(e => e.remove());
+    return copy.textContent;
+}"""
+PLOTS = """() => [...document.querySelectorAll('.plot')].map(plot => ({id: plot.id,
+    traces: plot.data.map(t => ({name: t.name, x: t.x, y: t.y,
+        above: t.error_y && t.error_y.array, below: t.error_y && t.error_y.arrayminus}))}))"""
+
+
+class Page:
+    """A page that was opened, and everything it did besides showing itself."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+
+@contextmanager
+def opened(browser: Any, file: Path, *, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    try:
+        seen = Page(page)
+        page.goto(file.as_uri())
+        page.wait_for_function("() => document.querySelector('footer')")
+        yield seen
+    finally:
+        page.close()
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Three jobs: one on GPUs in all sizes, one with names that bite, one that never stepped."""
+    folder = tmp_path_factory.mktemp("study")
+    runs = folder / "runs"
+    made = scaling_study(runs)
+    bites = {"name": "bites", "gpu": None, "job": {"name": HOSTILE}}
+    made.append(make_run(runs, "1x2", step_seconds=0.1, number=20, **bites))  # type: ignore[arg-type]
+    made.append(make_run(runs, "1x4", step_seconds=0.06, number=21, state=None, **bites))  # type: ignore[arg-type]
+    made.append(make_run(runs, "1x1", step_seconds=0.1, number=22, name="short", steps=1))
+    with made[-2].events(0, 0).open("a") as file:
+        event = {"v": 1, "t": 1, "event": "metric", "step": 9, "name": HOSTILE, "value": 0.25}
+        file.write(json.dumps(event) + "\n")
+    done = run_allranks(
+        "report", *(run.path for run in made), "--json", "--out", folder, cwd=folder, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "report.html", json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def seen(browser: Any, study: tuple[Path, dict[str, Any]]) -> Iterator[Page]:
+    """The page, opened once for all tests that only look at it."""
+    with opened(browser, study[0]) as page:
+        yield page
+
+
+def at(report: Any, path: list[str | int]) -> Any:
+    for key in path:
+        if report is None:
+            return None
+        report = report.get(key) if isinstance(report, dict) else report[key]
+    return report
+
+
+def test_the_page_is_quiet_and_asks_for_nothing(seen: Page, study: tuple[Path, Any]) -> None:
+    file, _ = study
+    seen.page.wait_for_timeout(300)
+    assert seen.complaints == []
+    assert seen.requests == [file.as_uri()]
+
+
+def test_the_data_is_the_json(seen: Page, study: tuple[Path, Any]) -> None:
+    _, report = study
+    text = seen.page.evaluate("() => document.getElementById('data').textContent")
+    assert json.loads(text) == report
+
+
+def test_every_number_equals_the_json(seen: Page, study: tuple[Path, Any]) -> None:
+    _, report = study
+    shown, rest = seen.page.evaluate(SHOWN), seen.page.evaluate(REST)
+    assert len(shown) > 300
+    for one in shown:
+        value = at(report, one["path"])
+        if value is None:
+            expected = NOTHING
+        elif one["format"] == "text":
+            expected = value
+        else:
+            expected = FORMATS[one["format"]](value)
+        assert one["text"] == expected, one["path"]
+    assert not re.search(r"\d", rest), f"numbers that are not from the JSON: {rest}"
+    formats = {one["format"] for one in shown}
+    assert formats == {*FORMATS, "text"}
+
+
+def test_every_row_is_on_the_page(seen: Page, study: tuple[Path, Any]) -> None:
+    """Nothing of a row is left out: each of its quantities is shown somewhere."""
+    _, report = study
+    paths = {json.dumps(one["path"]) for one in seen.page.evaluate(SHOWN)}
+    shown = ("ranks", "speedup", "efficiency", "seconds", "gpu_hours", "extra_gpu_hours", "usd")
+    for i, section in enumerate(report["sections"]):
+        for j, _ in enumerate(section["rows"]):
+            for key in (*shown, "usd_per_million_samples", "verdict", "verdict_text"):
+                assert json.dumps(["sections", i, "rows", j, key]) in paths
+
+
+def test_charts_draw_the_json(seen: Page, study: tuple[Path, Any]) -> None:
+    _, report = study
+    index = next(i for i, s in enumerate(report["sections"]) if s["job"] == "language")
+    section = report["sections"][index]
+    plots = {plot["id"]: plot["traces"] for plot in seen.page.evaluate(PLOTS)}
+    ideal, measured = plots[f"plot-{index}-scaling"]
+    assert ideal["y"] == measured["x"] == [1, 2, 4, 8]
+    assert measured["y"] == [row["speedup"] for row in section["rows"]]
+    for row, below, above in zip(
+        section["rows"], measured["below"], measured["above"], strict=True
+    ):
+        low, high = row["speedup_ci95"] or (row["speedup"], row["speedup"])
+        assert (row["speedup"] - low, high - row["speedup"]) == pytest.approx((below, above))
+    parts = plots[f"plot-{index}-parts"]
+    for i, row in enumerate(section["rows"]):
+        shares = [trace["x"][i] for trace in parts]
+        assert sum(shares) == pytest.approx(100, abs=2)
+        assert shares[0] == pytest.approx(row["parts"]["compute"] / row["step_seconds"] * 100)
+    for name in ("loss", "utilization"):
+        for trace, curve in zip(
+            plots[f"plot-{index}-{name}"], section["curves"][name], strict=True
+        ):
+            assert (trace["x"], trace["y"]) == (curve["x"], curve["y"])
+
+
+def test_names_from_runs_are_text(seen: Page) -> None:
+    headings = [heading.text_content() for heading in seen.page.query_selector_all("h1")]
+    broken = seen.page.evaluate("() => window.broken")
+    images = seen.page.query_selector_all("main img, main script")
+    assert HOSTILE in headings and broken is None and images == []
+
+
+def test_without_charts_there_is_a_reason(seen: Page) -> None:
+    empty = [element.text_content() for element in seen.page.query_selector_all(".empty")]
+    assert "These runs recorded no loss." in empty
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_it_fits_and_can_be_read(
+    browser: Any, study: tuple[Path, Any], tmp_path: Path, width: int, scheme: str
+) -> None:
+    file, _ = study
+    with opened(browser, file, width=width, scheme=scheme) as seen:
+        page = seen.page
+        assert page.evaluate("() => document.documentElement.scrollWidth") == width
+        for selector in ("h1", ".choice .why", "td", ".caption"):
+            assert contrast(page, selector) >= 4.5, selector
+        picture = page.screenshot(full_page=True)
+        assert len(picture) > 20_000
+        (tmp_path / f"{scheme}-{width}.png").write_bytes(picture)
+        assert seen.complaints == []
+
+
+def contrast(page: Any, selector: str) -> float:
+    """Between an element's ink and its paper, as the WCAG counts it; 4.5 is enough for text."""
+    colours = page.evaluate(
+        """selector => {
+            const element = document.querySelector(selector);
+            let paper = element;
+            while (getComputedStyle(paper).backgroundColor === 'rgba(0, 0, 0, 0)')
+                paper = paper.parentElement;
+            return [getComputedStyle(element).color, getComputedStyle(paper).backgroundColor];
+        }""",
+        selector,
+    )
+    ink, paper = (luminance([int(part) for part in re.findall(r"\d+", c)[:3]]) for c in colours)
+    return (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05)
+
+
+def luminance(rgb: list[int]) -> float:
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_it_redraws_when_the_colours_change(browser: Any, study: tuple[Path, Any]) -> None:
+    file, _ = study
+    colour = "() => document.querySelector('.plot').layout.font.color"
+    with opened(browser, file) as seen:
+        light = seen.page.evaluate(colour)
+        seen.page.emulate_media(color_scheme="dark")
+        seen.page.wait_for_function(f"before => ({colour})() !== before", arg=light)
+        assert seen.complaints == []

@@ -1,0 +1,76 @@
+"""Climbing from layout to layout while it pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.events import append_event
+from allranks.launch.cluster import ladder
+from allranks.layout import Layout
+from allranks.rundir import RunDir
+from allranks.timeline import PHASES
+
+LAYOUTS = [Layout.parse(text) for text in ("2x2", "1x1", "1x2", "1x1")]
+
+
+def climb(*speeds: float, min_efficiency: float = 0.85) -> ladder.Ladder:
+    now = ladder.of(LAYOUTS, min_efficiency=min_efficiency)
+    for speed in speeds:
+        now = now.after(now.rung, speed)
+    return now
+
+
+def test_the_smallest_layout_comes_first_and_each_once() -> None:
+    assert climb().layouts == ("1x1", "1x2", "2x2")
+    assert climb().rung == "1x1"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "rung", "chosen"),
+    [
+        ((100,), "1x2", None),
+        ((100, 170), "2x2", None),  # exactly 85%
+        ((100, 169), "1x1", "1x1"),
+        ((100, 180, 339), "1x2", "1x2"),
+        ((100, 180, 341), "2x2", "2x2"),
+        ((0,), "1x2", None),  # nothing to compare with is no reason to stay
+    ],
+)
+def test_it_climbs_while_the_efficiency_holds(
+    speeds: tuple[float, ...], rung: str, chosen: str | None
+) -> None:
+    now = climb(*speeds)
+    assert (now.rung, now.chosen) == (rung, chosen)
+
+
+def make_run(folder: Path) -> RunDir:
+    run = RunDir(folder / "job-20261115-120000-aaaa")
+    run.path.mkdir()
+    run.write_info({"run": run.name})
+    return run
+
+
+def write_steps(run: RunDir, attempt: int, last_step: int) -> None:
+    for step in range(1, last_step + 1):
+        phases = dict.fromkeys(PHASES, 0.01)
+        append_event(run.events(attempt, 0), "step", step=step, samples=6, seconds=0.06, **phases)
+
+
+def test_a_rung_is_measured_when_its_last_step_was_made(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert ladder.measured(run, "1x1") is None  # it has no ladder
+    ladder.write(run, ladder.of(LAYOUTS, min_efficiency=0.85, steps=50))
+    assert ladder.measured(run, "1x1") is None
+    write_steps(run, 0, 60)
+    append_event(run.events(0, 0), "window", first=21, last=70, steady=True)
+    assert ladder.measured(run, "1x1") is None  # it was stopped before
+    assert ladder.ended_on_rung(run)
+    write_steps(run, 1, 70)
+    assert not ladder.ended_on_rung(run)
+    append_event(run.events(1, 0), "window", first=21, last=70, steady=True)
+    climbed = ladder.measured(run, "1x1")
+    assert climbed is not None and climbed == ladder.read(run)
+    assert climbed.speeds == {"1x1": pytest.approx(100.0)} and climbed.rung == "1x2"
+    assert climbed.steps == 50

@@ -1,0 +1,120 @@
+"""The profiler of a rank: when it starts and stops, and what happens when it cannot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.measure.trace import read_trace
+from allranks.probe import profile
+from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
+
+
+class Recorder:
+    """What a Profile uses of the probe's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rank = 0
+        self.step = 0
+        self.is_on = True
+        self.at_step: list[Any] = []
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def flush(self) -> None:
+        pass
+
+    def make_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step += 1
+            torch.ones(4, 4) @ torch.ones(4, 4)
+            for call in list(self.at_step):
+                call(self.step)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder(tmp_path)
+
+
+def new_profile(recorder: Any, steps: int) -> Profile:
+    return Profile(recorder, steps)
+
+
+def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:
+    made = new_profile(recorder, 3)
+    recorder.make_steps(FIRST_STEP + 10)
+    assert recorder.at_step == []
+    first = FIRST_STEP + 1
+    event = {"first": first, "last": first + 2, "trace": "rank-0.trace.json.gz"}
+    assert recorder.events == [{"event": "profile", **event}]
+    trace = read_trace(made.path, 0)
+    assert trace is not None and trace.num_steps == 3
+    assert [number for number, _ in trace.marks] == [first - 1, first, first + 1, first + 2]
+    assert sum(span.name == "aten::mm" for span in trace.host) >= 3
+    assert sorted(os.listdir(made.path.parent)) == ["rank-0.trace.json.gz"]
+    made.finish()
+    assert len(recorder.events) == 1
+
+
+def test_a_script_that_ends_early_keeps_what_there_is(recorder: Recorder) -> None:
+    made = new_profile(recorder, 50)
+    recorder.make_steps(FIRST_STEP + 4)
+    made.finish()
+    trace = read_trace(made.path, 0)
+    assert trace is not None and trace.num_steps == 4
+
+
+def test_too_few_steps_are_said(recorder: Recorder, capfd: pytest.CaptureFixture[str]) -> None:
+    made = new_profile(recorder, 5)
+    recorder.make_steps(5)
+    made.finish()
+    assert not made.path.exists()
+    words = f"the script made 5 steps, a profile needs {FIRST_STEP + 1}"
+    assert capfd.readouterr().err == f"allranks: {words}\n"
+    assert recorder.events == [{"event": "profile", "problem": words}]
+
+
+def test_a_trace_that_would_be_too_large_gets_fewer_steps(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile, "MAX_TRACE_BYTES", 10)
+    made = new_profile(recorder, 1000)
+    recorder.make_steps(FIRST_STEP + 3)
+    trace = read_trace(made.path, 0)
+    assert trace is not None and trace.num_steps == 1
+    assert "1000 steps would make" in capfd.readouterr().err
+
+
+def test_a_profiler_that_fails_leaves_the_script_alone(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**options: Any) -> None:
+        raise RuntimeError("another profiler is running\nand more")
+
+    monkeypatch.setattr(torch.profiler, "profile", broken)
+    made = new_profile(recorder, 5)
+    recorder.make_steps(FIRST_STEP + 10)
+    made.finish()
+    said = capfd.readouterr().err
+    assert said == "allranks: the profile is off: RuntimeError: another profiler is running\n"
+    assert recorder.at_step == []
+    assert "problem" in recorder.events[0]
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "many"])
+def test_nothing_happens_unasked(recorder: Any, value: str | None) -> None:
+    profile_if_asked(recorder, {} if value is None else {profile.VARIABLE: value})
+    assert recorder.at_step == []
+
+
+def test_the_environment_asks(recorder: Any) -> None:
+    profile_if_asked(recorder, {profile.VARIABLE: "20"})
+    assert len(recorder.at_step) == 1

@@ -1,0 +1,226 @@
+"""Speedups, what they are lost to, the laws through them, and what is said of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from allranks.errors import AllranksError
+from allranks.job import parse_job
+from allranks.layout import Layout
+from allranks.measure import scaling_screen
+from allranks.measure.plan_runs import plan_runs
+from allranks.measure.scaling import (
+    Repeat,
+    Row,
+    as_json,
+    fit_of,
+    mode_of,
+    rows_of,
+)
+from allranks.timing import PARTS, Timing
+
+
+def timing(ranks: int, step_seconds: float, samples_per_step: int = 100, **parts: float) -> Timing:
+    given = {part: parts.get(part, 0.0) for part in PARTS}
+    given["compute"] = step_seconds - sum(given.values())
+    return Timing(
+        first_step=11,
+        last_step=110,
+        ranks=ranks,
+        steady=True,
+        seconds=100 * step_seconds,
+        samples=100 * samples_per_step,
+        step_seconds=step_seconds,
+        step_deviation=0.1 * step_seconds,
+        parts=given,
+        slowest_rank=None if ranks == 1 else ranks - 1,
+        slowest_share=1.0,
+        slowest_part=None if ranks == 1 else "forward",
+    )
+
+
+def repeat(layout: str, step_seconds: float, *, samples: int = 100, **parts: float) -> Repeat:
+    parsed = Layout.parse(layout)
+    return Repeat(
+        f"run-{layout}", parsed, timing(parsed.ranks, step_seconds, samples, **parts), None, 36_000
+    )
+
+
+def test_rows_are_compared_with_the_smallest_layout() -> None:
+    rows = rows_of([repeat("1x4", 0.04), repeat("1x1", 0.1), repeat("1x2", 0.05)])
+    assert [str(row.layout) for row in rows] == ["1x1", "1x2", "1x4"]
+    assert [row.speedup for row in rows] == pytest.approx([1, 2, 2.5])
+    assert [row.efficiency for row in rows] == pytest.approx([1, 1, 0.625])
+    assert mode_of(rows) == "strong"
+
+
+@pytest.mark.parametrize(
+    ("samples", "mode"), [((100, 100), "strong"), ((100, 200), "weak"), ((100, 150), "mixed")]
+)
+def test_the_mode_is_told_by_the_batches(samples: tuple[int, int], mode: str) -> None:
+    rows = rows_of([repeat("1x1", 0.1, samples=samples[0]), repeat("1x2", 0.1, samples=samples[1])])
+    assert mode_of(rows) == mode
+
+
+@given(
+    st.floats(0.01, 1.0),
+    st.floats(0.01, 1.0),
+    st.dictionaries(st.sampled_from(PARTS[1:]), st.floats(0, 0.002), max_size=4),
+    st.integers(1, 4),
+)
+def test_what_the_parts_cost_sums_to_what_is_missing(
+    base: float, step: float, parts: dict[str, float], growth: int
+) -> None:
+    rows = rows_of([repeat("1x1", base), repeat("1x4", step, samples=100 * growth, **parts)])
+    efficiency = rows[1].efficiency
+    assert efficiency is not None
+    assert sum(rows[1].lost.values()) == pytest.approx(1 - efficiency, abs=1e-9)
+
+
+def test_of_several_repeats_the_one_in_the_middle_is_shown_with_their_interval() -> None:
+    rows = rows_of([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125)])
+    assert rows[0].samples_per_second == pytest.approx(800)
+    assert rows[0].parts is not None and sum(rows[0].parts.values()) == pytest.approx(0.125)
+    low, high = rows[0].ci95
+    assert low < 800 < high
+
+
+def test_a_single_repeat_has_the_interval_of_its_steps() -> None:
+    (row,) = rows_of([repeat("1x1", 0.1)])
+    low, high = row.ci95
+    assert (high - low) / 2 == pytest.approx(1000 * 1.984 * 0.1 / 10, rel=1e-3)
+
+
+@given(st.floats(0, 0.5), st.floats(0, 0.01))
+def test_the_laws_find_their_own_parameters(contention: float, coherence: float) -> None:
+    repeats = [
+        repeat(f"1x{n}", 0.1 * (1 + contention * (n - 1) + coherence * n * (n - 1)) / n)
+        for n in (1, 2, 4, 8)
+    ]
+    fit = fit_of(rows_of(repeats))
+    assert fit is not None
+    assert fit.contention == pytest.approx(contention, abs=1e-6)
+    assert fit.coherence == pytest.approx(coherence, abs=1e-7)
+    if fit.half_ranks is not None and fit.half_ranks < 1e6:
+        assert fit.speedup(fit.half_ranks) == pytest.approx(fit.half_ranks / 2, rel=1e-6)
+    if fit.peak_ranks is not None and 2 < fit.peak_ranks < 1e4:
+        assert fit.speedup(fit.peak_ranks) >= fit.speedup(0.9 * fit.peak_ranks)
+        assert fit.speedup(fit.peak_ranks) >= fit.speedup(1.1 * fit.peak_ranks)
+
+
+def test_amdahls_serial_fraction() -> None:
+    fit = fit_of(rows_of([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
+    assert fit is not None and fit.serial == pytest.approx(0.2)
+    assert fit_of(rows_of([repeat("1x1", 1.0)])) is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"comm": 0.03}, "lost to communication"),
+        ({"straggler": 0.03}, "lost to waiting for rank 1 (its forward takes longer)"),
+        ({"data": 0.03}, "lost to waiting for data"),
+        ({"other": 0.03}, "lost to the rest of the loop"),
+    ],
+)
+def test_the_verdict_names_the_greatest_loss_and_what_to_try(
+    parts: dict[str, float], words: str
+) -> None:
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)]))  # type: ignore[arg-type]
+    assert "1x2 is 1.25x as fast as 1x1 (62% efficient, measured)" in found["verdict"]
+    assert words in found["verdict"]
+    assert "Predicted for 4 ranks: " in found["verdict"]
+
+
+def test_what_scales_is_said_to_scale() -> None:
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.051)]))
+    assert "it scales; try more ranks" in found["verdict"]
+
+
+def test_the_json_has_the_promised_keys_and_keeps_what_was_measured() -> None:
+    broken = Repeat("run-1x2", Layout.parse("1x2"), None, "rank 1 ended with code 1")
+    found = as_json(rows_of([repeat("1x1", 0.1), broken]))
+    assert list(found)[:2] == ["mode", "rows"] and list(found)[-1] == "verdict"
+    promised = ["layout", "ranks", "samples_per_second", "ci95", "repeats", "step_seconds"]
+    promised += ["speedup", "efficiency", "parts", "slowest_rank"]
+    for row in found["rows"]:
+        assert [key for key in row if key in promised] == promised
+    assert found["rows"][0]["repeats"] == [{"run": "run-1x1", "samples_per_second": 1000.0}]
+    assert list(found["rows"][0]["parts"]) == list(PARTS)
+    assert found["rows"][1]["problem"] == "rank 1 ended with code 1"
+    assert found["rows"][0]["hours_per_epoch"] == pytest.approx(0.01)
+    assert found["rows"][0]["cost_per_epoch"] is None
+    priced = as_json(rows_of([repeat("1x2", 0.1)]), price=2.5)
+    assert priced["rows"][0]["cost_per_epoch"] == pytest.approx(2 * 0.01 * 2.5)
+    json.dumps(found, allow_nan=False)
+
+
+def test_nothing_measured_is_said() -> None:
+    broken = Repeat("", Layout.parse("1x1"), None, "no optimizer step was seen")
+    assert as_json(rows_of([broken]))["verdict"] == (
+        "nothing could be measured: no optimizer step was seen"
+    )
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_screen_shows_every_layout(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.06, comm=0.02)]))
+    scaling_screen.show(console, json.loads(json.dumps(found)))
+    printed: str = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert "1.67x" in printed and "83%" in printed and "communication" in printed
+    assert "strong scaling (same global batch), measured" in printed
+    assert max(len(line.rstrip()) for line in printed.splitlines()[:-2]) <= width
+
+
+# --- Which runs -------------------------------------------------------------------------------
+
+
+def test_rounds_go_over_all_layouts_and_a_baseline_is_added() -> None:
+    plan = plan_runs("1x4, 1x2", steps="200", repeats=2)
+    assert [str(run.layout) for run in plan.runs] == ["1x1", "1x2", "1x4"] * 2
+    assert [str(run.layout) for run in plan_runs("1x1,1x1", steps="all", repeats=1).runs] == ["1x1"]
+
+
+def test_a_task_runs_until_the_probe_ends_it() -> None:
+    job = parse_job({"task": "spiral", "batch_size": 32})
+    plan = plan_runs("1x2", steps="50", repeats=1).for_job(job)
+    assert plan.runs[0].overrides == ("env.ALLRANKS_MEASURE='50'", "steps=10000000")
+    plan = plan_runs("1x2", steps="all", repeats=1, weak=True).for_job(job)
+    assert plan.runs[0].overrides == ("batch_size_per_rank=32",)
+
+
+def test_a_script_is_told_by_the_environment_alone() -> None:
+    job = parse_job({"command": "python train.py"})
+    plan = plan_runs("1x2", steps="50", repeats=1)
+    assert plan.for_job(job).runs[0].overrides == ("env.ALLRANKS_MEASURE='50'",)
+    with pytest.raises(AllranksError, match="a script decides on its batches itself"):
+        plan_runs("1x2", steps="50", repeats=1, weak=True).for_job(job)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"layouts": "1x1,", "steps": "200"},
+        {"layouts": "nonsense", "steps": "200"},
+        {"layouts": "1x1", "steps": "0"},
+        {"layouts": "1x1", "steps": "-3"},
+        {"layouts": "1x1", "steps": "many"},
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_the_fix(asked: dict[str, Any]) -> None:
+    with pytest.raises(AllranksError) as refusal:
+        plan_runs(**asked, repeats=1)
+    assert refusal.value.fix.startswith("write ")
+
+
+def test_a_row_without_phases_has_a_speedup_and_no_parts() -> None:
+    rows = [Row(layout=Layout(1, 1), repeats=[], samples_per_second=10.0, step_seconds=1.0)]
+    assert as_json(rows)["rows"][0]["parts"] is None
