@@ -194,9 +194,13 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
             is_module[kind] = issubclass(kind, torch.nn.Module)
         if is_module[kind]:
             modules.append(one)
-    owners = [one for one in modules if trained <= {id(p) for p in one.parameters()}]
-    inner = {id(child) for one in owners for child in list(one.modules())[1:]}
-    outermost = [one for one in owners if id(one) not in inner]
+    # Whatever holds all that is trained lies in the outermost module that does: look at no other.
+    inner = {id(child) for one in modules for child in one._modules.values()}
+    outermost = [
+        one
+        for one in modules
+        if id(one) not in inner and trained <= {id(p) for p in one.parameters()}
+    ]
 
     @unseen_by_compilers
     def called(inputs: list[Any]) -> None:
