@@ -520,6 +520,25 @@ def test_ranks_that_never_meet(tmp_path: Path) -> None:
     assert len(found.steps(0)) < 100
 
 
+def test_steps_on_one_rank_only_end_both_without_a_failure(tmp_path: Path) -> None:
+    text = MODEL + (
+        "dist.init_process_group('gloo')\n"
+        "model = DDP(model)\n"
+        "for n in range(100_000):\n"
+        "    mse_loss(model(torch.randn(6, 8)), torch.randn(6, 1)).backward()\n"
+        "    if rank == 0:\n"
+        "        optimizer.step()\n"
+    )
+    found = run_script(tmp_path, text, 2, env={"ALLRANKS_MEASURE": "30"})
+    assert found.exits == [0, 0], found.log(1)
+    assert len(found.steps(0)) >= 30 and found.steps(1) == []
+    assert found.log(0) == ""
+    said = found.log(1).splitlines()
+    assert said == [
+        f"allranks: this rank ends here: rank 0 has made {len(found.steps(0))} steps, this one none"
+    ]
+
+
 # As a user starts it.
 
 SCRIPT = """

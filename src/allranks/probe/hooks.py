@@ -186,10 +186,21 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
     import torch
 
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-    owners = [one for one in modules if trained <= {id(p) for p in one.parameters()}]
-    inner = {id(child) for one in owners for child in list(one.modules())[1:]}
-    outermost = [one for one in owners if id(one) not in inner]
+    is_module: dict[type, bool] = {}  # there are a million objects, and few types
+    modules: list[Any] = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in is_module:
+            is_module[kind] = issubclass(kind, torch.nn.Module)
+        if is_module[kind]:
+            modules.append(one)
+    # Whatever holds all that is trained lies in the outermost module that does: look at no other.
+    inner = {id(child) for one in modules for child in one._modules.values()}
+    outermost = [
+        one
+        for one in modules
+        if id(one) not in inner and trained <= {id(p) for p in one.parameters()}
+    ]
 
     @unseen_by_compilers
     def called(inputs: list[Any]) -> None:

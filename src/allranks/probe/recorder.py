@@ -17,6 +17,7 @@ from allranks.probe.samples import SampleCounter
 from allranks.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
+MEET_WITHIN = 20  # steps; ranks that have not met by then train each for itself
 
 
 class Recorder:
@@ -31,6 +32,7 @@ class Recorder:
         self.counter = SampleCounter()
         self.guarded = _Guard(self)
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
+        self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script is to end here
         self._log: EventLog | None = None
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose steps are counted
@@ -44,8 +46,13 @@ class Recorder:
             import torch.distributed as dist
 
             if not (dist.is_available() and dist.is_initialized()):
+                if self.step >= MEET_WITHIN:
+                    self._has_peers = False
                 return False
             self._has_peers = dist.get_world_size() > 1
+            if self._has_peers:
+                for call in self.at_meeting:
+                    call()
         return self._has_peers
 
     def stepped(self, optimizer: Any) -> None:
@@ -71,12 +78,18 @@ class Recorder:
             "t": time.time(),
             "event": "step",
             "step": self.step,
-            "phases": self.timeline.close(),
         }
         if self.counter.training is not None:
             event["epoch"] = self.counter.training.epoch
         event["samples"] = self.counter.take()
-        self._write(event)
+        log = self._open()
+        if self.counter.seen:
+            for seen in self.counter.seen:
+                log.write("batch", **seen)
+            self.counter.seen.clear()
+        # Last of all: what the probe itself takes is no part of the step to come.
+        event["phases"] = self.timeline.close()
+        log.append(event)
 
     def _follow(self, optimizer: Any) -> None:
         """The thread and the device of the optimizer are those of the training."""
@@ -86,14 +99,6 @@ class Recorder:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and parameters[0].is_cuda:
             self.timeline.record_event = record_cuda_event
-
-    def _write(self, event: dict[str, Any]) -> None:
-        log = self._open()
-        if self.counter.seen:
-            for seen in self.counter.seen:
-                log.write("batch", **seen)
-            self.counter.seen.clear()
-        log.append(event)
 
     def _open(self) -> EventLog:
         """The rank's own file. A script may start its ranks itself: then each knows its number."""

@@ -65,7 +65,10 @@ class SampleCounter:
         A loader that fetches ahead has more; a second backward pass on a batch has none.
         """
         self._has_trained = True
-        loader = self._source()
+        loader, before = self.loader, self.training
+        # A last batch fetched ahead may come to its turn after a validation with another loader.
+        if before is not None and before is not loader and before.ended and before.waiting:
+            loader = before
         if loader is None or not loader.waiting or not (self._fresh or loader.ended):
             return
         self.training = loader
@@ -86,15 +89,6 @@ class SampleCounter:
         # One batch may have been fetched ahead. Any more were never trained on.
         self._fresh = min(self._fresh, 1)
         return samples
-
-    def _source(self) -> Loader | None:
-        """The loader whose batch a backward pass is on.
-
-        The last batches of a loader that fetches ahead may come to be trained on after a
-        validation with another one.
-        """
-        before = self.training
-        return before if before is not None and before.ended and before.waiting else self.loader
 
     def _fingerprint(self, loader: Loader, batch: Any, indices: Any) -> dict[str, Any]:
         found = {"epoch": loader.epoch, "batch": loader.batches, "samples": loader.waiting[-1]}

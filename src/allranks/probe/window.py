@@ -21,6 +21,7 @@ from typing import Any
 from allranks.probe.recorder import Recorder
 
 KEY = "allranks/last_step"
+LEFT = "allranks/left"
 LOOK_SECONDS = 0.2
 HEAR_SECONDS = 3.0  # that all ranks have heard of the last step before it comes
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
@@ -38,11 +39,10 @@ class Window:
         self._ends: list[float] = []
         self._is_leaving = False
         recorder.at_step.append(self.at_step)
+        recorder.at_meeting.append(self.at_meeting)
 
     def at_step(self, step: int) -> None:
         self._ends.append(time.perf_counter())
-        if step == 1 and self.recorder.rank > 0 and self.recorder.has_peers():
-            threading.Thread(target=self._listen, name="window", daemon=True).start()
         leads = self.recorder.rank == 0 or not self.recorder.has_peers()
         if leads and self.last_step is None:
             self._decide(step)
@@ -63,12 +63,25 @@ class Window:
             store().set(KEY, str(self.last_step))
         self.recorder.write("window", first=step + 1, last=self.last_step, steady=is_steady)
 
+    def at_meeting(self) -> None:
+        """Not with the first step: a rank may never make one, and must end all the same."""
+        import torch.distributed as dist
+
+        if dist.get_rank() > 0:
+            threading.Thread(target=self._listen, name="window", daemon=True).start()
+
     def _listen(self) -> None:
         with suppress(Exception):  # rank 0, and the store with it, may be gone
             known = store()
             while not known.check([KEY]):
                 time.sleep(LOOK_SECONDS)
             self.last_step = int(known.get(KEY))
+            while self.recorder.step == 0 and not known.check([LEFT]):
+                time.sleep(LOOK_SECONDS)
+            if self.recorder.step == 0:
+                what = f"ends here: rank 0 has made {self.last_step} steps, this one none"
+                print(f"allranks: this rank {what}", file=sys.stderr, flush=True)
+                os._exit(0)
 
     def _leave(self) -> None:
         """As if the script had called sys.exit(): what it cleans up, it cleans up."""
@@ -82,6 +95,10 @@ class Window:
             recorder.flush()
             sys.stdout.flush()
             threading.Thread(target=_leave_in_any_case, daemon=True).start()
+            if recorder.rank == 0 and recorder.has_peers():
+                with suppress(Exception):
+                    store().set(LEFT, "1")
+                    time.sleep(2 * LOOK_SECONDS)  # a rank without steps is to end before this one
         sys.exit(0)
 
 
