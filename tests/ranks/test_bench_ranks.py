@@ -107,6 +107,7 @@ def test_data_of_files_by_workers(allranks: Allranks, folder: Path) -> None:
     assert run.state() == "finished"
 
 
+@pytest.mark.soak
 def test_what_was_measured_before_a_failure_is_kept(allranks: Allranks, folder: Path) -> None:
     options = ["task=mine:Mine", "options.breaks=true", "--seconds", "0.1", "--repeats", "1"]
     outcome = allranks("bench", "data", *options, "--workers", "0", "--json", env=ONE_THREAD)

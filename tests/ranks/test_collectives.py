@@ -175,6 +175,7 @@ def test_two_ranks_measure_all_collectives(allranks: Allranks, tmp_path: Path) -
     assert "fit of all sizes" in shown.stdout
 
 
+@pytest.mark.soak
 def test_nodes_are_measured_within_across_and_together(allranks: Allranks) -> None:
     done = allranks(
         *("bench", "comm", "--layout", "2x2", "--sizes", "1KiB-4KiB", "--seconds", "2", "--json"),
@@ -193,6 +194,7 @@ def test_nodes_are_measured_within_across_and_together(allranks: Allranks) -> No
     assert "one machine played the 2 nodes" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_rank_that_dies_is_named_and_what_was_measured_stays(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "allranks", "bench", "comm", "--layout", "1x2", "--json"]
     command += ["--collectives", "broadcast,all_reduce", "--sizes", "1KiB-256KiB"]

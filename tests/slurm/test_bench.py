@@ -15,6 +15,7 @@ from allranks.rundir import RunDir
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 
+@pytest.mark.soak
 def test_collectives_are_measured_within_and_across_real_nodes(
     cluster: Cluster, tmp_path: Path
 ) -> None:

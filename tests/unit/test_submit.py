@@ -876,7 +876,7 @@ def test_logs_of_a_run_that_waits_say_so_and_end_with_json(
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"{run.name} waits: ")
     process.send_signal(signal.SIGINT)
-    assert json.loads(process.communicate(timeout=30)[0]) == {"run": run.name, "lines": []}
+    assert json.loads(process.communicate(timeout=60)[0]) == {"run": run.name, "lines": []}
     assert process.returncode == 130
     for rank in ("2", "-2"):
         done = allranks("logs", run.name, "-f", "--rank", rank, cwd=Path.cwd())
