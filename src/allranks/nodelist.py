@@ -37,9 +37,12 @@ def compress(names: Sequence[str]) -> str:
         if not _NAME.fullmatch(name):
             raise _wrong(f"{name!r} is not the name of a node")
     items = []
-    for (prefix, suffix), group in itertools.groupby(map(_split, names), lambda parts: parts[::2]):
+    # Names without a number are not joined, least of all with those that have one: gpu, gpu1.
+    for (prefix, suffix, is_plain), group in itertools.groupby(
+        map(_split, names), lambda parts: (parts[0], parts[2], parts[1] == "")
+    ):
         numbers = [number for _, number, _ in group]
-        if numbers[0] == "":  # names without a number are not joined
+        if is_plain:
             items += [prefix] * len(numbers)
         elif len(numbers) == 1:
             items.append(f"{prefix}{numbers[0]}{suffix}")

@@ -99,6 +99,11 @@ def test_a_row_of_nodes_is_one_range(first: int, count: int, width: int) -> None
     assert expand(compress(names)) == names
 
 
+def test_a_name_without_a_number_stays_beside_its_neighbours() -> None:
+    for names in (["gpu1", "gpu"], ["gpu", "gpu1", "gpu2"], ["-0", "-"]):
+        assert expand(compress(names)) == names
+
+
 @given(st.text(alphabet="ab1290[],- ", max_size=20))
 def test_any_text_is_a_list_or_refused(text: str) -> None:
     try:

@@ -872,7 +872,14 @@ def test_logs_of_a_run_that_waits_say_so_and_end_with_json(
 ) -> None:
     run = send("1x2").run
     words = [sys.executable, "-m", "allranks", "logs", run.name, "-f", "--json"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What is started in a shell's background ignores SIGINT, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"{run.name} waits: ")
     process.send_signal(signal.SIGINT)
