@@ -33,7 +33,7 @@ def test_one_of_them_trains_and_the_others_are_gone(
     restarts_controller = number % 4 == 0
     (tmp_path / "train.py").write_text(SCRIPT)
     blocker = cluster.sbatch("--exclusive", "-N4", "-o", "/dev/null", "--wrap", "sleep 600")
-    cluster.wait(lambda: cluster.job(blocker)["JobState"] == "RUNNING", 20, "the blocker")
+    cluster.wait(lambda: cluster.job(blocker)["JobState"] == "RUNNING", 60, "the blocker")
     layouts = chance.sample(["1x1", "1x2", "2x1", "3x1", "2x2", "4x1"], k=chance.choice([2, 3]))
     delays = [f"slurm.directives.begin=now+{chance.randrange(6)}"] if chance.random() < 0.4 else []
     sent = send(
@@ -64,7 +64,7 @@ def test_one_of_them_trains_and_the_others_are_gone(
 def test_a_further_layout_can_join_while_the_run_waits(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     blocker = cluster.sbatch("-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 600")
-    cluster.wait(lambda: cluster.job(blocker)["JobState"] == "RUNNING", 20, "the blocker")
+    cluster.wait(lambda: cluster.job(blocker)["JobState"] == "RUNNING", 60, "the blocker")
     options = ["slurm.time=10m", "preflight=false"]
     sent = send(cluster, tmp_path, "--layout", "2x1", *options, "--", "python", "train.py")
     cluster.wait(lambda: sent.listed()["reason"], 20, "a reason of waiting")
