@@ -128,7 +128,7 @@ def measure_in_slurm(
     """All of them into the queue at once, then wait until they have left it."""
     import time
 
-    from allranks.launch import follow
+    from allranks import standing
     from allranks.launch.cluster import submit
     from allranks.launch.cluster.sbatch import racers_of
 
@@ -141,9 +141,9 @@ def measure_in_slurm(
     done: list[Repeat] = []
     waiting, pause = list(sent), 2.0
     while waiting:
-        queue = follow.look_at_queue([run for run, _ in waiting])
+        queue = standing.look_at_queue([run for run, _ in waiting])
         for run, layout in list(waiting):
-            if follow.describe(run, queue)["state"] not in ("queued", "running"):
+            if standing.describe(run, queue)["state"] not in ("queued", "running"):
                 waiting.remove((run, layout))
                 done.append(repeat_of(run, layout))
                 screen.end(done[-1])

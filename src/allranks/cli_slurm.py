@@ -175,14 +175,15 @@ def list_(
     debug: Debug = False,
 ) -> None:
     """List runs: state, progress, time left, why they wait or ended."""
+    from allranks import standing
     from allranks.events import to_json
     from allranks.launch import follow
     from allranks.launch.list_screen import show_runs
     from allranks.rundir import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
-    queue = follow.look_at_queue(found)
-    described = [follow.describe(one, queue) for one in found]
+    queue = standing.look_at_queue(found)
+    described = [standing.describe(one, queue) for one in found]
     if as_json:
         print(to_json(described))
         return
@@ -202,8 +203,8 @@ def logs(
     debug: Debug = False,
 ) -> None:
     """Print what the ranks of a run print, each line with its rank."""
+    from allranks import standing
     from allranks.events import to_json
-    from allranks.launch import follow as following
     from allranks.launch.logs import show
     from allranks.rundir import find_run
 
@@ -213,7 +214,7 @@ def logs(
     told: list[str] = []
 
     def has_ended() -> bool:
-        now = following.describe(found, following.look_at_queue([found]))
+        now = standing.describe(found, standing.look_at_queue([found]))
         waits = f"{found.name} waits: {now['reason'] or 'not started yet'}"
         if now["state"] == "queued" and told[-1:] != [waits]:
             told.append(waits)
@@ -250,6 +251,7 @@ def stop(
     debug: Debug = False,
 ) -> None:
     """Stop runs at a checkpoint, from which `resume` goes on."""
+    from allranks import standing
     from allranks.errors import AllranksError
     from allranks.events import to_json
     from allranks.launch import follow
@@ -263,9 +265,9 @@ def stop(
     found = [find_run(runs, name) for name in run or []]
     if all_:
         known = list_runs(runs)
-        queue = follow.look_at_queue(known)
+        queue = standing.look_at_queue(known)
         active = ("queued", "running")
-        found = [one for one in known if follow.describe(one, queue)["state"] in active]
+        found = [one for one in known if standing.describe(one, queue)["state"] in active]
     done = follow.stop(found, now=now)
     if as_json:
         print(to_json(done))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import allranks.launch.prepare
-from allranks import claims
+from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import parse_job
-from allranks.launch.cluster import allocation, slurm, submit
+from allranks.launch.cluster import allocation, submit
 from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, take_claim
 from allranks.launch.cluster.held import no_progress
 from allranks.launch.cluster.inside import (

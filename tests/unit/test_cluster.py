@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from allranks import slurm
 from allranks.errors import AllranksError
 from allranks.gpu_catalogue import CATALOGUE, GIB
-from allranks.launch.cluster import slurm
 from allranks.launch.survey import cluster
 from allranks.launch.survey import queue as cluster_queue
 from allranks.launch.survey.cluster import (

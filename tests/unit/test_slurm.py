@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.launch.cluster.slurm import (
+from allranks.slurm import (
     REFUSALS,
     SlurmError,
     call,

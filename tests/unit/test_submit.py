@@ -19,18 +19,18 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks import claims
+from allranks import claims, standing
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.launch import follow
 from allranks.launch.cluster import move, submit
 from allranks.launch.cluster.sbatch import Racer, racers_of
-from allranks.launch.cluster.slurm import SlurmError
 from allranks.launch.cluster.submit import Submitted
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.rundir import RunDir
+from allranks.slurm import SlurmError
 
 # All of SLURM's commands under one roof; what they know and were asked is in one file.
 FAKE = r"""#!{python} -S
@@ -194,7 +194,7 @@ def end(run: RunDir, slurm: Slurm, job: str, state: str, *, number: int = 0) -> 
 
 
 def look(run: RunDir) -> dict[str, Any]:
-    return follow.describe(run, follow.look_at_queue([run]))
+    return standing.describe(run, standing.look_at_queue([run]))
 
 
 # --- Sending ------------------------------------------------------------------------------------
@@ -363,11 +363,11 @@ def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
 ) -> None:
     run = send("1x4").run
 
-    def describe(run: RunDir, queue: follow.Queue) -> dict[str, str]:
+    def describe(run: RunDir, queue: standing.Queue) -> dict[str, str]:
         assert claims.take(run.claims, Claim(number=0, job="100", layout="1x4"))
         return {"state": "queued"}
 
-    monkeypatch.setattr(follow, "describe", describe)
+    monkeypatch.setattr(standing, "describe", describe)
     done = submit.race(run, [Racer.parse("2x2")])
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
     assert list(slurm.states()) == ["100"]
@@ -426,13 +426,13 @@ def test_a_run_that_another_resumption_has_started_is_left_to_it(
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "stopped")
     before, info = run.job_file.read_text(), run.info()
-    found = follow.look_at_queue([run])
+    found = standing.look_at_queue([run])
 
-    def look_slowly(runs: list[RunDir]) -> follow.Queue:
+    def look_slowly(runs: list[RunDir]) -> standing.Queue:
         claims.take(run.claims, Claim(number=1, job="101", layout="1x2"))
         return found
 
-    monkeypatch.setattr(follow, "look_at_queue", look_slowly)
+    monkeypatch.setattr(standing, "look_at_queue", look_slowly)
     with pytest.raises(AllranksError, match="has started in this second"):
         again(run, "2x1", overrides=["epochs=40"])
     assert list(slurm.states()) == ["100"]
@@ -530,14 +530,14 @@ def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
 ) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    found = follow.look_at_queue([run])
+    found = standing.look_at_queue([run])
 
-    def look_slowly(runs: list[RunDir]) -> follow.Queue:
+    def look_slowly(runs: list[RunDir]) -> standing.Queue:
         claims.take(run.claims, Claim(number=1, job="100", restart=1, layout="1x2"))
         slurm.hold(run, 1)
         return found
 
-    monkeypatch.setattr(follow, "look_at_queue", look_slowly)
+    monkeypatch.setattr(standing, "look_at_queue", look_slowly)
     with pytest.raises(AllranksError, match="has started in this second"):
         again(run, "2x1")
     assert run.asked_to_stop("100") is None  # nobody would go on with it
@@ -688,7 +688,7 @@ def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: Slurm) -> No
     slurm.change("101", state="RUNNING")  # has just started, and will find the run taken
     follow.stop([run])
     assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
-    jobs = follow.look_at_queue([run]).jobs
+    jobs = standing.look_at_queue([run]).jobs
     assert follow.holder_of(run, [jobs["100"], jobs["101"]]) == "100"
     assert follow.holder_of(run, [jobs["101"]]) == "101"  # no claim: it has none yet
 
@@ -776,7 +776,7 @@ def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: Slurm) -> Non
     slurm.change("101", state="FAILED", code="1:0")
     slurm.change("102", state="TIMEOUT")
     before = len(slurm.calls())
-    follow.look_at_queue(runs)
+    standing.look_at_queue(runs)
     asked = slurm.calls()[before:]
     assert [call[0] for call in asked] == ["squeue", "sacct"]
     assert asked[0][1:4] == ["-h", "-u", str(os.getuid())]

@@ -216,12 +216,12 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
 
 def check_not_in_slurm(run: RunDir) -> None:
     """Refuse to take a run from a job that trains it: locks are not seen on every file system."""
-    from allranks.launch import follow
+    from allranks import standing
 
-    queue = follow.look_at_queue([run])
+    queue = standing.look_at_queue([run])
     holder = claims.newest(run.claims)
     job = queue.jobs.get(holder.job) if holder is not None else None
-    if job is not None and job.state in follow.RUNNING:
+    if job is not None and job.state in standing.RUNNING:
         raise AllranksError(
             f"run {run.name} is trained by job {job.job} on {', '.join(job.nodes)}",
             fix=f"stop it first: allranks stop {run.name}",

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from allranks import claims
+from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.launch import prepare
-from allranks.launch.cluster import checks, ladder, slurm, submit
+from allranks.launch.cluster import checks, ladder, submit
 from allranks.launch.cluster.held import Held, give_up
 from allranks.launch.cluster.inside import (
     Place,

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from allranks import claims
+from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import Job
 from allranks.launch import prepare
-from allranks.launch.cluster import slurm, submit
+from allranks.launch.cluster import submit
 from allranks.launch.cluster.inside import (
     Place,
     has_saved,

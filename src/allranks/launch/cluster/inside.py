@@ -10,13 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks import nodelist
+from allranks import nodelist, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.hardware import parse_tasks_per_node
 from allranks.job import Job
 from allranks.launch import prepare
-from allranks.launch.cluster import slurm
 from allranks.launch.cluster.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
 from allranks.rundir import RunDir

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allranks import claims
+from allranks import claims, standing
 from allranks.errors import AllranksError
 from allranks.launch import follow
 from allranks.launch.cluster import submit
@@ -18,10 +18,10 @@ def resume(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
     run = prepared.run
     assert run is not None
     claim = claims.next_number(run.claims)  # before its state: see send_all
-    queue = follow.look_at_queue([run])
+    queue = standing.look_at_queue([run])
     if queue.silent:
         raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
-    now = follow.describe(run, queue)
+    now = standing.describe(run, queue)
     changes = [*run.info().get("changes", []), *prepared.changes]
     extends = any(change["key"] != "layout" for change in changes)
     if now["state"] == "finished" and not extends:

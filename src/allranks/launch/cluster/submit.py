@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from allranks import claims
+from allranks import claims, slurm, standing
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.gpus import find_gpu
 from allranks.job import Job
-from allranks.launch import follow, prepare
-from allranks.launch.cluster import ladder, slurm
-from allranks.launch.cluster.reasons import waiting_reason
+from allranks.launch import prepare
+from allranks.launch.cluster import ladder
 from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
 from allranks.rundir import RunDir, create_run, list_runs, write_atomically
+from allranks.slurm_reasons import waiting_reason
 from allranks.task_source import find_task
 
 # Reasons of waiting that time does not mend.
@@ -224,7 +224,7 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
-    state = follow.describe(run, follow.look_at_queue([run]))["state"]
+    state = standing.describe(run, standing.look_at_queue([run]))["state"]
     if state != "queued":
         move = "move it" if state == "running" else "go on with it"
         raise AllranksError(

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from allranks import slurm
 from allranks.errors import AllranksError
-from allranks.launch.cluster import slurm
 from allranks.launch.survey.machine import describe_machine
 from allranks.launch.survey.node_kinds import Gpus, cpu_model, resolve_gpus, suits
 from allranks.launch.survey.slurm_text import (

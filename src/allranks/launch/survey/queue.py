@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from allranks.launch.cluster import slurm
-from allranks.launch.cluster.reasons import waiting_reason
+from allranks import slurm
 from allranks.launch.survey.cluster import current_user, find_partition, list_partitions
 from allranks.launch.survey.slurm_text import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
+from allranks.slurm_reasons import waiting_reason
 
 # Fields of `squeue -O` and their widths. Unlike those of -o they tell the GPUs of a job however it
 # asked for them; the columns are cut by width, since no character is safe as a separator.
