@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,20 +16,35 @@ from allranks.errors import AllranksError
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
-LATE_KEYS = ("loss", "phases")
 
-# Made once: json.dumps with options makes one at every call, which takes longer than its work.
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+def _encoder() -> Callable[[Mapping[str, Any]], str]:
+    """JSON on one line. json.dumps makes a new encoder for every value: longer than its work."""
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return encoder.encode
+    # Arguments: markers, default, string encoder, indent, separators, sort, skip, allow_nan.
+    text = json.encoder.encode_basestring_ascii
+    chunks = make(None, encoder.default, text, None, ":", ",", False, False, False)
+    return lambda value: "".join(chunks(value, 0))
+
+
+_encode = _encoder()
 
 
 class Late(Protocol):
-    """A value that is still being computed or reduced when its event is recorded.
-
-    `loss` may be one, and `phases`, whose value takes its place as fields of the event.
-    """
+    """A `loss` that is still being computed or reduced when its event is recorded."""
 
     def ready(self) -> bool: ...
-    def value(self) -> float | dict[str, Any] | None: ...
+    def value(self) -> float | None: ...
+
+
+class LateFields(Protocol):
+    """The `phases` of a step that a device may still be at: further fields of its event."""
+
+    def ready(self) -> bool: ...
+    def text(self) -> str: ...  # as JSON, without braces
 
 
 class EventLog:
@@ -70,12 +85,16 @@ class EventLog:
             for event in self._buffer:
                 if event.get("step", 0) > last_step:
                     break
-                values = {key: event[key] for key in LATE_KEYS if hasattr(event.get(key), "ready")}
-                if late == "hold" and not all(value.ready() for value in values.values()):
+                loss = event.get("loss")
+                is_late = loss is not None and hasattr(loss, "ready")
+                phases = event.get("phases")
+                if late == "hold" and (
+                    (is_late and not loss.ready()) or (phases and not phases.ready())
+                ):
                     break
-                for key, value in values.items():
-                    _settle(event, key, value, wait=late == "wait")
-                lines.append(format_event(event))
+                if is_late:
+                    _settle(event, loss, wait=late == "wait")
+                lines.append(format_event(event) if phases is None else _with_fields(event, late))
                 count += 1
             del self._buffer[:count]
             self._unwritten += "".join(lines).encode()
@@ -179,17 +198,28 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
     )
 
 
-def _settle(event: dict[str, Any], key: str, late: Late, *, wait: bool) -> None:
-    """Put a late value in its event, or take its place out if it will never come."""
+def _settle(event: dict[str, Any], loss: Late, *, wait: bool) -> None:
+    """Put a late loss in its event, or take its place out if it will never come."""
     value = None
     # Whatever a lost peer makes of the reduction: the events behind this one must be written.
     with contextlib.suppress(Exception):
-        value = late.value() if wait or late.ready() else None
-    del event[key]
-    if isinstance(value, dict):
-        event.update(value)
-    elif value is not None:
-        event[key] = value
+        value = loss.value() if wait or loss.ready() else None
+    if value is None:
+        del event["loss"]
+    else:
+        event["loss"] = value
+
+
+def _with_fields(event: dict[str, Any], late: str) -> str:
+    """The line of an event with late fields; without them if they will never come."""
+    fields: LateFields = event.pop("phases")
+    text = ""
+    with contextlib.suppress(Exception):
+        text = fields.text() if late == "wait" or fields.ready() else ""
+    if not text:
+        return format_event(event)
+    event.pop("seconds", None)  # by the host's clock: only for a step of which no more is known
+    return f"{format_event(event)[:-2]},{text}}}\n"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -23,6 +23,17 @@ AFTER = "after"  # after backward: what it was shows when the next mark comes
 END = "end"
 
 PHASES = (DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
+_TEXT = ",".join(f'"{name}":%.7f' for name in ("seconds", *PHASES))
+# What time was spent on shows only by what came next: preparing an exchange belongs to it, clipping
+# and unscaling belong to the update, and a script may take its batches from no loader.
+_UNCERTAIN = (AFTER, OTHER)
+_MEANINGS = {
+    (AFTER, WAIT): WAIT,
+    (AFTER, OPTIMIZER): OPTIMIZER,
+    (AFTER, END): OPTIMIZER,
+    (AFTER, BACKWARD): FORWARD,
+    (OTHER, BACKWARD): FORWARD,
+}
 MAX_MARKS = 50_000  # of a step
 MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
 
@@ -132,6 +143,16 @@ class Step:
             event.synchronize()  # the script has ended, and somebody waits for the rest
         return phases(self._marks, self._unix)
 
+    def text(self) -> str:
+        """The same as JSON, without its braces. There is one of them a step: it is made fast."""
+        fields = self.value()
+        text = _TEXT % tuple(fields.values())[: 1 + len(PHASES)]
+        if "arrive" in fields:
+            text += f',"arrive":{fields["arrive"]:.6f}'
+        if "waits" in fields:
+            text += f',"waits":[{",".join(f"{seconds:.7f}" for seconds in fields["waits"])}]'
+        return text
+
 
 def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     """Seconds of each phase, exclusive; they sum to `seconds`. `marks` end with END.
@@ -143,12 +164,13 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     waits: list[float] = []
     longest, arrive = -1.0, None
     is_open = False  # whether more waiting would belong to the same exchange
-    for (label, begin, event, _), (following, end, end_event, _) in itertools.pairwise(marks):
+    label, begin, event, _ = marks[0]
+    for following, end, end_event, _ in itertools.islice(marks, 1, None):
         if event is None or end_event is None:
             seconds = end - begin
         else:
             seconds = event.elapsed_time(end_event) / 1e3
-        phase = _meaning(label, following) if label in (AFTER, OTHER) else label
+        phase = _MEANINGS.get((label, following), OTHER) if label in _UNCERTAIN else label
         sums[phase] += seconds
         if phase == WAIT:
             if not is_open:
@@ -159,21 +181,10 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
         # The exchanges of one backward pass are one: a rank that prepares its gradients longer
         # in a hook of DDP's communicates longer, and does not compute longer.
         is_open = phase == WAIT or (is_open and label == BACKWARD)
-    fields: dict[str, Any] = {"seconds": round(sum(sums.values()), 7)}
-    fields |= {name: round(seconds, 7) for name, seconds in sums.items()}
+        label, begin, event = following, end, end_event
+    fields: dict[str, Any] = {"seconds": sum(sums.values()), **sums}
     if arrive is not None:
-        fields["arrive"] = round(unix + arrive, 6)
+        fields["arrive"] = unix + arrive
     if 1 < len(waits) <= MAX_WAITS:
-        fields["waits"] = [round(seconds, 7) for seconds in waits]
+        fields["waits"] = waits
     return fields
-
-
-def _meaning(label: str, following: str) -> str:
-    if label == AFTER:
-        # Preparing an exchange belongs to it; clipping and unscaling belong to the update.
-        return {WAIT: WAIT, OPTIMIZER: OPTIMIZER, END: OPTIMIZER, BACKWARD: FORWARD}.get(
-            following, OTHER
-        )
-    if label == OTHER and following == BACKWARD:
-        return FORWARD  # of a script that takes its batches from no loader
-    return label

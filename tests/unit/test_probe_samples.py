@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -307,8 +308,8 @@ def test_a_step_is_counted_when_it_is_read_and_once() -> None:
         timeline.mark(BACKWARD, (SampleCounter.trained,))
         steps.append(CountedStep(timeline.end(), timeline.unix, counter))
     assert counter.training is None  # nothing was done yet
-    assert [step.count()["samples"] for step in steps] == [8, 5]
-    fields = steps[0].value()
+    assert [step.count() for step in steps] == [(0, 8), (0, 5)]
+    fields = json.loads(f"{{{steps[0].text()}}}")
     assert fields["samples"] == 8
     assert fields["seconds"] == pytest.approx(steps[0].host_seconds, abs=1e-6)
 

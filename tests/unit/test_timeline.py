@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from allranks.timeline import (
     PHASES,
     WAIT,
     Mark,
+    Step,
     Timeline,
     phases,
 )
@@ -207,6 +209,15 @@ def test_a_device_is_waited_for_only_when_the_value_is_asked_for() -> None:
     assert events[-1].waited == 0
     assert closed.value()["seconds"] == 1.0
     assert events[-1].waited == 1
+
+
+@given(marks)
+def test_what_is_written_of_a_step_is_what_was_read(step_marks: list[Mark]) -> None:
+    written = json.loads(f"{{{Step(step_marks, 100.0).text()}}}")
+    read = phases(step_marks, 100.0)
+    assert list(written) == list(read)
+    for name, value in read.items():
+        assert written[name] == pytest.approx(value, abs=1e-6)
 
 
 def test_a_script_that_only_reads_its_data_keeps_few_marks() -> None:

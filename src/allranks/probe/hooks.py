@@ -75,30 +75,39 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
     optimizer_module.register_optimizer_step_post_hook(after)
 
 
-def hook_backward(recorder: Recorder) -> None:
-    """Every backward pass, and the moment in it when this rank has computed all its gradients.
+class Arrival:
+    """The moment in a backward pass when this rank has computed all its gradients.
 
     Callbacks of the autograd engine run when all is computed, in the order in which they were
     queued. The one that is queued first, by a hook on the loss, runs before DDP waits in its own.
     """
+
+    def __init__(self, recorder: Recorder) -> None:
+        import torch
+
+        self.recorder = recorder
+        self._engine = torch.autograd.Variable._execution_engine
+
+    def queue(self, gradients: Any) -> None:
+        try:
+            self._engine.queue_callback(self.arrive)
+        except Exception as error:
+            self.recorder.switch_off(error)
+
+    def arrive(self) -> None:
+        try:
+            self.recorder.timeline.mark(WAIT)
+        except Exception as error:
+            self.recorder.switch_off(error)
+
+
+def hook_backward(recorder: Recorder) -> None:
+    """Every backward pass."""
     import torch
 
     original = torch.autograd.backward
-    engine = torch.autograd.Variable._execution_engine
-
     timeline, tensor_type = recorder.timeline, torch.Tensor
-
-    def arrive() -> None:
-        try:
-            timeline.mark(WAIT)
-        except Exception as error:
-            recorder.switch_off(error)
-
-    def queue_arrival(gradient: Any) -> None:
-        try:
-            engine.queue_callback(arrive)
-        except Exception as error:
-            recorder.switch_off(error)
+    queue_arrival = Arrival(recorder).queue
 
     @unseen_by_compilers
     @functools.wraps(original)
@@ -111,8 +120,8 @@ def hook_backward(recorder: Recorder) -> None:
             peers = recorder.peers
             if peers or (peers is None and recorder.has_peers()):
                 root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-                if isinstance(root, tensor_type) and root.requires_grad:
-                    handle = root.register_hook(queue_arrival)
+                if isinstance(root, tensor_type) and root.grad_fn is not None:
+                    handle = root.grad_fn.register_prehook(queue_arrival)
             timeline.mark(BACKWARD, TRAINED)
         except Exception as error:
             recorder.switch_off(error)
@@ -121,7 +130,8 @@ def hook_backward(recorder: Recorder) -> None:
         finally:
             try:
                 timeline.mark(AFTER)
-                if handle is not None:
+                # Without these arguments the graph is gone, and the hook with it.
+                if handle is not None and args[1:] != (None, False):
                     handle.remove()
             except Exception as error:
                 recorder.switch_off(error)

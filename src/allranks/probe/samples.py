@@ -141,30 +141,30 @@ class CountedStep(Step):
         self._marks = marks
         self._unix = unix
         self._counter = counter
-        self._counted: dict[str, Any] | None = None
+        self._counted: tuple[int | None, int] | None = None
 
-    def count(self) -> dict[str, Any]:
-        """What it trained on. Steps are counted one after the other, each once."""
+    def count(self) -> tuple[int | None, int]:
+        """The epoch, and its samples. Steps are counted one after the other, each once."""
         if self._counted is None:
             try:
                 self._counted = self._count(self._counter)
             except Exception as error:
-                self._counted = {}
+                self._counted = (None, 0)
                 if self._counter.switch_off is None:
                     raise
                 self._counter.switch_off(error)
         return self._counted
 
-    def _count(self, counter: SampleCounter) -> dict[str, Any]:
+    def _count(self, counter: SampleCounter) -> tuple[int | None, int]:
         for _, _, _, note in self._marks:
             if note is not None:
-                tell, *about = note
-                tell(counter, *about)
-        fields = {} if counter.training is None else {"epoch": counter.training.epoch}
-        return {**fields, "samples": counter.take()}
+                note[0](counter, *note[1:])
+        return (counter.training.epoch if counter.training else None), counter.take()
 
-    def value(self) -> dict[str, Any]:
-        return self.count() | super().value()
+    def text(self) -> str:
+        epoch, samples = self.count()
+        known = "" if epoch is None else f'"epoch":{epoch},'
+        return f'{known}"samples":{samples},{super().text()}'
 
 
 def content(tensor: Any) -> int:
