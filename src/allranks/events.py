@@ -85,9 +85,9 @@ class EventLog:
             for event in self._buffer:
                 if event.get("step", 0) > last_step:
                     break
-                loss = event.get("loss")
-                is_late = loss is not None and hasattr(loss, "ready")
-                phases = event.get("phases")
+                loss: Any = event.get("loss")
+                is_late = hasattr(loss, "ready")
+                phases: LateFields | None = event.get("phases")
                 if late == "hold" and (
                     (is_late and not loss.ready()) or (phases and not phases.ready())
                 ):
