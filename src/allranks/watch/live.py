@@ -51,6 +51,7 @@ class Followed:
     is_read: bool = False
     is_settled: bool = False  # its end was judged: only a change of its folder matters
     is_old: bool = False  # ended long ago: not shown, unless asked for
+    is_aside: bool = False  # others are compared with it, but it was not asked for
     _signs: tuple[int, ...] = ()
 
     @property
@@ -58,8 +59,12 @@ class Followed:
         return self.standing.state in ACTIVE
 
     @property
+    def is_hidden(self) -> bool:
+        return self.is_old or self.is_aside
+
+    @property
     def may_have_jobs(self) -> bool:
-        return not self.is_read or self.is_active
+        return (not self.is_read or self.is_active) and not self.is_aside
 
     def read_info(self) -> dict[str, Any]:
         self.info = self.info or self.run.info()
@@ -123,7 +128,7 @@ class Watcher:
 
     def runs(self) -> list[RunView]:
         """Those that wait or run, newest first, then the others."""
-        shown = [one for one in self._followed.values() if one.view and not one.is_old]
+        shown = [one for one in self._followed.values() if one.view and not one.is_hidden]
         shown.sort(key=lambda one: one.view is not None and not one.view.is_active)
         return [one.view for one in shown if one.view is not None]
 
@@ -180,15 +185,20 @@ class Watcher:
         if now < self._find_due:
             return False
         self._find_due = now + FIND_SECONDS
-        sign = modified(self.folder) if self.only is None else 0
+        sign = modified(self.folder)
         if sign == self._folder_sign:
             return False
         self._folder_sign = sign
-        found = self.only if self.only is not None else list_runs(self.folder)
-        before = self._followed
-        self._followed = {
-            run.name: before.get(run.name) or Followed(run, RunReader(run)) for run in found
-        }
+        found = list_runs(self.folder)
+        before, self._followed = self._followed, {}
+        for run in self.only if self.only is not None else found:
+            self._followed[run.name] = before.get(run.name) or Followed(run, RunReader(run))
+        if self.only is not None:
+            jobs = {run.job_name for run in self.only}
+            for run in found:
+                if run.job_name in jobs and run.name not in self._followed:
+                    aside = Followed(run, RunReader(run), is_aside=True)
+                    self._followed[run.name] = before.get(run.name) or aside
         self._newest = set(list(self._followed)[:ALWAYS_SHOWN])
         return list(before) != list(self._followed)
 
@@ -210,7 +220,7 @@ class Watcher:
             one.standing = judge(one.run, one.info, self._asking.answer)
         one.is_old = not self.shows_old and self._is_old(one)
         one.due = now + (LOOK_SECONDS if one.is_active else SLEEP_SECONDS)
-        is_wanted = all_ranks or not one.is_old
+        is_wanted = all_ranks or not one.is_hidden
         if is_wanted and (is_changed or was_active or all_ranks or not one.is_settled):
             one.reader.look(all_ranks=all_ranks)
         one.is_read = True
@@ -235,7 +245,7 @@ class Watcher:
         for other in self._followed.values():
             if other is one or other.info.get("layout") != ONE_RANK or other.same != one.same:
                 continue
-            if other.is_old and other.reader.lead is None:
+            if other.is_hidden and other.reader.lead is None:
                 other.reader.look(all_ranks=False)
             start, lead = other.reader.start, other.reader.lead
             if start.get("device") != one.reader.start.get("device") or lead is None:

@@ -31,6 +31,11 @@ def count(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
+def hours(number: float) -> str:
+    """0.031, 4.25, 113."""
+    return f"{number:.3f}" if number < 1 else f"{number:.2f}" if number < 10 else f"{number:.0f}"
+
+
 def num_bytes(number: float) -> str:
     """In the units that GPUs are sold in: 512M, 71.2G."""
     if number >= 1 << 30:
