@@ -193,6 +193,7 @@ def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float
 
 
 def serve(watcher: Watcher, marks: dict[str, Mark], *, port: int) -> None:
+    import importlib
     import importlib.util
 
     from allranks.errors import AllranksError
@@ -203,10 +204,28 @@ def serve(watcher: Watcher, marks: dict[str, Mark], *, port: int) -> None:
             f"watch --web needs {' and '.join(missing)}",
             fix="install them: pip install 'allranks[web]'; or leave out --web",
         )
-    from allranks.watch import server
-
+    server = importlib.import_module("allranks.watch.server")
     server.serve(watcher, marks=marks, stop=stopper(watcher), port=port)
 
 
 def watch_job(job: str, marks: dict[str, Mark], *, once: bool, stacks: bool, as_json: bool) -> None:
-    raise NotImplementedError
+    """A job that allranks did not start, through a step on its nodes."""
+    from allranks.events import to_json
+    from allranks.watch import jobs
+    from allranks.watch.job_screen import JobView, job_lines
+    from allranks.watch.job_screen import watch_job as show
+
+    facts = jobs.find_job(job)
+    if not (once or stacks or as_json):
+        show(JobView(facts, marks))
+        return
+    samples = jobs.collect(facts, "stacks" if stacks else "samples")
+    console = people_console(as_json)
+    if as_json:
+        print(to_json({"job": job, "name": facts.name, "nodes": samples}))
+    elif stacks:
+        print("\n".join(jobs.stack_lines(samples)))
+    else:
+        for line in job_lines(facts, samples, marks, console.width if is_terminal() else 160):
+            line.rstrip()
+            console.print(line, soft_wrap=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 
@@ -139,29 +140,29 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
     return {
         "rank": Text(str(rank.rank)),
         "node": Text(clean(rank.node or "")),
-        "gpu": _marked(rank.utilization, "{:.0f}", verdicts["gpu_util"]),
-        "memory": _marked(memory, num_bytes, verdicts["memory"]),
-        "power": _marked(rank.power, "{:.0f}W", verdicts["power"]),
-        "temperature": _marked(rank.temperature, "{:.0f}"),
-        "step": _marked(rank.step, "{}"),
-        "seconds": _marked(rank.step_seconds, duration),
-        "data": _marked(rank.data, duration),
-        "wait": _marked(rank.wait, duration),
-        "cpu": _marked(rank.cpu, "{:.1f}"),
-        "workers": _marked(busy, "{:.0f}%", verdicts["workers"]),
-        "network": _marked(of_link, "{:.0f}%", verdicts["network"])
+        "gpu": marked(rank.utilization, "{:.0f}", verdicts["gpu_util"]),
+        "memory": marked(memory, num_bytes, verdicts["memory"]),
+        "power": marked(rank.power, "{:.0f}W", verdicts["power"]),
+        "temperature": marked(rank.temperature, "{:.0f}"),
+        "step": marked(rank.step, "{}"),
+        "seconds": marked(rank.step_seconds, duration),
+        "data": marked(rank.data, duration),
+        "wait": marked(rank.wait, duration),
+        "cpu": marked(rank.cpu, "{:.1f}"),
+        "workers": marked(busy, "{:.0f}%", verdicts["workers"]),
+        "network": marked(of_link, "{:.0f}%", verdicts["network"])
         if of_link is not None
-        else _marked(traffic, lambda n: f"{num_bytes(n)}/s"),
+        else marked(traffic, lambda n: f"{num_bytes(n)}/s"),
         "beat": Text(seen, style=STATE_STYLES.get(rank.state or "", "")),
         "slowest": Text("< slowest" if rank.slowest else "", style="bold yellow"),
     }
 
 
-def _marked(value: object, form: object, verdict: Verdict | None = None) -> Text:
+def marked(value: Any, form: str | Callable[[Any], str], verdict: Verdict | None = None) -> Text:
     """A number, and a sign beside it where there is a mark."""
     if value is None:
         return Text("")
-    said = form(value) if callable(form) else str(form).format(value)
+    said = form(value) if callable(form) else form.format(value)
     if verdict is None:
         return Text(said)
     return Text(said + SIGNS[verdict], style=STYLES[verdict])
