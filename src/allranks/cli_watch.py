@@ -101,6 +101,58 @@ def watch(
         watcher.close()
 
 
+@app.command()
+def status(
+    run: Watched = None,
+    md: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it there; - is stdout, the default.")
+    ] = None,
+    show_all: All = False,
+    mark: Marks = None,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """One page to share, in Markdown: resources, runs, performance, settings, next steps."""
+    from allranks.events import to_json
+    from allranks.rundir import find_run
+    from allranks.watch.live import Watcher
+    from allranks.watch.marks import parse_marks
+    from allranks.watch.status import gather, status_page
+
+    marks = parse_marks(mark or [])
+    chosen = [find_run(runs, name) for name in run] if run else None
+    watcher = Watcher(runs, chosen, old=show_all)
+    try:
+        found = gather(watcher)
+    finally:
+        watcher.close()
+    page = status_page(found, resources(), marks, time.time())
+    is_file = md is not None and str(md) != "-"
+    if is_file and md is not None:
+        from allranks.rundir import write_atomically
+
+        write_atomically(md, page)
+    if as_json:
+        written = str(md.absolute()) if is_file and md is not None else None
+        described = [one.view.as_json() for one in found]
+        print(to_json({"md": written, "page": page, "runs": described}))
+    else:
+        print(f"wrote {md}" if is_file else page, end="\n" if is_file else "")
+
+
+def resources() -> dict[str, Any]:
+    """The cluster and this machine; this machine alone where SLURM is silent."""
+    from allranks.errors import AllranksError
+    from allranks.launch.survey.cluster import describe_cluster
+    from allranks.launch.survey.machine import describe_machine
+
+    try:
+        return describe_cluster()
+    except AllranksError as error:
+        return {"slurm": None, "machine": describe_machine(), "notes": [error.what]}
+
+
 def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 

@@ -115,7 +115,7 @@ def memory() -> dict[str, int]:
 
 
 def sample(job: str, before: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """This node now; `before` has each process's CPU seconds, and when, and is brought up to date."""
+    """This node now. `before` has the CPU seconds of each process, and when: brought up to date."""
     found = []
     for pid, env in processes_of(job).items():
         used = usage(pid)
@@ -160,8 +160,7 @@ def dump(pid: str) -> dict[str, str]:
         try:
             done = subprocess.run(
                 [program, "dump", "--pid", pid],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 timeout=DUMP_SECONDS,
             )
             if done.returncode == 0:

@@ -47,6 +47,8 @@ def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
     except (KeyError, TypeError, ValueError, OSError) as error:
         what = f"its folder cannot be read ({type(error).__name__}: {error})"
         return Standing("failed", what, layout)
+    if state == "failed" and reason is None:
+        reason = "it was killed: it has no end" if run.attempts() else "it never started"
     if holder is not None and holder.layout:
         layout = holder.layout
     active = [job for job in jobs if job.state in RUNNING]
