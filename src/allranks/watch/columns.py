@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 GAP = 1
+EMPTY = Text()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +63,23 @@ def header(columns: Sequence[Column], widths: dict[str, int]) -> Text:
 def join(columns: Sequence[Column], widths: dict[str, int], row: dict[str, Text]) -> Text:
     """One row, each cell cut or filled to its width."""
     line = Text(no_wrap=True)
-    is_first = True
+    space = 0  # that is to come: written once, since every cell on the screen passes here
     for column in columns:
         if column.key not in widths:
             continue
-        if not is_first:
-            line.append(" " * GAP)
-        is_first = False
-        line.append_text(cell(row.get(column.key, Text("-")), widths[column.key], column.right))
+        width, text = widths[column.key], row.get(column.key, EMPTY)
+        if text.cell_len > width:
+            text = text.copy()
+            text.truncate(width, overflow="ellipsis")
+        filling = width - text.cell_len
+        space += filling if column.right else 0
+        if text:
+            line.append(" " * space)
+            line.append_text(text)
+            space = 0
+        space += GAP + (0 if column.right else filling)
+    line.append(" " * (space - GAP))
     return line
-
-
-def cell(text: Text, width: int, right: bool) -> Text:
-    text = text.copy()
-    if text.cell_len > width:
-        text.truncate(width, overflow="ellipsis")
-    space = " " * (width - text.cell_len)
-    return Text(space) + text if right else text + Text(space)
 
 
 def shortened(name: str, width: int) -> str:

@@ -16,6 +16,7 @@ from allranks.watch.tail import Event, EventTail
 from allranks.watch.views import History, Parts, RankView
 
 RECENT_STEPS = 32
+SPLIT_STEPS = 16
 CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
 DEVICE_KEYS = (
     *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
@@ -120,6 +121,8 @@ class RunReader:
         self.ranks: dict[int, RankReader] = {}
         self.lead: RankReader | None = None
         self._past_hours = 0.0  # of attempts that are over
+        self._parts: Parts | None = None
+        self._has_parts = False
 
     def look(self, *, all_ranks: bool) -> bool:
         """Read what is new of the lead rank, or of all; whether there was anything."""
@@ -137,6 +140,7 @@ class RunReader:
             for reader in self.ranks.values():
                 if reader is not self.lead:
                     is_new |= reader.look()
+        self._has_parts = self._has_parts and not is_new
         return is_new
 
     def _begin(self, number: int) -> None:
@@ -225,11 +229,16 @@ class RunReader:
 
     def parts(self) -> Parts | None:
         """Where the last steps' time went; None where not all ranks' phases are known."""
-        rows = common_rows([self.ranks[rank].recent for rank in sorted(self.ranks)])
+        if not self._has_parts:  # asked for more often than there is anything new
+            self._parts, self._has_parts = self._split(), True
+        return self._parts
+
+    def _split(self) -> Parts | None:
+        ranks = sorted(self.ranks)
+        rows = common_rows([self.ranks[rank].recent for rank in ranks])[-SPLIT_STEPS:]
         if not rows or not all(key in event for row in rows for event in row for key in PHASES):
             return None
         split = split_waits(rows)
-        ranks = sorted(self.ranks)
         return Parts(
             seconds=split.parts,
             steps=len(rows),

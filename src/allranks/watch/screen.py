@@ -52,6 +52,7 @@ class Terminal:
         self._settings: list[Any] = []
         self._handlers: dict[signal.Signals, Any] = {}
         self._drawn: list[str] = []
+        self._lines: list[Text] = []
         self._pending = ""
         self._wake_read, self._wake_write = os.pipe()
         self._guard: subprocess.Popen[bytes] | None = None
@@ -96,7 +97,12 @@ class Terminal:
     def draw(self, lines: Sequence[Text]) -> None:
         """Write the lines that differ from what is there."""
         width, height = self.size()
-        drawn = [self._ansi(line, width) for line in lines[:height]]
+        # A line that is as it was is not even turned into colours.
+        known = self._lines if self._drawn else []
+        drawn = [
+            self._drawn[row] if row < len(known) and known[row] == line else self._ansi(line, width)
+            for row, line in enumerate(lines[:height])
+        ]
         changes = [
             f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
             for row, line in enumerate(drawn, start=1)
@@ -104,7 +110,7 @@ class Terminal:
         ]
         if changes:
             self._write(BEGIN_UPDATE + "".join(changes) + END_UPDATE)
-        self._drawn = drawn
+        self._drawn, self._lines = drawn, list(lines[:height])
 
     def redraw(self) -> None:
         """Forget what is there: the size has changed, or someone else has written."""
