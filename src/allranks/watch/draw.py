@@ -77,7 +77,9 @@ def screen(scene: Scene, width: int, height: int) -> list[Text]:
         hidden = len(scene.ranks) - max(0, len(ranks) - 1)
         lines += mention(about, f"{hidden} more ranks" if hidden else "", width) + ranks
     lines = lines[: height - 1]
-    lines += [Text()] * (height - 1 - len(lines))
+    lines += [Text() for _ in range(height - 1 - len(lines))]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
     return [*lines, bottom(scene, width)]
 
 
@@ -152,10 +154,10 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
         facts.append(f"job {', '.join(run.jobs)}")
     if run.checkpoint is not None:
         facts.append(f"checkpoint {run.checkpoint}")
-    if run.efficiency is not None:
-        facts.append(f"{run.efficiency:.0%} of {run.world_size} times {run.baseline}")
     unit = "GPU-hours" if run.is_gpu else "rank-hours"
     facts.append(f"{hours(run.rank_hours)} {unit}")
+    if run.efficiency is not None:
+        facts.append(f"{run.efficiency:.0%} of {run.world_size} times {run.baseline}")
     facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
     if said := reason(run, day(scene.now)):
@@ -257,7 +259,7 @@ def log_screen(title: str, lines: Sequence[str], width: int, height: int, state:
 
 def framed(lines: list[Text], width: int, height: int, keys: str) -> list[Text]:
     lines = lines[: height - 1]
-    lines += [Text()] * (height - 1 - len(lines))
+    lines += [Text() for _ in range(height - 1 - len(lines))]
     lines = [*lines, Text(keys, style="dim")]
     for line in lines:
         line.truncate(width, overflow="ellipsis")

@@ -99,6 +99,8 @@ def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) ->
 
 def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
     state = str(process.get("state"))
+    program, _, rest = str(process.get("command")).partition(" ")
+    command = f"{program.rpartition('/')[2]} {rest}"  # where Python is installed says little
     return {
         "node": Text(clean(node)),
         "rank": marked(process.get("rank"), "{}"),
@@ -107,7 +109,7 @@ def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
         "memory": marked(process.get("memory"), num_bytes),
         "threads": marked(process.get("threads"), "{}"),
         "state": Text(STATES.get(state, state)),
-        "command": Text(clean(str(process.get("command")))),
+        "command": Text(clean(command)),
     }
 
 

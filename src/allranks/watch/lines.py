@@ -43,12 +43,12 @@ UNDER_REASON = ("left", "loss", "curve", "pace", "efficiency", "hours", "why")
 
 RANK_COLUMNS = (
     Column(key="rank", title="rank", rank=0, width=5),
-    Column(key="node", title="node", rank=8, width=6, right=False, most=24),
+    Column(key="node", title="node", rank=9, width=6, right=False, most=24),
     Column(key="gpu", title="gpu%", rank=1, width=5),
     Column(key="memory", title="memory", rank=5, width=6),
-    Column(key="power", title="power", rank=9, width=5),
-    Column(key="temperature", title="°C", rank=10, width=3),
-    Column(key="step", title="step", rank=7, width=6),
+    Column(key="power", title="power", rank=8, width=5),
+    Column(key="temperature", title="°C", rank=7, width=3),
+    Column(key="step", title="step", rank=10, width=6),
     Column(key="seconds", title="took", rank=2, width=6),
     Column(key="data", title="data", rank=3, width=6),
     Column(key="wait", title="wait", rank=4, width=6),

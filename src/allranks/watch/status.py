@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.redact import redact
-from allranks.watch.lines import clean, state_word
+from allranks.watch.lines import clean, day, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
 from allranks.watch.views import Parts, RankView, RunView
@@ -60,7 +60,7 @@ def status_page(
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
     lines = [f"# Status, {moment}", ""]
     lines += ["## Resources", "", *resource_lines(resources), ""]
-    lines += ["## Runs", "", *run_table(runs), ""]
+    lines += ["## Runs", "", *run_table(runs, day(created)), ""]
     lines += ["## Performance", "", *performance_lines(runs, marks), ""]
     lines += ["## Settings", "", *settings_lines(runs)]
     lines += ["## Next steps", "", *next_lines(runs), ""]
@@ -107,7 +107,7 @@ def partition_rows(resources: Mapping[str, Any]) -> list[list[object]]:
     ]
 
 
-def run_table(runs: Sequence[RunStatus]) -> list[str]:
+def run_table(runs: Sequence[RunStatus], today: str) -> list[str]:
     if not runs:
         return ["None."]
     titles = ("run", "state", "layout", "on", "progress", "time left", "why")
@@ -119,9 +119,7 @@ def run_table(runs: Sequence[RunStatus]) -> list[str]:
         if view.epoch is not None:
             done += f", epoch {view.epoch}" + (f" of {view.epochs}" if view.epochs else "")
         left = duration(view.seconds_left) if view.seconds_left is not None else ""
-        why = view.reason or (
-            f"expected to start {view.expected_start}" if view.expected_start else ""
-        )
+        why = reason(view, today)
         rows.append(
             [view.run, state_word(view), view.layout, on, done if view.step else "", left, why]
         )
