@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.redact import redact
-from allranks.watch.lines import clean, day, state_word
+from allranks.watch.lines import clean, day, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
 from allranks.watch.views import Parts, RankView, RunView
