@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -154,7 +155,8 @@ def resources() -> dict[str, Any]:
 
 
 def is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    can_move = os.environ.get("TERM", "") not in ("", "dumb")
+    return sys.stdin.isatty() and sys.stdout.isatty() and can_move
 
 
 def watched(runs: Path, words: list[str]) -> tuple[str | None, list[RunDir] | None]:

@@ -88,13 +88,29 @@ def test_a_long_file_is_first_looked_at_in_some_places(tmp_path: Path) -> None:
             file.write(event_line(step, "step", step=step, padding=padding))
     assert path.stat().st_size > 4 * WHOLE_BYTES
     tail = EventTail(path)
-    steps = [event["step"] for event in tail.sample()]
-    assert steps[0] == 1 and steps[-1] == 40_000 and steps == sorted(set(steps))
+    ends, places = tail.read_ends()
+    assert (ends[0]["step"], ends[-1]["step"]) == (1, 40_000) and len(ends) < 500
+    steps = sorted({event["step"] for events in [ends, *places] for event in events})
     assert len(steps) < 10_000
     assert max(after - before for before, after in pairwise(steps)) < 400
     with path.open("a") as file:
         file.write(event_line(1, "end", state="finished"))
-    assert [event["event"] for event in tail.sample()] == ["end"]
+    assert [event["event"] for event in tail.read()] == ["end"]
+
+
+def test_the_past_of_long_files_is_read_little_by_little(tmp_path: Path) -> None:
+    grown = GrowingRun(tmp_path, "1x2", steps=100_000)
+    with grown.live():
+        grown.begin()
+        grown.steps(20_000)
+        watcher = Watcher(tmp_path)
+        watcher.poll({grown.run.name}, budget=0.0)
+        assert [rank.step for rank in watcher.ranks(grown.run.name)] == [20_000, 20_000]
+        history = watcher.history(grown.run.name)
+        assert history is not None and None in history.ranks["wait"][1]
+        watcher.poll({grown.run.name})
+        history = watcher.history(grown.run.name)
+        assert history is not None and None not in history.ranks["wait"][1]
 
 
 def test_a_live_run_is_followed_and_its_end_is_seen(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from allranks.standing import Queue, look_at_queue
 ASK_SECONDS = 10.0
 MAX_SECONDS = 120.0
 TIMES_ITS_ANSWER = 20  # a SLURM that takes long to answer is asked less often
+CLOSE_SECONDS = 0.5
 FIRST_SECONDS = 3.0  # what a first screen may wait for it
 
 Ask = Callable[[Sequence[RunDir]], Queue]
@@ -62,7 +63,6 @@ class Asking:
         self.answer = answer
 
     def close(self) -> None:
-        """Wait for a question that is still open: SLURM's commands have a time limit."""
+        """Nobody who leaves waits for SLURM: a question that is still open ends with the process."""
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(CLOSE_SECONDS)

@@ -119,7 +119,7 @@ class Watcher:
                 continue
             if not one.is_read and not is_wanted and time.monotonic() - begin > budget:
                 continue
-            self._look(one, begin, all_ranks=is_wanted)
+            has_news |= self._look(one, begin, all_ranks=is_wanted, budget=budget)
             looked.append(one)
         if any(one.info.get("layout") == ONE_RANK for one in looked):
             looked = list(self._followed.values())  # others are compared with it
@@ -190,15 +190,16 @@ class Watcher:
             return False
         self._folder_sign = sign
         found = list_runs(self.folder)
-        before, self._followed = self._followed, {}
+        before, now_here = self._followed, {}
         for run in self.only if self.only is not None else found:
-            self._followed[run.name] = before.get(run.name) or Followed(run, RunReader(run))
+            now_here[run.name] = before.get(run.name) or Followed(run, RunReader(run))
         if self.only is not None:
             jobs = {run.job_name for run in self.only}
             for run in found:
-                if run.job_name in jobs and run.name not in self._followed:
+                if run.job_name in jobs and run.name not in now_here:
                     aside = Followed(run, RunReader(run), is_aside=True)
-                    self._followed[run.name] = before.get(run.name) or aside
+                    now_here[run.name] = before.get(run.name) or aside
+        self._followed = now_here  # at once: other threads ask for a run by its name
         self._newest = set(list(self._followed)[:ALWAYS_SHOWN])
         return list(before) != list(self._followed)
 
@@ -212,7 +213,7 @@ class Watcher:
                 one.due = 0.0
         return has_answer
 
-    def _look(self, one: Followed, now: float, *, all_ranks: bool) -> None:
+    def _look(self, one: Followed, now: float, *, all_ranks: bool, budget: float) -> bool:
         is_changed = one.has_changed()
         was_active = one.is_active
         if is_changed or was_active or not one.is_settled:
@@ -222,8 +223,9 @@ class Watcher:
         one.due = now + (LOOK_SECONDS if one.is_active else SLEEP_SECONDS)
         is_wanted = all_ranks or not one.is_hidden
         if is_wanted and (is_changed or was_active or all_ranks or not one.is_settled):
-            one.reader.look(all_ranks=all_ranks)
+            is_changed |= one.reader.look(all_ranks=all_ranks, seconds=budget)
         one.is_read = True
+        return is_changed
 
     def _show(self, one: Followed) -> bool:
         """Make its view anew; whether it differs."""

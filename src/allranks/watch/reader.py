@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,16 +41,30 @@ class RankReader:
     first_time: float | None = None
     last_time: float | None = None
     longest_gap: float = 0.0  # between two steps
-    fresh: list[Event] = field(default_factory=list)  # of the last look, for who wants more
+    _past: Iterator[list[Event]] | None = None  # places in what was written before
 
-    def look(self) -> bool:
-        """Read what is new; whether there was anything."""
-        is_first = self.tail.offset == 0
-        # A lead's losses are wanted from its whole file, and its others only ever from now on.
-        self.fresh = self.tail.sample() if is_first and self.rank else self.tail.read()
-        for event in self.fresh:
+    def look(self) -> list[Event]:
+        """Read what is new."""
+        # A lead's losses are wanted from its whole file; of the others the last steps come first.
+        if self.tail.offset == 0 and self.rank:
+            events, self._past = self.tail.read_ends()
+        else:
+            events = self.tail.read()
+        for event in events:
             self._take(event)
-        return bool(self.fresh)
+        return events
+
+    def look_back(self, deadline: float) -> bool:
+        """Read more of what was written before the first look, until that time; whether any."""
+        has_more = self._past is not None
+        while self._past is not None and time.monotonic() < deadline:
+            events = next(self._past, None)
+            if events is None:
+                self._past = None
+            for event in events or ():
+                if event["event"] == "step" and isinstance(event.get("step"), int):
+                    self._draw(event)
+        return has_more
 
     def _take(self, event: Event) -> None:
         moment = event.get("t")
@@ -74,12 +90,17 @@ class RankReader:
         if "t" in before and event["step"] - before.get("step", 0) == 1:
             self.longest_gap = max(self.longest_gap, event["t"] - before["t"])
         self.recent.append(event)
+        self._draw(event)
+
+    def _draw(self, event: Event) -> None:
         for key in ("seconds", DATA, WAIT, "samples"):
             self._add(key, event["step"], event.get(key))
 
     def _add(self, key: str, step: int, value: Any) -> None:
         if isinstance(value, int | float):
-            self.curves.setdefault(key, Series()).add(step, value)
+            if key not in self.curves:
+                self.curves[key] = Series()
+            self.curves[key].add(step, value)
 
     @property
     def step(self) -> int | None:
@@ -124,8 +145,11 @@ class RunReader:
         self._parts: Parts | None = None
         self._has_parts = False
 
-    def look(self, *, all_ranks: bool) -> bool:
-        """Read what is new of the lead rank, or of all; whether there was anything."""
+    def look(self, *, all_ranks: bool, seconds: float = math.inf) -> bool:
+        """Read what is new of the lead rank, or of all; whether there was anything.
+
+        What was there before the first look is read for so long, and then at the next one.
+        """
         is_new = False
         self.attempts = self.run.attempts()
         begun = [n for n in self.attempts if self.attempt is None or n >= self.attempt]
@@ -139,7 +163,10 @@ class RunReader:
                     self._add(rank)
             for reader in self.ranks.values():
                 if reader is not self.lead:
-                    is_new |= reader.look()
+                    is_new |= bool(reader.look())
+            deadline = time.monotonic() + seconds
+            for reader in self.ranks.values():
+                is_new |= reader.look_back(deadline)
         self._has_parts = self._has_parts and not is_new
         return is_new
 
@@ -162,11 +189,10 @@ class RunReader:
                 self.lead = self.ranks.get(ranks[0]) or self._add(ranks[0])
             else:
                 return False
-        is_new = self.lead.look()
-        for event in self.lead.fresh:
+        events = self.lead.look()
+        for event in events:
             self._take(event)
-        self.lead.fresh = []
-        return is_new
+        return bool(events)
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
@@ -195,7 +221,9 @@ class RunReader:
         return self._past_hours + (until - lead.first_time) * world / 3600
 
     def samples_per_second(self, world_size: int | None) -> float | None:
-        """Of all ranks, over the last steps of the lead."""
+        """Of all ranks: as the run said when it ended, else over the last steps of the lead."""
+        if (said := self._said_pace()) is not None:
+            return said
         steps = self.lead.recent if self.lead else ()
         # The first step compiles, opens files and fills caches: it counts if it is alone.
         counted = [e for e in steps if "seconds" in e and (e["step"] > 1 or len(steps) == 1)]
@@ -209,7 +237,9 @@ class RunReader:
         return samples * world_size / seconds if samples and world_size else None
 
     def steady_pace(self, world_size: int) -> float | None:
-        """The same over the whole attempt, but for its beginning."""
+        """The same, over the whole attempt but for its beginning."""
+        if (said := self._said_pace()) is not None:
+            return said
         curves = self.lead.curves if self.lead else {}
         seconds, samples = curves.get("seconds"), curves.get("samples")
         if seconds is None or samples is None:
@@ -217,6 +247,10 @@ class RunReader:
         first = 1 if len(seconds.sums) > 1 else 0
         took = sum(seconds.sums[first:])
         return sum(samples.sums[first:]) * world_size / took if took else None
+
+    def _said_pace(self) -> float | None:
+        said = (self.lead.end or {}).get("samples_per_second") if self.lead else None
+        return float(said) if said else None
 
     def longest_rank(self) -> int | None:
         """The rank with clearly longer steps than most, where waits are not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import shutil
@@ -59,6 +60,8 @@ class Terminal:
 
     def __enter__(self) -> Terminal:
         self._settings = termios.tcgetattr(self.input)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without these letters gets ?
+            sys.stdout.reconfigure(errors="replace")
         self._guard = start_guard(self.input)
         os.set_blocking(self._wake_write, False)
         for number, handler in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ CHUNK_BYTES = 4 << 20
 # Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those
 # of a second are taken whole, and of a file that is a day long every n-th.
 MAX_STEPS = 1000
-# A file that is longer than this when it is first opened is looked at in some places only.
-WHOLE_BYTES = 2 << 20
-HEAD_BYTES = 16 << 10
+# Of a file that is longer than this when it is first opened, head and tail are read, and the rest
+# is looked at later, in some places.
+WHOLE_BYTES = 512 << 10
+HEAD_BYTES = 8 << 10
+TAIL_BYTES = 32 << 10
 PLACES = 256
-PLACE_BYTES = 4 << 10
-TAIL_BYTES = 128 << 10
+PLACE_BYTES = 2 << 10
 
 STEP = b'"event":"step"'
 LOSS = b'"loss":'
@@ -52,42 +53,47 @@ class EventTail:
         except OSError:  # not there yet, or a network disk that will be back
             return []
 
-    def sample(self) -> list[Event]:
-        """The first look at a long file: its head, its tail, and some places between them."""
+    def read_ends(self) -> tuple[list[Event], Iterator[list[Event]]]:
+        """The first look at a file: its head and tail, and what gives the places between them."""
         try:
             size = os.stat(self.path).st_size
-            if self.offset or size <= WHOLE_BYTES:
-                return self.read()
-            lines: list[bytes] = []
-            with self.path.open("rb", buffering=0) as file:
-                lines += file.read(HEAD_BYTES).split(b"\n")[:-1]
-                between = size - HEAD_BYTES - TAIL_BYTES
-                for place in range(PLACES):
-                    file.seek(HEAD_BYTES + between * place // PLACES)
-                    lines += file.read(PLACE_BYTES).split(b"\n")[1:-1]
-            self.offset = size - TAIL_BYTES
-            tail = self.read()
+            if size <= WHOLE_BYTES:
+                return self.read(), iter(())
+            with self.path.open("rb") as file:
+                head = file.read(HEAD_BYTES).split(b"\n")[:-1]
         except OSError:
-            return []
-        return parse(lines) + tail  # the first line of the tail is cut, and skipped as torn
+            return [], iter(())
+        self.offset = size - TAIL_BYTES
+        # The first line of the tail is cut, and passed over like any torn one.
+        return parse(head) + self.read(), self._places(HEAD_BYTES, size - TAIL_BYTES)
+
+    def _places(self, begin: int, end: int) -> Iterator[list[Event]]:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                for place in range(PLACES):
+                    file.seek(begin + (end - begin) * place // PLACES)
+                    yield parse(file.read(PLACE_BYTES).split(b"\n")[1:-1])
+        except OSError:
+            return
 
 
 def thin(lines: list[bytes]) -> list[bytes]:
     """All lines that are not steps, and at most MAX_STEPS steps with a loss and as many without."""
     if len(lines) <= MAX_STEPS:
         return lines
-    steps = [line for line in lines if STEP in line]
-    if len(steps) <= MAX_STEPS:
+    plain = [at for at, line in enumerate(lines) if STEP in line and LOSS not in line]
+    with_loss = [at for at, line in enumerate(lines) if LOSS in line and STEP in line]
+    if len(plain) + len(with_loss) <= MAX_STEPS:
         return lines
-    with_loss = [line for line in steps if LOSS in line]
-    kept = set(every(with_loss)) | set(every([line for line in steps if LOSS not in line]))
-    kept.add(steps[-1])
-    return [line for line in lines if STEP not in line or line in kept]
+    last = max(plain[-1:] + with_loss[-1:])
+    kept = {last, *every(plain), *every(with_loss)}
+    dropped = {*plain, *with_loss} - kept
+    return [line for at, line in enumerate(lines) if at not in dropped]
 
 
-def every(lines: list[bytes]) -> list[bytes]:
+def every(places: list[int]) -> list[int]:
     """Every n-th of too many."""
-    return lines[:: -(-len(lines) // MAX_STEPS)] if lines else lines
+    return places[:: -(-len(places) // MAX_STEPS)] if places else places
 
 
 def parse(lines: Iterable[bytes]) -> list[Event]:

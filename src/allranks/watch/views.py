@@ -35,7 +35,7 @@ class RunView:
     loss_steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
     step_seconds: float | None = None  # of the last steps, in the mean
-    samples_per_second: float | None = None  # of all ranks, measured over the last steps
+    samples_per_second: float | None = None  # of all ranks: of the last steps, or as it ended
     efficiency: float | None = None  # against as many times the pace of one rank
     baseline: str | None = None  # the run that this pace is from
     seconds_left: float | None = None

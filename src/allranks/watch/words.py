@@ -37,10 +37,12 @@ def hours(number: float) -> str:
 
 
 def num_bytes(number: float) -> str:
-    """In the units that GPUs are sold in: 512M, 71.2G."""
+    """In the units that GPUs are sold in: 3K, 512M, 71.2G."""
     if number >= 1 << 30:
         return f"{number / (1 << 30):.1f}G"
-    return f"{number / (1 << 20):.0f}M"
+    if number >= 1 << 20:
+        return f"{number / (1 << 20):.0f}M"
+    return f"{number / (1 << 10):.0f}K"
 
 
 def sparkline(values: list[float | None], width: int) -> str:
