@@ -63,6 +63,6 @@ class Asking:
         self.answer = answer
 
     def close(self) -> None:
-        """Nobody who leaves waits for SLURM: a question that is still open ends with the process."""
+        """Nobody who leaves waits for SLURM: an open question ends with the process."""
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
