@@ -241,7 +241,10 @@ def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float
     def write(line: str) -> None:
         print(line, flush=True)
 
-    follow(watcher, write, notifier, interval=interval)
+    if not follow(watcher, write, notifier, interval=interval):
+        from allranks.watch.draw import NO_RUNS
+
+        print(NO_RUNS, file=sys.stderr)
     for problem in notifier.problems if notifier else []:
         print(f"note: {problem}", file=sys.stderr)
 

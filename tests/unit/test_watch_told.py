@@ -207,7 +207,8 @@ def test_watch_in_a_pipe_ends_with_the_runs(allranks: Allranks, tmp_path: Path) 
     done = allranks("watch", "--notify", "touch told")
     assert done.returncode == 0 and "finished  1x2" in done.stdout
     assert not (tmp_path / "told").exists(), "it had ended before"
-    assert allranks("watch", "--runs", "elsewhere").stdout == ""
+    nothing = allranks("watch", "--runs", "elsewhere")
+    assert nothing.stdout == "" and "no runs here" in nothing.stderr
 
 
 # Jobs that allranks did not start.
