@@ -1,0 +1,234 @@
+"""One thread that reads for all browsers, and what each of them has not seen yet."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from allranks.redact import redact
+from allranks.rundir import RunDir
+from allranks.watch import loglines, picture
+from allranks.watch.live import Watcher
+from allranks.watch.picture import Wish
+
+TICK_SECONDS = 0.5
+MAX_TICK_SECONDS = 1.5
+TIMES_ITS_WORK = 8  # a look that takes long is taken less often
+BEAT_SECONDS = 4.0
+FILES_SECONDS = 5.0
+DIAGNOSE_SECONDS = 60.0
+
+Diagnose = Callable[[RunDir], list[dict[str, Any]]]
+
+
+class Hub:
+    """Reads what browsers wish to see. All of the watcher's calls are made in its thread."""
+
+    def __init__(self, watcher: Watcher, diagnose: Diagnose | None = None) -> None:
+        self.watcher = watcher
+        self.findings = Findings(diagnose)
+        self._wishes: dict[object, Wish] = {}  # one for each open line
+        self._pictures: dict[Wish, dict[str, Any]] = {}
+        self._files: dict[str, tuple[float, list[str]]] = {}
+        self._hurried: list[str] = []
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Called in the loop that serves."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all lines and the thread. Safe from a signal handler and from any thread."""
+        self._closing.set()
+        self._wake.set()
+        self._tell()
+
+    def join(self, seconds: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def hurry(self, run: str) -> None:
+        self._hurried.append(run)
+        self._wake.set()
+
+    async def follow(self, wish: Wish) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Everything once, then what changes; a beat where nothing does. Ends with the server.
+
+        What a browser has not taken yet is not queued: it gets the sum of it when it does.
+        """
+        key = object()
+        self._wishes[key] = wish
+        self._wake.set()
+        sent: dict[str, Any] | None = None
+        last = time.monotonic()
+        try:
+            while not self._closing.is_set():
+                news = self._news
+                now = self._pictures.get(wish)
+                if now is not None and now is not sent:
+                    step = {} if sent is None else picture.change(sent, now)
+                    if sent is None:
+                        yield "all", {"state": now}
+                    elif step is not None:
+                        yield "change", {"change": step}
+                    last = time.monotonic() if step is not None else last
+                    sent = now
+                    continue
+                if time.monotonic() - last >= BEAT_SECONDS:
+                    last = time.monotonic()
+                    yield "beat", {}
+                await _wait(news, BEAT_SECONDS)
+        finally:
+            del self._wishes[key]
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if not self._wishes:  # nobody looks: nothing is read
+                self._pictures = {}
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            self._wake.clear()
+            begin = time.monotonic()
+            self._look()
+            took = time.monotonic() - begin
+            self._wake.wait(min(MAX_TICK_SECONDS, max(TICK_SECONDS, TIMES_ITS_WORK * took)))
+
+    def _look(self) -> None:
+        wishes = set(self._wishes.copy().values())
+        while self._hurried:
+            self.watcher.hurry(self._hurried.pop())
+        names = {name for wish in wishes if (name := self._chosen(wish)) is not None}
+        has_news = self.watcher.poll(detail=names)
+        if any(self._chosen(wish) not in names for wish in wishes):  # the list has just come to be
+            names = {name for wish in wishes if (name := self._chosen(wish)) is not None}
+            self.watcher.poll(detail=names)
+        has_news |= self.findings.look(self.watcher, names)
+        if has_news or wishes != set(self._pictures):
+            runs = {view.run: picture.run_line(view) for view in self.watcher.runs()}
+            for line in runs.values():
+                line["reason"] = line["reason"] and redact(line["reason"])
+            self._pictures = {wish: self._picture(wish, runs) for wish in wishes}
+            self._tell()
+
+    def _chosen(self, wish: Wish) -> str | None:
+        """The run that was wished for, else the first of the list."""
+        if wish.run is not None and self.watcher.run_dir(wish.run) is not None:
+            return wish.run
+        return next((view.run for view in self.watcher.runs()), None)
+
+    def _picture(self, wish: Wish, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        watcher, chosen = self.watcher, self._chosen(wish)
+        views = {view.run: view for view in watcher.runs()}
+        state: dict[str, Any] = {
+            **{"runs": runs, "order": list(runs), "num_old": watcher.num_old()},
+            **{"silence": watcher.silence, "chosen": chosen, "curves": {}},
+            **{"heat": None, "use": None, "ranks": {}, "parts": None, "files": [], "findings": None},
+        }
+        for name in (chosen, *wish.beside):
+            if name in views:
+                state["curves"][name] = picture.curves(views[name], watcher.history(name))
+        if chosen is None or chosen not in views:
+            return state
+        history = watcher.history(chosen)
+        return state | {
+            "heat": picture.heat(history, wish.metric),
+            "use": picture.use(history),
+            "ranks": {str(view.rank): picture.rank_line(view) for view in watcher.ranks(chosen)},
+            "parts": picture.parts_line(watcher.parts(chosen)),
+            "files": self._log_files(chosen),
+            "findings": self.findings.of(chosen),
+        }
+
+    def _log_files(self, name: str) -> list[str]:
+        due, files = self._files.get(name, (0.0, []))
+        run = self.watcher.run_dir(name)
+        if run is not None and time.monotonic() >= due:
+            files = list(loglines.files(run))
+            self._files[name] = (time.monotonic() + FILES_SECONDS, files)
+        return files
+
+    def _tell(self) -> None:
+        def tell() -> None:
+            before, self._news = self._news, asyncio.Event()
+            before.set()
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(tell)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        pass
+
+
+class Findings:
+    """What the doctor says of the runs that are looked at, asked beside the reading."""
+
+    def __init__(self, diagnose: Diagnose | None) -> None:
+        self._diagnose = diagnose
+        self._known: dict[str, dict[str, Any]] = {}
+        self._asked: dict[str, tuple[object, float]] = {}
+        self._thread: threading.Thread | None = None
+        self._has_news = False
+
+    def of(self, run: str) -> dict[str, Any] | None:
+        """None: there is no doctor. `list` is null until it has answered."""
+        if self._diagnose is None:
+            return None
+        return self._known.get(run, {"list": None, "problem": None})
+
+    def look(self, watcher: Watcher, names: set[str]) -> bool:
+        """Ask where it is due, one run at a time; whether an answer has come."""
+        if self._diagnose is None:
+            return False
+        if self._thread is None or not self._thread.is_alive():
+            for view in watcher.runs():
+                run = watcher.run_dir(view.run)
+                if view.run in names and run is not None and self._is_due(view.run, view):
+                    self._thread = threading.Thread(
+                        target=self._ask, args=(run,), name="findings", daemon=True
+                    )
+                    self._thread.start()
+                    break
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def _is_due(self, name: str, view: Any) -> bool:
+        sign = (view.state, view.attempt, view.stalled)
+        before, asked = self._asked.get(name, (None, 0.0))
+        now = time.monotonic()
+        if sign == before and (view.state != "running" or now - asked < DIAGNOSE_SECONDS):
+            return False
+        self._asked[name] = (sign, now)
+        return True
+
+    def _ask(self, run: RunDir) -> None:
+        assert self._diagnose is not None
+        try:
+            found = {"list": redacted(self._diagnose(run)), "problem": None}
+        except Exception as error:  # the page goes on without it, and says so
+            found = {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
+        self._known[run.name] = found
+        self._has_news = True
+
+
+def redacted(value: Any) -> Any:
+    """Every text in it without secrets."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: redacted(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    return value
