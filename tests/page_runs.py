@@ -40,7 +40,13 @@ class LiveRun:
         nodes, per_node = max(1, ranks // 8), min(8, ranks)
         self.layout = f"{nodes}x{per_node}"
         self.run.attempt(0).mkdir(parents=True)
-        job = {"name": name, "task": "language", "batch_size": BATCH, "steps": steps, "seed": number}
+        job = {
+            "name": name,
+            "task": "language",
+            "batch_size": BATCH,
+            "steps": steps,
+            "seed": number,
+        }
         self.run.job_file.write_text(yaml.safe_dump(job))
         self.run.write_info(
             {
@@ -98,7 +104,8 @@ class LiveRun:
                 loss = f'"loss":{4.1 * math.exp(-self.rate * step / 20000) + 1.9 + wave:.6f},'
             yield (
                 f'{{"v":1,"t":{now:.3f},"event":"step","step":{step},"epoch":{step // 1000},'
-                f'"samples":{samples},"seconds":{took:.6f},{loss}"data":{0.004 + 0.003 * wobble:.6f},'
+                f'"samples":{samples},"seconds":{took:.6f},{loss}'
+                f'"data":{0.004 + 0.003 * wobble:.6f},'
                 f'"forward":0.041,"backward":{took - wait - 0.06:.6f},"wait":{wait:.6f},'
                 f'"optimizer":0.009,"other":0.003,"arrive":{now - wait:.3f}}}\n'
             )
@@ -108,7 +115,8 @@ class LiveRun:
                     f'{{"v":1,"t":{now:.3f},"event":"device","utilization":{use:.0f},'
                     f'"memory":{61_000_000_000 + rank * 10_000_000},"memory_total":85520809984,'
                     f'"power":{640 + 40 * wobble:.0f},"power_limit":700,'
-                    f'"temperature":{62 + rank % 7},"cpu":1.{rank % 10},"host_memory":9100000000}}\n'
+                    f'"temperature":{62 + rank % 7},"cpu":1.{rank % 10},'
+                    f'"host_memory":9100000000}}\n'
                 )
 
 

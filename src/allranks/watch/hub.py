@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 from allranks.redact import redact
 from allranks.rundir import RunDir
 from allranks.watch import loglines, picture
 from allranks.watch.live import Watcher
+from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.picture import Wish
+from allranks.watch.views import RunView
 
 TICK_SECONDS = 0.5
 MAX_TICK_SECONDS = 1.5
 TIMES_ITS_WORK = 8  # a look that takes long is taken less often
 BEAT_SECONDS = 4.0
 FILES_SECONDS = 5.0
+PAST_SECONDS = 1.4
 DIAGNOSE_SECONDS = 60.0
+
+# Of a list without runs.
+NOTHING: dict[str, Any] = {
+    **{"runs": {}, "order": [], "num_old": 0, "silence": None, "chosen": None, "problem": None},
+    **{"curves": {}, "heat": None, "use": None, "ranks": {}, "parts": None, "files": []},
+    "findings": None,
+}
 
 Diagnose = Callable[[RunDir], list[dict[str, Any]]]
 
@@ -27,13 +40,23 @@ Diagnose = Callable[[RunDir], list[dict[str, Any]]]
 class Hub:
     """Reads what browsers wish to see. All of the watcher's calls are made in its thread."""
 
-    def __init__(self, watcher: Watcher, diagnose: Diagnose | None = None) -> None:
+    def __init__(
+        self,
+        watcher: Watcher,
+        *,
+        marks: Mapping[str, Mark] = DEFAULT_MARKS,
+        diagnose: Diagnose | None = None,
+    ) -> None:
         self.watcher = watcher
+        self.marks = marks
         self.findings = Findings(diagnose)
         self._wishes: dict[object, Wish] = {}  # one for each open line
         self._pictures: dict[Wish, dict[str, Any]] = {}
         self._files: dict[str, tuple[float, list[str]]] = {}
         self._hurried: list[str] = []
+        self._read: set[str] = set()  # runs whose ranks were all read before
+        self._pasts: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._pasts_due = math.inf
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,13 +115,16 @@ class Hub:
     def _run(self) -> None:
         while not self._closing.is_set():
             if not self._wishes:  # nobody looks: nothing is read
-                self._pictures = {}
+                self._pictures, self._pasts, self._read = {}, {}, set()
                 self._wake.wait()
                 self._wake.clear()
                 continue
             self._wake.clear()
             begin = time.monotonic()
-            self._look()
+            try:
+                self._look()
+            except Exception as error:  # the page says so, and a later look may do
+                self._confess(error)
             took = time.monotonic() - begin
             self._wake.wait(min(MAX_TICK_SECONDS, max(TICK_SECONDS, TIMES_ITS_WORK * took)))
 
@@ -106,18 +132,36 @@ class Hub:
         wishes = set(self._wishes.copy().values())
         while self._hurried:
             self.watcher.hurry(self._hurried.pop())
-        names = {name for wish in wishes if (name := self._chosen(wish)) is not None}
-        has_news = self.watcher.poll(detail=names)
-        if any(self._chosen(wish) not in names for wish in wishes):  # the list has just come to be
-            names = {name for wish in wishes if (name := self._chosen(wish)) is not None}
+        has_news = self.watcher.poll(detail=self._names(wishes) & self._read)
+        names = self._names(wishes)
+        if not names <= self._read:
+            # All ranks of a run for the first time can take seconds: the rest is shown before.
+            self._show(wishes)
             self.watcher.poll(detail=names)
+            has_news, self._pasts = True, {}
+        self._read = names
         has_news |= self.findings.look(self.watcher, names)
-        if has_news or wishes != set(self._pictures):
-            runs = {view.run: picture.run_line(view) for view in self.watcher.runs()}
-            for line in runs.values():
-                line["reason"] = line["reason"] and redact(line["reason"])
-            self._pictures = {wish: self._picture(wish, runs) for wish in wishes}
-            self._tell()
+        if has_news or wishes != set(self._pictures) or time.monotonic() >= self._pasts_due:
+            self._show(wishes)
+
+    def _names(self, wishes: set[Wish]) -> set[str]:
+        return {name for wish in wishes if (name := self._chosen(wish)) is not None}
+
+    def _confess(self, error: Exception) -> None:
+        problem = redact(f"the run folders cannot be read: {type(error).__name__}: {error}")
+        wishes = set(self._wishes.copy().values())
+        before = {wish: self._pictures.get(wish, NOTHING) for wish in wishes}
+        self._pictures = {wish: {**state, "problem": problem} for wish, state in before.items()}
+        self._tell()
+
+    def _show(self, wishes: set[Wish]) -> None:
+        self._pasts_due = math.inf
+        views = {view.run: view for view in self.watcher.runs()}
+        runs = {name: picture.run_line(view) for name, view in views.items()}
+        for line in runs.values():
+            line["reason"] = line["reason"] and redact(line["reason"])
+        self._pictures = {wish: self._picture(wish, views, runs) for wish in wishes}
+        self._tell()
 
     def _chosen(self, wish: Wish) -> str | None:
         """The run that was wished for, else the first of the list."""
@@ -125,28 +169,47 @@ class Hub:
             return wish.run
         return next((view.run for view in self.watcher.runs()), None)
 
-    def _picture(self, wish: Wish, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _picture(
+        self, wish: Wish, views: dict[str, RunView], runs: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
         watcher, chosen = self.watcher, self._chosen(wish)
-        views = {view.run: view for view in watcher.runs()}
-        state: dict[str, Any] = {
+        state: dict[str, Any] = NOTHING | {
             **{"runs": runs, "order": list(runs), "num_old": watcher.num_old()},
             **{"silence": watcher.silence, "chosen": chosen, "curves": {}},
-            **{"heat": None, "use": None, "ranks": {}, "parts": None, "files": [], "findings": None},
         }
         for name in (chosen, *wish.beside):
             if name in views:
-                state["curves"][name] = picture.curves(views[name], watcher.history(name))
-        if chosen is None or chosen not in views:
+                pace = self._past(name)["pace"]
+                state["curves"][name] = {"loss": picture.loss(views[name]), "pace": pace}
+        if chosen in views:
+            state |= {"files": self._log_files(chosen), "findings": self.findings.of(chosen)}
+        if chosen is None or chosen not in self._read or chosen not in views:
             return state
-        history = watcher.history(chosen)
+        past = self._past(chosen)
         return state | {
-            "heat": picture.heat(history, wish.metric),
-            "use": picture.use(history),
-            "ranks": {str(view.rank): picture.rank_line(view) for view in watcher.ranks(chosen)},
+            "heat": past["heat"](wish.metric),
+            "use": past["use"],
+            "ranks": {
+                str(view.rank): picture.rank_line(view, self.marks)
+                for view in watcher.ranks(chosen)
+            },
             "parts": picture.parts_line(watcher.parts(chosen)),
-            "files": self._log_files(chosen),
-            "findings": self.findings.of(chosen),
         }
+
+    def _past(self, name: str) -> dict[str, Any]:
+        """What the history of a run shows; thousands of numbers, so not made anew at every look."""
+        due, past = self._pasts.get(name, (0.0, {}))
+        if time.monotonic() >= due:
+            history = self.watcher.history(name)
+            past = {
+                "pace": picture.pace(history),
+                "use": picture.use(history),
+                "heat": cache(partial(picture.heat, history)),
+            }
+            self._pasts[name] = (time.monotonic() + PAST_SECONDS, past)
+        else:
+            self._pasts_due = min(self._pasts_due, due)  # shown once more, when it is made anew
+        return past
 
     def _log_files(self, name: str) -> list[str]:
         due, files = self._files.get(name, (0.0, []))
@@ -166,10 +229,8 @@ class Hub:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        pass
 
 
 class Findings:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from allranks.watch.marks import Mark, judged
 from allranks.watch.views import History, Parts, RankView, RunView
 
 METRICS = ("work", "seconds", "data", "wait", "utilization")
@@ -34,9 +35,10 @@ def run_line(view: RunView) -> dict[str, Any]:
     return {key: _short(key, value) for key, value in fields.items()} | {"spark": spark}
 
 
-def rank_line(view: RankView) -> dict[str, Any]:
-    """One rank in the table."""
-    return {key: _short(key, value) for key, value in asdict(view).items() if key != "rank"}
+def rank_line(view: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
+    """One rank in the table, and what the marks say of it."""
+    fields = {key: _short(key, value) for key, value in asdict(view).items() if key != "rank"}
+    return fields | {"marks": judged(view, marks)}
 
 
 def parts_line(parts: Parts | None) -> dict[str, Any] | None:
@@ -46,17 +48,19 @@ def parts_line(parts: Parts | None) -> dict[str, Any] | None:
     return {**asdict(parts), "seconds": seconds, "slowest_share": rounded(parts.slowest_share)}
 
 
-def curves(view: RunView, history: History | None) -> dict[str, Any]:
-    """Loss and throughput by step."""
-    pace = history.samples_per_second if history else ()
+def loss(view: RunView) -> dict[str, Any]:
+    """The loss by step."""
+    return {"x": list(view.loss_steps), "y": [rounded(value, 6) for value in view.losses]}
+
+
+def pace(history: History | None) -> dict[str, Any]:
+    """Samples a second by step."""
+    values = history.samples_per_second if history else ()
     width = history.width if history else 1
-    known = [(i, value) for i, value in enumerate(pace) if value is not None]
+    known = [(i, value) for i, value in enumerate(values) if value is not None]
     return {
-        "loss": {"x": list(view.loss_steps), "y": [rounded(loss, 6) for loss in view.losses]},
-        "pace": {
-            "x": [i * width + (width + 1) // 2 for i, _ in known],
-            "y": [rounded(value) for _, value in known],
-        },
+        "x": [i * width + (width + 1) // 2 for i, _ in known],
+        "y": [rounded(value) for _, value in known],
     }
 
 
@@ -68,7 +72,9 @@ def heat(history: History | None, metric: str) -> dict[str, Any] | None:
     ranks = sorted(rows)
     size = max(len(row) for row in rows.values())
     digits = _digits(rows.values())
-    padded = [[*_rounded_row(rows[rank], digits), *[None] * (size - len(rows[rank]))] for rank in ranks]
+    padded = [
+        [*_rounded_row(rows[rank], digits), *[None] * (size - len(rows[rank]))] for rank in ranks
+    ]
     columns = [list(column) for column in zip(*padded, strict=True)]
     return {
         "metric": metric,

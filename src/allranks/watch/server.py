@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.rundir import RunDir
 from allranks.watch.live import Watcher
+from allranks.watch.marks import DEFAULT_MARKS, Mark
 
 ADDRESS = "127.0.0.1"
-DEFAULT_PORT = 8888
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,16 @@ class Served:
 def serve(
     watcher: Watcher,
     *,
-    port: int | None,
-    announce: Callable[[Served], None],
+    port: int = 0,
+    announce: Callable[[Served], None] | None = None,
+    marks: Mapping[str, Mark] = DEFAULT_MARKS,
     diagnose: Callable[[RunDir], list[dict[str, Any]]] | None = None,
-    stop: Callable[[RunDir], str] | None = None,
+    stop: Callable[[str], str] | None = None,
 ) -> None:
-    """Serve until a signal. `port` 0 takes a free one; None 8888, or a free one if it is taken.
+    """Serve until a signal; `port` 0 is any that is free. Needs the packages of the extra `web`.
 
-    `announce` is called when the page can be opened. Needs the packages of the extra `web`.
+    `announce` is told the address when the page can be opened; by default it is printed. `stop`
+    stops a run by its name and says what was done.
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import Place, make_app
@@ -56,7 +58,7 @@ def serve(
     listener = listen(port)
     number = int(listener.getsockname()[1])
     token = secrets.token_urlsafe(32)
-    hub = Hub(watcher, diagnose)
+    hub = Hub(watcher, marks=marks, diagnose=diagnose)
     place = Place(getpass.getuser(), host_name(), str(watcher.folder.absolute()))
     config = uvicorn.Config(
         make_app(hub, token, place, stop),
@@ -75,7 +77,7 @@ def serve(
     class Server(uvicorn.Server):  # type: ignore[misc, name-defined]  # imported late
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            announce(served(number, token, place.user, place.host))
+            (announce or print_lines)(served(number, token, place.user, place.host))
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             super().handle_exit(sig, frame)
@@ -99,14 +101,15 @@ def served(port: int, token: str, user: str, host: str) -> Served:
     )
 
 
-def listen(port: int | None) -> socket.socket:
+def print_lines(served: Served) -> None:
+    print("\n".join(served.lines()), flush=True)
+
+
+def listen(port: int) -> socket.socket:
     """A socket on loopback, and nowhere else."""
-    wanted = DEFAULT_PORT if port is None else port
     try:
-        return _bound(wanted)
+        return _bound(port)
     except OSError as error:
-        if port is None:
-            return _bound(0)
         raise AllranksError(
             f"cannot listen on {ADDRESS}:{port}: {error.strerror}",
             fix="leave out --port, or write --port 0 for a free one",

@@ -1,52 +1,23 @@
-// The plots. Each is drawn in a frame of its own, once, then only while it can be seen.
+// The plots.
 import {byId, make, number, say} from "./words.js";
-
-const GAP_MS = 1000;
-const FIRST = -1e9;
-const seen = new Map(); // plot's id -> {isSeen, draw, drawn, isDue}
-const queue = [];
-let isWaiting = false;
+import {plan} from "./frames.js";
 
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 // Plotly reads a little HTML in names: none of theirs is meant as such.
 const inert = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-const watcher = new IntersectionObserver(entries => entries.forEach(entry => {
-  const plot = seen.get(entry.target.id);
-  plot.isSeen = entry.isIntersecting;
-  if (plot.isSeen && plot.isDue) enqueue(entry.target.id);
-}), {rootMargin: "100px"});
-
-for (const id of ["loss", "pace", "heat", "use"]) {
-  seen.set(id, {isSeen: false, draw: null, drawn: FIRST, isDue: false});
-  watcher.observe(byId(id));
-}
-const wanted = plot => plot.isSeen || plot.drawn === FIRST;
-function enqueue(id) {
-  if (!queue.includes(id)) queue.push(id);
-  if (!isWaiting) { isWaiting = true; requestAnimationFrame(drawOne); }
-}
-function drawOne() {
-  isWaiting = false;
-  if (!window.Plotly) return void setTimeout(() => { isWaiting ||= queue.length && requestAnimationFrame(drawOne); }, 50);
-  const id = queue.shift(), plot = seen.get(id);
-  if (plot && plot.isDue && wanted(plot)) {
-    plot.isDue = false;
-    plot.drawn = performance.now();
-    plot.draw();
-  }
-  if (queue.length) { isWaiting = true; requestAnimationFrame(drawOne); }
-}
-/** Has a plot drawn soon; of several wishes, the last. */
-function plan(id, draw, isUrgent) {
-  const plot = seen.get(id);
-  plot.draw = draw;
-  if (isUrgent) plot.drawn = FIRST; // another run's: wrong, seen or not
-  else if (plot.isDue) return;
-  plot.isDue = true;
-  const wait = isUrgent ? 0 : Math.max(0, plot.drawn + GAP_MS - performance.now());
-  if (wait) setTimeout(() => plot.isSeen && plot.isDue && enqueue(id), wait);
-  else if (wanted(plot)) enqueue(id);
+const CURVES_MS = 1000, HEAT_MS = 2000;
+// Large, and not needed for the words: until it has come, there are no plots.
+const plotly = new Promise(resolve => {
+  const script = document.createElement("script");
+  script.src = "static/plotly.js?" + document.body.dataset.plotly;
+  script.async = true;
+  script.onload = resolve;
+  document.head.append(script);
+});
+let hasPlotly = false;
+export function whenReady(draw) {
+  plotly.then(() => { hasPlotly = true; draw(); });
 }
 
 function show(id, traces, layout, why) {
@@ -89,9 +60,9 @@ function drawCurves(state, page, isUrgent) {
   const axis = page.axis, xaxis = {rangemode: "tozero", ticksuffix: axis === "share" ? "%" : "", tickformat: axis === "share" ? "" : ",~r"};
   const run = state.runs[page.chosen], curves = state.curves[page.chosen];
   plan("loss", () => show("loss", lines(state, page, "loss", axis), {xaxis, yaxis: {tickformat: "~g"}},
-    "No loss recorded: a script of your own does not tell it."), isUrgent);
+    "No loss recorded: a script of your own does not tell it."), {gap: CURVES_MS, isUrgent});
   plan("pace", () => show("pace", lines(state, page, "pace", axis), {xaxis, yaxis: {rangemode: "tozero", tickformat: "~s"}},
-    "No step yet."), isUrgent);
+    "No step yet."), {gap: CURVES_MS, isUrgent});
   say(byId("loss-now"), run.loss === null ? "" : number(run.loss, 4));
   say(byId("pace-now"), run.samples_per_second === null ? "" : `${number(run.samples_per_second)} samples/s`);
   byId("loss").setAttribute("aria-label", `Loss by step, now ${number(run.loss, 4)}`);
@@ -113,8 +84,8 @@ function drawLegend(page) {
 
 // ---------------------------------------------------------------- ranks over time
 
-const HEAT = {work: "step without waiting", seconds: "step", data: "waiting for data",
-  wait: "waiting for other ranks and the network", utilization: "utilisation"};
+const HEAT = {work: "step without waits", seconds: "step", data: "waits for data",
+  wait: "waits for ranks and network", utilization: "of its device"};
 
 /** Where colours begin and end: what most steps take is pale, and never so near that noise looks like news. */
 export function limits(values) {
@@ -134,22 +105,32 @@ function heatTrace(heat) {
     if (value !== null) values[known++] = value * scale;
   }));
   const [zmin, zmax] = isUse && heat.unit === "%" ? [0, 100] : limits(values.subarray(0, known));
-  const ramp = isUse ? "use" : "slow";
+  const ramp = isUse ? "use" : "slow", unit = isUse ? heat.unit : " ms";
+  // A colour bar of Plotly's takes a third of the time of the whole drawing.
+  say(byId("heat-low"), number(zmin) + unit);
+  say(byId("heat-high"), number(zmax) + unit);
+  byId("heat-scale").className = "scale " + ramp;
   return {type: "heatmap", z: rows, x0: heat.width / 2, dx: heat.width, y: heat.ranks, zmin, zmax, zsmooth: false,
     colorscale: [0, 1, 2, 3, 4].map(i => [i / 4, colour(ramp + i)]), hoverongaps: false,
-    colorbar: {thickness: 8, len: 1, outlinewidth: 0, ticksuffix: isUse ? heat.unit : " ms", nticks: 5, xpad: 8, tickfont: {size: 11}},
-    hovertemplate: `rank %{y}, around step %{x:,.0f}: %{z:.3~g}${isUse ? heat.unit : " ms"}<extra></extra>`};
+    showscale: false, hovertemplate: `rank %{y}, around step %{x:,.0f}: %{z:.3~g}${unit}<extra></extra>`};
 }
+const READING = "Reading what all ranks have written.";
+const isRead = state => Object.keys(state.ranks).length > 0 || state.runs[state.chosen].step === null;
+let drawnRanks = -1;
 function drawHeat(state, isUrgent) {
   const heat = state.heat;
-  const height = heat ? Math.max(150, Math.min(380, 60 + heat.ranks.length * 14)) : 150;
+  isUrgent ||= drawnRanks !== (heat ? heat.ranks.length : 0);
+  drawnRanks = heat ? heat.ranks.length : 0;
+  const size = heat ? heat.ranks.length : state.runs[state.chosen].world_size || 1;
+  const height = Math.max(150, Math.min(380, 60 + size * 14));
   byId("heat").style.height = height + "px";
   plan("heat", () => show("heat", heat && heat.columns.length ? [heatTrace(heat)] : [],
-    {margin: {l: 46, r: 4}, xaxis: {tickformat: ",~r"}, yaxis: {autorange: "reversed", showgrid: false,
+    {xaxis: {tickformat: ",~r"}, yaxis: {autorange: "reversed", showgrid: false,
       nticks: 9, tickformat: "d", title: {text: "rank", standoff: 4, font: {size: 12}}, dtick: heat && heat.ranks.length <= 8 ? 1 : undefined}},
-    "Nothing of the kind was recorded."), isUrgent);
+    isRead(state) ? "Nothing of the kind was recorded." : READING), {gap: HEAT_MS, isUrgent});
+  byId("heat-scale").hidden = !heat;
   const words = heat ? HEAT[heat.metric] : "";
-  say(byId("heat-now"), heat && heat.width > 1 ? `${words}; a column is ${heat.width} steps` : words);
+  say(byId("heat-now"), heat && heat.width > 1 ? `${words} · ${heat.width} steps a column` : words);
   byId("heat").setAttribute("aria-label", `Heat map of ${heat ? heat.ranks.length : 0} ranks by step: ${words}`);
 }
 
@@ -162,11 +143,14 @@ function useTraces(use) {
     hovertemplate: `%{y:.3~g}${use.unit} in the mean, %{customdata[0]:.3~g} to %{customdata[1]:.3~g}<extra></extra>`};
   return [{...band, y: use.low}, {...band, y: use.high, fill: "tonexty", fillcolor: colour("c0") + "2e"}, main];
 }
+let hadUse = false;
 function drawUse(state, isUrgent) {
+  isUrgent ||= hadUse !== Boolean(state.use);
+  hadUse = Boolean(state.use);
   const use = state.use, isGpu = use && use.unit === "%";
   plan("use", () => show("use", use && use.x.length ? useTraces(use) : [], {xaxis: {tickformat: ",~r", rangemode: "tozero"},
     yaxis: {rangemode: "tozero", nticks: 4, ...(isGpu ? {range: [0, 104], tickvals: [0, 50, 80, 100], ticktext: ["0", "50", "80%", "100%"]} : {})}},
-    "No device use recorded yet."), isUrgent);
+    isRead(state) ? "No use of devices was recorded." : READING), {gap: HEAT_MS, isUrgent});
   say(byId("use-head"), use && !isGpu ? "CPU use" : "GPU utilisation");
   const last = use && use.mean.length ? use.mean[use.mean.length - 1] : null;
   say(byId("use-now"), last === null ? "" : `${number(last)}${isGpu ? "%" : " CPUs"} a rank, in the mean; the band is from the least to the most`);
@@ -175,6 +159,7 @@ function drawUse(state, isUrgent) {
 
 /** All plots of the chosen run. `isUrgent`: somebody waits for it (a click), do not save frames. */
 export function drawCharts(state, page, isUrgent) {
+  if (!hasPlotly) return;
   drawCurves(state, page, isUrgent);
   drawHeat(state, isUrgent);
   drawUse(state, isUrgent);

@@ -43,8 +43,8 @@ function drawParts(parts) {
     say(words.children[i].lastElementChild, `${PARTS[key]} ${percent(part)}`);
     words.children[i].hidden = part < 0.0005;
   });
-  say(words.lastElementChild, parts.slowest_rank === null ? "" : `rank ${parts.slowest_rank} comes last in ${percent(parts.slowest_share)} of steps` +
-    (parts.slowest_part ? `: its ${parts.slowest_part} takes longer` : ""));
+  say(words.lastElementChild, parts.slowest_rank === null ? "" : `rank ${parts.slowest_rank} is last in ${fixed(parts.slowest_share * 100, 0)}% of steps` +
+    (parts.slowest_part ? `, slower in ${parts.slowest_part}` : ""));
 }
 function drawTiles(run) {
   const hours = run.device !== null && run.device !== "CPU" ? "GPU-hours" : "rank-hours";
@@ -107,16 +107,18 @@ function finding(found) {
 
 // ---------------------------------------------------------------- ranks
 
-const marked = (value, warn, good) => value === null ? "" : value < warn ? "warn" : value >= good ? "good" : "";
 const full = (part, whole) => part !== null && whole ? part / whole : null;
 const COLUMNS = [
   ["node", "text", rank => rank.node || NOTHING],
-  ["GPU", "", rank => rank.utilization === null ? NOTHING : fixed(rank.utilization, 0) + "%", rank => marked(rank.utilization, 80, 90)],
+  ["GPU", "", rank => rank.utilization === null ? NOTHING : fixed(rank.utilization, 0) + "%", rank => rank.marks.gpu_util],
   ["memory, GB", "", rank => rank.memory === null ? NOTHING : `${gigabytes(rank.memory)} of ${gigabytes(rank.memory_total)}`,
-    rank => (full(rank.memory, rank.memory_total) || 0) > 0.95 ? "warn" : ""],
-  ["power, W", "", rank => count(rank.power), rank => (full(rank.power, rank.power_limit) || 0) > 0.98 ? "warn" : ""],
+    rank => rank.marks.memory],
+  ["power, W", "", rank => count(rank.power), rank => rank.marks.power],
   ["°C", "", rank => count(rank.temperature), rank => rank.temperature !== null && rank.temperature >= 85 ? "warn" : ""],
   ["CPUs", "", rank => number(rank.cpu, 2)],
+  ["workers", "", rank => rank.num_workers ? `${number(rank.workers_cpu, 2)} of ${rank.num_workers}` : NOTHING, rank => rank.marks.workers],
+  ["network, MB/s", "", rank => rank.sent === null && rank.received === null ? NOTHING
+    : number(Math.max(rank.sent || 0, rank.received || 0) / 1e6), rank => rank.marks.network],
   ["host memory, GB", "", rank => gigabytes(rank.host_memory)],
   ["step", "", rank => count(rank.step)],
   ["step time", "", rank => step(rank.step_seconds)],
@@ -130,7 +132,7 @@ let columns = [], rows = [];
 
 /** What a column is sorted by: the number behind its words. */
 const KEYS = {"rank": null, "node": "node", "GPU": "utilization", "memory, GB": "memory", "power, W": "power", "°C": "temperature",
-  "CPUs": "cpu", "host memory, GB": "host_memory", "step": "step", "step time": "step_seconds", "data": "data", "waiting": "wait",
+  "CPUs": "cpu", "workers": "workers_cpu", "network, MB/s": "sent", "host memory, GB": "host_memory", "step": "step", "step time": "step_seconds", "data": "data", "waiting": "wait",
   "last heard": "heartbeat"};
 function heading(title, kind) {
   const button = make("button", "", title), cell = make("th", kind, button);

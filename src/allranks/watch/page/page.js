@@ -3,7 +3,8 @@ import {byId, say} from "./words.js";
 import {Line} from "./state.js";
 import {beside, drawRuns, focusRun} from "./runs.js";
 import {drawFindings, drawHead, drawRanks} from "./detail.js";
-import {drawCharts} from "./charts.js";
+import {drawCharts, whenReady} from "./charts.js";
+import {plan} from "./frames.js";
 import {Logs} from "./logs.js";
 
 // The cookie has the token from here on: the address must not show it to whoever looks on.
@@ -40,7 +41,7 @@ const page = {
   },
 };
 
-let isDue = false, isWhole = false;
+let isDue = false, isWhole = false, numRanks = -1;
 function draw() {
   isDue = false;
   const state = line.state;
@@ -50,6 +51,8 @@ function draw() {
   if (!state.runs[page.chosen] || !state.curves[page.chosen]) page.chosen = state.chosen;
   for (const name of page.compared) if (!state.runs[name]) page.compared.delete(name);
   drawRuns(state, page);
+  byId("problem").hidden = !state.problem;
+  say(byId("problem"), state.problem || "");
   const run = state.runs[page.chosen];
   byId("run").hidden = !run;
   byId("nothing").hidden = Boolean(run);
@@ -60,7 +63,9 @@ function draw() {
   document.title = `${run.steps && run.step !== null ? Math.floor(run.step / run.steps * 100) + "% " : ""}${run.job} · ${run.state}`;
   drawHead(run, state);
   drawFindings(state);
-  drawRanks(state, line.now());
+  const isTableNew = numRanks !== Object.keys(state.ranks).length;
+  numRanks = Object.keys(state.ranks).length;
+  plan("table", () => drawRanks(line.state, line.now()), {isUrgent: isUrgent || isTableNew});
   drawCharts(state, page, isUrgent);
   logs.offer(page.chosen, state.files);
 }
@@ -77,7 +82,9 @@ const line = new Line(query, (_, isAll) => {
   byId("link").dataset.state = link;
   say(byId("link"), LINK[link]);
 });
-setInterval(() => { if (line.state && !document.hidden && line.state.runs[page.chosen]) drawRanks(line.state, line.now()); }, 1000);
+whenReady(() => { isWhole = true; draw(); });
+// Time goes by without news, too: what was last heard of each rank grows older.
+setInterval(() => { if (line.state && line.state.runs[page.chosen]) plan("table", () => drawRanks(line.state, line.now())); }, 1000);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { isWhole = true; draw(); });
 
 for (const name of ["metric", "axis"]) {
