@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -89,7 +90,7 @@ def watch(
     notifier = Notifier(notify) if notify else None
     try:
         if web:
-            serve(watcher, marks, port=port)
+            serve(watcher, marks, port=port, as_json=as_json)
         elif as_json or once:
             look_once(watcher, marks, ranks=bool(run), as_json=as_json)
         elif is_terminal():
@@ -249,20 +250,13 @@ def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float
         print(f"note: {problem}", file=sys.stderr)
 
 
-def serve(watcher: Watcher, marks: dict[str, Mark], *, port: int) -> None:
-    import importlib
-    import importlib.util
+def serve(watcher: Watcher, marks: dict[str, Mark], *, port: int, as_json: bool) -> None:
+    from allranks.watch.server import Served, serve
 
-    from allranks.errors import AllranksError
+    def announce(served: Served) -> None:
+        print(json.dumps(served.as_json()) if as_json else "\n".join(served.lines()), flush=True)
 
-    missing = [name for name in ("starlette", "uvicorn") if not importlib.util.find_spec(name)]
-    if missing:
-        raise AllranksError(
-            f"watch --web needs {' and '.join(missing)}",
-            fix="install them: pip install 'allranks[web]'; or leave out --web",
-        )
-    server = importlib.import_module("allranks.watch.server")
-    server.serve(watcher, marks=marks, stop=stopper(watcher), port=port)
+    serve(watcher, marks=marks, stop=stopper(watcher), port=port, announce=announce)
 
 
 def watch_job(job: str, marks: dict[str, Mark], *, once: bool, stacks: bool, as_json: bool) -> None:

@@ -76,7 +76,9 @@ def make_app(hub: Hub, token: str, place: Place, stop: Stop | None = None) -> AS
         Route("/api/log", answers.log),
         Route("/api/stop", answers.stop, methods=["POST"]),
     ]
-    return Gate(Starlette(routes=routes, lifespan=lifespan), token)
+    inside = Starlette(routes=routes, lifespan=lifespan)
+    inside.router.redirect_slashes = False
+    return Gate(inside, token)
 
 
 class Answers:

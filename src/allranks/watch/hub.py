@@ -20,6 +20,7 @@ from allranks.watch.picture import Wish
 from allranks.watch.views import RunView
 
 TICK_SECONDS = 0.5
+LOOK_SECONDS = 1.0  # at runs that nobody has chosen
 MAX_TICK_SECONDS = 1.5
 TIMES_ITS_WORK = 8  # a look that takes long is taken less often
 BEAT_SECONDS = 4.0
@@ -48,6 +49,7 @@ class Hub:
         diagnose: Diagnose | None = None,
     ) -> None:
         self.watcher = watcher
+        watcher.look_seconds = LOOK_SECONDS
         self.marks = marks
         self.findings = Findings(diagnose)
         self._wishes: dict[object, Wish] = {}  # one for each open line

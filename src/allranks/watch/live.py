@@ -98,6 +98,7 @@ class Watcher:
         self.folder = runs
         self.only = list(only) if only is not None else None
         self.shows_old = old or only is not None
+        self.look_seconds = LOOK_SECONDS
         self.stalled = stalled  # seconds without a step; None: by the steps before
         self._now = now
         self._asking = Asking(ask)
@@ -184,7 +185,7 @@ class Watcher:
         """Runs that are new or gone."""
         if now < self._find_due:
             return False
-        self._find_due = now + FIND_SECONDS
+        self._find_due = now + min(FIND_SECONDS, self.look_seconds)
         sign = modified(self.folder)
         if sign == self._folder_sign:
             return False
@@ -220,7 +221,7 @@ class Watcher:
             one.is_settled = not was_active and one.is_read  # judged again when all is written
             one.standing = judge(one.run, one.info, self._asking.answer)
         one.is_old = not self.shows_old and self._is_old(one)
-        one.due = now + (LOOK_SECONDS if one.is_active else SLEEP_SECONDS)
+        one.due = now + (self.look_seconds if one.is_active else SLEEP_SECONDS)
         is_wanted = all_ranks or not one.is_hidden
         if is_wanted and (is_changed or was_active or all_ranks or not one.is_settled):
             is_changed |= one.reader.look(all_ranks=all_ranks, seconds=budget)

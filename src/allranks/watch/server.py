@@ -41,15 +41,15 @@ def serve(
     watcher: Watcher,
     *,
     port: int = 0,
-    announce: Callable[[Served], None] | None = None,
+    announce: Callable[[Served], None],
     marks: Mapping[str, Mark] = DEFAULT_MARKS,
     diagnose: Callable[[RunDir], list[dict[str, Any]]] | None = None,
     stop: Callable[[str], str] | None = None,
 ) -> None:
     """Serve until a signal; `port` 0 is any that is free. Needs the packages of the extra `web`.
 
-    `announce` is told the address when the page can be opened; by default it is printed. `stop`
-    stops a run by its name and says what was done.
+    `announce` is told the address when the page can be opened. `stop` stops a run by its name and
+    says what was done; `diagnose` says what is wrong with one.
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import Place, make_app
@@ -77,7 +77,7 @@ def serve(
     class Server(uvicorn.Server):  # type: ignore[misc, name-defined]  # imported late
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            (announce or print_lines)(served(number, token, place.user, place.host))
+            announce(served(number, token, place.user, place.host))
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             super().handle_exit(sig, frame)
@@ -99,10 +99,6 @@ def served(port: int, token: str, user: str, host: str) -> Served:
         ssh=f"ssh -N -L {port}:{ADDRESS}:{port} {user}@{host}",
         port=port,
     )
-
-
-def print_lines(served: Served) -> None:
-    print("\n".join(served.lines()), flush=True)
 
 
 def listen(port: int) -> socket.socket:
