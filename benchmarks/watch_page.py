@@ -81,7 +81,16 @@ def main() -> None:
         made = time.perf_counter() - begin
         print(f"made {size / 1e9:.2f} GB of events in {made:.0f} s", file=sys.stderr)
         with held(large, other), serving(runs) as (url, process):
-            print(json.dumps(measure(url, process, large, other, options.seconds), indent=2))
+            found = measure(url, process, large, other, options.seconds)
+    print(json.dumps(found, indent=2))
+    sys.exit(0 if holds(found) else 1)
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """The claim: within 2 s, no frame over 100 ms once the page is open, no complaint."""
+    parts = [found["looking_on"], found["clicking"]]
+    longest = max(max(part["longest_gap_ms"], part["longest_task_ms"]) for part in parts)
+    return found["latency"]["longest"] < 2 and longest < 100 and not found["console"]
 
 
 @contextmanager
@@ -122,6 +131,8 @@ def measure(
         page.add_init_script(f"addEventListener('DOMContentLoaded', {MEASURE})")
         begin = time.perf_counter()
         page.goto(url)
+        page.wait_for_function("() => /\\d/.test(document.getElementById('tiles').textContent)")
+        worded = time.perf_counter() - begin
         page.wait_for_selector("#heat .heatmaplayer image", timeout=60_000)
         opened = time.perf_counter() - begin
         page.wait_for_timeout(1500)
@@ -136,14 +147,22 @@ def measure(
             page.wait_for_timeout(2500)
             shown = page.evaluate("() => window.measured.steps")
         browser.close()
-    late = sorted(shown[str(s)] - t for s, t in written.items() if str(s) in shown)
+    # Several steps between two looks are shown as one: the first number that is not older counts.
+    by_step = sorted((int(step), moment) for step, moment in shown.items() if step.isdecimal())
+    late = sorted(
+        moment - t
+        for step, t in written.items()
+        for moment in [next((m for s, m in by_step if s >= step), None)]
+        if moment is not None
+    )
     return {
         "ranks": large.ranks,
         "steps": large.step,
-        "seconds_to_first_picture": round(opened, 2),
+        "seconds_to_first_numbers": round(worded, 2),
+        "seconds_to_heat_map": round(opened, 2),
         "latency": {
             "events": len(written),
-            "shown": len(late),
+            "seen": len(late),
             "median": round(statistics.median(late), 2),
             "longest": round(late[-1], 2),
         },

@@ -179,6 +179,14 @@ def test_an_event_is_on_the_page_within_two_seconds(at_large: Seen, site: Site) 
     assert max(late) < 2, late
 
 
+def test_curves_grow_as_drawn(at_large: Seen, site: Site) -> None:
+    """By what Plotly has worked out, not by what it was given."""
+    site.large.advance(200)
+    for plot in ("loss", "pace"):
+        axis = f"document.getElementById('{plot}')._fullLayout.xaxis"
+        at_large.wait(f"last => {axis}.range[1] >= last - 20", arg=site.large.step, timeout=4000)
+
+
 def test_every_rank_is_shown_and_the_slowest_marked(at_large: Seen, site: Site) -> None:
     page = at_large.page
     at_large.wait("() => document.querySelector('tr.slowest')")

@@ -86,12 +86,13 @@ def test_a_wrong_token_is_none(hub: Hub) -> None:
     with client(hub) as outside:
         name = make_gate(hub).cookie
         for wrong in ("", "wrong", TOKEN[:-1], TOKEN + "x", "\xe9"):
-            said = wrong.encode()
             assert outside.get("/", params={"token": wrong}).status_code == 401
-            cookie = {"cookie": name.encode() + b"=" + said}
-            assert outside.get("/", headers=cookie).status_code == 401  # type: ignore[arg-type]
-            bearer = {"authorization": b"Bearer " + said}
-            assert outside.get("/", headers=bearer).status_code == 401  # type: ignore[arg-type]
+            for header, text in (
+                ("cookie", f"{name}={wrong}"),
+                ("authorization", f"Bearer {wrong}"),
+            ):
+                answer = outside.get("/", headers={header.encode(): text.encode()})
+                assert answer.status_code == 401
         assert outside.get(f"/?token={TOKEN}&token={TOKEN}").status_code == 401
 
 
@@ -241,7 +242,14 @@ def test_stop_is_asked_for_by_name_twice(hub: Hub, live: LiveRun) -> None:
     good = {"run": name, "confirm": name}
     with client(hub, stop) as browser:
         browser.get("/", params={"token": TOKEN})
-        for wrong in ({"run": name}, {"run": name, "confirm": "yes"}, [], {"confirm": name}, 7):
+        wrongs: list[Any] = [
+            {"run": name},
+            {"run": name, "confirm": "yes"},
+            [],
+            {"confirm": name},
+            7,
+        ]
+        for wrong in wrongs:
             assert browser.post("/api/stop", json=wrong).status_code == 400
         gone = {"run": "gone", "confirm": "gone"}
         assert browser.post("/api/stop", json=gone).status_code == 404

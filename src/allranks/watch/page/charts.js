@@ -51,7 +51,8 @@ function lines(state, page, key, axis) {
   return page.shown().filter(name => state.curves[name] && state.curves[name][key].x.length).map(name => {
     const run = state.runs[name], curve = state.curves[name][key];
     const last = run.steps || run.step || 1;
-    return {x: axis === "share" ? curve.x.map(x => x / last * 100) : curve.x, y: curve.y, name: inert(name), mode: "lines",
+    // Copies: Plotly takes a list that has grown for one that it has drawn.
+    return {x: curve.x.map(x => axis === "share" ? x / last * 100 : x), y: curve.y.slice(), name: inert(name), mode: "lines",
       line: {color: colour(page.colour(name)), width: name === page.chosen ? 2.2 : 1.5}, connectgaps: false,
       hovertemplate: "%{y:.5~g} at %{x:,.3~r}<extra>" + (page.shown().length > 1 ? inert(name) : "") + "</extra>"};
   }).reverse();
@@ -137,11 +138,11 @@ function drawHeat(state, isUrgent) {
 // ---------------------------------------------------------------- utilisation
 
 function useTraces(use) {
-  const band = {mode: "lines", line: {width: 0}, hoverinfo: "skip", x: use.x};
-  const main = {x: use.x, y: use.mean, mode: "lines", line: {color: colour("c0"), width: 2},
+  const band = {mode: "lines", line: {width: 0}, hoverinfo: "skip", x: use.x.slice()};
+  const main = {x: use.x.slice(), y: use.mean.slice(), mode: "lines", line: {color: colour("c0"), width: 2},
     customdata: use.x.map((_, i) => [use.low[i], use.high[i]]),
     hovertemplate: `%{y:.3~g}${use.unit} in the mean, %{customdata[0]:.3~g} to %{customdata[1]:.3~g}<extra></extra>`};
-  return [{...band, y: use.low}, {...band, y: use.high, fill: "tonexty", fillcolor: colour("c0") + "2e"}, main];
+  return [{...band, y: use.low.slice()}, {...band, y: use.high.slice(), fill: "tonexty", fillcolor: colour("c0") + "2e"}, main];
 }
 let hadUse = false;
 function drawUse(state, isUrgent) {

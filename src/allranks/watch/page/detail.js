@@ -118,7 +118,7 @@ const COLUMNS = [
   ["CPUs", "", rank => number(rank.cpu, 2)],
   ["workers", "", rank => rank.num_workers ? `${number(rank.workers_cpu, 2)} of ${rank.num_workers}` : NOTHING, rank => rank.marks.workers],
   ["network, MB/s", "", rank => rank.sent === null && rank.received === null ? NOTHING
-    : number(Math.max(rank.sent || 0, rank.received || 0) / 1e6), rank => rank.marks.network],
+    : number(Math.round(Math.max(rank.sent || 0, rank.received || 0) / 1e4) / 100), rank => rank.marks.network],
   ["host memory, GB", "", rank => gigabytes(rank.host_memory)],
   ["step", "", rank => count(rank.step)],
   ["step time", "", rank => step(rank.step_seconds)],

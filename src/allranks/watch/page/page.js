@@ -143,7 +143,7 @@ if (byId("stop")) {
       const answer = await fetch("api/stop", {method: "POST", headers: {"content-type": "application/json"},
         body: JSON.stringify({run: asked, confirm: asked})});
       const said = await answer.json();
-      say(byId("confirm-answer"), answer.ok ? said.said : said.error.what);
+      say(byId("confirm-answer"), answer.ok ? `Answer: ${said.said}` : said.error.what);
       if (answer.ok) setTimeout(() => dialog.close(), 1500);
     } catch {
       say(byId("confirm-answer"), "The server did not answer.");

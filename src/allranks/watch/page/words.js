@@ -30,7 +30,8 @@ export function duration(seconds) {
   return twoUnits(seconds, 60, "min", 1, "s");
 }
 export const step = seconds => !known(seconds) ? NOTHING :
-  seconds < 1 ? number(seconds * 1000) + " ms" : number(seconds) + " s";
+  seconds < 1e-4 && seconds > 0 ? number(seconds * 1e6) + " µs" :
+    seconds < 1 ? number(seconds * 1000) + " ms" : number(seconds) + " s";
 export const gigabytes = bytes => known(bytes) ? number(bytes / 1e9) : NOTHING;
 /** Since when, in whole words: a clock that ticks is for the eye, not for the decimals. */
 export const age = seconds => seconds < 1.5 ? "now" : seconds < 59.5 ? `${Math.round(seconds)} s ago` : duration(seconds) + " ago";
