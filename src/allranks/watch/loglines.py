@@ -42,7 +42,7 @@ def read(path: Path, *, query: str = "", after: int | None = None, line: int = 0
     size = _size(path)
     if after is None or after > size:  # the first look, or the file was begun anew
         after, line = (0, 0) if query else _tail_start(path, size)
-    kept: deque[list[Any]] = deque(maxlen=MAX_LINES)
+    kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
     found, rest, wanted = 0, "", query.casefold()
     for block in _blocks(path, after):
         if not block.endswith(b"\n"):
@@ -51,25 +51,28 @@ def read(path: Path, *, query: str = "", after: int | None = None, line: int = 0
         # Most of a long file does not fit: whole blocks are passed over.
         if not wanted or _may_hold(block, wanted):
             for number, raw in enumerate(block[:-1].split(b"\n"), start=line + 1):
-                text = shown(raw)
-                if wanted in text.casefold():
+                if not wanted or _may_hold(raw, wanted):
                     found += 1
-                    kept.append([number, text])
+                    kept.append((number, raw))
         after += len(block)
         line += block.count(b"\n")
         if after >= size + CHUNK_BYTES:  # it grows as fast as it is read
             break
+    # Only now, since this takes longest; what was found in a secret or a colour was not found.
+    lines = [[number, text] for number, raw in kept if wanted in (text := shown(raw)).casefold()]
     return {
-        "lines": list(kept),
-        "found": found,
+        "lines": lines,
+        "found": found - len(kept) + len(lines),
         "offset": after,
         "line": line,
         "rest": rest if wanted in rest.casefold() else "",
     }
 
 
-def _may_hold(block: bytes, wanted: str) -> bool:
-    return not wanted.isascii() or wanted.encode() in block.lower()
+def _may_hold(text: bytes, wanted: str) -> bool:
+    if wanted.isascii():
+        return wanted.encode() in text.lower()
+    return wanted in text.decode(errors="replace").casefold()
 
 
 def _blocks(path: Path, after: int) -> Iterator[bytes]:
