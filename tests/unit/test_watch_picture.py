@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,23 @@ def test_sixty_four_ranks_of_a_long_run_fit_in_a_message(tmp_path: Path) -> None
     assert len(json.dumps(heat)) < 200_000
     slow, other = (sum(column[rank] for column in heat["columns"]) for rank in (run.slow_rank, 40))
     assert slow > other * 1.05
+
+
+def test_a_long_past_is_read_piece_by_piece_with_its_use(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, ranks=2, steps=9000)
+    run.start(before=6000)
+    with held(run):
+        watcher = Watcher(tmp_path)
+        for _ in range(20):
+            watcher.poll(detail={run.run.name}, budget=0.05)
+        past = watcher.history(run.run.name)
+        watcher.close()
+    assert past is not None
+    of_other = past.ranks["utilization"][1]  # the first rank's file is read whole
+    known = [i * past.width for i, value in enumerate(of_other) if value is not None]
+    assert len(known) > 20
+    assert known[0] < 600 and known[-1] > 5400
+    assert max(b - a for a, b in pairwise(known)) < 1500
 
 
 # ---------------------------------------------------------------- logs

@@ -21,8 +21,9 @@ from allranks.watch.views import RunView
 
 TICK_SECONDS = 0.5
 LOOK_SECONDS = 1.0  # at runs that nobody has chosen
-MAX_TICK_SECONDS = 1.5
-TIMES_ITS_WORK = 8  # a look that takes long is taken less often
+MAX_TICK_SECONDS = 1.0
+TIMES_ITS_WORK = 1  # a look that takes long is taken less often
+BUDGET_SECONDS = 0.4  # for what was written before anybody looked, at each look
 BEAT_SECONDS = 4.0
 FILES_SECONDS = 5.0
 PAST_SECONDS = 1.4
@@ -134,17 +135,20 @@ class Hub:
         wishes = set(self._wishes.copy().values())
         while self._hurried:
             self.watcher.hurry(self._hurried.pop())
-        has_news = self.watcher.poll(detail=self._names(wishes) & self._read)
+        has_news = self._poll(self._names(wishes) & self._read)
         names = self._names(wishes)
         if not names <= self._read:
             # All ranks of a run for the first time can take seconds: the rest is shown before.
             self._show(wishes)
-            self.watcher.poll(detail=names)
+            self._poll(names)
             has_news, self._pasts = True, {}
         self._read = names
         has_news |= self.findings.look(self.watcher, names)
         if has_news or wishes != set(self._pictures) or time.monotonic() >= self._pasts_due:
             self._show(wishes)
+
+    def _poll(self, names: set[str]) -> bool:
+        return self.watcher.poll(detail=names, budget=BUDGET_SECONDS)
 
     def _names(self, wishes: set[Wish]) -> set[str]:
         return {name for wish in wishes if (name := self._chosen(wish)) is not None}

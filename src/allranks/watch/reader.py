@@ -61,9 +61,13 @@ class RankReader:
             events = next(self._past, None)
             if events is None:
                 self._past = None
+            step = None  # at which a device was seen: the last one in the same place
             for event in events or ():
                 if event["event"] == "step" and isinstance(event.get("step"), int):
+                    step = event["step"]
                     self._draw(event)
+                elif event["event"] == "device" and step is not None:
+                    self._draw_use(step, event)
         return has_more
 
     def _take(self, event: Event) -> None:
@@ -77,8 +81,7 @@ class RankReader:
         elif kind == "device":
             self.device = event
             self.network = event.get("network") or self.network
-            for key in ("utilization", "cpu"):
-                self._add(key, self.step or 1, event.get(key))
+            self._draw_use(self.step or 1, event)
         elif kind == "start":
             self.start = event
         elif kind == "end":
@@ -95,6 +98,10 @@ class RankReader:
     def _draw(self, event: Event) -> None:
         for key in ("seconds", DATA, WAIT, "samples"):
             self._add(key, event["step"], event.get(key))
+
+    def _draw_use(self, step: int, event: Event) -> None:
+        for key in ("utilization", "cpu"):
+            self._add(key, step, event.get(key))
 
     def _add(self, key: str, step: int, value: Any) -> None:
         if isinstance(value, int | float):

@@ -6,19 +6,29 @@ const colour = name => getComputedStyle(document.documentElement).getPropertyVal
 // Plotly reads a little HTML in names: none of theirs is meant as such.
 const inert = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-const CURVES_MS = 1000, HEAT_MS = 2000;
-// Large, and not needed for the words: until it has come, there are no plots.
-const plotly = new Promise(resolve => {
+const CURVES_MS = 1000, HEAT_MS = 2000, SAME_MS = 10000;
+let onPlotly = null, hasPlotly = false;
+/** Called when Plotly is there. It is large, and the words do not need it: it is loaded after them. */
+export function whenReady(draw) { onPlotly = draw; }
+function loadPlotly() {
+  if (document.getElementById("plotly")) return;
   const script = document.createElement("script");
+  script.id = "plotly";
   script.src = "static/plotly.js?" + document.body.dataset.plotly;
   script.async = true;
-  script.onload = resolve;
+  script.onload = () => { hasPlotly = true; onPlotly(); };
   document.head.append(script);
-});
-let hasPlotly = false;
-export function whenReady(draw) {
-  plotly.then(() => { hasPlotly = true; draw(); });
 }
+
+// Of a long run a column or a point is many steps, and changes slowly: the same picture is not drawn again.
+const drawn = new Map();
+function isSame(id, sign, isUrgent) {
+  const before = drawn.get(id), now = performance.now();
+  if (!isUrgent && before && before.sign === sign && now - before.when < SAME_MS) return true;
+  drawn.set(id, {sign, when: now});
+  return false;
+}
+const signOf = list => list.map(({x, y}) => `${x.length} ${x[x.length - 1]} ${number(y[y.length - 1])}`).join();
 
 function show(id, traces, layout, why) {
   const element = byId(id);
@@ -60,9 +70,10 @@ function lines(state, page, key, axis) {
 function drawCurves(state, page, isUrgent) {
   const axis = page.axis, xaxis = {rangemode: "tozero", ticksuffix: axis === "share" ? "%" : "", tickformat: axis === "share" ? "" : ",~r"};
   const run = state.runs[page.chosen], curves = state.curves[page.chosen];
-  plan("loss", () => show("loss", lines(state, page, "loss", axis), {xaxis, yaxis: {tickformat: "~g"}},
+  const shown = page.shown().map(name => state.curves[name]).filter(Boolean);
+  if (!isSame("loss", axis + signOf(shown.map(one => one.loss)), isUrgent)) plan("loss", () => show("loss", lines(state, page, "loss", axis), {xaxis, yaxis: {tickformat: "~g"}},
     "No loss recorded: a script of your own does not tell it."), {gap: CURVES_MS, isUrgent});
-  plan("pace", () => show("pace", lines(state, page, "pace", axis), {xaxis, yaxis: {rangemode: "tozero", tickformat: "~s"}},
+  if (!isSame("pace", axis + signOf(shown.map(one => one.pace)), isUrgent)) plan("pace", () => show("pace", lines(state, page, "pace", axis), {xaxis, yaxis: {rangemode: "tozero", tickformat: "~s"}},
     "No step yet."), {gap: CURVES_MS, isUrgent});
   say(byId("loss-now"), run.loss === null ? "" : number(run.loss, 4));
   say(byId("pace-now"), run.samples_per_second === null ? "" : `${number(run.samples_per_second)} samples/s`);
@@ -125,7 +136,9 @@ function drawHeat(state, isUrgent) {
   const size = heat ? heat.ranks.length : state.runs[state.chosen].world_size || 1;
   const height = Math.max(150, Math.min(380, 60 + size * 14));
   byId("heat").style.height = height + "px";
-  plan("heat", () => show("heat", heat && heat.columns.length ? [heatTrace(heat)] : [],
+  const known = heat ? heat.columns.reduce((sum, column) => sum + column.filter(value => value !== null).length, 0) : 0;
+  const sign = heat ? [heat.metric, heat.width, heat.columns.length, known].join() : String(isRead(state));
+  if (!isSame("heat", sign, isUrgent)) plan("heat", () => show("heat", heat && heat.columns.length ? [heatTrace(heat)] : [],
     {xaxis: {tickformat: ",~r"}, yaxis: {autorange: "reversed", showgrid: false,
       nticks: 9, tickformat: "d", title: {text: "rank", standoff: 4, font: {size: 12}}, dtick: heat && heat.ranks.length <= 8 ? 1 : undefined}},
     isRead(state) ? "Nothing of the kind was recorded." : READING), {gap: HEAT_MS, isUrgent});
@@ -149,7 +162,8 @@ function drawUse(state, isUrgent) {
   isUrgent ||= hadUse !== Boolean(state.use);
   hadUse = Boolean(state.use);
   const use = state.use, isGpu = use && use.unit === "%";
-  plan("use", () => show("use", use && use.x.length ? useTraces(use) : [], {xaxis: {tickformat: ",~r", rangemode: "tozero"},
+  const sign = use ? signOf([{x: use.x, y: use.mean}]) : String(isRead(state));
+  if (!isSame("use", sign, isUrgent)) plan("use", () => show("use", use && use.x.length ? useTraces(use) : [], {xaxis: {tickformat: ",~r", rangemode: "tozero"},
     yaxis: {rangemode: "tozero", nticks: 4, ...(isGpu ? {range: [0, 104], tickvals: [0, 50, 80, 100], ticktext: ["0", "50", "80%", "100%"]} : {})}},
     isRead(state) ? "No use of devices was recorded." : READING), {gap: HEAT_MS, isUrgent});
   say(byId("use-head"), use && !isGpu ? "CPU use" : "GPU utilisation");
@@ -160,7 +174,7 @@ function drawUse(state, isUrgent) {
 
 /** All plots of the chosen run. `isUrgent`: somebody waits for it (a click), do not save frames. */
 export function drawCharts(state, page, isUrgent) {
-  if (!hasPlotly) return;
+  if (!hasPlotly) return loadPlotly();
   drawCurves(state, page, isUrgent);
   drawHeat(state, isUrgent);
   drawUse(state, isUrgent);
