@@ -90,7 +90,7 @@ def watch(
     notifier = Notifier(notify) if notify else None
     try:
         if web:
-            serve(watcher, marks, port=port, as_json=as_json)
+            serve(watcher, marks, notifier, port=port, as_json=as_json)
         elif as_json or once:
             look_once(watcher, marks, ranks=bool(run), as_json=as_json)
         elif is_terminal():
@@ -250,13 +250,24 @@ def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float
         print(f"note: {problem}", file=sys.stderr)
 
 
-def serve(watcher: Watcher, marks: dict[str, Mark], *, port: int, as_json: bool) -> None:
+def serve(
+    watcher: Watcher,
+    marks: dict[str, Mark],
+    notifier: Notifier | None,
+    *,
+    port: int,
+    as_json: bool,
+) -> None:
     from allranks.watch.server import Served, serve
 
     def announce(served: Served) -> None:
         print(json.dumps(served.as_json()) if as_json else "\n".join(served.lines()), flush=True)
 
-    serve(watcher, marks=marks, stop=stopper(watcher), port=port, announce=announce)
+    notify = notifier.look if notifier else None
+    stop = stopper(watcher)
+    serve(watcher, marks=marks, stop=stop, notify=notify, port=port, announce=announce)
+    for problem in notifier.problems if notifier else []:
+        print(f"note: {problem}", file=sys.stderr)
 
 
 def watch_job(job: str, marks: dict[str, Mark], *, once: bool, stacks: bool, as_json: bool) -> None:

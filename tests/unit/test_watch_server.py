@@ -30,6 +30,7 @@ from allranks.watch.app import FOLDER, Place, make_app
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
 from allranks.watch.picture import Wish
+from allranks.watch.views import RunView
 
 TOKEN = "a-token-that-nobody-knows"
 HOME = "http://127.0.0.1:8888"
@@ -337,6 +338,33 @@ def test_findings_come_beside_the_rest(live: LiveRun) -> None:
     hub.join(5)
     assert asked == [live.run.name]
     assert "hunter22" not in json.dumps(told)
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_others_are_told_with_or_without_a_browser(
+    live: LiveRun, monkeypatch: pytest.MonkeyPatch, is_watched: bool
+) -> None:
+    monkeypatch.setattr("allranks.watch.hub.LONE_SECONDS", 0.05)
+    told = threading.Event()
+    seen: list[str] = []
+
+    def notify(runs: list[RunView]) -> None:
+        seen.extend(view.state for view in runs)
+        told.set()
+
+    hub = Hub(Watcher(live.run.path.parent), notify=notify)
+
+    async def go() -> None:
+        hub.start()
+        if is_watched:
+            await anext(hub.follow(Wish()))
+        await asyncio.to_thread(told.wait, 10)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, go()).result()
+    hub.close()
+    hub.join(5)
+    assert "running" in seen
 
 
 def test_a_doctor_that_fails_is_told_of(live: LiveRun) -> None:

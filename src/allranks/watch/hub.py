@@ -12,8 +12,8 @@ from functools import cache, partial
 from typing import Any
 
 from allranks.redact import redact
-from allranks.rundir import RunDir
 from allranks.watch import loglines, picture
+from allranks.watch.findings import Diagnose, Findings
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.picture import Wish
@@ -25,9 +25,9 @@ MAX_TICK_SECONDS = 1.0
 TIMES_ITS_WORK = 1  # a look that takes long is taken less often
 BUDGET_SECONDS = 0.4  # for what was written before anybody looked, at each look
 BEAT_SECONDS = 4.0
+LONE_SECONDS = 2.0  # between looks while no browser does
 FILES_SECONDS = 5.0
 PAST_SECONDS = 1.4
-DIAGNOSE_SECONDS = 60.0
 
 # Of a list without runs.
 NOTHING: dict[str, Any] = {
@@ -36,7 +36,7 @@ NOTHING: dict[str, Any] = {
     "findings": None,
 }
 
-Diagnose = Callable[[RunDir], list[dict[str, Any]]]
+Notify = Callable[[list[RunView]], object]
 
 
 class Hub:
@@ -48,10 +48,12 @@ class Hub:
         *,
         marks: Mapping[str, Mark] = DEFAULT_MARKS,
         diagnose: Diagnose | None = None,
+        notify: Notify | None = None,
     ) -> None:
         self.watcher = watcher
         watcher.look_seconds = LOOK_SECONDS
         self.marks = marks
+        self._notify = notify
         self.findings = Findings(diagnose)
         self._wishes: dict[object, Wish] = {}  # one for each open line
         self._pictures: dict[Wish, dict[str, Any]] = {}
@@ -117,9 +119,11 @@ class Hub:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            if not self._wishes:  # nobody looks: nothing is read
+            if not self._wishes:  # nobody looks: nothing is read, unless somebody is to be told
                 self._pictures, self._pasts, self._read = {}, {}, set()
-                self._wake.wait()
+                self._wake.wait(None if self._notify is None else LONE_SECONDS)
+                if not self._wake.is_set():
+                    self._look_alone()
                 self._wake.clear()
                 continue
             self._wake.clear()
@@ -130,6 +134,15 @@ class Hub:
                 self._confess(error)
             took = time.monotonic() - begin
             self._wake.wait(min(MAX_TICK_SECONDS, max(TICK_SECONDS, TIMES_ITS_WORK * took)))
+
+    def _look_alone(self) -> None:
+        with suppress(Exception):  # there is no page to say it on
+            self.watcher.poll()
+            self._tell_others()
+
+    def _tell_others(self) -> None:
+        if self._notify is not None:
+            self._notify(self.watcher.runs())
 
     def _look(self) -> None:
         wishes = set(self._wishes.copy().values())
@@ -144,6 +157,7 @@ class Hub:
             has_news, self._pasts = True, {}
         self._read = names
         has_news |= self.findings.look(self.watcher, names)
+        self._tell_others()
         if has_news or wishes != set(self._pictures) or time.monotonic() >= self._pasts_due:
             self._show(wishes)
 
@@ -237,65 +251,3 @@ class Hub:
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-
-
-class Findings:
-    """What the doctor says of the runs that are looked at, asked beside the reading."""
-
-    def __init__(self, diagnose: Diagnose | None) -> None:
-        self._diagnose = diagnose
-        self._known: dict[str, dict[str, Any]] = {}
-        self._asked: dict[str, tuple[object, float]] = {}
-        self._thread: threading.Thread | None = None
-        self._has_news = False
-
-    def of(self, run: str) -> dict[str, Any] | None:
-        """None: there is no doctor. `list` is null until it has answered."""
-        if self._diagnose is None:
-            return None
-        return self._known.get(run, {"list": None, "problem": None})
-
-    def look(self, watcher: Watcher, names: set[str]) -> bool:
-        """Ask where it is due, one run at a time; whether an answer has come."""
-        if self._diagnose is None:
-            return False
-        if self._thread is None or not self._thread.is_alive():
-            for view in watcher.runs():
-                run = watcher.run_dir(view.run)
-                if view.run in names and run is not None and self._is_due(view.run, view):
-                    self._thread = threading.Thread(
-                        target=self._ask, args=(run,), name="findings", daemon=True
-                    )
-                    self._thread.start()
-                    break
-        has_news, self._has_news = self._has_news, False
-        return has_news
-
-    def _is_due(self, name: str, view: Any) -> bool:
-        sign = (view.state, view.attempt, view.stalled)
-        before, asked = self._asked.get(name, (None, 0.0))
-        now = time.monotonic()
-        if sign == before and (view.state != "running" or now - asked < DIAGNOSE_SECONDS):
-            return False
-        self._asked[name] = (sign, now)
-        return True
-
-    def _ask(self, run: RunDir) -> None:
-        assert self._diagnose is not None
-        try:
-            found = {"list": redacted(self._diagnose(run)), "problem": None}
-        except Exception as error:  # the page goes on without it, and says so
-            found = {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
-        self._known[run.name] = found
-        self._has_news = True
-
-
-def redacted(value: Any) -> Any:
-    """Every text in it without secrets."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, dict):
-        return {key: redacted(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
-    return value

@@ -14,6 +14,7 @@ from allranks.errors import AllranksError
 from allranks.rundir import RunDir
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark
+from allranks.watch.views import RunView
 
 ADDRESS = "127.0.0.1"
 
@@ -45,11 +46,12 @@ def serve(
     marks: Mapping[str, Mark] = DEFAULT_MARKS,
     diagnose: Callable[[RunDir], list[dict[str, Any]]] | None = None,
     stop: Callable[[str], str] | None = None,
+    notify: Callable[[list[RunView]], object] | None = None,
 ) -> None:
     """Serve until a signal; `port` 0 is any that is free. Needs the packages of the extra `web`.
 
     `announce` is told the address when the page can be opened. `stop` stops a run by its name and
-    says what was done; `diagnose` says what is wrong with one.
+    says what was done, `diagnose` says what is wrong with one, `notify` is shown all at every look.
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import Place, make_app
@@ -58,7 +60,7 @@ def serve(
     listener = listen(port)
     number = int(listener.getsockname()[1])
     token = secrets.token_urlsafe(32)
-    hub = Hub(watcher, marks=marks, diagnose=diagnose)
+    hub = Hub(watcher, marks=marks, diagnose=diagnose, notify=notify)
     place = Place(getpass.getuser(), host_name(), str(watcher.folder.absolute()))
     config = uvicorn.Config(
         make_app(hub, token, place, stop),
