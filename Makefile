@@ -32,6 +32,7 @@ test: lint
 	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
+	@tests/terminal/tmux.sh install
 	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST)
 
 lint: $(DEV)
@@ -58,7 +59,7 @@ $(PACKAGE): $(SETTINGS) | $(BIN)/python
 $(DEV): $(SETTINGS) | $(BIN)/python
 	@echo "installing allranks and its tests' needs into $(VENV): this can take minutes"
 	@$(PIP) install "pip==$(PIP_VERSION)"
-	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,report]' --group dev
+	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,report,web]' --group dev
 	@touch $(PACKAGE) $@
 
 $(BIN)/python:

@@ -21,7 +21,7 @@ from allranks.job_problems import in_words
 
 # The tree's last lines.
 BESIDE = {
-    "tests/": "unit: one process; ranks: over gloo; slurm: a cluster; browser; gpu: CUDA",
+    "tests/": "unit: one process; ranks: over gloo; slurm: a cluster; browser; terminal; gpu: CUDA",
     "benchmarks/": "One runnable file for each claim, and dated results",
     "docs/": "Tutorials, how-to guides, reference, explanation",
     "examples/": "Each with a README, the command and what it prints",

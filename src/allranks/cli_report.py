@@ -76,7 +76,7 @@ def report(
 
 def chosen_runs(runs: Path, references: list[str]) -> list[RunDir]:
     """The named runs, newest first; else the newest, with those of its benchmark or its job."""
-    from allranks.report.facts import bench_of
+    from allranks.comparing import bench_of
     from allranks.rundir import find_run, list_runs
 
     if references:

@@ -162,8 +162,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def read_last_events(path: Path, num_bytes: int = 16384) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file: what a progress display needs, at any size."""
+def read_last_events(
+    path: Path, num_bytes: int = 16384, *, word: bytes = b""
+) -> list[dict[str, Any]]:
+    """The events in the last `num_bytes` of a file: what a progress display needs, at any size.
+
+    With `word` only lines that contain it are parsed: a rare event costs little to look for.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -173,7 +178,7 @@ def read_last_events(path: Path, num_bytes: int = 16384) -> list[dict[str, Any]]
         return []
     if size > num_bytes:
         lines = lines[1:]  # the first is most likely cut
-    return [event for line in lines if (event := _parse(line)) is not None]
+    return [event for line in lines if word in line and (event := _parse(line)) is not None]
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:

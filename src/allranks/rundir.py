@@ -110,7 +110,8 @@ class RunDir:
         """The end event of a rank, if it has ended in order."""
         path = self.events(attempt, rank)
         for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
-            events = [e for e in read_last_events(path, num_bytes) if e["event"] == "end"]
+            last = read_last_events(path, num_bytes, word=b'"end"')
+            events = [event for event in last if event["event"] == "end"]
             if events or not path.exists() or path.stat().st_size <= num_bytes:
                 break
         return events[-1] if events else None

@@ -11,9 +11,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from allranks.errors import AllranksError
+from allranks.processes import die_with_parent
 
 ANSWER_SECONDS = 60.0
 
@@ -176,6 +179,29 @@ def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: b
     if done.returncode != 0:
         raise refusal(program, done.stderr or done.stdout)
     return done.stdout + done.stderr if both else done.stdout
+
+
+def start(program: str, *arguments: str, text: str = "") -> subprocess.Popen[str]:
+    """A SLURM command that goes on beside this process, and ends with it; `text` is its input."""
+    try:
+        running = subprocess.Popen(
+            [program, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment(os.environ, "sbatch"),  # of a job that this may be in, nothing counts
+            preexec_fn=partial(die_with_parent, os.getpid()),
+            start_new_session=True,  # Ctrl-C is for who called
+        )
+    except (FileNotFoundError, PermissionError):
+        raise refusal(program, "no such command") from None
+    assert running.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended already: why is on its stderr
+        running.stdin.write(text)
+        running.stdin.close()
+    return running
 
 
 def environment(env: Mapping[str, str], program: str) -> dict[str, str]:

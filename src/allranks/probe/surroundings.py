@@ -62,6 +62,8 @@ class Surroundings:
                     key: round((self._network.get(key, 0) - count) / passed)
                     for key, count in before.items()
                 }
+                if (link := link_bytes()) is not None:
+                    fields["network"]["link"] = link
         if self._gpu is not None:
             fields |= gpu_fields(*self._gpu)
         return fields
@@ -115,6 +117,19 @@ def network_bytes() -> dict[str, int]:
                 sums["received"] += int(numbers[0])
                 sums["sent"] += int(numbers[8])
     return sums
+
+
+def link_bytes() -> int | None:
+    """Bytes a second that the same links carry each way, as far as the system says; else None."""
+    bits = 0.0
+    for rate in Path("/sys/class/infiniband").glob("*/ports/*/rate"):  # 200 Gb/sec (4X HDR)
+        with suppress(OSError, ValueError, IndexError):
+            bits += float(rate.read_text().split()[0]) * 1e9
+    if not bits:
+        for speed in Path("/sys/class/net").glob("*/speed"):  # megabits; -1 where it has none
+            with suppress(OSError, ValueError):  # a link that is down cannot be read
+                bits += max(0, int(speed.read_text())) * 1e6
+    return round(bits / 8) or None
 
 
 def gpu_handle() -> tuple[Any, Any] | None:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from allranks.comparing import bench_of, read_job, same_job
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.layout import Layout
@@ -19,11 +18,6 @@ from allranks.timing import Timing, timing
 
 CPU = "CPU"
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
-# Runs that agree in these train the same thing at the same settings: they can be compared.
-SAME_JOB = (
-    *("name", "task", "command", "options", "batch_size", "batch_size_per_rank", "optimizer"),
-    *("lr_scaling", "compress", "precision", "compile", "activation_checkpointing", "launcher"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,32 +114,6 @@ def first_start(run: RunDir, attempts: Sequence[int]) -> dict[str, Any]:
     if not attempts:
         return {}
     return run.start(attempts[-1], min(run.ranks(attempts[-1]), default=0)) or {}
-
-
-def read_job(run: RunDir) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(run.job_file.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-    """What must agree between runs that are compared; the seed, for one, need not."""
-    same = {"name": run.job_name} | {key: job[key] for key in SAME_JOB if job.get(key) is not None}
-    data = job.get("data")
-    if isinstance(data, dict) and "num_workers" in data:
-        same["data.num_workers"] = data["num_workers"]
-    if bench_of(info).get("mode") == "weak":
-        same.pop("batch_size", None)  # it grows with the ranks, which is the point
-        same["scaling"] = "weak"
-    return same
-
-
-def bench_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What run.json says of the benchmark that the run is part of; empty if of none."""
-    bench = info.get("bench")
-    return bench if isinstance(bench, dict) else {}
 
 
 def parse_layout(text: Any) -> Layout | None:

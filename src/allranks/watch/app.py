@@ -1,0 +1,215 @@
+"""The watch page's paths: the page, its files, the line of news, logs, and stop. Nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from allranks.errors import AllranksError
+from allranks.events import to_json
+from allranks.redact import redact
+from allranks.watch import loglines
+from allranks.watch.gate import Gate
+from allranks.watch.hub import Hub
+from allranks.watch.picture import METRICS, Wish
+
+FOLDER = Path(__file__).parent / "page"
+SCRIPTS = (
+    "page.js",
+    "state.js",
+    "words.js",
+    "runs.js",
+    "detail.js",
+    "charts.js",
+    "frames.js",
+    "logs.js",
+)
+MAX_BESIDE = 9
+MAX_QUERY = 200
+MAX_BODY = 4096
+
+# V8 compiles it while it is loaded, not when it is called: the page stands still half as long.
+COMPILE_HINT = b"//# allFunctionsCalledOnLoad\n"
+
+Stop = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the page's server runs, as the page's head says it."""
+
+    user: str
+    host: str
+    folder: str
+
+
+def make_app(hub: Hub, token: str, place: Place, stop: Stop | None = None) -> ASGIApp:
+    """Everything behind the gate. `stop` takes a run's name and says what came of it."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        hub.start()
+        yield
+        hub.close()
+
+    answers = Answers(hub, place, stop)
+    routes = [
+        Route("/", answers.page),
+        Route("/static/{name}", answers.static),
+        Route("/events", answers.events),
+        Route("/api/log", answers.log),
+        Route("/api/stop", answers.stop, methods=["POST"]),
+    ]
+    inside = Starlette(routes=routes, lifespan=lifespan)
+    inside.router.redirect_slashes = False
+    return Gate(inside, token)
+
+
+class Answers:
+    """One method for each path."""
+
+    def __init__(self, hub: Hub, place: Place, stop: Stop | None) -> None:
+        self.hub = hub
+        self._place = place
+        self._stop = stop
+
+    async def page(self, _: Request) -> Response:
+        environment = Environment(
+            loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined
+        )
+        text = environment.get_template("page.html.j2").render(
+            version=static_version(),
+            plotly_version=_version(static_file("plotly.js")),
+            user=self._place.user,
+            host=self._place.host,
+            folder=self._place.folder,
+            can_stop=self._stop is not None,
+        )
+        return Response(text, media_type="text/html")
+
+    async def static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in (*SCRIPTS, "page.css", "plotly.js"):
+            return Response("No such file.\n", 404, media_type="text/plain")
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        headers = {"vary": "accept-encoding"}
+        if name == "plotly.js":  # large, and named by its content
+            headers["cache-control"] = "private, max-age=31536000, immutable"
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"] = "gzip"
+            return Response(await run_in_threadpool(_packed, name), 200, headers, kind)
+        return Response(static_file(name), 200, headers, kind)
+
+    async def events(self, request: Request) -> Response:
+        words = request.query_params
+        metric = words.get("metric", METRICS[0])
+        wish = Wish(
+            words.get("run") or None,
+            metric if metric in METRICS else METRICS[0],
+            tuple(words.getlist("with")[:MAX_BESIDE]),
+        )
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self._lines(wish), 200, headers, "text/event-stream")
+
+    async def _lines(self, wish: Wish) -> AsyncIterator[str]:
+        yield "retry: 1000\n\n"
+        async for kind, news in self.hub.follow(wish):
+            text = to_json({"time": time.time(), **news}, separators=(",", ":"))
+            yield f"event: {kind}\ndata: {text}\n\n"
+
+    async def log(self, request: Request) -> Response:
+        words = request.query_params
+        run = self.hub.watcher.run_dir(words.get("run", ""))
+        if run is None:
+            return _problem(404, "there is no such run")
+        path = (await run_in_threadpool(loglines.files, run)).get(words.get("file", ""))
+        if path is None:
+            return _problem(404, "this run has no such log")
+        after, line = (_count(words.get(key)) for key in ("after", "line"))
+        query = words.get("query", "")[:MAX_QUERY]
+
+        def read() -> dict[str, Any]:
+            return loglines.read(path, query=query, after=after, line=line or 0)
+
+        return JSONResponse(await run_in_threadpool(read))
+
+    async def stop(self, request: Request) -> Response:
+        """The one thing that can be done from the page; the body must name the run twice."""
+        if self._stop is None:
+            return _problem(404, "runs cannot be stopped from this page")
+        asked = await _body(request)
+        name = asked.get("run")
+        if not isinstance(name, str) or asked.get("confirm") != name:
+            return _problem(400, 'to stop a run, send {"run": NAME, "confirm": NAME}')
+        if self.hub.watcher.run_dir(name) is None:
+            return _problem(404, "there is no such run")
+        try:
+            said = await run_in_threadpool(self._stop, name)
+        except AllranksError as error:
+            return _problem(409, f"{error.what}; {error.fix}")
+        self.hub.hurry(name)
+        return JSONResponse({"run": name, "said": redact(said)})
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """A small JSON object; anything else is an empty one."""
+    # A form of another page cannot send this type without asking first.
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        return {}
+    raw = b""
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            return {}
+    try:
+        content = json.loads(raw)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _problem(status: int, what: str) -> Response:
+    return JSONResponse({"error": {"what": redact(what)}}, status)
+
+
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and len(text) < 19 else None
+
+
+@cache
+def static_file(name: str) -> bytes:
+    """By its bare name, which the caller has looked up: never a path from outside."""
+    if name == "plotly.js":
+        from plotly.offline import get_plotlyjs
+
+        return COMPILE_HINT + str(get_plotlyjs()).encode()
+    return (FOLDER / name).read_bytes()
+
+
+@cache
+def _packed(name: str) -> bytes:
+    return gzip.compress(static_file(name), 6)
+
+
+def static_version() -> str:
+    return _version(b"".join(static_file(name) for name in (*SCRIPTS, "page.css")))
+
+
+def _version(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:10]

@@ -1,0 +1,266 @@
+"""The whole screen as lines of text, from plain data alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.text import Text
+
+from allranks.watch import columns
+from allranks.watch.columns import fit, join, shortened
+from allranks.watch.lines import (
+    RANK_COLUMNS,
+    RUN_COLUMNS,
+    STATE_STYLES,
+    UNDER_REASON,
+    clean,
+    day,
+    rank_cells,
+    reason,
+    run_cells,
+    state_word,
+    summary,
+    takes_reason,
+)
+from allranks.watch.marks import Mark, mark_in_words
+from allranks.watch.views import Parts, RankView, RunView
+from allranks.watch.words import duration, hours, sparkline
+
+KEYS = (
+    ("up, down, k, j", "move; page up and down, home and end too"),
+    ("tab", "to the ranks of the run, and back"),
+    ("enter, l", "logs: of the run, or of the selected rank"),
+    ("s", "stop the run at a checkpoint (asks first)"),
+    ("q", "leave; the runs go on"),
+    ("?", "this page"),
+)
+LOG_KEYS = "up/down scroll  left/right other rank  end follow  q back"
+NO_RUNS = "no runs here: allranks run job.yaml starts one, allranks submit queues one"
+MAIN_KEYS = "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Everything that the main screen shows."""
+
+    runs: Sequence[RunView]
+    selected: str | None = None
+    ranks: Sequence[RankView] = ()
+    parts: Parts | None = None
+    selected_rank: int | None = None  # with the focus on the ranks
+    message: str = ""  # in place of the keys
+    asks: bool = False  # the message is a question
+    num_old: int = 0
+    silence: str | None = None
+    now: float = 0.0
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+
+def screen(scene: Scene, width: int, height: int) -> list[Text]:
+    """Exactly `height` lines of at most `width` cells."""
+    lines = [title(scene, width)]
+    room = max(1, height - 3)  # without title, header and the keys
+    wanted = len(scene.runs)
+    selected = next((run for run in scene.runs if run.run == scene.selected), None)
+    num_runs = min(wanted, room if selected is None else max(2, min(wanted, room // 2)))
+    rest = room - num_runs
+    if selected is not None and rest < 5:  # too low a terminal for ranks
+        num_runs = min(wanted, room - 1)
+    lines += run_lines(scene, width, num_runs)
+    if selected is not None:
+        about = about_run(selected, scene, width)
+        left = height - 1 - len(lines)
+        about = about[: max(0, left)]
+        ranks = rank_lines(scene, width, left - len(about))
+        hidden = len(scene.ranks) - max(0, len(ranks) - 1)
+        lines += mention(about, f"{hidden} more ranks" if hidden else "", width) + ranks
+    lines = lines[: height - 1]
+    lines += [Text() for _ in range(height - 1 - len(lines))]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return [*lines, bottom(scene, width)]
+
+
+def title(scene: Scene, width: int) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(scene.now))
+    said = Text("allranks watch", style="bold") + Text(f"  {summary(scene.runs)}")
+    if scene.num_old:
+        said.append(f", {scene.num_old} older (--all)", style="dim")
+    if scene.silence:
+        said.append("  ! SLURM is silent", style="yellow")
+    said.truncate(max(0, width - len(clock) - 2), overflow="ellipsis")
+    said.append(" " * (width - said.cell_len - len(clock)) + clock)
+    return said
+
+
+def run_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
+    """The header and so many runs, around the selected one."""
+    if not scene.runs:
+        return [Text(), Text(NO_RUNS)]
+    names = [run.run for run in scene.runs]
+    at = names.index(scene.selected) if scene.selected in names else 0
+    shown = scene.runs[window(len(names), at, num_rows)]
+    rows = [run_cells(run, day(scene.now)) for run in shown]
+    widths = fit(RUN_COLUMNS, rows, width - 2)
+    lines = [Text("  ") + columns.header(RUN_COLUMNS, widths)]
+    for run, row in zip(shown, rows, strict=True):
+        is_selected = run.run == scene.selected
+        line = Text("> " if is_selected else "  ") + run_line(run, row, widths, scene.now)
+        if is_selected:
+            line.stylize("reverse" if scene.selected_rank is None else "bold")
+        lines.append(line)
+    hidden = len(names) - len(shown)
+    return mention(lines, f"{hidden} more runs" if hidden else "", width)
+
+
+def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: float) -> Text:
+    """One run; where it has only a reason to give, that takes the room of the numbers."""
+    curve = sparkline(list(run.losses), widths.get("curve", 0))
+    row = row | {
+        "run": Text(shortened(row["run"].plain, widths.get("run", 0))),
+        "curve": Text(curve, style="cyan"),
+    }
+    said = reason(run, day(now))
+    if not said or not takes_reason(run):
+        return join(RUN_COLUMNS, widths, row)
+    before = {key: size for key, size in widths.items() if key not in UNDER_REASON}
+    line = join(RUN_COLUMNS, before, row)
+    room = sum(widths.values()) + len(widths) - 1 - line.cell_len - 1
+    style = STATE_STYLES.get(state_word(run), "") if run.state != "queued" else ""
+    text = Text(said, style=style)
+    text.truncate(max(0, room), overflow="ellipsis", pad=True)
+    return line + Text(" ") + text
+
+
+def window(length: int, at: int, rows: int) -> slice:
+    """So many of a list that `at` is among them, in the middle if it can be."""
+    first = max(0, min(at - rows // 2, length - rows))
+    return slice(first, first + rows)
+
+
+def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
+    """What there is no column for, of the selected run."""
+    word = state_word(run)
+    rule = Text(f"── {clean(run.run)} ", style="bold")
+    rule.append("─" * max(0, width - rule.cell_len), style="dim")
+    facts = [word, run.layout]
+    if run.device:
+        facts.append(clean(run.device))
+    if run.attempts > 1:
+        facts.append(f"attempt {run.attempt}")
+    if run.jobs:
+        facts.append(f"job {', '.join(run.jobs)}")
+    if run.checkpoint is not None:
+        facts.append(f"checkpoint {run.checkpoint}")
+    unit = "GPU-hours" if run.is_gpu else "rank-hours"
+    facts.append(f"{hours(run.rank_hours)} {unit}")
+    if run.efficiency is not None:
+        facts.append(f"{run.efficiency:.0%} of {run.world_size} times {run.baseline}")
+    facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
+    lines = [rule, Text("  ".join(fact for fact in facts if fact))]
+    if said := reason(run, day(scene.now)):
+        lines.append(Text(said, style=STATE_STYLES.get(word, "")))
+    if scene.parts is not None:
+        shares, slowest = parts_lines(scene.parts)
+        fits = shares.cell_len + slowest.cell_len + 2 <= width
+        lines += [shares + Text("  ") + slowest] if fits else [shares, slowest]
+    for line in lines[1:]:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def parts_lines(parts: Parts) -> tuple[Text, Text]:
+    """Where a step's time goes, and whom the ranks wait for."""
+    whole = sum(parts.seconds.values()) or 1.0
+    by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
+    shares = "  ".join(f"{name} {seconds / whole:.0%}" for name, seconds in by_size)
+    slowest = Text()
+    if parts.slowest_rank is not None:
+        by = f", longer in {parts.slowest_part}" if parts.slowest_part else ""
+        often = f"last in {parts.slowest_share:.0%} of {parts.steps} steps"
+        style = "yellow" if parts.slowest_share > 0.5 else ""
+        slowest = Text(f"slowest: rank {parts.slowest_rank}, {often}{by}", style=style)
+    return Text(f"step {duration(whole)}: {shares}"), slowest
+
+
+def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
+    """The header and the ranks, in so many lines."""
+    if num_rows < 2 or not scene.ranks:
+        return []
+    shown = visible_ranks(scene, num_rows - 1)
+    by_rank = {r.rank: rank_cells(r, scene.marks, scene.now) for r in scene.ranks}
+    widths = fit(RANK_COLUMNS, list(by_rank.values()), width - 2)
+    lines = [Text("  ") + columns.header(RANK_COLUMNS, widths)]
+    for rank in shown:
+        is_selected = rank.rank == scene.selected_rank
+        line = Text("> " if is_selected else "  ")
+        line += join(RANK_COLUMNS, widths, by_rank[rank.rank])
+        if is_selected:
+            line.stylize("reverse")
+        lines.append(line)
+    return lines
+
+
+def visible_ranks(scene: Scene, num_rows: int) -> list[RankView]:
+    """Those around the selected one; the slowest is always among them, first if it must."""
+    numbers = [rank.rank for rank in scene.ranks]
+    at = numbers.index(scene.selected_rank) if scene.selected_rank in numbers else 0
+    shown = list(scene.ranks[window(len(numbers), at, num_rows)])
+    slowest = [rank for rank in scene.ranks if rank.slowest and rank not in shown]
+    if slowest and num_rows > 1:
+        shown = slowest + list(scene.ranks[window(len(numbers), at, num_rows - 1)])
+    return shown
+
+
+def mention(lines: list[Text], text: str, width: int) -> list[Text]:
+    """Put a word at the end of the first line, over what stands there."""
+    if text and lines:
+        head = lines[0]
+        head.truncate(max(0, width - len(text) - 1), pad=True)
+        head.append(f" {text}", style="dim")
+    return lines
+
+
+def bottom(scene: Scene, width: int) -> Text:
+    if not scene.message:
+        line = Text(MAIN_KEYS, style="dim")
+    else:
+        line = Text(clean(scene.message), style="bold reverse" if scene.asks else "bold")
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def help_screen(marks: Mapping[str, Mark], width: int, height: int) -> list[Text]:
+    """Keys, and what the signs mean."""
+    lines = [Text("allranks watch: keys", style="bold"), Text()]
+    lines += [Text(f"  {keys:<16}{what}") for keys, what in KEYS]
+    lines += [
+        Text(),
+        Text("marks: + is good, ! asks for a look (--mark NAME=LIMITS)", style="bold"),
+    ]
+    lines += [Text(f"  {mark_in_words(name, mark)}") for name, mark in marks.items()]
+    lines += [
+        Text(),
+        Text("took, data, wait: means over the last steps; wait is for other ranks and bytes"),
+        Text("eff: pace beside that of as many single ranks, measured in another run here"),
+        Text("hours: of all GPUs, or of all ranks on CPUs, in all attempts"),
+    ]
+    return framed(lines, width, height, "any key goes back")
+
+
+def log_screen(title: str, lines: Sequence[str], width: int, height: int, state: str) -> list[Text]:
+    """A page of a log."""
+    head = Text(clean(title), style="bold")
+    body = [Text(clean(line)) for line in lines[-(height - 2) :]] if height > 2 else []
+    return framed([head, *body], width, height, f"{state}  {LOG_KEYS}")
+
+
+def framed(lines: list[Text], width: int, height: int, keys: str) -> list[Text]:
+    lines = lines[: height - 1]
+    lines += [Text() for _ in range(height - 1 - len(lines))]
+    lines = [*lines, Text(keys, style="dim")]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines

@@ -1,0 +1,253 @@
+"""One thread that reads for all browsers, and what each of them has not seen yet."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+from allranks.redact import redact
+from allranks.watch import loglines, picture
+from allranks.watch.findings import Diagnose, Findings
+from allranks.watch.live import Watcher
+from allranks.watch.marks import DEFAULT_MARKS, Mark
+from allranks.watch.picture import Wish
+from allranks.watch.views import RunView
+
+TICK_SECONDS = 0.5
+LOOK_SECONDS = 1.0  # at runs that nobody has chosen
+MAX_TICK_SECONDS = 1.0
+TIMES_ITS_WORK = 1  # a look that takes long is taken less often
+BUDGET_SECONDS = 0.4  # for what was written before anybody looked, at each look
+BEAT_SECONDS = 4.0
+LONE_SECONDS = 2.0  # between looks while no browser does
+FILES_SECONDS = 5.0
+PAST_SECONDS = 1.4
+
+# Of a list without runs.
+NOTHING: dict[str, Any] = {
+    **{"runs": {}, "order": [], "num_old": 0, "silence": None, "chosen": None, "problem": None},
+    **{"curves": {}, "heat": None, "use": None, "ranks": {}, "parts": None, "files": []},
+    "findings": None,
+}
+
+Notify = Callable[[list[RunView]], object]
+
+
+class Hub:
+    """Reads what browsers wish to see. All of the watcher's calls are made in its thread."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        *,
+        marks: Mapping[str, Mark] = DEFAULT_MARKS,
+        diagnose: Diagnose | None = None,
+        notify: Notify | None = None,
+    ) -> None:
+        self.watcher = watcher
+        watcher.look_seconds = LOOK_SECONDS
+        self.marks = marks
+        self._notify = notify
+        self.findings = Findings(diagnose)
+        self._wishes: dict[object, Wish] = {}  # one for each open line
+        self._pictures: dict[Wish, dict[str, Any]] = {}
+        self._files: dict[str, tuple[float, list[str]]] = {}
+        self._hurried: list[str] = []
+        self._read: set[str] = set()  # runs whose ranks were all read before
+        self._pasts: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._pasts_due = math.inf
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Called in the loop that serves."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all lines and the thread. Safe from a signal handler and from any thread."""
+        self._closing.set()
+        self._wake.set()
+        self._tell()
+
+    def join(self, seconds: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def hurry(self, run: str) -> None:
+        self._hurried.append(run)
+        self._wake.set()
+
+    async def follow(self, wish: Wish) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Everything once, then what changes; a beat where nothing does. Ends with the server.
+
+        What a browser has not taken yet is not queued: it gets the sum of it when it does.
+        """
+        key = object()
+        self._wishes[key] = wish
+        self._wake.set()
+        sent: dict[str, Any] | None = None
+        last = time.monotonic()
+        try:
+            while not self._closing.is_set():
+                news = self._news
+                now = self._pictures.get(wish)
+                if now is not None and now is not sent:
+                    step = {} if sent is None else picture.change(sent, now)
+                    if sent is None:
+                        yield "all", {"state": now}
+                    elif step is not None:
+                        yield "change", {"change": step}
+                    last = time.monotonic() if step is not None else last
+                    sent = now
+                    continue
+                if time.monotonic() - last >= BEAT_SECONDS:
+                    last = time.monotonic()
+                    yield "beat", {}
+                await _wait(news, BEAT_SECONDS)
+        finally:
+            del self._wishes[key]
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if not self._wishes:  # nobody looks: nothing is read, unless somebody is to be told
+                self._pictures, self._pasts, self._read = {}, {}, set()
+                self._wake.wait(None if self._notify is None else LONE_SECONDS)
+                if not self._wake.is_set():
+                    self._look_alone()
+                self._wake.clear()
+                continue
+            self._wake.clear()
+            begin = time.monotonic()
+            try:
+                self._look()
+            except Exception as error:  # the page says so, and a later look may do
+                self._confess(error)
+            took = time.monotonic() - begin
+            self._wake.wait(min(MAX_TICK_SECONDS, max(TICK_SECONDS, TIMES_ITS_WORK * took)))
+
+    def _look_alone(self) -> None:
+        with suppress(Exception):  # there is no page to say it on
+            self.watcher.poll()
+            self._tell_others()
+
+    def _tell_others(self) -> None:
+        if self._notify is not None:
+            self._notify(self.watcher.runs())
+
+    def _look(self) -> None:
+        wishes = set(self._wishes.copy().values())
+        while self._hurried:
+            self.watcher.hurry(self._hurried.pop())
+        has_news = self._poll(self._names(wishes) & self._read)
+        names = self._names(wishes)
+        if not names <= self._read:
+            # All ranks of a run for the first time can take seconds: the rest is shown before.
+            self._show(wishes)
+            self._poll(names)
+            has_news, self._pasts = True, {}
+        self._read = names
+        has_news |= self.findings.look(self.watcher, names)
+        self._tell_others()
+        if has_news or wishes != set(self._pictures) or time.monotonic() >= self._pasts_due:
+            self._show(wishes)
+
+    def _poll(self, names: set[str]) -> bool:
+        return self.watcher.poll(detail=names, budget=BUDGET_SECONDS)
+
+    def _names(self, wishes: set[Wish]) -> set[str]:
+        return {name for wish in wishes if (name := self._chosen(wish)) is not None}
+
+    def _confess(self, error: Exception) -> None:
+        problem = redact(f"the run folders cannot be read: {type(error).__name__}: {error}")
+        wishes = set(self._wishes.copy().values())
+        before = {wish: self._pictures.get(wish, NOTHING) for wish in wishes}
+        self._pictures = {wish: {**state, "problem": problem} for wish, state in before.items()}
+        self._tell()
+
+    def _show(self, wishes: set[Wish]) -> None:
+        self._pasts_due = math.inf
+        views = {view.run: view for view in self.watcher.runs()}
+        runs = {name: picture.run_line(view) for name, view in views.items()}
+        for line in runs.values():
+            line["reason"] = line["reason"] and redact(line["reason"])
+        self._pictures = {wish: self._picture(wish, views, runs) for wish in wishes}
+        self._tell()
+
+    def _chosen(self, wish: Wish) -> str | None:
+        """The run that was wished for, else the first of the list."""
+        if wish.run is not None and self.watcher.run_dir(wish.run) is not None:
+            return wish.run
+        return next((view.run for view in self.watcher.runs()), None)
+
+    def _picture(
+        self, wish: Wish, views: dict[str, RunView], runs: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        watcher, chosen = self.watcher, self._chosen(wish)
+        state: dict[str, Any] = NOTHING | {
+            **{"runs": runs, "order": list(runs), "num_old": watcher.num_old()},
+            **{"silence": watcher.silence, "chosen": chosen, "curves": {}},
+        }
+        for name in (chosen, *wish.beside):
+            if name in views:
+                pace = self._past(name)["pace"]
+                state["curves"][name] = {"loss": picture.loss(views[name]), "pace": pace}
+        if chosen in views:
+            state |= {"files": self._log_files(chosen), "findings": self.findings.of(chosen)}
+        if chosen is None or chosen not in self._read or chosen not in views:
+            return state
+        past = self._past(chosen)
+        return state | {
+            "heat": past["heat"](wish.metric),
+            "use": past["use"],
+            "ranks": {
+                str(view.rank): picture.rank_line(view, self.marks)
+                for view in watcher.ranks(chosen)
+            },
+            "parts": picture.parts_line(watcher.parts(chosen)),
+        }
+
+    def _past(self, name: str) -> dict[str, Any]:
+        """What the history of a run shows; thousands of numbers, so not made anew at every look."""
+        due, past = self._pasts.get(name, (0.0, {}))
+        if time.monotonic() >= due:
+            history = self.watcher.history(name)
+            past = {
+                "pace": picture.pace(history),
+                "use": picture.use(history),
+                "heat": cache(partial(picture.heat, history)),
+            }
+            self._pasts[name] = (time.monotonic() + PAST_SECONDS, past)
+        else:
+            self._pasts_due = min(self._pasts_due, due)  # shown once more, when it is made anew
+        return past
+
+    def _log_files(self, name: str) -> list[str]:
+        due, files = self._files.get(name, (0.0, []))
+        run = self.watcher.run_dir(name)
+        if run is not None and time.monotonic() >= due:
+            files = list(loglines.files(run))
+            self._files[name] = (time.monotonic() + FILES_SECONDS, files)
+        return files
+
+    def _tell(self) -> None:
+        def tell() -> None:
+            before, self._news = self._news, asyncio.Event()
+            before.set()
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(tell)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

@@ -1,0 +1,184 @@
+"""A job's nodes, GPUs and processes, for people; and the live view of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+
+from allranks.errors import AllranksError
+from allranks.watch import columns
+from allranks.watch.columns import Column, fit, join
+from allranks.watch.draw import framed
+from allranks.watch.jobs import JobFacts, Sample, Sampling, collect, stack_lines
+from allranks.watch.lines import clean, marked
+from allranks.watch.marks import Mark, share
+from allranks.watch.screen import Terminal
+from allranks.watch.words import num_bytes
+
+TICK_SECONDS = 1.0
+KEYS = "↑↓ scroll  d stack dumps  q quit"
+STACK_KEYS = "↑↓ scroll  q back"
+
+GPU_COLUMNS = (
+    Column(key="node", title="node", rank=0, width=6, right=False, most=24),
+    Column(key="index", title="gpu", rank=0, width=3),
+    Column(key="utilization", title="gpu%", rank=1, width=5),
+    Column(key="memory", title="memory", rank=2, width=6),
+    Column(key="power", title="power", rank=3, width=5),
+    Column(key="temperature", title="°C", rank=4, width=3),
+    Column(key="name", title="", rank=5, width=10, right=False, most=40),
+)
+PROCESS_COLUMNS = (
+    Column(key="node", title="node", rank=0, width=6, right=False, most=24),
+    Column(key="rank", title="rank", rank=1, width=4),
+    Column(key="pid", title="process", rank=0, width=7),
+    Column(key="cpu", title="cpus", rank=2, width=5),
+    Column(key="memory", title="memory", rank=2, width=6),
+    Column(key="threads", title="threads", rank=5, width=7),
+    Column(key="state", title="", rank=4, width=8, right=False),
+    Column(key="command", title="command", rank=3, width=12, right=False, most=120),
+)
+STATES = {"R": "runs", "S": "sleeps", "D": "on disk", "T": "stopped", "t": "traced"}
+
+
+def job_lines(
+    facts: JobFacts, samples: Sequence[Sample], marks: Mapping[str, Mark], width: int
+) -> list[Text]:
+    """Everything that is known of a job's nodes, as one long page."""
+    title = Text(f"job {facts.job} {clean(facts.name)}", style="bold")
+    title.append(f"  {facts.state.lower()} for {facts.elapsed}, {facts.left} left", style="")
+    lines = [title, *(node_line(sample) for sample in samples)]
+    gpus = [gpu_cells(s["node"], gpu, marks) for s in samples for gpu in s.get("gpus", [])]
+    processes = [
+        process_cells(sample["node"], one)
+        for sample in samples
+        for one in sorted(sample.get("processes", []), key=in_order)
+    ]
+    for table, rows in ((GPU_COLUMNS, gpus), (PROCESS_COLUMNS, processes)):
+        if rows:
+            widths = fit(table, rows, width)
+            lines += [Text(), columns.header(table, widths)]
+            lines += [join(table, widths, row) for row in rows]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def in_order(process: Mapping[str, object]) -> tuple[float, int]:
+    rank = str(process.get("rank"))
+    return (int(rank) if rank.isdigit() else float("inf"), int(str(process["pid"])))
+
+
+def node_line(sample: Sample) -> Text:
+    if "memory_total" not in sample:
+        return Text(f"{sample['node']}: no answer", style="yellow")
+    used = sample["memory_total"] - sample["memory_available"]
+    said = f"{num_bytes(used)} of {num_bytes(sample['memory_total'])} memory in use"
+    busy = sum(process.get("cpu") or 0.0 for process in sample["processes"])
+    cpus = f"{busy:.1f} of {sample['cpus']} CPUs in use by the job"
+    return Text(f"{sample['node']}: {cpus}, {said}")
+
+
+def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) -> dict[str, Text]:
+    """One GPU, with its marks."""
+    memory = marks["memory"].judge(share(gpu.get("memory"), gpu.get("memory_total")))
+    power = marks["power"].judge(share(gpu.get("power"), gpu.get("power_limit")))
+    use = gpu.get("utilization")
+    return {
+        "node": Text(clean(node)),
+        "index": marked(gpu.get("index"), "{:.0f}"),
+        "utilization": marked(use, "{:.0f}", marks["gpu_util"].judge(use)),
+        "memory": marked(gpu.get("memory"), num_bytes, memory),
+        "power": marked(gpu.get("power"), "{:.0f}W", power),
+        "temperature": marked(gpu.get("temperature"), "{:.0f}"),
+        "name": Text(clean(str(gpu.get("name") or ""))),
+    }
+
+
+def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
+    state = str(process.get("state"))
+    program, _, rest = str(process.get("command")).partition(" ")
+    command = f"{program.rpartition('/')[2]} {rest}"  # where Python is installed says little
+    return {
+        "node": Text(clean(node)),
+        "rank": marked(process.get("rank"), "{}"),
+        "pid": marked(process.get("pid"), "{}"),
+        "cpu": marked(process.get("cpu"), "{:.2f}"),
+        "memory": marked(process.get("memory"), num_bytes),
+        "threads": marked(process.get("threads"), "{}"),
+        "state": Text(STATES.get(state, state)),
+        "command": Text(clean(command)),
+    }
+
+
+class JobView:
+    """The live view of one job: samples as they come, stack dumps when asked."""
+
+    def __init__(self, facts: JobFacts, marks: Mapping[str, Mark]) -> None:
+        self.facts, self.marks = facts, marks
+        self.samples: dict[str, Sample] = {}
+        self.stacks: list[str] | None = None
+        self.top = 0
+        self.is_over = False
+        self.problem = ""
+
+    def look(self, sampling: Sampling) -> None:
+        try:
+            self.samples |= {sample["node"]: sample for sample in sampling.new()}
+            if sampling.is_over and not self.problem:
+                self.problem = "the job has ended"
+        except AllranksError as error:
+            self.problem = error.what
+
+    def lines(self, width: int) -> list[Text]:
+        if self.stacks is not None:
+            return [Text(clean(line)) for line in self.stacks]
+        known = [self.samples[name] for name in sorted(self.samples)]
+        lines = job_lines(self.facts, known, self.marks, width)
+        return lines if known else [*lines, Text("waiting for the job's nodes to answer")]
+
+    def draw(self, terminal: Terminal) -> None:
+        width, height = terminal.size()
+        lines = self.lines(width)
+        self.top = max(0, min(self.top, len(lines) - (height - 1)))
+        keys = STACK_KEYS if self.stacks is not None else KEYS
+        keys = f"! {clean(self.problem)}  {keys}" if self.problem else keys
+        terminal.draw(framed(lines[self.top : self.top + height - 1], width, height, keys))
+
+    def press(self, key: str, rows: int) -> None:
+        moves = {"up": -1, "down": 1, "page up": 2 - rows, "page down": rows - 2}
+        moves |= {"home": -(1 << 30), "end": 1 << 30}
+        if key in moves:
+            self.top += moves[key]
+        elif key == "d" and self.stacks is None:
+            self.take_stacks()
+        elif key in ("q", "escape") and self.stacks is not None:
+            self.stacks, self.top = None, 0
+        elif key == "q":
+            self.is_over = True
+
+    def take_stacks(self) -> None:
+        try:
+            self.stacks, self.top = stack_lines(collect(self.facts, "stacks")), 0
+        except AllranksError as error:
+            self.problem = error.what
+
+
+def watch_job(view: JobView) -> None:
+    """Until the user leaves. The step on the job's nodes ends with it."""
+    sampling = Sampling(view.facts)
+    try:
+        with Terminal() as terminal:
+            due = 0.0
+            while not view.is_over:
+                if time.monotonic() >= due:
+                    view.look(sampling)
+                    due = time.monotonic() + TICK_SECONDS
+                view.draw(terminal)
+                key = terminal.key(max(0.0, due - time.monotonic()))
+                if key is not None and key != "resize":
+                    view.press(key, terminal.size()[1])
+    finally:
+        sampling.close()

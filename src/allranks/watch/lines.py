@@ -1,0 +1,179 @@
+"""The cells of the two tables: one line a run, one line a rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from allranks.watch.columns import Column
+from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
+from allranks.watch.views import RankView, RunView
+from allranks.watch.words import count, duration, hours, num_bytes, sparkline
+
+STATE_STYLES = {
+    "running": "green",
+    "finished": "blue",
+    "queued": "yellow",
+    "failed": "red",
+    "stopped": "magenta",
+    "stalled": "bold red",
+}
+CURVE = 24  # cells of a sparkline at most
+
+RUN_COLUMNS = (
+    Column(key="run", title="run", rank=0, width=16, right=False, most=60),
+    Column(key="state", title="state", rank=1, width=8, right=False),
+    Column(key="layout", title="layout", rank=5, width=6, right=False),
+    Column(key="epoch", title="epoch", rank=10, width=5),
+    Column(key="step", title="step", rank=2, width=9),
+    Column(key="left", title="left", rank=3, width=5),
+    Column(key="loss", title="loss", rank=4, width=6),
+    Column(key="curve", title="curve", rank=7, width=8, right=False, most=CURVE),
+    Column(key="pace", title="samples/s", rank=6, width=9),
+    Column(key="efficiency", title="eff", rank=8, width=4),
+    Column(key="hours", title="hours", rank=9, width=5),
+    Column(key="why", title="", rank=11, width=20, right=False, most=100),
+)
+# What a run that waits or has failed has little to say in: its reason stands there instead.
+UNDER_REASON = ("left", "loss", "curve", "pace", "efficiency", "hours", "why")
+
+RANK_COLUMNS = (
+    Column(key="rank", title="rank", rank=0, width=5),
+    Column(key="node", title="node", rank=9, width=6, right=False, most=24),
+    Column(key="gpu", title="gpu%", rank=1, width=5),
+    Column(key="memory", title="memory", rank=5, width=6),
+    Column(key="power", title="power", rank=8, width=5),
+    Column(key="temperature", title="°C", rank=7, width=3),
+    Column(key="step", title="step", rank=10, width=6),
+    Column(key="seconds", title="took", rank=2, width=6),
+    Column(key="data", title="data", rank=3, width=6),
+    Column(key="wait", title="wait", rank=4, width=6),
+    Column(key="cpu", title="cpu", rank=11, width=4),
+    Column(key="workers", title="workers", rank=12, width=7),
+    Column(key="network", title="network", rank=13, width=7),
+    Column(key="beat", title="seen", rank=6, width=5),
+    Column(key="slowest", title="", rank=2, width=9, right=False),
+)
+
+# Sequences that a terminal obeys (CSI, OSC), and all other control characters.
+CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x1f\x7f-\x9f]"
+)
+
+
+def clean(text: str) -> str:
+    """Text from a file without anything that a terminal would obey."""
+    return CONTROL.sub("", text.expandtabs(4))
+
+
+def state_word(run: RunView) -> str:
+    return "stalled" if run.stalled else run.state
+
+
+def run_cells(run: RunView, today: str) -> dict[str, Text]:
+    """What each column says of a run."""
+    word = state_word(run)
+    cells = {
+        "run": Text(clean(run.run)),
+        "state": Text(word, style=STATE_STYLES.get(word, "")),
+        "layout": Text(run.layout or "-"),
+        "epoch": _of(run.epoch, run.epochs),
+        "step": _of(run.step, run.steps),
+        "left": Text(duration(run.seconds_left)) if run.seconds_left is not None else Text(),
+        "loss": loss_cell(run),
+        "curve": Text(sparkline(list(run.losses), CURVE), style="cyan"),
+        "pace": Text(count(run.samples_per_second) if run.samples_per_second else ""),
+        "efficiency": Text(f"{run.efficiency:.0%}" if run.efficiency is not None else ""),
+        "hours": Text(hours(run.rank_hours) if run.rank_hours else ""),
+        "why": Text(reason(run, today), style="dim"),
+    }
+    return cells
+
+
+def reason(run: RunView, today: str) -> str:
+    """Why it waits and until when, why it ended, or what to look at."""
+    said = [clean(run.reason)] if run.reason else []
+    if run.expected_start:
+        said.append(f"expected to start {moment(run.expected_start, today)}")
+    return "; ".join(said)
+
+
+def takes_reason(run: RunView) -> bool:
+    return run.state in ("queued", "failed") or run.stalled
+
+
+def moment(text: str, today: str) -> str:
+    """SLURM's 2026-11-15T16:40:00, as short as it can be said."""
+    day, _, clock = text.partition("T")
+    return clock[:5] if day == today else f"{day[5:]} {clock[:5]}"
+
+
+def loss_cell(run: RunView) -> Text:
+    if run.losses and run.losses[-1] is None and run.loss is None:
+        return Text("! nan", style="bold red")
+    return Text(f"{run.loss:.4g}" if run.loss is not None else "")
+
+
+def _of(number: int | None, whole: int | None) -> Text:
+    if number is None:
+        return Text("")
+    if whole is None:
+        return Text(str(number))
+    if whole >= 100_000:
+        return Text(f"{count(number)}/{count(whole)}")
+    return Text(f"{number}/{whole}")
+
+
+def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[str, Text]:
+    """What each column says of a rank, with its marks."""
+    verdicts = judged(rank, marks)
+    memory = rank.memory if rank.memory is not None else rank.host_memory
+    traffic = max((n for n in (rank.sent, rank.received) if n is not None), default=None)
+    of_link = share(traffic, rank.link)
+    busy = share(rank.workers_cpu, rank.num_workers)
+    age = max(0.0, now - rank.heartbeat) if rank.heartbeat is not None else None
+    seen = rank.state or ("" if age is None else duration(max(1.0, round(age))))
+    return {
+        "rank": Text(str(rank.rank)),
+        "node": Text(clean(rank.node or "")),
+        "gpu": marked(rank.utilization, "{:.0f}", verdicts["gpu_util"]),
+        "memory": marked(memory, num_bytes, verdicts["memory"]),
+        "power": marked(rank.power, "{:.0f}W", verdicts["power"]),
+        "temperature": marked(rank.temperature, "{:.0f}"),
+        "step": marked(rank.step, "{}"),
+        "seconds": marked(rank.step_seconds, duration),
+        "data": marked(rank.data, duration),
+        "wait": marked(rank.wait, duration),
+        "cpu": marked(rank.cpu, "{:.1f}"),
+        "workers": marked(busy, "{:.0f}%", verdicts["workers"]),
+        "network": marked(of_link, "{:.0f}%", verdicts["network"])
+        if of_link is not None
+        else marked(traffic, lambda n: f"{num_bytes(n)}/s"),
+        "beat": Text(seen, style=STATE_STYLES.get(rank.state or "", "")),
+        "slowest": Text("< slowest" if rank.slowest else "", style="bold yellow"),
+    }
+
+
+def marked(value: Any, form: str | Callable[[Any], str], verdict: Verdict | None = None) -> Text:
+    """A number, and a sign beside it where there is a mark."""
+    if value is None:
+        return Text("")
+    said = form(value) if callable(form) else form.format(value)
+    if verdict is None:
+        return Text(said)
+    return Text(said + SIGNS[verdict], style=STYLES[verdict])
+
+
+def summary(runs: Sequence[RunView]) -> str:
+    """How many runs are in which state."""
+    words = [state_word(run) for run in runs]
+    said = [f"{words.count(word)} {word}" for word in STATE_STYLES if word in words]
+    return ", ".join(said) or "no runs"
+
+
+def day(now: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(now))

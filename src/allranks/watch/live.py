@@ -1,0 +1,267 @@
+"""All runs of a folder, followed: the reading core under every view of `allranks watch`.
+
+    watcher = Watcher(Path("runs"))
+    while True:
+        watcher.poll(detail={"digits-20261115-142301-3f9a"})  # whose ranks are wanted
+        watcher.runs(), watcher.ranks(name), watcher.parts(name), watcher.history(name)
+
+Only what was appended is read, of runs nobody looks at only the first rank's file, and SLURM is
+asked for all of them at once. Call it from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.comparing import read_job, same_job
+from allranks.rundir import RunDir, list_runs
+from allranks.standing import look_at_queue
+from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
+from allranks.watch.reader import RunReader
+from allranks.watch.summary import Standing, judge, run_view
+from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView
+
+LOOK_SECONDS = 2.0  # between looks at a run that nobody has selected
+SLEEP_SECONDS = 10.0  # at one that has ended
+FIND_SECONDS = 2.0
+BUDGET_SECONDS = 0.2  # for folders that are read for the first time, at each poll
+OLD_SECONDS = 24 * 3600.0
+ALWAYS_SHOWN = 10  # newest runs, however old
+ONE_RANK = "1x1"
+MIN_BASELINE_STEPS = 10
+SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
+
+
+@dataclass(slots=True)
+class Followed:
+    """One run, and when to look at it again."""
+
+    run: RunDir
+    reader: RunReader
+    info: dict[str, Any] = field(default_factory=dict)
+    job: dict[str, Any] = field(default_factory=dict)
+    same: dict[str, Any] = field(default_factory=dict)  # as runs that can be compared with it
+    standing: Standing = field(default_factory=Standing)
+    view: RunView | None = None
+    due: float = 0.0
+    is_read: bool = False
+    is_settled: bool = False  # its end was judged: only a change of its folder matters
+    is_old: bool = False  # ended long ago: not shown, unless asked for
+    is_aside: bool = False  # others are compared with it, but it was not asked for
+    _signs: tuple[int, ...] = ()
+
+    @property
+    def is_active(self) -> bool:
+        return self.standing.state in ACTIVE
+
+    @property
+    def is_hidden(self) -> bool:
+        return self.is_old or self.is_aside
+
+    @property
+    def may_have_jobs(self) -> bool:
+        return (not self.is_read or self.is_active) and not self.is_aside
+
+    def read_info(self) -> dict[str, Any]:
+        self.info = self.info or self.run.info()
+        return self.info
+
+    def has_changed(self) -> bool:
+        """Whether the run was begun, resumed, moved or stopped since the last look."""
+        signs = tuple(modified(self.run.path / name) for name in SIGNS)
+        if signs == self._signs:
+            return False
+        self._signs = signs
+        self.info = self.run.info()
+        self.job = read_job(self.run)
+        self.same = same_job(self.job, self.info, self.run)
+        return True
+
+
+class Watcher:
+    """Follows the runs of a folder, or those named. `poll`, then ask."""
+
+    def __init__(
+        self,
+        runs: Path,
+        only: Sequence[RunDir] | None = None,
+        *,
+        old: bool = False,
+        stalled: float | None = None,
+        ask: Ask = look_at_queue,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = runs
+        self.only = list(only) if only is not None else None
+        self.shows_old = old or only is not None
+        self.look_seconds = LOOK_SECONDS
+        self.stalled = stalled  # seconds without a step; None: by the steps before
+        self._now = now
+        self._asking = Asking(ask)
+        self._followed: dict[str, Followed] = {}  # newest first
+        self._newest: set[str] = set()
+        self._find_due = 0.0
+        self._folder_sign = -1
+        self._is_first = True
+
+    def poll(self, detail: Collection[str] = (), *, budget: float = BUDGET_SECONDS) -> bool:
+        """Read what is new; of the runs in `detail` that of all ranks. Whether anything was."""
+        begin = time.monotonic()
+        has_news = self._find(begin)
+        has_news |= self._ask_slurm()
+        looked = []
+        for one in self._followed.values():
+            is_wanted = one.run.name in detail
+            if not is_wanted and begin < one.due:
+                continue
+            if not one.is_read and not is_wanted and time.monotonic() - begin > budget:
+                continue
+            has_news |= self._look(one, begin, all_ranks=is_wanted, budget=budget)
+            looked.append(one)
+        if any(one.info.get("layout") == ONE_RANK for one in looked):
+            looked = list(self._followed.values())  # others are compared with it
+        self._is_first = False
+        return any([self._show(one) for one in looked]) or has_news
+
+    def runs(self) -> list[RunView]:
+        """Those that wait or run, newest first, then the others."""
+        shown = [one for one in self._followed.values() if one.view and not one.is_hidden]
+        shown.sort(key=lambda one: one.view is not None and not one.view.is_active)
+        return [one.view for one in shown if one.view is not None]
+
+    def num_old(self) -> int:
+        """Runs that ended long ago and are not shown."""
+        return sum(one.is_old for one in self._followed.values())
+
+    def run_dir(self, name: str) -> RunDir | None:
+        one = self._followed.get(name)
+        return one.run if one else None
+
+    def job(self, name: str) -> dict[str, Any]:
+        """The settings of a run's job, as in its job.yaml."""
+        return self._followed[name].job if name in self._followed else {}
+
+    def info(self, name: str) -> dict[str, Any]:
+        """The content of its run.json."""
+        return self._followed[name].info if name in self._followed else {}
+
+    def ranks(self, name: str) -> list[RankView]:
+        """Of a run that was in `detail`."""
+        one = self._followed.get(name)
+        if one is None:
+            return []
+        parts = one.reader.parts()
+        slowest = parts.slowest_rank if parts else one.reader.longest_rank()
+        readers = sorted(one.reader.ranks.items())
+        return [reader.view(slowest=rank == slowest) for rank, reader in readers]
+
+    def parts(self, name: str) -> Parts | None:
+        one = self._followed.get(name)
+        return one.reader.parts() if one else None
+
+    def history(self, name: str) -> History | None:
+        one = self._followed.get(name)
+        return one.reader.history() if one else None
+
+    def hurry(self, name: str) -> None:
+        """Look at a run at the next poll, and ask SLURM: the user has done something to it."""
+        self._asking.hurry()
+        if name in self._followed:
+            self._followed[name].due = 0.0
+
+    @property
+    def silence(self) -> str | None:
+        """Why SLURM could not be asked, if it could not."""
+        return self._asking.answer.silent
+
+    def close(self) -> None:
+        self._asking.close()
+
+    def _find(self, now: float) -> bool:
+        """Runs that are new or gone."""
+        if now < self._find_due:
+            return False
+        self._find_due = now + min(FIND_SECONDS, self.look_seconds)
+        sign = modified(self.folder)
+        if sign == self._folder_sign:
+            return False
+        self._folder_sign = sign
+        found = list_runs(self.folder)
+        before, now_here = self._followed, {}
+        for run in self.only if self.only is not None else found:
+            now_here[run.name] = before.get(run.name) or Followed(run, RunReader(run))
+        if self.only is not None:
+            jobs = {run.job_name for run in self.only}
+            for run in found:
+                if run.job_name in jobs and run.name not in now_here:
+                    aside = Followed(run, RunReader(run), is_aside=True)
+                    now_here[run.name] = before.get(run.name) or aside
+        self._followed = now_here  # at once: other threads ask for a run by its name
+        self._newest = set(list(self._followed)[:ALWAYS_SHOWN])
+        return list(before) != list(self._followed)
+
+    def _ask_slurm(self) -> bool:
+        """Whether an answer has come: those that it is about are looked at now."""
+        concerned = [one for one in self._followed.values() if one.may_have_jobs]
+        runs = [one.run for one in concerned if one.read_info().get("jobs")]
+        has_answer = self._asking.ask(runs, wait=FIRST_SECONDS if self._is_first else 0.0)
+        if has_answer:
+            for one in concerned:
+                one.due = 0.0
+        return has_answer
+
+    def _look(self, one: Followed, now: float, *, all_ranks: bool, budget: float) -> bool:
+        is_changed = one.has_changed()
+        was_active = one.is_active
+        if is_changed or was_active or not one.is_settled:
+            one.is_settled = not was_active and one.is_read  # judged again when all is written
+            one.standing = judge(one.run, one.info, self._asking.answer)
+        one.is_old = not self.shows_old and self._is_old(one)
+        one.due = now + (self.look_seconds if one.is_active else SLEEP_SECONDS)
+        is_wanted = all_ranks or not one.is_hidden
+        if is_wanted and (is_changed or was_active or all_ranks or not one.is_settled):
+            is_changed |= one.reader.look(all_ranks=all_ranks, seconds=budget)
+        one.is_read = True
+        return is_changed
+
+    def _show(self, one: Followed) -> bool:
+        """Make its view anew; whether it differs."""
+        if not one.is_read:
+            return False
+        view = run_view(one, now=self._now(), stalled=self.stalled, baseline=self._baseline(one))
+        has_news, one.view = view != one.view, view
+        return has_news
+
+    def _is_old(self, one: Followed) -> bool:
+        if one.is_active or one.run.name in self._newest:
+            return False
+        last = one.run.attempts()[-1:]
+        lead = one.run.events(last[0], 0) if last else one.run.path
+        return self._now() - modified(lead) / 1e9 > OLD_SECONDS
+
+    def _baseline(self, one: Followed) -> tuple[str, float] | None:
+        """The newest run of the same job on one such rank, and its pace."""
+        for other in self._followed.values():
+            if other is one or other.info.get("layout") != ONE_RANK or other.same != one.same:
+                continue
+            if other.is_hidden and other.reader.lead is None:
+                other.reader.look(all_ranks=False)
+            start, lead = other.reader.start, other.reader.lead
+            if start.get("device") != one.reader.start.get("device") or lead is None:
+                continue
+            pace = other.reader.steady_pace(1)
+            if pace and (lead.step or 0) >= MIN_BASELINE_STEPS:
+                return other.run.name, pace
+        return None
+
+
+def modified(path: Path) -> int:
+    """When it was changed, in nanoseconds; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

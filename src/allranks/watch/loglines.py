@@ -1,0 +1,129 @@
+"""Lines of a run's logs for a page: the end, what came since, and what a search finds."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from allranks.redact import redact
+from allranks.rundir import RunDir
+
+MAX_LINES = 500
+MAX_CHARACTERS = 2000
+TAIL_BYTES = 128 << 10
+CHUNK_BYTES = 1 << 20
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-_])")
+NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def files(run: RunDir) -> dict[str, Path]:
+    """The logs of a run by the names that a page may ask for: no other file is ever opened."""
+    found: dict[str, Path] = {}
+    root = run.path.resolve()
+    for number in reversed(run.attempts()):
+        paths = run.attempt(number).glob("rank-*.log")
+        for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+            found[f"attempts/{number}/{path.name}"] = path
+    for path in sorted(run.path.glob("slurm-*.log"), reverse=True):
+        found[path.name] = path
+    # A link in the folder does not lead out of it.
+    return {name: path for name, path in found.items() if path.resolve().is_relative_to(root)}
+
+
+def read(path: Path, *, query: str = "", after: int | None = None, line: int = 0) -> dict[str, Any]:
+    """The last lines, or those after an offset, that hold `query`; and where to go on.
+
+    `lines` are [number, text]; `rest` is what has no end yet; `found` how many fitted in all.
+    """
+    size = _size(path)
+    if after is None or after > size:  # the first look, or the file was begun anew
+        after, line = (0, 0) if query else _tail_start(path, size)
+    kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
+    found, rest, wanted = 0, "", query.casefold()
+    for block in _blocks(path, after):
+        if not block.endswith(b"\n"):
+            rest = shown(block)
+            break
+        # Most of a long file does not fit: whole blocks are passed over.
+        if not wanted or _may_hold(block, wanted):
+            for number, raw in enumerate(block[:-1].split(b"\n"), start=line + 1):
+                if not wanted or _may_hold(raw, wanted):
+                    found += 1
+                    kept.append((number, raw))
+        after += len(block)
+        line += block.count(b"\n")
+        if after >= size + CHUNK_BYTES:  # it grows as fast as it is read
+            break
+    # Only now, since this takes longest; what was found in a secret or a colour was not found.
+    lines = [[number, text] for number, raw in kept if wanted in (text := shown(raw)).casefold()]
+    return {
+        "lines": lines,
+        "found": found - len(kept) + len(lines),
+        "offset": after,
+        "line": line,
+        "rest": rest if wanted in rest.casefold() else "",
+    }
+
+
+def _may_hold(text: bytes, wanted: str) -> bool:
+    if wanted.isascii():
+        return wanted.encode() in text.lower()
+    return wanted in text.decode(errors="replace").casefold()
+
+
+def _blocks(path: Path, after: int) -> Iterator[bytes]:
+    """Whole lines from an offset on, in blocks; at the end, alone, what has no newline yet."""
+    rest = b""
+    try:
+        with path.open("rb") as file:
+            file.seek(after)
+            while chunk := file.read(CHUNK_BYTES):
+                head, newline, rest = (rest + chunk).rpartition(b"\n")
+                if newline:
+                    yield head + newline
+    except OSError:
+        return
+    if rest:
+        yield rest
+
+
+def _tail_start(path: Path, size: int) -> tuple[int, int]:
+    """Where the last lines begin, and how many lines are before them."""
+    if size <= TAIL_BYTES:
+        return 0, 0
+    try:
+        with path.open("rb") as file:
+            file.seek(size - TAIL_BYTES)
+            begin = file.read(TAIL_BYTES).find(b"\n") + 1
+            start = size - TAIL_BYTES + begin
+            file.seek(0)
+            return start, _count_lines(file, start)
+    except OSError:
+        return 0, 0
+
+
+def _count_lines(file: BinaryIO, end: int) -> int:
+    count = 0
+    while end > 0 and (chunk := file.read(min(CHUNK_BYTES, end))):
+        count += chunk.count(b"\n")
+        end -= len(chunk)
+    return count
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def shown(raw: bytes) -> str:
+    """A line as a terminal would leave it: after the last return, no colours, no secrets."""
+    line = raw.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_CHARACTERS]
+    text = NOT_SHOWN.sub("", ESCAPES.sub("", line.decode(errors="replace")))
+    # Redacted before it is cut: half a key would not be known as one.
+    return redact(text)[:MAX_CHARACTERS]

@@ -1,0 +1,96 @@
+"""The end of a log, as it grows: what a screen needs of a file of any size."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from allranks.rundir import RunDir
+
+KEPT_BYTES = 4 << 20
+JOB = -1  # in place of a rank: what SLURM, the preflight and the launcher said
+
+
+class LogPage:
+    """One log: its last lines, a page of them at a time, following its end unless scrolled up."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[str] = []
+        self.above: int | None = None  # lines above the last shown; None: follows the end
+        self.is_cut = False  # there is more before what is kept
+        self._offset = 0
+        self._rest = b""
+        self._num_bytes = 0
+
+    def look(self) -> bool:
+        """Read what is new; whether there was anything."""
+        try:
+            size = os.stat(self.path).st_size
+            if size < self._offset:  # it was begun anew
+                self.__init__(self.path)  # type: ignore[misc]
+            if size <= self._offset:
+                return False
+            with self.path.open("rb") as file:
+                if size - self._offset > KEPT_BYTES:
+                    self._offset = size - KEPT_BYTES
+                    self._rest, self.lines, self.is_cut = b"", [], True
+                file.seek(self._offset)
+                data = file.read(KEPT_BYTES)
+        except OSError:
+            return False
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        self.lines += [readable(line) for line in whole]
+        self._num_bytes += len(data)
+        if self._num_bytes > 2 * KEPT_BYTES:
+            half = len(self.lines) // 2
+            self.lines, self.is_cut = self.lines[half:], True
+            self._num_bytes //= 2
+            self.above = max(0, self.above - half) if self.above is not None else None
+        return True
+
+    def page(self, rows: int) -> list[str]:
+        """So many lines, the last of them where the page was scrolled to."""
+        lines = [*self.lines, readable(self._rest)] if self._rest else self.lines
+        end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
+        return lines[max(0, end - rows) : end]
+
+    def scroll(self, lines: int, rows: int) -> None:
+        """Up (negative) or down; the end is followed again once it is reached."""
+        end = len(self.lines) if self.above is None else self.above
+        end = max(min(rows, len(self.lines)), end + lines)
+        self.above = None if end >= len(self.lines) else end
+
+    def state(self) -> str:
+        if self.above is None:
+            return "following"
+        return f"line {self.above} of the last {len(self.lines)}"
+
+
+def readable(line: bytes) -> str:
+    """A line as a terminal would have left it: of a progress bar its last state."""
+    text = line.decode(errors="replace").rstrip("\r")
+    return re.split(r"\r", text)[-1]
+
+
+def log_ranks(run: RunDir) -> list[int]:
+    """Whose logs there are in the newest attempt; JOB first, if SLURM has one."""
+    attempts = run.attempts()
+    paths = run.attempt(attempts[-1]).glob("rank-*.log") if attempts else iter(())
+    ranks = sorted(int(path.stem.removeprefix("rank-")) for path in paths)
+    return [*([JOB] if job_log(run) else []), *ranks]
+
+
+def log_path(run: RunDir, rank: int) -> Path | None:
+    attempts = run.attempts()
+    if rank == JOB:
+        return job_log(run)
+    return run.log(attempts[-1], rank) if attempts else None
+
+
+def job_log(run: RunDir) -> Path | None:
+    """The newest of what SLURM's jobs have said."""
+    paths = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    return paths[-1] if paths else None

@@ -1,0 +1,326 @@
+"""One run's folder, read as it grows: everything that views show but its state."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.rundir import RunDir
+from allranks.timeline import DATA, PHASES, WAIT
+from allranks.timing import split_waits
+from allranks.watch.series import Points, Series
+from allranks.watch.tail import Event, EventTail
+from allranks.watch.views import History, Parts, RankView
+
+RECENT_STEPS = 32
+SPLIT_STEPS = 16
+CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
+DEVICE_KEYS = (
+    *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
+    *("clock", "clock_max", "cpu", "workers_cpu", "num_workers", "host_memory"),
+)
+
+
+@dataclass(slots=True)
+class RankReader:
+    """What one rank of one attempt has said so far, in bounded memory."""
+
+    rank: int
+    tail: EventTail
+    start: Event = field(default_factory=dict)
+    end: Event | None = None
+    device: Event = field(default_factory=dict)
+    network: Mapping[str, float] = field(default_factory=dict)
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    curves: dict[str, Series] = field(default_factory=dict)
+    first_time: float | None = None
+    last_time: float | None = None
+    longest_gap: float = 0.0  # between two steps
+    _past: Iterator[list[Event]] | None = None  # places in what was written before
+
+    def look(self) -> list[Event]:
+        """Read what is new."""
+        # A lead's losses are wanted from its whole file; of the others the last steps come first.
+        if self.tail.offset == 0 and self.rank:
+            events, self._past = self.tail.read_ends()
+        else:
+            events = self.tail.read()
+        for event in events:
+            self._take(event)
+        return events
+
+    def look_back(self, deadline: float) -> bool:
+        """Read more of what was written before the first look, until that time; whether any."""
+        has_more = self._past is not None
+        while self._past is not None and time.monotonic() < deadline:
+            events = next(self._past, None)
+            if events is None:
+                self._past = None
+            step = None  # at which a device was seen: the last one in the same place
+            for event in events or ():
+                if event["event"] == "step" and isinstance(event.get("step"), int):
+                    step = event["step"]
+                    self._draw(event)
+                elif event["event"] == "device" and step is not None:
+                    self._draw_use(step, event)
+        return has_more
+
+    def _take(self, event: Event) -> None:
+        moment = event.get("t")
+        if isinstance(moment, int | float):
+            self.first_time = moment if self.first_time is None else self.first_time
+            self.last_time = moment
+        kind = event["event"]
+        if kind == "step" and isinstance(event.get("step"), int):
+            self._take_step(event)
+        elif kind == "device":
+            self.device = event
+            self.network = event.get("network") or self.network
+            self._draw_use(self.step or 1, event)
+        elif kind == "start":
+            self.start = event
+        elif kind == "end":
+            self.end = event
+
+    def _take_step(self, event: Event) -> None:
+        before = self.recent[-1] if self.recent else self.start
+        # Between steps of a thinned file lies more than one step.
+        if "t" in before and event["step"] - before.get("step", 0) == 1:
+            self.longest_gap = max(self.longest_gap, event["t"] - before["t"])
+        self.recent.append(event)
+        self._draw(event)
+
+    def _draw(self, event: Event) -> None:
+        for key in ("seconds", DATA, WAIT, "samples"):
+            self._add(key, event["step"], event.get(key))
+
+    def _draw_use(self, step: int, event: Event) -> None:
+        for key in ("utilization", "cpu"):
+            self._add(key, step, event.get(key))
+
+    def _add(self, key: str, step: int, value: Any) -> None:
+        if isinstance(value, int | float):
+            if key not in self.curves:
+                self.curves[key] = Series()
+            self.curves[key].add(step, value)
+
+    @property
+    def step(self) -> int | None:
+        return int(self.recent[-1]["step"]) if self.recent else None
+
+    def mean(self, key: str) -> float | None:
+        """Of the last steps."""
+        values = [event[key] for event in self.recent if key in event]
+        return statistics.fmean(values) if values else None
+
+    def view(self, *, slowest: bool) -> RankView:
+        return RankView(
+            rank=self.rank,
+            node=self.start.get("host"),
+            state=self.end.get("state") if self.end else None,
+            step=self.step,
+            step_seconds=self.mean("seconds"),
+            data=self.mean(DATA),
+            wait=self.mean(WAIT),
+            **{key: self.device.get(key) for key in DEVICE_KEYS},
+            sent=self.network.get("sent"),
+            received=self.network.get("received"),
+            link=self.network.get("link"),
+            heartbeat=self.last_time,
+            slowest=slowest,
+        )
+
+
+class RunReader:
+    """The attempts of one run. The lead rank is always followed, the others while asked for."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.losses = Points()
+        self.metrics: dict[str, float] = {}
+        self.checkpoint: int | None = None
+        self.attempt: int | None = None
+        self.attempts: list[int] = []
+        self.ranks: dict[int, RankReader] = {}
+        self.lead: RankReader | None = None
+        self._past_hours = 0.0  # of attempts that are over
+        self._parts: Parts | None = None
+        self._has_parts = False
+
+    def look(self, *, all_ranks: bool, seconds: float = math.inf) -> bool:
+        """Read what is new of the lead rank, or of all; whether there was anything.
+
+        What was there before the first look is read for so long, and then at the next one.
+        """
+        is_new = False
+        self.attempts = self.run.attempts()
+        begun = [n for n in self.attempts if self.attempt is None or n >= self.attempt]
+        for number in begun:
+            if number != self.attempt:
+                self._begin(number)
+            is_new |= self._look_at_lead()
+        if all_ranks and self.attempt is not None:
+            for rank in self.run.ranks(self.attempt):
+                if rank not in self.ranks:
+                    self._add(rank)
+            for reader in self.ranks.values():
+                if reader is not self.lead:
+                    is_new |= bool(reader.look())
+            deadline = time.monotonic() + seconds
+            for reader in self.ranks.values():
+                is_new |= reader.look_back(deadline)
+        self._has_parts = self._has_parts and not is_new
+        return is_new
+
+    def _begin(self, number: int) -> None:
+        self._past_hours = self.rank_hours(None)
+        self.attempt, self.ranks, self.lead = number, {}, None
+
+    def _add(self, rank: int) -> RankReader:
+        assert self.attempt is not None
+        self.ranks[rank] = RankReader(rank, EventTail(self.run.events(self.attempt, rank)))
+        return self.ranks[rank]
+
+    def _look_at_lead(self) -> bool:
+        assert self.attempt is not None
+        if self.lead is None:
+            # Usually 0; of a node's part of a run that was copied, the first there is.
+            if self.run.events(self.attempt, 0).exists():
+                self.lead = self._add(0)
+            elif ranks := self.run.ranks(self.attempt):
+                self.lead = self.ranks.get(ranks[0]) or self._add(ranks[0])
+            else:
+                return False
+        events = self.lead.look()
+        for event in events:
+            self._take(event)
+        return bool(events)
+
+    def _take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "step" and "loss" in event:
+            self.losses.add(event["step"], event["loss"])
+        elif kind == "metric" and isinstance(event.get("value"), int | float):
+            self.metrics[str(event.get("name"))] = event["value"]
+        elif kind == "checkpoint":
+            self.checkpoint = event.get("step")
+        elif kind == "start" and event.get("step") is not None:
+            self.losses.go_back(event["step"])
+        elif kind == "end" and isinstance(event.get("metrics"), dict):
+            self.metrics |= event["metrics"]
+
+    @property
+    def start(self) -> Event:
+        return self.lead.start if self.lead else {}
+
+    def rank_hours(self, now: float | None) -> float:
+        """Hours of all ranks, in all attempts; to `now` if the last one still goes on."""
+        lead = self.lead
+        if lead is None or lead.first_time is None or lead.last_time is None:
+            return self._past_hours
+        until = lead.last_time if now is None else max(now, lead.last_time)
+        world = lead.start.get("world_size") or len(self.run.ranks(self.attempt or 0)) or 1
+        return self._past_hours + (until - lead.first_time) * world / 3600
+
+    def samples_per_second(self, world_size: int | None) -> float | None:
+        """Of all ranks: as the run said when it ended, else over the last steps of the lead."""
+        if (said := self._said_pace()) is not None:
+            return said
+        steps = self.lead.recent if self.lead else ()
+        # The first step compiles, opens files and fills caches: it counts if it is alone.
+        counted = [e for e in steps if "seconds" in e and (e["step"] > 1 or len(steps) == 1)]
+        seconds = sum(event["seconds"] for event in counted)
+        if not seconds:
+            return None
+        batch = self.start.get("global_batch")
+        if batch:
+            return float(batch * len(counted) / seconds)
+        samples = sum(event.get("samples", 0) for event in counted)
+        return samples * world_size / seconds if samples and world_size else None
+
+    def steady_pace(self, world_size: int) -> float | None:
+        """The same, over the whole attempt but for its beginning."""
+        if (said := self._said_pace()) is not None:
+            return said
+        curves = self.lead.curves if self.lead else {}
+        seconds, samples = curves.get("seconds"), curves.get("samples")
+        if seconds is None or samples is None:
+            return None
+        first = 1 if len(seconds.sums) > 1 else 0
+        took = sum(seconds.sums[first:])
+        return sum(samples.sums[first:]) * world_size / took if took else None
+
+    def _said_pace(self) -> float | None:
+        said = (self.lead.end or {}).get("samples_per_second") if self.lead else None
+        return float(said) if said else None
+
+    def longest_rank(self) -> int | None:
+        """The rank with clearly longer steps than most, where waits are not known."""
+        means = {r: mean for r in self.ranks if (mean := self.ranks[r].mean("seconds"))}
+        if len(means) < 2:
+            return None
+        longest = max(means, key=lambda rank: means[rank])
+        is_longer = means[longest] > 1.05 * statistics.median(means.values())
+        return longest if is_longer else None
+
+    def parts(self) -> Parts | None:
+        """Where the last steps' time went; None where not all ranks' phases are known."""
+        if not self._has_parts:  # asked for more often than there is anything new
+            self._parts, self._has_parts = self._split(), True
+        return self._parts
+
+    def _split(self) -> Parts | None:
+        ranks = sorted(self.ranks)
+        rows = common_rows([self.ranks[rank].recent for rank in ranks])[-SPLIT_STEPS:]
+        if not rows or not all(key in event for row in rows for event in row for key in PHASES):
+            return None
+        split = split_waits(rows)
+        return Parts(
+            seconds=split.parts,
+            steps=len(rows),
+            slowest_rank=ranks[split.slowest] if split.slowest is not None else None,
+            slowest_share=split.slowest_share,
+            slowest_part=split.slowest_part,
+        )
+
+    def history(self) -> History:
+        readers = {rank: self.ranks[rank] for rank in sorted(self.ranks)}
+        all_curves = [curve for reader in readers.values() for curve in reader.curves.values()]
+        width = max((curve.width for curve in all_curves), default=1)
+        rows: dict[str, dict[int, tuple[float | None, ...]]] = {}
+        for key in CURVES:
+            found = {r: reader.curves[key] for r, reader in readers.items() if key in reader.curves}
+            rows[key] = {rank: tuple(curve.means(width)) for rank, curve in found.items()}
+        samples = rows.pop("samples")
+        lead = self.lead.rank if self.lead else 0
+        return History(
+            width=width,
+            buckets=max((len(row) for of in rows.values() for row in of.values()), default=0),
+            samples_per_second=self._pace(samples.get(lead, ()), rows["seconds"].get(lead, ())),
+            ranks={key: of for key, of in rows.items() if of},
+        )
+
+    def _pace(
+        self, samples: Sequence[float | None], seconds: Sequence[float | None]
+    ) -> tuple[float | None, ...]:
+        batch, world = self.start.get("global_batch"), self.start.get("world_size") or 1
+        if not samples:
+            return ()
+        return tuple(
+            (batch or n * world) / took if took and n else None
+            for n, took in zip(samples, seconds, strict=False)
+        )
+
+
+def common_rows(ranks: Sequence[Sequence[Event]]) -> list[list[Event]]:
+    """The steps that all ranks have made lately: a row each, with the events of all."""
+    if len(ranks) < 1 or not all(ranks):
+        return []
+    by_step = [{event["step"]: event for event in events} for events in ranks]
+    common = sorted(set(by_step[0]).intersection(*by_step[1:]))
+    return [[steps[number] for steps in by_step] for number in common]

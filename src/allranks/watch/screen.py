@@ -1,0 +1,210 @@
+"""A terminal taken for a while: its screen, its keys, and giving it back whatever happens."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import tty
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[2J"
+LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
+BEGIN_UPDATE, END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"  # drawn at once, where that is known
+
+KEYS = {
+    **{"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"},
+    **{"\x1bOA": "up", "\x1bOB": "down", "\x1bOC": "right", "\x1bOD": "left"},
+    **{"\x1b[5~": "page up", "\x1b[6~": "page down", "\x1b[H": "home", "\x1b[F": "end"},
+    **{"\x1b[1~": "home", "\x1b[4~": "end", "\x1bOH": "home", "\x1bOF": "end"},
+    **{"\r": "enter", "\n": "enter", "\t": "tab", "\x1b[Z": "tab", "\x1b": "escape"},
+    **{"k": "up", "j": "down", "h": "left", "g": "home", "G": "end", "l": "enter"},
+}
+SEQUENCE_SECONDS = 0.05  # in which the rest of an arrow key comes, over a slow line too
+
+# Waits for a word. None comes if its parent is killed: then it gives the terminal back.
+GUARD = r"""
+read -r word && exit
+stty "$1" <&1 2>/dev/null
+printf '\033[?25h\033[?1049l' >&2
+"""
+
+
+class Terminal:
+    """`with Terminal() as terminal:` the other screen, without a cursor, keys as they are pressed.
+
+    A shell beside this process gives the terminal back if this one is killed.
+    """
+
+    def __init__(self) -> None:
+        self.input = sys.stdin.fileno()
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._settings: list[Any] = []
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._drawn: list[str] = []
+        self._lines: list[Text] = []
+        self._pending = ""
+        self._wake_read, self._wake_write = os.pipe()
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Terminal:
+        self._settings = termios.tcgetattr(self.input)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without these letters gets ?
+            sys.stdout.reconfigure(errors="replace")
+        self._guard = start_guard(self.input)
+        os.set_blocking(self._wake_write, False)
+        for number, handler in (
+            (signal.SIGTERM, self._end),
+            (signal.SIGHUP, self._end),
+            (signal.SIGTSTP, self._suspend),
+            (signal.SIGWINCH, self._wake),
+        ):
+            self._handlers[number] = signal.signal(number, handler)
+        self._take()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with suppress(OSError):  # the terminal itself may be gone
+            self._give_back()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._guard is not None and self._guard.stdin is not None:
+            with suppress(OSError):
+                self._guard.communicate(b"done\n")
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines."""
+        size = shutil.get_terminal_size()
+        with suppress(OSError):  # the variables COLUMNS and LINES do not follow a resize
+            size = os.get_terminal_size(sys.stdout.fileno())
+        return max(20, size.columns), max(4, size.lines)
+
+    def draw(self, lines: Sequence[Text]) -> None:
+        """Write the lines that differ from what is there."""
+        width, height = self.size()
+        # A line that is as it was is not even turned into colours.
+        known = self._lines if self._drawn else []
+        drawn = [
+            self._drawn[row] if row < len(known) and known[row] == line else self._ansi(line, width)
+            for row, line in enumerate(lines[:height])
+        ]
+        changes = [
+            f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+            for row, line in enumerate(drawn, start=1)
+            if row > len(self._drawn) or self._drawn[row - 1] != line
+        ]
+        if changes:
+            self._write(BEGIN_UPDATE + "".join(changes) + END_UPDATE)
+        self._drawn, self._lines = drawn, list(lines[:height])
+
+    def redraw(self) -> None:
+        """Forget what is there: the size has changed, or someone else has written."""
+        self._drawn = []
+        self._write("\x1b[2J")
+
+    def key(self, seconds: float) -> str | None:
+        """The next key by its name, "resize", or None if there is none for so long."""
+        if not self._pending:
+            ready, _, _ = select.select([self.input, self._wake_read], [], [], seconds)
+            if self._wake_read in ready:
+                os.read(self._wake_read, 1024)
+                self.redraw()
+                return "resize"
+            if not ready:
+                return None
+            self._pending = self._read()
+        if self._pending.startswith("\x1b"):
+            while self._pending not in KEYS or self._pending == "\x1b":
+                if not select.select([self.input], [], [], SEQUENCE_SECONDS)[0]:
+                    break
+                self._pending += self._read()
+        return self._next_key()
+
+    def _next_key(self) -> str:
+        """Take one key off what was read; pasted text is many keys."""
+        for length in range(min(4, len(self._pending)), 0, -1):
+            word = self._pending[:length]
+            if word in KEYS and (word != "\x1b" or len(self._pending) == 1):
+                self._pending = self._pending[length:]
+                return KEYS[word]
+        if self._pending.startswith("\x1b"):
+            self._pending = ""  # some other key of this terminal's
+            return "unknown"
+        word, self._pending = self._pending[0], self._pending[1:]
+        return word
+
+    def _read(self) -> str:
+        data = os.read(self.input, 1024)
+        if not data:  # the terminal is gone
+            raise SystemExit(1)
+        return data.decode(errors="replace")
+
+    def _take(self) -> None:
+        tty.setcbreak(self.input)
+        self._write(ENTER_SCREEN)
+        self._drawn = []
+
+    def _give_back(self) -> None:
+        termios.tcsetattr(self.input, termios.TCSADRAIN, self._settings)
+        self._write(LEAVE_SCREEN)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _ansi(self, line: Text, width: int) -> str:
+        with self._console.capture() as capture:
+            self._console.print(line, end="", no_wrap=True, crop=True, width=width)
+        return capture.get()
+
+    def _wake(self, number: int, frame: FrameType | None) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b".")
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the shell gets its terminal back, and we ours with `fg`."""
+        self._give_back()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._suspend)
+        self._take()
+        self._wake(number, frame)
+
+
+def start_guard(terminal: int) -> subprocess.Popen[bytes] | None:
+    """A shell that outlives this process by a moment; none where there is no `stty`."""
+    try:
+        saved = subprocess.run(
+            ["stty", "-g"], stdin=terminal, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        # In a session of its own: what ends this process by way of the terminal spares it.
+        return subprocess.Popen(
+            ["sh", "-c", GUARD, "sh", saved],
+            stdin=subprocess.PIPE,
+            stdout=terminal,
+            stderr=sys.stdout.fileno(),
+            start_new_session=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,149 @@
+"""`allranks watch --web`: serves the page on this machine's loopback until Ctrl-C."""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from allranks.errors import AllranksError
+from allranks.rundir import RunDir
+from allranks.watch.live import Watcher
+from allranks.watch.marks import DEFAULT_MARKS, Mark
+from allranks.watch.views import RunView
+
+ADDRESS = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where the page is to be found."""
+
+    url: str
+    ssh: str  # to type on a laptop, before the same url is opened there
+    port: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"url": self.url, "ssh": self.ssh, "port": self.port}
+
+    def lines(self) -> list[str]:
+        return [
+            f"open  {self.url}",
+            f"from another machine, first type there:  {self.ssh}",
+            "Ctrl-C ends it. Whoever has the address can read these runs' logs and stop them.",
+        ]
+
+
+def serve(
+    watcher: Watcher,
+    *,
+    port: int = 0,
+    announce: Callable[[Served], None],
+    marks: Mapping[str, Mark] = DEFAULT_MARKS,
+    diagnose: Callable[[RunDir], list[dict[str, Any]]] | None = None,
+    stop: Callable[[str], str] | None = None,
+    notify: Callable[[list[RunView]], object] | None = None,
+) -> None:
+    """Serve until a signal; `port` 0 is any that is free. Needs the packages of the extra `web`.
+
+    `announce` is told the address when the page can be opened. `stop` stops a run by its name and
+    says what was done, `diagnose` says what is wrong with one, `notify` is shown all at every look.
+    """
+    uvicorn = _uvicorn()
+    from allranks.watch.app import Place, make_app
+    from allranks.watch.hub import Hub
+
+    listener = listen(port)
+    number = int(listener.getsockname()[1])
+    token = secrets.token_urlsafe(32)
+    hub = Hub(watcher, marks=marks, diagnose=diagnose, notify=notify)
+    place = Place(getpass.getuser(), host_name(), str(watcher.folder.absolute()))
+    config = uvicorn.Config(
+        make_app(hub, token, place, stop),
+        lifespan="on",
+        log_level="critical",
+        access_log=False,  # it would show the token
+        server_header=False,
+        proxy_headers=False,  # nobody stands between: what they claim is not believed
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=30,
+        ws="none",
+        http="h11",
+        loop="asyncio",
+    )
+
+    class Server(uvicorn.Server):  # type: ignore[misc, name-defined]  # imported late
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            announce(served(number, token, place.user, place.host))
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            super().handle_exit(sig, frame)
+            self._captured_signals.clear()  # this is how it is meant to end
+            hub.close()  # open lines end now, not when their browsers do
+
+    try:
+        Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+        hub.close()
+        hub.join(1.0)
+
+
+def served(port: int, token: str, user: str, host: str) -> Served:
+    """The address, and the line that brings it to another machine."""
+    return Served(
+        url=f"http://{ADDRESS}:{port}/?token={token}",
+        ssh=f"ssh -N -L {port}:{ADDRESS}:{port} {user}@{host}",
+        port=port,
+    )
+
+
+def listen(port: int) -> socket.socket:
+    """A socket on loopback, and nowhere else."""
+    try:
+        return _bound(port)
+    except OSError as error:
+        raise AllranksError(
+            f"cannot listen on {ADDRESS}:{port}: {error.strerror}",
+            fix="leave out --port, or write --port 0 for a free one",
+        ) from None
+
+
+def _bound(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ADDRESS, port))
+        listener.listen(64)  # now, so that nobody else can take it
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def host_name() -> str:
+    """By which others reach this machine, as far as it knows."""
+    name = socket.gethostname()
+    if "." in name:
+        return name
+    whole = socket.getfqdn(name)
+    return whole if "." in whole and not whole.startswith("localhost") else name
+
+
+def _uvicorn() -> Any:
+    try:
+        import plotly
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise AllranksError(
+            f"the page needs the package {error.name}, which is not installed",
+            fix="pip install 'allranks[web]'; or leave out --web for the terminal",
+        ) from None
+    assert plotly and starlette
+    return uvicorn

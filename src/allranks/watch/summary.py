@@ -1,0 +1,157 @@
+"""A run in one line: its state by its folder and SLURM, its progress by its ranks' events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from allranks import claims
+from allranks.errors import AllranksError
+from allranks.layout import Layout
+from allranks.rundir import RunDir
+from allranks.standing import RUNNING, Queue, reason_of, state_of
+from allranks.watch.reader import RunReader
+from allranks.watch.views import RunView
+from allranks.watch.words import duration
+
+if TYPE_CHECKING:
+    from allranks.watch.live import Followed
+
+# Without a step for this long, and for so many times the longest pause there was, a run is stalled.
+STALLED_SECONDS = 120.0
+STALLED_TIMES = 10.0
+# Before the first step: imports from a network disk, compilation, staging of data.
+FIRST_STEP_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands, in SLURM's words and ours."""
+
+    state: str = "queued"
+    reason: str | None = None
+    layout: str = ""
+    expected_start: str | None = None
+    jobs: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
+    """The state, why, and where. Raises nothing for what a crash may leave behind."""
+    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
+    layout = str(info.get("layout", ""))
+    try:
+        state = state_of(run, info, jobs, queue)
+        reason = reason_of(run, info, state, jobs, queue)
+        holder = claims.newest(run.claims) if state == "running" else None
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        what = f"its folder cannot be read ({type(error).__name__}: {error})"
+        return Standing("failed", what, layout)
+    if state == "failed" and reason is None:
+        reason = "it was killed: it has no end" if run.attempts() else "it never started"
+    if holder is not None and holder.layout:
+        layout = holder.layout
+    active = [job for job in jobs if job.state in RUNNING]
+    starts = [job.start for job in jobs if job.waits and job.start]
+    return Standing(
+        state=state,
+        reason=reason,
+        layout=layout,
+        expected_start=min(starts, default=None) if state == "queued" else None,
+        jobs=tuple(job.job for job in active or jobs),
+        nodes=tuple(sorted({node for job in active for node in job.nodes})),
+    )
+
+
+def run_view(
+    one: Followed, *, now: float, stalled: float | None, baseline: tuple[str, float] | None
+) -> RunView:
+    """Everything that a line about a run says."""
+    reader, standing = one.reader, one.standing
+    start, lead = reader.start, reader.lead
+    is_running = standing.state == "running"
+    layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
+    world = start.get("world_size") or ranks_of(layout)
+    step, steps = lead.step if lead else None, start.get("steps")
+    took = lead.mean("seconds") if lead else None
+    pace = reader.samples_per_second(world)
+    silence = silence_of(reader, now, stalled) if is_running else None
+    one_rank, one_pace = baseline if baseline and (world or 1) > 1 else (None, None)
+    return RunView(
+        run=one.run.name,
+        run_dir=str(one.run.path),
+        job=one.run.job_name,
+        state=standing.state,
+        reason=standing.reason or silence,
+        stalled=silence is not None,
+        expected_start=standing.expected_start,
+        jobs=standing.jobs,
+        nodes=standing.nodes,
+        layout=layout,
+        device=device_of(start, one.info, reader),
+        world_size=world,
+        attempt=reader.attempt,
+        attempts=len(reader.attempts),
+        epoch=lead.recent[-1].get("epoch") if lead and lead.recent else None,
+        epochs=epochs_of(one.job, start),
+        step=step,
+        steps=steps,
+        loss=reader.losses.last,
+        metrics=dict(reader.metrics),
+        loss_steps=tuple(reader.losses.steps),
+        losses=tuple(reader.losses.values),
+        step_seconds=took,
+        samples_per_second=pace,
+        efficiency=pace / (world * one_pace) if pace and world and one_pace else None,
+        baseline=one_rank,
+        seconds_left=(steps - step) * took if is_running and steps and step and took else None,
+        rank_hours=reader.rank_hours(now if is_running else None),
+        checkpoint=reader.checkpoint,
+        started=lead.first_time if lead else None,
+        last_step=lead.recent[-1].get("t") if lead and lead.recent else None,
+        heartbeat=lead.last_time if lead else None,
+    )
+
+
+def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | None:
+    """In words, that no step was made for longer than expected; None if all is well."""
+    lead = reader.lead
+    if lead is None or lead.first_time is None:
+        return None
+    if not lead.recent:
+        passed, limit = now - lead.first_time, stalled or FIRST_STEP_SECONDS
+        return f"stalled: no first step for {duration(passed)}" if passed > limit else None
+    passed = now - lead.recent[-1]["t"]
+    limit = stalled or max(STALLED_SECONDS, STALLED_TIMES * lead.longest_gap)
+    if passed <= limit:
+        return None
+    before = f"; steps before took {duration(took)}" if (took := lead.mean("seconds")) else ""
+    return f"stalled: no step for {duration(passed)}{before}"
+
+
+def device_of(start: dict[str, Any], info: dict[str, Any], reader: RunReader) -> str | None:
+    """What a rank computes on: as it says; of a script, as its machine has it."""
+    if start.get("device"):
+        return str(start["device"])
+    lead = reader.lead
+    if lead is None or not lead.device:
+        return None
+    if lead.device.get("utilization") is None:
+        return "CPU"
+    hardware = info.get("hardware")
+    gpus = hardware.get("gpus") or [] if isinstance(hardware, dict) else []
+    return str(gpus[0].get("name")) if gpus and isinstance(gpus[0], dict) else "GPU"
+
+
+def epochs_of(job: dict[str, Any], start: dict[str, Any]) -> int | None:
+    if isinstance(job.get("epochs"), int):
+        return int(job["epochs"])
+    steps, length = start.get("steps"), start.get("steps_per_epoch")
+    return -(-steps // length) if steps and length else None
+
+
+def ranks_of(layout: str) -> int | None:
+    try:
+        return Layout.parse(layout.partition("@")[0]).ranks if layout else None
+    except AllranksError:  # several layouts, of which none has started yet
+        return None

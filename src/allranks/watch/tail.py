@@ -1,0 +1,113 @@
+"""Event files read as they grow: only what was appended, and of very much of it a fair part."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 4 << 20
+# Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those
+# of a second are taken whole, and of a file that is a day long every n-th.
+MAX_STEPS = 1000
+# Of a file that is longer than this when it is first opened, head and tail are read, and the rest
+# is looked at later, in some places.
+WHOLE_BYTES = 512 << 10
+HEAD_BYTES = 8 << 10
+TAIL_BYTES = 32 << 10
+PLACES = 256
+PLACE_BYTES = 2 << 10
+
+STEP = b'"event":"step"'
+LOSS = b'"loss":'
+
+_decode = json.JSONDecoder().decode
+
+Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class EventTail:
+    """One rank's file. `read` gives what is new; a line without its end waits for it."""
+
+    path: Path
+    offset: int = 0
+    rest: bytes = b""
+
+    def read(self) -> list[Event]:
+        """Events that were appended. A file that is gone, or torn, has none."""
+        try:
+            if os.stat(self.path).st_size <= self.offset:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                found: list[Event] = []
+                while chunk := file.read(CHUNK_BYTES):
+                    self.offset += len(chunk)
+                    *lines, self.rest = (self.rest + chunk).split(b"\n")
+                    found += parse(thin(lines))
+                return found
+        except OSError:  # not there yet, or a network disk that will be back
+            return []
+
+    def read_ends(self) -> tuple[list[Event], Iterator[list[Event]]]:
+        """The first look at a file: its head and tail, and what gives the places between them."""
+        try:
+            size = os.stat(self.path).st_size
+            if size <= WHOLE_BYTES:
+                return self.read(), iter(())
+            with self.path.open("rb") as file:
+                head = file.read(HEAD_BYTES).split(b"\n")[:-1]
+        except OSError:
+            return [], iter(())
+        self.offset = size - TAIL_BYTES
+        # The first line of the tail is cut, and passed over like any torn one.
+        return parse(head) + self.read(), self._places(HEAD_BYTES, size - TAIL_BYTES)
+
+    def _places(self, begin: int, end: int) -> Iterator[list[Event]]:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                for place in range(PLACES):
+                    file.seek(begin + (end - begin) * place // PLACES)
+                    yield parse(file.read(PLACE_BYTES).split(b"\n")[1:-1])
+        except OSError:
+            return
+
+
+def thin(lines: list[bytes]) -> list[bytes]:
+    """All lines that are not steps, and at most MAX_STEPS steps with a loss and as many without."""
+    if len(lines) <= MAX_STEPS:
+        return lines
+    plain = [at for at, line in enumerate(lines) if STEP in line and LOSS not in line]
+    with_loss = [at for at, line in enumerate(lines) if LOSS in line and STEP in line]
+    if len(plain) + len(with_loss) <= MAX_STEPS:
+        return lines
+    last = max(plain[-1:] + with_loss[-1:])
+    kept = {last, *every(plain), *every(with_loss)}
+    dropped = {*plain, *with_loss} - kept
+    return [line for at, line in enumerate(lines) if at not in dropped]
+
+
+def every(places: list[int]) -> list[int]:
+    """Every n-th of too many."""
+    return places[:: -(-len(places) // MAX_STEPS)] if places else places
+
+
+def parse(lines: Iterable[bytes]) -> list[Event]:
+    """Events; a torn line is skipped. All at once if that goes: it takes half the time."""
+    lines = [line for line in lines if line]
+    try:
+        found = _decode("[" + b",".join(lines).decode() + "]")
+    except ValueError:
+        found = [event for line in lines if (event := _parse_one(line)) is not None]
+    return [event for event in found if isinstance(event, dict) and "event" in event]
+
+
+def _parse_one(line: bytes) -> Any:
+    try:
+        return _decode(line.decode())
+    except ValueError:
+        return None

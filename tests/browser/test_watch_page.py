@@ -1,0 +1,355 @@
+"""The page of `allranks watch --web` in a real browser: live, quiet, by keyboard, and closed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.colours import contrast
+from tests.page_runs import LiveRun, held
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+
+HOSTILE = "<img src=x onerror=window.broken=1></script><script>window.broken=2</script>"
+SERVE = """
+import json, sys
+from pathlib import Path
+from allranks.watch.live import Watcher
+from allranks.watch.server import serve
+
+found = [{"cause": "cuda-oom", "title": sys.argv[3], "rank": 1, "node": "node1",
+  "confidence": "high", "fix": "micro_batch_size: 8",
+  "evidence": [{"file": "attempts/0/rank-1.log", "line": 2, "text": sys.argv[3]}]}]
+
+def stop(name):
+    Path(sys.argv[2]).write_text(name)
+    return "saves a checkpoint and stops"
+
+serve(Watcher(Path(sys.argv[1])), port=0, stop=stop,
+  announce=lambda served: print(json.dumps(served.as_json()), flush=True),
+  diagnose=lambda run: found if run.name.startswith("broken") else [])
+"""
+TILES = """() => Object.fromEntries([...document.querySelectorAll('#tiles > div')].map(
+    tile => [tile.children[0].textContent, tile.children[1].children[0].textContent]))"""
+FRAMES = """() => {
+    window.gaps = [];
+    let last = performance.now();
+    const frame = now => {
+        window.gaps.push(now - last);
+        last = now;
+        requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+}"""
+
+
+@dataclass
+class Site:
+    """A server, the runs it shows, and what it was asked to stop."""
+
+    url: str
+    large: LiveRun
+    broken: LiveRun
+    short: LiveRun
+    stopped: Path
+
+    @property
+    def home(self) -> str:
+        return self.url.partition("?")[0]
+
+
+@dataclass
+class Seen:
+    """A page that was opened, and everything it did besides showing itself."""
+
+    page: Any
+    complaints: list[str]
+    requests: list[str]
+
+    def step(self) -> str:
+        return str(self.page.evaluate(TILES)["step"])
+
+    def wait(self, condition: str, **options: Any) -> None:
+        self.page.wait_for_function(condition, **{"timeout": 10_000, **options})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("watch")
+    runs = folder / "runs"
+    large = LiveRun(runs, ranks=64, number=30, steps=20_000, slow_rank=23)
+    large.start(before=1500)
+    short = LiveRun(runs, name="digits", number=20, ranks=2, steps=500, rate=3)
+    short.start(before=500)
+    short.end()
+    broken = LiveRun(runs, name="broken", number=10, ranks=2, steps=500)
+    broken.start(before=100)
+    broken.log(1, HOSTILE)
+    broken.end("failed", error={"what": f"out of memory {HOSTILE}", "fix": "use less"})
+    for i in range(2000):
+        large.log(0, f"line {i} of the training")
+    stopped = folder / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(runs), str(stopped), f"out of memory {HOSTILE}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        with held(large):
+            said = json.loads(process.stdout.readline())
+            yield Site(said["url"], large, broken, short, stopped)
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+
+
+@contextmanager
+def opened(browser: Any, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[Seen]:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    seen = Seen(page, [], [])
+    page.on("console", lambda message: seen.complaints.append(message.text))
+    page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    page.on("request", lambda request: seen.requests.append(request.url))
+    try:
+        page.goto(url)
+        page.wait_for_selector("#heat .heatmaplayer image", timeout=30_000)
+        yield seen
+    finally:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def seen(browser: Any, site: Site) -> Iterator[Seen]:
+    """One page for all tests that do not need their own."""
+    with opened(browser, site.url) as page:
+        yield page
+
+
+@pytest.fixture
+def at_large(seen: Seen, site: Site) -> Seen:
+    """The same, looking at the large run."""
+    seen.page.click(f"[data-run='{site.large.run.name}']")
+    seen.wait(
+        "name => document.getElementById('name').textContent === name", arg=site.large.run.name
+    )
+    seen.wait("() => document.querySelectorAll('#ranks tbody tr').length === 64")
+    return seen
+
+
+def test_it_is_quiet_and_hides_its_token(seen: Seen, site: Site) -> None:
+    assert seen.complaints == []
+    assert all(url.startswith((site.home, "data:")) for url in seen.requests)
+    assert "token" not in seen.page.url
+    assert "token" not in seen.page.evaluate("() => document.cookie")
+    assert (
+        seen.page.evaluate("() => document.documentElement.outerHTML.includes('token=')") is False
+    )
+    assert seen.page.text_content("#link") == "live"
+
+
+def test_a_browser_without_the_token_sees_nothing(browser: Any, site: Site) -> None:
+    context = browser.new_context()
+    for path in ("", "events", "api/log", "static/page.js", "static/plotly.js", "favicon.ico"):
+        assert context.request.get(site.home + path).status == 401
+    assert context.request.post(site.home + "api/stop").status == 401
+    context.close()
+
+
+def test_an_event_is_on_the_page_within_two_seconds(at_large: Seen, site: Site) -> None:
+    late = []
+    for _ in range(3):
+        site.large.advance(1)
+        written = time.monotonic()
+        step = f"{site.large.step:,}"
+        at_large.wait(
+            "step => document.querySelector('#tiles dd span').textContent === step", arg=step
+        )
+        late.append(time.monotonic() - written)
+    assert max(late) < 2, late
+
+
+def test_curves_grow_as_drawn(at_large: Seen, site: Site) -> None:
+    """By what Plotly has worked out, not by what it was given."""
+    site.large.advance(200)
+    for plot in ("loss", "pace"):
+        axis = f"document.getElementById('{plot}')._fullLayout.xaxis"
+        at_large.wait(f"last => {axis}.range[1] >= last - 20", arg=site.large.step, timeout=4000)
+
+
+def test_every_rank_is_shown_and_the_slowest_marked(at_large: Seen, site: Site) -> None:
+    page = at_large.page
+    at_large.wait("() => document.querySelector('tr.slowest')")
+    slowest = page.text_content("tr.slowest td")
+    assert slowest == str(site.large.slow_rank)
+    page.click("#ranks th:has-text('waiting') button")
+    at_large.wait("() => document.querySelector('th[aria-sort=descending]')")
+    last = page.text_content("#ranks tbody tr:last-child td")
+    assert last == str(site.large.slow_rank)  # who comes last waits least
+    page.click("#ranks th:first-child button")
+
+
+def test_the_heat_map_shows_who_is_slow(at_large: Seen, site: Site) -> None:
+    heat = "document.getElementById('heat').data"
+    at_large.wait(f"() => {heat} && {heat}[0].z.length === 64")
+    rows = at_large.page.evaluate(f"() => {heat}[0].z")
+    assert 100 <= len(rows[0]) <= 256
+    means = [sum(v for v in row if v) / len(row) for row in rows]
+    assert means.index(max(means)) == site.large.slow_rank
+    at_large.page.click("#metric input[value=utilization] + span")
+    at_large.wait(f"() => {heat} && {heat}[0].zmax === 100")
+    at_large.page.click("#metric input[value=work] + span")
+    at_large.wait(f"() => {heat} && {heat}[0].zmax !== 100")
+
+
+def test_runs_are_chosen_and_compared_by_keyboard(at_large: Seen, site: Site) -> None:
+    page = at_large.page
+    page.keyboard.press("c")  # keep the large one
+    page.keyboard.press("j")
+    at_large.wait(
+        "name => document.getElementById('name').textContent === name", arg=site.short.run.name
+    )
+    drawn = "document.getElementById('loss').data"
+    at_large.wait(f"() => {drawn} && {drawn}.length === 2")
+    names = page.evaluate(f"() => {drawn}.map(trace => trace.name)")
+    assert names == [site.large.run.name, site.short.run.name]  # the chosen one on top
+    assert page.evaluate("() => document.activeElement.dataset.run") == site.short.run.name
+    legend = page.text_content("#legend")
+    assert site.large.run.name in legend and site.short.run.name in legend
+    page.keyboard.press("k")
+    page.keyboard.press("c")
+    at_large.wait(f"() => {drawn} && {drawn}.length === 1")
+    assert at_large.complaints == []
+
+
+def test_everything_can_be_reached_with_tab(at_large: Seen) -> None:
+    page = at_large.page
+    page.evaluate("() => { document.activeElement.blur(); window.scrollTo(0, 0); }")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("() => document.activeElement.id || document.activeElement.name"))
+    for one in ("filter", "stop", "axis", "metric", "table", "file", "query", "follow", "log"):
+        assert one in reached, one
+
+
+def test_logs_grow_and_are_searched(at_large: Seen, site: Site) -> None:
+    page = at_large.page
+    page.keyboard.press("/")
+    assert page.evaluate("() => document.activeElement.id") == "query"
+    page.keyboard.type("line 19")
+    at_large.wait("() => document.getElementById('log-now').textContent === '111 found'")
+    marked = page.evaluate(
+        "() => [...document.querySelectorAll('#log mark')].map(e => e.textContent)"
+    )
+    assert len(marked) == 111 and set(marked) == {"line 19"}
+    site.large.log(0, "line 19999 has just come")
+    at_large.wait(
+        "() => document.getElementById('log').lastChild.textContent.includes('just come')",
+        timeout=2000,
+    )
+    page.keyboard.press("Escape")
+    at_large.wait("() => !document.querySelector('#log mark')")
+
+
+def test_findings_and_hostile_words_are_text(at_large: Seen, site: Site) -> None:
+    page = at_large.page
+    page.click(f"[data-run='{site.broken.run.name}']")
+    at_large.wait("() => document.querySelector('.finding')")
+    found = page.text_content(".finding")
+    assert HOSTILE in found and "micro_batch_size: 8" in found and "high confidence" in found
+    assert HOSTILE in page.text_content("#what")
+    page.select_option("#file", "attempts/0/rank-1.log")
+    at_large.wait("text => document.getElementById('log').textContent.includes(text)", arg=HOSTILE)
+    assert page.evaluate("() => window.broken") is None
+    assert page.query_selector_all("main img, main script") == []
+    assert page.is_hidden("#stop")  # it has ended
+
+
+def test_a_run_is_stopped_only_after_a_question_that_names_it(at_large: Seen, site: Site) -> None:
+    page = at_large.page
+    page.click("#stop")
+    assert page.text_content("#confirm-name") == site.large.run.name
+    assert page.evaluate("() => document.activeElement.id") == "keep"
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#confirm") and not site.stopped.exists()
+    page.click("#stop")
+    page.click("#really")
+    at_large.wait("() => document.getElementById('confirm-answer').textContent.includes('saves')")
+    assert site.stopped.read_text() == site.large.run.name
+    at_large.wait("() => !document.getElementById('confirm').open")
+    assert at_large.complaints == []
+
+
+def test_frames_stay_short_while_it_is_live(at_large: Seen, site: Site) -> None:
+    """benchmarks/watch_page.py measures; this is far from its numbers, on whatever machine."""
+    page = at_large.page
+    page.evaluate("() => window.scrollTo(0, 0)")
+    page.wait_for_timeout(500)
+    page.evaluate(FRAMES)
+    for metric in ("wait", "data", "work"):
+        site.large.advance(5)
+        page.click(f"#metric input[value={metric}] + span")
+        page.mouse.move(700, 330)
+        page.wait_for_timeout(900)
+    gaps = sorted(page.evaluate("() => window.gaps"))
+    assert gaps[int(0.97 * len(gaps))] < 100, gaps[-10:]
+
+
+def test_a_new_run_appears_by_itself(seen: Seen, site: Site) -> None:
+    new = LiveRun(site.large.run.path.parent, name="newcomer", number=40, ranks=1, steps=10)
+    new.start(before=2)
+    seen.wait(
+        "name => document.querySelector(`[data-run='${name}']`)", arg=new.run.name, timeout=3000
+    )
+
+
+def test_a_line_that_was_cut_is_taken_up_again(browser: Any, site: Site) -> None:
+    with opened(browser, site.url + "#" + site.large.run.name) as slept:
+        slept.page.context.set_offline(True)
+        slept.page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
+        slept.wait("() => document.getElementById('link').dataset.state !== 'live'")
+        site.large.advance(11)
+        slept.page.context.set_offline(False)
+        slept.wait(
+            "step => document.querySelector('#tiles dd span').textContent === step",
+            arg=f"{site.large.step:,}",
+        )
+        assert slept.page.text_content("#link") == "live"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (400, "light")])
+def test_it_fits_and_can_be_read(browser: Any, site: Site, width: int, scheme: str) -> None:
+    with opened(browser, site.url, width=width, scheme=scheme) as shown:
+        page = shown.page
+        assert page.evaluate("() => document.documentElement.scrollWidth") == width
+        for selector in (
+            "h1",
+            "#what",
+            "dt",
+            "dd",
+            ".now",
+            "td",
+            "#runs .small",
+            ".pick span",
+            "th",
+        ):
+            assert contrast(page, selector) >= 4.5, selector
+        before = page.evaluate("() => document.getElementById('loss').layout.font.color")
+        page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
+        page.wait_for_function(
+            "before => document.getElementById('loss').layout.font.color !== before", arg=before
+        )
+        page.reload()  # without the token, by its cookie
+        shown.wait("() => document.getElementById('link').dataset.state === 'live'")
+        assert shown.complaints == []

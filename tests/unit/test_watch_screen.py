@@ -1,0 +1,260 @@
+"""The screens of watch, as text, in terminals of any size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+from allranks.errors import AllranksError
+from allranks.watch.columns import shortened
+from allranks.watch.draw import Scene, help_screen, log_screen, screen, window
+from allranks.watch.lines import clean
+from allranks.watch.logs import KEPT_BYTES, LogPage
+from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
+from allranks.watch.views import Parts, RankView, RunView
+from allranks.watch.words import count, duration, sparkline
+
+NOW = 1_794_750_000.0
+
+
+def run(name: str = "digits-20261115-142301-3f9a", **fields: object) -> RunView:
+    known: dict[str, object] = {
+        **{"run": name, "run_dir": f"/runs/{name}", "job": "digits", "state": "running"},
+        **{"layout": "1x4", "device": "NVIDIA H100 80GB HBM3", "world_size": 4, "attempts": 1},
+        **{"epoch": 2, "epochs": 20, "step": 120, "steps": 2000, "loss": 0.412},
+        **{"losses": tuple(2.0 / n for n in range(1, 40)), "samples_per_second": 12_345.0},
+        **{"efficiency": 0.94, "baseline": "digits-20261115-100000-aaaa"},
+        **{"seconds_left": 4320.0, "rank_hours": 1.25, "checkpoint": 100, "attempt": 0},
+    }
+    return RunView(**known | fields)  # type: ignore[arg-type]
+
+
+def rank(number: int, **fields: object) -> RankView:
+    known: dict[str, object] = {
+        **{"rank": number, "node": f"node{number // 4 + 1}", "step": 120, "step_seconds": 0.106},
+        **{"data": 0.002, "wait": 0.012, "utilization": 97, "memory": 68 << 30},
+        **{"memory_total": 80 << 30, "power": 640.0, "power_limit": 700.0, "temperature": 66},
+        **{"cpu": 1.02, "heartbeat": NOW - 1.4},
+    }
+    return RankView(**known | fields)  # type: ignore[arg-type]
+
+
+WAITING = run(
+    "language-20261115-142500-77aa",
+    state="queued",
+    layout="2x8",
+    reason="waits for its turn: other jobs have a higher priority",
+    expected_start="2026-11-15T16:40:00",
+    **dict.fromkeys(["step", "epoch", "loss", "samples_per_second", "efficiency", "seconds_left"]),
+    losses=(),
+    rank_hours=0.0,
+)
+FAILED = run(
+    "digits-20261115-110000-bbbb", state="failed", reason="rank 3: CUDA out of memory", step=77
+)
+PARTS = Parts(
+    seconds={"compute": 0.08, "comm": 0.012, "straggler": 0.008, "data": 0.004, "other": 0.002},
+    steps=16,
+    slowest_rank=3,
+    slowest_share=0.94,
+    slowest_part="backward",
+)
+
+
+def scene(**fields: object) -> Scene:
+    known: dict[str, object] = {
+        "runs": [run(), WAITING, FAILED],
+        "selected": "digits-20261115-142301-3f9a",
+        "ranks": [rank(n, slowest=n == 3, utilization=75 if n == 1 else 97) for n in range(4)],
+        "parts": PARTS,
+        "now": NOW,
+        "marks": DEFAULT_MARKS,
+    }
+    return Scene(**known | fields)  # type: ignore[arg-type]
+
+
+def plain(lines: Sequence[Text]) -> list[str]:
+    return [line.plain.rstrip() for line in lines]
+
+
+def test_the_screen_at_80_columns() -> None:
+    lines = plain(screen(scene(), 80, 18))
+    assert re.fullmatch(r"allranks watch  1 running, 1 queued, 1 failed +\d\d:\d\d:\d\d", lines[0])
+    assert lines[1:] == [
+        "  run                  state    layout      step  left   loss curve    samples/s",
+        "> digits-20…42301-3f9a running  1x4     120/2000 1h12m  0.412 █▂▁▁▁▁▁▁     12.3k",
+        "  language-…42500-77aa queued   2x8              waits for its turn: other jobs…",
+        "  digits-20…10000-bbbb failed   1x4      77/2000 rank 3: CUDA out of memory",
+        "── digits-20261115-142301-3f9a " + 49 * "─",
+        "running  1x4  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU-hours  94% of 4 t…",
+        "step 106ms: compute 75%  comm 11%  straggler 8%  data 4%  other 2%",
+        "slowest: rank 3, last in 94% of 16 steps, longer in backward",
+        "   rank node    gpu% memory power  °C   took   data   wait  cpu  seen",
+        "      0 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s",
+        "      1 node1    75! 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s",
+        "      2 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s",
+        "      3 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s < slowest",
+        *[""] * 3,
+        "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help",
+    ]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 132, 160, 250])
+@pytest.mark.parametrize("height", [4, 10, 24, 50])
+def test_every_size_is_filled_and_never_exceeded(width: int, height: int) -> None:
+    many = [rank(n, slowest=n == 37) for n in range(64)]
+    for one in (
+        scene(),
+        scene(ranks=many),
+        scene(ranks=many, selected_rank=50),
+        scene(runs=[run(f"digits-20261115-1423{n:02}-3f9a") for n in range(60)], selected=None),
+        scene(runs=[], selected=None, ranks=[]),
+        scene(message="a message " * 40),
+    ):
+        lines = screen(one, width, height)
+        assert len(lines) == height
+        assert max(line.cell_len for line in lines) <= width
+    for lines in (
+        help_screen(DEFAULT_MARKS, width, height),
+        log_screen("a run", ["x" * 500] * 100, width, height, "following"),
+    ):
+        assert len(lines) == height
+        assert max(line.cell_len for line in lines) <= width
+
+
+def test_a_wide_screen_has_every_column() -> None:
+    lines = plain(screen(scene(), 160, 24))
+    header = lines[1].split()
+    assert header == [
+        *("run", "state", "layout", "epoch", "step", "left", "loss", "curve"),
+        *("samples/s", "eff", "hours"),
+    ]
+    assert "digits-20261115-142301-3f9a" in lines[2] and "94%" in lines[2]
+    assert "expected to start" in lines[3] and "16:40" in lines[3]
+    titles = next(line for line in lines if line.strip().startswith("rank node")).split()
+    expected = "rank node gpu% memory power °C step took data wait cpu seen"
+    assert titles == expected.split()
+
+
+def test_marks_have_signs_and_the_slowest_a_word() -> None:
+    lines = plain(screen(scene(), 160, 24))
+    rows = [line for line in lines if "node1" in line]
+    assert "97+" in rows[0] and "75!" in rows[1]
+    assert [line.endswith("< slowest") for line in rows] == [False, False, False, True]
+    told = next(line for line in lines if line.startswith("step 106ms"))
+    assert "compute 75%" in told
+    assert "slowest: rank 3, last in 94% of 16 steps, longer in backward" in told
+
+
+def test_the_slowest_of_many_ranks_is_always_in_sight() -> None:
+    many = [rank(n, slowest=n == 37) for n in range(64)]
+    lines = plain(screen(scene(ranks=many), 80, 24))
+    assert any(line.startswith("     37") and line.endswith("slowest") for line in lines)
+    assert any("more ranks" in line for line in lines)
+    lines = plain(screen(scene(ranks=many, selected_rank=60), 80, 24))
+    assert any(line.startswith(">    60") for line in lines)
+    assert any(line.startswith("     37") for line in lines)
+
+
+def test_a_loss_that_is_not_a_number_stands_out() -> None:
+    lines = plain(screen(scene(runs=[run(loss=None, losses=(1.0, 0.5, None))]), 80, 24))
+    assert "! nan" in lines[2] and "!" in lines[2].split("! nan")[1]
+
+
+def test_a_stalled_run_is_told_from_one_that_runs() -> None:
+    stalled = run(stalled=True, reason="stalled: no step for 5m00s")
+    lines = plain(screen(scene(runs=[stalled]), 80, 24))
+    assert "1 stalled" in lines[0] and "no step for 5m00s" in lines[2]
+
+
+def test_nothing_in_a_file_is_obeyed_by_the_terminal() -> None:
+    evil = "a\x1b[2Jb\x1b]0;title\x07c\x07\rd\x9b31me\tf"
+    assert clean(evil).replace(" ", "") == "abcd31mef"
+    failed = run(state="failed", reason=f"rank 0: {evil}")
+    lines = screen(scene(runs=[failed], ranks=[rank(0, node=evil)]), 120, 24)
+    assert not any(ord(sign) < 32 or sign == "\x9b" for line in lines for sign in line.plain)
+    page = log_screen("t", [evil], 80, 24, "")
+    assert "\x1b" not in "".join(line.plain for line in page)
+
+
+def test_the_question_before_a_stop_is_at_the_bottom() -> None:
+    asked = scene(message="stop digits? y: yes n: no", asks=True)
+    assert plain(screen(asked, 80, 24))[-1] == "stop digits? y: yes n: no"
+
+
+@pytest.mark.parametrize(
+    ("length", "at", "rows", "first"), [(10, 0, 4, 0), (10, 5, 4, 3), (10, 9, 4, 6), (3, 2, 5, 0)]
+)
+def test_a_window_has_the_selected_row(length: int, at: int, rows: int, first: int) -> None:
+    seen = window(length, at, rows)
+    assert seen.start == first and seen.start <= at < seen.stop
+
+
+def test_marks_are_set_by_name() -> None:
+    marks = parse_marks(["gpu_util=50,60", "network=70"])
+    busy = RankView(rank=0, utilization=55, sent=8.0, link=10.0, workers_cpu=1.9, num_workers=2)
+    assert judged(busy, marks)["gpu_util"] == ""
+    assert judged(busy, marks)["network"] == "warn"
+    assert judged(busy, DEFAULT_MARKS)["gpu_util"] == "warn"
+    assert judged(busy, DEFAULT_MARKS)["workers"] == "warn"
+    assert judged(RankView(rank=0), marks) == dict.fromkeys(marks, "")
+    assert mark_in_words("gpu_util", marks["gpu_util"]).startswith("gpu_util=50,60  GPU util")
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"), [(70, ""), (80, "good"), (90, "good"), (91, "warn")]
+)
+def test_memory_is_good_when_nearly_full(memory: int, verdict: str) -> None:
+    used = RankView(rank=0, memory=memory, memory_total=100)
+    assert judged(used, DEFAULT_MARKS)["memory"] == verdict
+
+
+@pytest.mark.parametrize("text", ["gpu=80,90", "gpu_util=80", "gpu_util=a,b", "gpu_util"])
+def test_a_wrong_mark_is_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(AllranksError) as caught:
+        parse_marks([text])
+    assert "gpu_util" in caught.value.fix
+
+
+def test_words() -> None:
+    said = [duration(s) for s in (0.0021, 0.0124, 0.9999, 3.44, 59.6, 125, 4320, 90_000)]
+    assert said == ["2.1ms", "12ms", "1.0s", "3.4s", "1m00s", "2m05s", "1h12m", "1d01h"]
+    assert [count(n) for n in (0.5, 12.34, 850, 12_345, 4.5e6)] == [
+        "0.5",
+        "12.3",
+        "850",
+        "12.3k",
+        "4.5M",
+    ]
+    assert sparkline([1.0, 2.0, 3.0], 8) == "▁▅█"
+    assert len(sparkline([float(n) for n in range(1000)], 8)) == 8
+    assert sparkline([], 8) == "" and sparkline([5.0], 8) == "▁"
+    assert shortened("digits-20261115-142301-3f9a", 16) == "digits-…301-3f9a"
+
+
+def test_a_log_is_followed_scrolled_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    page = LogPage(path)
+    assert not page.look() and page.page(5) == []
+    path.write_text("".join(f"line {n}\n" for n in range(100)) + "10%\r50%\rhalf a li")
+    page.look()
+    assert page.page(3) == ["line 98", "line 99", "half a li"]
+    page.scroll(-10, 3)
+    assert page.page(3) == ["line 87", "line 88", "line 89"]
+    with path.open("a") as file:
+        file.write("ne\nmore\n")
+    page.look()
+    assert page.page(3) == ["line 87", "line 88", "line 89"], "it stays where it was scrolled to"
+    page.scroll(1 << 60, 3)
+    assert page.page(2) == ["half a line", "more"] and page.state() == "following"
+    page.scroll(-(1 << 60), 3)
+    assert page.page(3) == ["line 0", "line 1", "line 2"]
+    with path.open("a") as file:
+        file.write("x" * 99 + "\n")
+        file.write(("y" * 99 + "\n") * (3 * KEPT_BYTES // 100))
+    page.look()
+    assert page.is_cut and sum(map(len, page.lines)) <= KEPT_BYTES

@@ -1,0 +1,295 @@
+"""What watch tells others: a command, a pipe, a page, and what it asks of a foreign job's nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.commandline import Allranks
+from tests.watch_runs import GrowingRun
+
+from allranks.standing import Queue, QueuedJob
+from allranks.watch import sampler
+from allranks.watch.job_screen import job_lines
+from allranks.watch.jobs import (
+    SAMPLER,
+    JobFacts,
+    parse_job,
+    parse_sample,
+    srun_command,
+    stack_lines,
+)
+from allranks.watch.live import Watcher
+from allranks.watch.marks import DEFAULT_MARKS
+from allranks.watch.notify import Changes, News, Notifier, call
+from allranks.watch.plain import follow, plain_line
+from allranks.watch.status import RunStatus, gather, next_steps, status_page
+from allranks.watch.views import Parts, RunView
+
+GOLDEN = Path(__file__).with_name("golden") / "status.md"
+BEGIN = 1_794_750_000.0
+RESOURCES = {
+    "slurm": {"cluster": "hal", "version": "24.05"},
+    "nodes": {"total": 4, "up": 3},
+    "gpus": {"total": 8, "free": 2},
+    "partitions": [{"name": "gpu", "nodes": {"total": 4, "idle": 1}}],
+    "machine": {"host": "login1", "cpus": 16, "memory_bytes": 64 << 30, "gpus": []},
+    "notes": [],
+}
+
+
+def view(state: str, **fields: object) -> RunView:
+    known = {"run": "a-20261115-120000-0000", "run_dir": "/x", "job": "a", "state": state}
+    return RunView(**known | fields)  # type: ignore[arg-type]
+
+
+def test_each_change_is_told_once() -> None:
+    changes = Changes()
+    told = []
+    for run in (
+        view("queued"),
+        view("running"),
+        view("running", stalled=True),
+        view("running", stalled=True),
+        view("running"),
+        view("finished"),
+        view("finished"),
+        view("running"),  # resumed
+        view("failed", reason="rank 1"),
+    ):
+        told += [news.state for news in changes.since([run])]
+    assert told == ["stalled", "finished", "failed"]
+
+
+def test_what_ended_before_is_no_news() -> None:
+    changes = Changes()
+    assert changes.since([view("failed")]) == changes.since([view("failed")]) == []
+
+
+def test_the_command_gets_variables_and_json(tmp_path: Path) -> None:
+    said_by = 'echo "$ALLRANKS_RUN $ALLRANKS_STATE: $ALLRANKS_REASON"'
+    notifier = Notifier(f"{said_by} > {tmp_path}/said; cat > {tmp_path}/json")
+    notifier.look([view("running", losses=(1.0,))])
+    notifier.look([view("failed", reason="rank 3: out of memory", losses=(1.0,))])
+    notifier.close()
+    said = (tmp_path / "said").read_text()
+    assert said == "a-20261115-120000-0000 failed: rank 3: out of memory\n"
+    content = json.loads((tmp_path / "json").read_text())
+    assert content["state"] == "failed" and content["run_dir"] == "/x" and "losses" not in content
+    assert notifier.problems == []
+
+
+def test_a_command_that_fails_is_told() -> None:
+    problem = call("echo no such channel >&2; exit 3", News(view("failed"), "failed"))
+    assert problem == "--notify ended with code 3: no such channel"
+
+
+def test_lines_are_printed_when_they_change_and_until_all_is_over(tmp_path: Path) -> None:
+    grown = GrowingRun(tmp_path, "1x2", steps=100)
+    live = grown.live()
+    live.__enter__()
+    grown.begin()
+    grown.steps(10)
+    lines: list[str] = []
+    pauses = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        for followed in watcher._followed.values():
+            followed.due = 0.0
+        if pauses == 2:
+            grown.steps(90)
+            grown.end()
+            live.__exit__(None, None, None)
+
+    watcher = Watcher(tmp_path)
+    runs = follow(watcher, lines.append, None, sleep=sleep, now=lambda: grown.now)
+    watcher.close()
+    assert [run.state for run in runs] == ["finished"]
+    assert pauses == 2 and len(lines) == 2
+    assert "running  1x2  epoch 1/10  step 10/100" in lines[0] and "1280 samples/s" in lines[0]
+    assert "finished  1x2  epoch 10/10  step 100/100" in lines[1]
+
+
+def test_a_line_of_a_run_that_waits() -> None:
+    waiting = view("queued", layout="2x8", reason="priority", expected_start="2026-11-15T16:40:00")
+    said = plain_line(waiting, time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, -1)))
+    assert said.endswith("queued  2x8  (priority; expected to start 16:40)")
+
+
+def made_runs(folder: Path) -> None:
+    """A run that goes on, its baseline, one that failed and one that waits."""
+    base = GrowingRun(folder, "1x1", number=1, begin=BEGIN, step_seconds=0.4)
+    base.begin()
+    base.steps(100)
+    base.end(metrics={"val_accuracy": 0.97})
+    info = {
+        "overrides": ["optimizer.lr=3e-4", "env.HF_TOKEN=hf_abcdefghijklmnopqrstuvwx"],
+        "code": {"commit": "953e4c83bb154f6c4966c6cd25b476207cf44616", "dirty": True},
+        "packages": {"allranks": "0.1.0", "torch": "2.13.0", "numpy": "2"},
+        "hardware": {"host": "node1"},
+    }
+    ended = GrowingRun(folder, "1x4", number=2, begin=BEGIN, step_seconds=0.125, info=info)
+    ended.begin()
+    ended.steps(50)
+    ended.end("failed", error={"what": "CUDA out of memory | tried 2 GiB", "fix": "less"})
+    queued = {"backend": "slurm", "jobs": ["77"], "queued": True}
+    GrowingRun(folder, "2x4", number=3, name="language", begin=BEGIN, info=queued)
+
+
+def test_the_status_page(tmp_path: Path) -> None:
+    made_runs(tmp_path)
+    job = QueuedJob("77", "PENDING", "Priority", "2026-11-15T16:40:00", ())
+    watcher = Watcher(tmp_path, old=True, ask=lambda runs: Queue(jobs={"77": job}))
+    found = gather(watcher)
+    watcher.close()
+    page = status_page(found, RESOURCES, DEFAULT_MARKS, BEGIN)
+    head, page = page.split("\n", 1)
+    assert re.fullmatch(r"# Status, 2026-11-1\d \d\d:\d\d", head)
+    assert "hf_abc" not in page
+    if os.environ.get("ALLRANKS_WRITE_GOLDEN"):
+        GOLDEN.write_text(page)
+    assert page == GOLDEN.read_text()
+
+
+def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
+    seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.2, "other": 0.0}
+    parts = Parts(seconds=seconds, steps=16, slowest_rank=3, slowest_share=1.0, slowest_part="data")
+    run = view("running", world_size=4, step=5)
+    steps = next_steps(RunStatus(view=run, parts=parts))
+    assert "50% of its steps for data" in steps[0] and "bench data" in steps[0]
+    assert "25% of its steps for rank 3" in steps[1] and "--layout 1x1" in steps[2]
+
+
+def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path) -> None:
+    made_runs(tmp_path / "runs")
+    done = allranks("status", "--md", "page.md", "--all", env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0 and done.stdout == "wrote page.md\n"
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("# Status, ") and "digits-20261115-120002-0002" in page
+    listed = allranks("watch", "--json", "--all")
+    runs = json.loads(listed.stdout)
+    assert [run["state"] for run in runs if run["job"] == "digits"] == ["failed", "finished"]
+    one = json.loads(allranks("watch", "digits-20261115-120002", "--json").stdout)
+    assert [rank["rank"] for rank in one[0]["ranks"]] == [0, 1, 2, 3]
+    assert one[0]["efficiency"] == pytest.approx(0.8)
+    once = allranks("watch", "--once", "--all").stdout
+    assert "rank 0: CUDA out of memory" in once and "\x1b" not in once
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing-here"], "no run 'nothing-here'"),
+        (["--mark", "gpu=1,2"], "no mark is called 'gpu'"),
+        (["--stacks"], "--stacks is for a job"),
+        (["--stalled", "0"], "--stalled"),
+    ],
+)
+def test_wrong_words_are_answered(allranks: Allranks, words: list[str], said: str) -> None:
+    refused = allranks("watch", *words)
+    assert refused.returncode == 2 and said in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_watch_in_a_pipe_ends_with_the_runs(allranks: Allranks, tmp_path: Path) -> None:
+    grown = GrowingRun(tmp_path / "runs", "1x2", begin=time.time())
+    grown.begin()
+    grown.steps(20)
+    grown.end()
+    done = allranks("watch", "--notify", "touch told")
+    assert done.returncode == 0 and "finished  1x2" in done.stdout
+    assert not (tmp_path / "told").exists(), "it had ended before"
+    nothing = allranks("watch", "--runs", "elsewhere")
+    assert nothing.stdout == "" and "no runs here" in nothing.stderr
+
+
+# Jobs that allranks did not start.
+
+FACTS = JobFacts("42", "RUNNING", "None", ("n1", "n2"), "1:02", "58:58", "me", "train|it")
+
+
+def test_a_line_of_squeue_about_one_job() -> None:
+    assert parse_job("42|RUNNING|None|n[1-2]|1:02|58:58|me|train|it\n") == FACTS
+    assert parse_job("") is None
+
+
+def test_the_step_beside_a_job() -> None:
+    command = srun_command("42", 2, "/venv/bin/python", interval=5, count=10, mode="samples")
+    assert command[:6] == [
+        *("srun", "--jobid=42", "--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
+    ]
+    script = command[command.index("-c") + 1]
+    assert script.endswith("exec python3 - 42 5 10 samples") and command[-1] == "/venv/bin/python"
+    # What the nodes would run, here: with this Python, and with one that is not there.
+    probe = script.replace("- 42 5 10 samples", "-c 'print(1)'")
+    for python in (sys.executable, "/not/there"):
+        done = subprocess.run(["sh", "-c", probe, python], capture_output=True, text=True)
+        assert done.stdout == "1\n"
+
+
+def test_the_sampler_needs_nothing_but_an_old_python() -> None:
+    import ast
+
+    tree = ast.parse(SAMPLER.read_text(), feature_version=(3, 7))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "pathlib", "typing"}
+
+
+def test_a_sample_of_this_machine() -> None:
+    env = {**os.environ, "SLURM_JOB_ID": "4242", "RANK": "3"}
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], env=env)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-", "4242", "0.3", "1", "samples"],
+            input=SAMPLER.read_text(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    finally:
+        busy.kill()
+        busy.wait()
+    sample = parse_sample(done.stdout)
+    assert sample is not None, done.stderr
+    process = next(one for one in sample["processes"] if one["pid"] == busy.pid)
+    assert process["rank"] == "3" and process["cpu"] > 0.1 and process["memory"] > 1 << 20
+    lines = [line.plain for line in job_lines(FACTS, [sample, {"node": "n2"}], DEFAULT_MARKS, 80)]
+    assert lines[0] == "job 42 train|it  running for 1:02, 58:58 left"
+    assert lines[2] == "n2: no answer" and max(map(len, lines)) <= 80
+    assert any(f"{busy.pid}" in line and "while True" in line for line in lines)
+
+
+def test_what_nvidia_smi_does_not_know_is_none() -> None:
+    gpu = sampler.gpu_of("0, NVIDIA A100, 93, 70000, 81920, [N/A], 400.00, 55")
+    assert gpu["power"] is None and gpu["memory"] == 70000 << 20 and gpu["name"] == "NVIDIA A100"
+    sample = {"node": "n1", "cpus": 8, "memory_total": 2, "memory_available": 1, "gpus": [gpu]}
+    lines = [x.plain for x in job_lines(FACTS, [{**sample, "processes": []}], DEFAULT_MARKS, 80)]
+    assert any("93+" in line and "68.4G+" in line for line in lines)
+
+
+def test_stacks_say_whose_they_are_and_what_is_missing() -> None:
+    process = {"pid": 7, "rank": "1", "command": "python train.py"}
+    dumped = {
+        **process,
+        "by": "py-spy",
+        "stack": 'Thread 7 (idle): "MainThread"\n    wait (x.py:4)',
+    }
+    guessed = {
+        **process,
+        "by": "kernel",
+        "trouble": "py-spy is not on this node",
+        "stack": "p: futex",
+    }
+    lines = stack_lines([{"node": "n1", "stacks": [dumped]}, {"node": "n2", "stacks": [guessed]}])
+    assert lines[0] == "n1: rank 1, process 7: python train.py"
+    assert "      wait (x.py:4)" in lines
+    assert any("pip install py-spy" in line for line in lines)
+    assert stack_lines([{"node": "n3"}])[0] == "n3: no Python process of the job was found"
