@@ -17,7 +17,7 @@ from typing import Any
 
 from allranks import slurm
 from allranks.errors import AllranksError
-from allranks.launch.survey.machine import describe_machine
+from allranks.machine import describe_machine
 from allranks.launch.survey.node_kinds import Gpus, cpu_model, resolve_gpus, suits
 from allranks.launch.survey.slurm_text import (
     NOT_SET,
