@@ -74,6 +74,14 @@ class Timeline:
         self._marks = [(OTHER, seconds, event)]
         return Step(marks, self._unix)
 
+    def doing(self) -> tuple[str, float]:
+        """What the rank does, and since how many seconds. Any thread may ask."""
+        marks = self._marks
+        if not marks:
+            return OTHER, 0.0
+        label, since, _ = marks[-1]
+        return OTHER if label in (AFTER, END) else label, perf_counter() - since
+
     def _now(self, label: str) -> Mark:
         event = self.record_event() if self.record_event is not None else None
         return label, perf_counter(), event
