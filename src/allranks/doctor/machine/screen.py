@@ -47,7 +47,9 @@ def show(checks: Sequence[Check], host: str, seconds: float, console: Console) -
         head = Text(f"{check.status:<9}", style=STYLES[check.status])
         head.append(f"{check.name:<{NAME_WIDTH}} ", style="bold")
         room = max(20, width - 10 - NAME_WIDTH)
-        first, *more = textwrap.wrap(check.value, room, break_long_words=False) or [""]
+        first, *more = textwrap.wrap(
+            check.value, room, break_long_words=False, break_on_hyphens=False
+        ) or [""]
         head.append(first, style="dim" if check.status == "not here" else "")
         console.print(head, soft_wrap=True)
         indent = " " * (10 + NAME_WIDTH)
@@ -55,7 +57,9 @@ def show(checks: Sequence[Check], host: str, seconds: float, console: Console) -
             console.print(f"{indent}{line}", markup=False, soft_wrap=True)
         if check.fix:
             word = "use" if check.status == "pass" else "fix"
-            for line in textwrap.wrap(f"{word}: {check.fix}", room, break_long_words=False):
+            for line in textwrap.wrap(
+                f"{word}: {check.fix}", room, break_long_words=False, break_on_hyphens=False
+            ):
                 console.print(Text(f"{indent}{line}", style="cyan"), soft_wrap=True)
     console.print(summary(checks, host, seconds), markup=False, soft_wrap=True)
 

@@ -149,7 +149,7 @@ def direction(label: str, measured: float | None, facts: PairFacts, own: Side) -
     links = [side.link_rate for side in (facts.here, facts.there) if side.link_rate]
     value = rate(measured)
     if links and measured < SHARE_OF_LINK * min(links):
-        fix = f"who else uses it? ethtool -S {own.interface} counts errors; is it the right interface?"
+        fix = f"ethtool -S {own.interface} counts errors; who else uses it? Is it the right one?"
         return warned(label, f"{value} of the link's {rate(min(links))}", fix)
     if not links and measured < SLOW_RATE:
         fix = "use a faster interface of both, if there is one; else prefer layouts of fewer nodes"
