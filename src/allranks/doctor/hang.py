@@ -63,17 +63,19 @@ def hung(run: RunDir) -> list[Finding]:
     progress = max((state.progress for state in states), default=0.0)
     if not printed or progress > when:
         return []  # there was none, or it got on after that
-    return judge(states, when - progress, 0.0, run)
+    return judge(states, when - progress, 0.0, run, is_live=False)
 
 
-def judge(states: Sequence[RankState], seconds: float, usual: float, run: RunDir) -> list[Finding]:
+def judge(
+    states: Sequence[RankState], seconds: float, usual: float, run: RunDir, *, is_live: bool = True
+) -> list[Finding]:
     """What to say of ranks that have made no step for so long. Reads nothing but source lines."""
     found = blame(states)
     if found is None:
         waits = [is_waiting(state) for state in states]
         if seconds < max(LONG_SILENCE, 2 * usual) and not all(waits):
             return []
-        return [nobody_to_blame(states, seconds, run)]
+        return [nobody_to_blame(states, seconds, run, is_live=is_live)]
     by_rank = {state.rank: state for state in states}
     culprit = by_rank[found.ranks[0]]
     place = culprit.stack.place if culprit.stack else None
@@ -90,7 +92,7 @@ def judge(states: Sequence[RankState], seconds: float, usual: float, run: RunDir
         Finding(
             cause,
             title,
-            fix(culprit, run),
+            fix(culprit, run, is_live=is_live),
             rank=culprit.rank,
             node=culprit.node,
             confidence="high" if found.is_sure else "medium",
@@ -99,7 +101,9 @@ def judge(states: Sequence[RankState], seconds: float, usual: float, run: RunDir
     ]
 
 
-def nobody_to_blame(states: Sequence[RankState], seconds: float, run: RunDir) -> Finding:
+def nobody_to_blame(
+    states: Sequence[RankState], seconds: float, run: RunDir, *, is_live: bool
+) -> Finding:
     """All ranks are alike: what hangs is what they have in common."""
     doing = {state.doing for state in states}
     where = {str(s.stack.place) for s in states if s.stack and s.stack.place}
@@ -111,13 +115,13 @@ def nobody_to_blame(states: Sequence[RankState], seconds: float, run: RunDir) ->
     return Finding(
         "no-progress",
         f"no step for {in_words(seconds)}{at}, and no rank is told from the others",
-        f"{common}; allranks stop {run.name} ends the run",
+        common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
         confidence="low",
         evidence=evidence(states, None, run),
     )
 
 
-def fix(culprit: RankState, run: RunDir) -> str:
+def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
     place = culprit.stack.place if culprit.stack else None
     if culprit.ended == "finished":
         return (
@@ -125,11 +129,11 @@ def fix(culprit: RankState, run: RunDir) -> str:
             "within `with model.join():` (torch.distributed.algorithms.join)"
         )
     at = f"look at {place}" if place else look_there(culprit, run)
-    stop = f"end the run with allranks stop {run.name}"
+    stop = f"; end the run with allranks stop {run.name}" if is_live else ""
     if culprit.stack and any("torch/utils/data" in frame.file for frame in culprit.stack.frames):
         at += ", in its data loader: the file or worker that it waits for"
     return (
-        f"{at}: every rank must come to the same exchanges; {stop}. "
+        f"{at}: every rank must come to the same exchanges{stop}. "
         "`stall_timeout: 10m` in the job ends such a run by itself"
     )
 
