@@ -112,19 +112,26 @@ def connect(target: str, *, as_json: bool = False) -> int:
     """Test the way to a machine that listens."""
     from allranks.doctor.pair.connect import connect as reach
     from allranks.doctor.pair.words import verdict
+
+    host, port = split_target(target)
+    started = time.monotonic()
+    found = reach(host, port)
+    checks = verdict(found, listens=False)
+    return _show(checks, target, time.monotonic() - started, as_json=as_json)
+
+
+def split_target(target: str) -> tuple[str, int]:
+    """HOST, HOST:PORT or [IPV6]:PORT."""
     from allranks.errors import AllranksError
 
     host, colon, port = target.rpartition(":")
-    if not colon or not host:
+    if not colon or (":" in host and not host.startswith("[")):  # no port, or plain IPv6
         host, port = target, str(DEFAULT_PORT)
-    if not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise AllranksError(
             f"--connect {target} is not HOST:PORT", fix="write for example --connect node1:29500"
         )
-    started = time.monotonic()
-    found = reach(host.strip("[]"), int(port))
-    checks = verdict(found, listens=False)
-    return _show(checks, target, time.monotonic() - started, as_json=as_json)
+    return host.strip("[]"), int(port)
 
 
 def _show(checks: Sequence[Check], host: str, seconds: float, *, as_json: bool) -> int:

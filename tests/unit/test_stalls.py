@@ -224,6 +224,19 @@ def test_a_launcher_ends_ranks_that_make_no_step(
     assert not watched.look(0, never)  # once is enough
 
 
+def test_the_first_step_is_given_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, clock = RunDir(tmp_path / "job-20261115-120000-abcd"), [0.0]
+    append_event(run.events(0, 0), "start", rank=0, host="n1")
+    run.log(0, 0).write_text("")
+    watched = watch(run, clock, monkeypatch)
+    seen = []
+    for now in range(5, 400, 5):
+        clock[0] = float(now)
+        if watched.look(0, [2**22 + 1]):
+            seen.append(now)
+    assert seen == [305]
+
+
 def test_a_launcher_that_was_stopped_itself_blames_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

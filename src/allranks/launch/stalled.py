@@ -18,6 +18,7 @@ from allranks.stacks import Stack
 from allranks.stalls import PROGRESS, Blame, RankState, blame, read_states
 
 LOOK_SECONDS = 5.0
+FIRST_STEP_SECONDS = 300.0  # at least, for what comes before: imports, data, compiling
 GRACE_SECONDS = 5.0  # for the launchers of other nodes, which see the same, to print their stacks
 MOST_FRAMES = 30
 
@@ -37,6 +38,7 @@ class StallWatch:
         self.pause = min(LOOK_SECONDS, self.limit / 4)
         self._looked = self._moved = time.monotonic()
         self._newest: dict[int, tuple[int, float]] = {}  # rank -> attempt, time of its last move
+        self._stepped: int | None = None  # the attempt that has made a step
         self._printed: float | None = None  # when the stacks of this stall were
         self._states: list[RankState] = []  # at that time
         self._ends: dict[int, dict[str, Any]] = {}
@@ -52,16 +54,19 @@ class StallWatch:
         if was_away or not processes or self._has_moved(attempt, len(processes)):
             self._moved, self._printed = now, None
             return False
-        if now - self._moved < self.limit:
+        limit = self.limit
+        if self._stepped != attempt:
+            limit = max(limit, FIRST_STEP_SECONDS)
+        if now - self._moved < limit:
             return False
         if self._printed is None:
             self._printed = now
-            self._states = self._print_stacks(attempt, processes)
+            self._states = self._print_stacks(attempt, processes, Duration(int(limit)))
         has_others = len(self._states) > len(processes)
         if not self.ends or (has_others and now - self._printed < GRACE_SECONDS):
             return False
-        limit = Duration(int(self.limit))
-        self._ends = ends_of(self._states, blame(self._states), limit, self.run.name)
+        found = blame(self._states)
+        self._ends = ends_of(self._states, found, Duration(int(limit)), self.run.name)
         return True
 
     def end_of(self, rank: int) -> dict[str, Any] | None:
@@ -73,18 +78,22 @@ class StallWatch:
         for rank in range(self.first_rank, self.first_rank + num_ranks):
             events = read_last_events(self.run.events(attempt, rank))
             times = [float(event["t"]) for event in events if event["event"] in PROGRESS]
+            if any(event["event"] == "step" for event in events):
+                self._stepped = attempt
             if times:  # a long silence fills the end of the file with signs of life
                 newest[rank] = (attempt, max(times))
         has_moved = newest != self._newest
         self._newest = newest
         return has_moved
 
-    def _print_stacks(self, attempt: int, processes: Sequence[int]) -> list[RankState]:
+    def _print_stacks(
+        self, attempt: int, processes: Sequence[int], limit: Duration
+    ) -> list[RankState]:
         here = dict(enumerate(processes, start=self.first_rank))
         logs = {rank: self.run.log(attempt, rank) for rank in here}
         for log in logs.values():
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            _say(log, f"{now}: no step for {Duration(int(self.limit))}{stacks.FOLLOW}")
+            _say(log, f"{now}: no step for {limit}{stacks.FOLLOW}")
         found = stacks.by_signal(here, logs)
         rest = {rank: process for rank, process in here.items() if rank not in found}
         for rank, stack in stacks.take(rest, {}).items():

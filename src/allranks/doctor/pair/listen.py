@@ -59,6 +59,7 @@ class Listening:
         return self._found
 
     def close(self) -> None:
+        self._done.set()
         with suppress(OSError):  # wakes the thread that accepts
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
