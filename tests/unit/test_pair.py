@@ -22,12 +22,21 @@ from allranks.doctor.pair.words import verdict
 from allranks.errors import AllranksError
 
 HERE = Side(
-    **{"host": "a", "address": "10.0.0.1", "sees": "10.0.0.2", "interface": "eth0", "mtu": 1500},
-    **{"link_rate": 1.25e9, "interfaces": {"10.0.0.1": "eth0"}},
+    host="a",
+    address="10.0.0.1",
+    sees="10.0.0.2",
+    interface="eth0",
+    mtu=1500,
+    link_rate=1.25e9,
+    interfaces={"10.0.0.1": "eth0"},
 )
 THERE = Side(
-    **{"host": "b", "address": "10.0.0.2", "sees": "10.0.0.1", "interface": "ens3", "mtu": 1500},
-    **{"link_rate": None, "interfaces": {"10.0.0.2": "ens3"}},
+    host="b",
+    address="10.0.0.2",
+    sees="10.0.0.1",
+    interface="ens3",
+    mtu=1500,
+    interfaces={"10.0.0.2": "ens3"},
 )
 GOOD: dict[str, Any] = {
     **{"named": "b", "port": 29500, "addresses": ["10.0.0.2"], "here": HERE, "there": THERE},

@@ -32,16 +32,31 @@ def timed(
     changed = {**FAST, **parts}
     changed["compute"] = 0.1 - sum(changed[name] for name in changed if name != "compute")
     return Timing(
-        **{"first_step": 11, "last_step": 110, "ranks": 2, "steady": True, "seconds": 10.0},
-        **{"samples": 3200, "step_seconds": 0.1, "step_deviation": 0.001, "parts": changed},
-        **{"slowest_rank": slowest, "slowest_share": share, "slowest_part": part},
+        first_step=11,
+        last_step=110,
+        ranks=2,
+        steady=True,
+        seconds=10.0,
+        samples=3200,
+        step_seconds=0.1,
+        step_deviation=0.001,
+        parts=changed,
+        slowest_rank=slowest,
+        slowest_share=share,
+        slowest_part=part,
     )
 
 
 def ranks(*changes: dict[str, Any]) -> tuple[RankFacts, ...]:
     base = RankFacts(
-        **{"rank": 0, "node": "n1", "events": "rank.jsonl", "last_line": 120},
-        **{"step_samples": 16.0, "data_seconds": 0.001, "means": BUSY, "num_workers": 4},
+        rank=0,
+        node="n1",
+        events="rank.jsonl",
+        last_line=120,
+        step_samples=16.0,
+        data_seconds=0.001,
+        means=BUSY,
+        num_workers=4,
     )
     return tuple(replace(base, rank=rank, **change) for rank, change in enumerate(changes))
 
