@@ -124,6 +124,14 @@ def _rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
     return int(env[b"RANK"])
 
 
+def kernel_state(process: int, proc: Path = PROC) -> str:
+    """The kernel's letter for a process: R runs, S sleeps, D waits for a disk, T is stopped."""
+    try:
+        return (proc / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
 def take(processes: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, Stack]:
     """The stacks of these ranks (rank: process); those that cannot be had are left out."""
     found: dict[int, Stack] = {}

@@ -41,6 +41,7 @@ class RankState:
     usual: float | None = None  # seconds of its steps, the middle one
     longest: float | None = None  # seconds between two of its events, at most
     stack: Stack | None = None
+    kernel: str = ""  # the kernel's letter for its process, where it is on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,22 @@ def blame(states: Sequence[RankState]) -> Blame | None:
     if len(waiting) < 2:
         return None
     return (
-        _behind(waiting, lambda state: state.collectives, "collectives", sure=True)
+        _halted(waiting)
+        or _behind(waiting, lambda state: state.collectives, "collectives", sure=True)
         or _by_stacks(waiting)
         or _lifeless(waiting)
         or _by_phase(waiting)
         or _behind(waiting, lambda state: state.made, "steps", sure=False)
     )
+
+
+def _halted(states: Sequence[RankState]) -> Blame | None:
+    """Who cannot run at all: stopped by a signal, or in the hands of a disk."""
+    for letter, why in (("T", "is stopped by a signal"), ("D", "waits for a disk")):
+        halted = tuple(state.rank for state in states if state.kernel == letter)
+        if halted and len(halted) < len(states):
+            return Blame(halted, why, letter == "T")
+    return None
 
 
 def _behind(

@@ -80,6 +80,8 @@ def test_silence_is_since_the_last_rank_got_on() -> None:
         ([{"doing": "wait"}, {"heard": 60.0}], (1,), False),
         ([{"made": 12}, {"made": 11}, {"made": 11}], (1, 2), False),
         ([{}, {"ended": "finished"}], (1,), True),
+        ([{"doing": "wait"}, {"kernel": "T"}], (1,), True),
+        ([{"doing": "wait"}, {"kernel": "D"}], (1,), False),
     ],
 )
 def test_the_rank_that_did_not_come_is_found(

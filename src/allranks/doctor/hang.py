@@ -86,7 +86,9 @@ def judge(
         title = f"rank {culprit.rank} has finished, and the others still wait for it"
     elif culprit.ended:
         return []  # its end is the cause
-    if place is not None:
+    if culprit.kernel in ("T", "D"):
+        title += f": it {found.why}"
+    elif place is not None:
         title += f": it is at {Path(place.file).name}:{place.line} in {place.function}"
     return [
         Finding(
@@ -128,6 +130,11 @@ def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
             "give every rank as many batches: DistributedSampler(…, drop_last=True), or train "
             "within `with model.join():` (torch.distributed.algorithms.join)"
         )
+    if culprit.kernel == "T":
+        process = stacks.processes_of(run, max(run.attempts(), default=0)).get(culprit.rank)
+        return f"kill -CONT {process}: somebody has stopped it (SIGSTOP, Ctrl-Z, a debugger)"
+    if culprit.kernel == "D":
+        return "look at the disk that it waits for (dmesg, df): a network disk that does not answer"
     at = f"look at {place}" if place else look_there(culprit, run)
     stop = f"; end the run with allranks stop {run.name}" if is_live else ""
     if culprit.stack and any("torch/utils/data" in frame.file for frame in culprit.stack.frames):
@@ -194,10 +201,15 @@ def in_words(seconds: float) -> str:
 def with_stacks(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
     """The same with the stacks of the ranks here and, in a SLURM job, on its other nodes."""
     processes = stacks.processes_of(run, attempt)
-    found = stacks.take(processes, {rank: run.log(attempt, rank) for rank in processes})
-    if len(found) < len(states):
+    letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
+    able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDt"}
+    found = stacks.take(able, {rank: run.log(attempt, rank) for rank in able})
+    if len(processes) < len(states):
         found = elsewhere(run, attempt) | found
-    return [replace(state, stack=found.get(state.rank)) for state in states]
+    return [
+        replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
+        for state in states
+    ]
 
 
 def elsewhere(run: RunDir, attempt: int) -> dict[int, Stack]:
