@@ -1,0 +1,234 @@
+"""Reads logs of any size and finds the lines that may matter: fast, in bounded memory.
+
+Every pattern has a word that its lines must hold. A word of seven letters or more covers four bytes
+at a multiple of four wherever it begins, so that looking at every fourth position is enough: all of
+a chunk at once, in a table of flags. Where the word is long enough, the four bytes behind must be
+known too. Only lines with such a position are read by Python. The few short words (nan) are
+searched for one by one.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from allranks.doctor.catalogue import Catalogue, Cause
+from allranks.doctor.lines import Line, parse
+from allranks.doctor.literals import LONG, commonness
+
+CHUNK_BYTES = 1 << 21
+MAX_LINE_BYTES = 1 << 16
+KEPT_FIRST, KEPT_LAST = 4, 2  # hits of a cause by a rank of a file; marks are all kept
+MAX_MARKS = 20_000
+_BLOCK = 1 << 18  # bytes looked up at once: what fits into a core's cache
+_BITS = 20
+_FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
+_SHIFT = np.uint32(32 - _BITS)
+_OTHER = np.uint32(2246822519)
+_FOLD = np.uint32(0x20202020)  # capitals and small letters alike
+Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file, and what is known of all its lines."""
+
+    path: Path
+    name: str  # as it is shown
+    rank: int | None = None
+    node: str | None = None
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A line that a cause's pattern fits."""
+
+    cause: Cause
+    source: Source
+    number: int  # of the line, from 1
+    offset: int  # of the line, in bytes
+    line: Line
+    fields: dict[str, str]
+
+    @property
+    def rank(self) -> int | None:
+        return self.source.rank if self.source.rank is not None else self.line.rank
+
+    @property
+    def node(self) -> str | None:
+        return self.line.node or self.source.node
+
+
+@dataclass(slots=True)
+class Scanned:
+    """What was found in one file."""
+
+    source: Source
+    hits: list[Hit] = field(default_factory=list)
+    num_lines: int = 0
+    num_bytes: int = 0
+    ranks: set[int] = field(default_factory=set)
+    problem: str = ""
+
+
+class Words:
+    """All words of all patterns: where a chunk may have one, and which causes a line may have."""
+
+    def __init__(self, causes: Sequence[Cause]) -> None:
+        self._words: dict[bytes, list[Cause]] = {}
+        for cause in causes:
+            for pattern in cause.patterns:
+                is_long = len(pattern.word) >= LONG
+                word = (pattern.word.lower() if is_long else pattern.word).encode()
+                owners = self._words.setdefault(word, [])
+                if cause not in owners:
+                    owners.append(cause)
+        self.short = [word for word in self._words if len(word) < LONG]
+        self._grams: dict[int, list[tuple[int, bytes]]] = {}
+        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # 1: look behind it; 2: found
+        self._pairs = np.zeros(1 << _BITS, dtype=np.bool_)
+        for word in self._words:
+            if len(word) >= LONG:
+                self._add(word)
+
+    def _add(self, word: bytes) -> None:
+        has_behind = len(word) >= LONG + 4
+        length = LONG + 4 if has_behind else LONG
+        windows = range(len(word) - length + 1)
+        rarest = min(windows, key=lambda at: commonness(word[at : at + length].decode()))
+        for start in range(rarest, rarest + 4):
+            gram = np.frombuffer(word[start : start + 4], dtype="<u4") | _FOLD
+            self._grams.setdefault(int(gram[0]), []).append((start, word))
+            place = _places(gram)
+            self._flags[place] = np.maximum(self._flags[place], 1 if has_behind else 2)
+            if has_behind:
+                behind = np.frombuffer(word[start + 4 : start + 8], dtype="<u4") | _FOLD
+                self._pairs[_places(gram ^ (behind * _OTHER))] = True
+
+    def places(self, chunk: bytes) -> list[tuple[int, list[Cause]]]:
+        """Where words are in a chunk, in order, and the causes that have them."""
+        found: list[tuple[int, list[Cause]]] = []
+        for begin in range(0, len(chunk), _BLOCK):
+            count = (min(len(chunk), begin + _BLOCK) - begin) // 4
+            grams = np.frombuffer(chunk, dtype="<u4", offset=begin, count=count) | _FOLD
+            flags = self._flags.take(_places(grams), mode="clip")
+            flagged = np.flatnonzero(flags)
+            of_flagged = grams.take(flagged)
+            behind = grams.take(flagged + 1, mode="clip")
+            is_known = self._pairs.take(_places(of_flagged ^ (behind * _OTHER)), mode="clip")
+            # Behind the last one is the next block: it is looked at anyhow.
+            is_known |= (flags.take(flagged) == 2) | (flagged == count - 1)
+            for index, gram in zip(
+                flagged[is_known].tolist(), of_flagged[is_known].tolist(), strict=True
+            ):
+                for start, word in self._grams.get(gram, ()):
+                    place = begin + 4 * index - start
+                    if place >= 0 and chunk[place : place + len(word)].lower() == word:
+                        found.append((place, self._words[word]))
+        for word in self.short:
+            place = chunk.find(word)
+            while place >= 0:
+                found.append((place, self._words[word]))
+                place = chunk.find(word, place + 1)
+        return sorted(found, key=lambda one: one[0])
+
+
+def _places(grams: Grams) -> Grams:
+    """Where in a table of flags four bytes have theirs."""
+    return (grams * _FACTOR) >> _SHIFT
+
+
+def scan(source: Source, words: Words) -> Scanned:
+    """Every line of a file that some pattern fits; of many alike, the first and the last ones."""
+    found = Scanned(source)
+    kept: dict[tuple[str, int | None], list[Hit]] = {}
+    num_marks = 0
+    try:
+        for number, offset, raw, causes in _lines(source.path, words, found):
+            line = parse(raw.decode(errors="replace").rstrip("\n"))
+            for cause in causes:
+                if cause.kind == "mark" and num_marks >= MAX_MARKS:
+                    continue
+                if (fields := cause.match(line.text)) is None:
+                    continue
+                hit = Hit(cause, source, number, offset, line, fields)
+                if cause.kind == "mark":
+                    num_marks += 1
+                    kept.setdefault((cause.slug, None), []).append(hit)
+                else:
+                    hits = kept.setdefault((cause.slug, hit.rank), [])
+                    if len(hits) >= KEPT_FIRST + KEPT_LAST:
+                        del hits[KEPT_FIRST]
+                    hits.append(hit)
+    except (OSError, EOFError) as error:
+        found.problem = f"cannot be read: {error}"
+    found.hits = sorted(
+        (hit for hits in kept.values() for hit in hits), key=lambda hit: (hit.number, hit.offset)
+    )
+    found.ranks = {hit.rank for hit in found.hits if hit.rank is not None}
+    return found
+
+
+def _lines(
+    path: Path, words: Words, found: Scanned
+) -> Iterator[tuple[int, int, bytes, Iterable[Cause]]]:
+    """Number, offset and bytes of each line that has a word, and the causes of its words."""
+    first, offset = 1, 0
+    for chunk in _chunks(path):
+        counted, number = 0, first
+        places = words.places(chunk)
+        index = 0
+        while index < len(places):
+            place = places[index][0]
+            start = max(chunk.rfind(b"\n", 0, place) + 1, place - MAX_LINE_BYTES)
+            end = chunk.find(b"\n", place, place + MAX_LINE_BYTES)
+            end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
+            number += chunk.count(b"\n", counted, start)
+            counted = start
+            causes: dict[str, Cause] = {}
+            while index < len(places) and places[index][0] < end:
+                causes.update((cause.slug, cause) for cause in places[index][1])
+                index += 1
+            yield number, offset + start, chunk[start:end], causes.values()
+        first = number + chunk.count(b"\n", counted)
+        offset += len(chunk)
+        found.num_lines, found.num_bytes = first - 1, offset
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The file in pieces that end with a line, unless one is longer than a piece."""
+    with open_log(path) as file:
+        rest = b""
+        while block := file.read(CHUNK_BYTES):
+            block = rest + block
+            cut = block.rfind(b"\n") + 1
+            if cut == 0:
+                if len(block) < 2 * CHUNK_BYTES:
+                    rest = block
+                    continue
+                cut = len(block)
+            yield block[:cut]
+            rest = block[cut:]
+        if rest:
+            yield rest
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log as it is, or unpacked."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def read_around(source: Source, offset: int, num_bytes: int) -> str:
+    """What stands in a file from a place on."""
+    try:
+        with open_log(source.path) as file:
+            file.seek(offset)
+            return file.read(num_bytes).decode(errors="replace")
+    except (OSError, EOFError):
+        return ""
