@@ -205,19 +205,20 @@ def with_stacks(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[
     able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDt"}
     found = stacks.take(able, {rank: run.log(attempt, rank) for rank in able})
     if len(processes) < len(states):
-        found = elsewhere(run, attempt) | found
+        found = elsewhere(run, attempt, len({state.node for state in states})) | found
     return [
         replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
         for state in states
     ]
 
 
-def elsewhere(run: RunDir, attempt: int) -> dict[int, Stack]:
+def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
     """The stacks on all nodes of the SLURM job that trains the run, asked through srun."""
     holder = newest(run.claims)
     if holder is None or not holder.job:
         return {}
-    command = ["srun", "--jobid", holder.job, "--overlap", "--ntasks-per-node=1", "--quiet"]
+    command = ["srun", f"--jobid={holder.job}", "--overlap", "--quiet", f"--nodes={num_nodes}"]
+    command += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     command += [sys.executable, "-m", "allranks.stacks", str(run.path), str(attempt)]
     try:
         printed = slurm.call(*command, seconds=OTHER_NODES_SECONDS)
