@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks import cli_bench, cli_bench_data, cli_comm, cli_report, cli_slurm
+from allranks import cli_bench, cli_bench_data, cli_comm, cli_doctor, cli_report, cli_slurm
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
 # Importing these adds their commands to the app.
-__all__ = ["app", "cli_bench", "cli_bench_data", "cli_comm", "cli_report", "cli_slurm", "main"]
+__all__ = [
+    "app",
+    "cli_bench",
+    "cli_bench_data",
+    "cli_comm",
+    "cli_doctor",
+    "cli_report",
+    "cli_slurm",
+    "main",
+]
 
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[

@@ -32,11 +32,11 @@ def _rendezvous(fields: Fields, facts: Facts) -> Fields:
 
 def _master(fields: Fields, facts: Facts) -> Fields:
     lines = [*facts.of("master-unreachable")]
-    unresolved = any(
-        re.search(r"gai ?error|not known|name resolution", hit.line.text, re.IGNORECASE)
+    is_network = any(
+        re.search(r"gai ?error|not known|name resolution|route to host|unreachable", hit.line.text, re.I)
         for hit in lines
     )
-    return {"rank": "none"} if unresolved else {}  # the address is wrong, not rank 0
+    return {"rank": "none"} if is_network else {}  # the address or the way to it, not rank 0
 
 
 def _port(fields: Fields, facts: Facts) -> Fields:

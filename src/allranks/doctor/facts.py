@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from allranks.doctor.ends import End, ends_of
 from allranks.doctor.scan import Hit, Scanned
@@ -24,6 +24,7 @@ class Facts:
     world: int | None = None
     known: Mapping[str, str] = field(default_factory=dict)  # of the job and the machine
     situations: tuple[str, ...] = ()
+    pids: Mapping[int, int] = field(default_factory=dict)  # ranks by process
     has_failed: bool = False
 
     def of(self, slug: str) -> list[Hit]:
@@ -32,7 +33,7 @@ class Facts:
     @property
     def ranks(self) -> set[int]:
         """Ranks that there are, as far as the logs tell."""
-        seen = {hit.rank for hit in self.hits if hit.rank is not None} | set(self.ends)
+        seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
         seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
         top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
         return set(range(top)) if top <= 4096 else seen
@@ -52,6 +53,7 @@ def gather(
     known: Mapping[str, str] | None = None,
     situations: Iterable[str] = (),
     world: int | None = None,
+    pids: Mapping[int, int] | None = None,
 ) -> Facts:
     """Put together what was found in all files of one failure."""
     hits = [hit for one in scanned for hit in one.hits]
@@ -66,6 +68,7 @@ def gather(
         world or _world(hits),
         known or {},
         (*situations, *_situations(hits)),
+        pids or {},
     )
     facts.has_failed = _has_failed(facts)
     return facts
@@ -96,8 +99,6 @@ def _with_rank(hit: Hit, ranks: Mapping[tuple[str | None, int], int]) -> Hit:
     rank = ranks.get((hit.line.node, hit.line.pid))
     if rank is None:
         return hit
-    from dataclasses import replace
-
     return replace(hit, line=replace(hit.line, rank=rank))
 
 

@@ -52,8 +52,8 @@ def judge(facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()) -
     roots = [one for one in left if one.level == LEVELS["root"]]
     if len(roots) > 1 and roots[0].confidence == "high":
         roots[0].confidence = "medium"  # the first of several is likely the one, not surely
-    if left and left[0].level < LEVELS["generic"]:
-        left = [one for one in left if one.level < LEVELS["generic"]]
+    # What is true of many failures is said once, and only where nothing better is known.
+    left = [one for one in left if one.level < LEVELS["generic"]] or left[:1]
     return [finding_of(one, facts) for one in left[:MAX_FINDINGS]]
 
 
@@ -101,6 +101,9 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
     named = [int(hit.fields["rank"]) for hit in hits if "rank" in hit.fields]
     if named:
         return named[0]
+    processes = [int(hit.fields["pid"]) for hit in hits if hit.fields.get("pid", "").isdigit()]
+    if (of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]):
+        return of_process[0]
     ranks = {hit.rank for hit in hits if hit.rank is not None}
     if ranks:
         everybody = len(ranks) > 1 and ranks >= facts.ranks

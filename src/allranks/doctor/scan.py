@@ -10,10 +10,12 @@ searched for one by one.
 from __future__ import annotations
 
 import gzip
+import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 
@@ -31,6 +33,7 @@ _FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
 _SHIFT = np.uint32(32 - _BITS)
 _OTHER = np.uint32(2246822519)
 _FOLD = np.uint32(0x20202020)  # capitals and small letters alike
+_RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # who said anything at all
 Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
@@ -42,7 +45,8 @@ class Source:
     name: str  # as it is shown
     rank: int | None = None
     node: str | None = None
-    attempt: int = 0
+    content: bytes | None = None  # in place of the file's: its end, or what a command printed
+    first_line: int = 1  # the number of the content's first line
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ def scan(source: Source, words: Words) -> Scanned:
     kept: dict[tuple[str, int | None], list[Hit]] = {}
     num_marks = 0
     try:
-        for number, offset, raw, causes in _lines(source.path, words, found):
+        for number, offset, raw, causes in _lines(source, words, found):
             line = parse(raw.decode(errors="replace").rstrip("\n"))
             for cause in causes:
                 if cause.kind == "mark" and num_marks >= MAX_MARKS:
@@ -171,16 +175,16 @@ def scan(source: Source, words: Words) -> Scanned:
     found.hits = sorted(
         (hit for hits in kept.values() for hit in hits), key=lambda hit: (hit.number, hit.offset)
     )
-    found.ranks = {hit.rank for hit in found.hits if hit.rank is not None}
+    found.ranks |= {hit.rank for hit in found.hits if hit.rank is not None}
     return found
 
 
 def _lines(
-    path: Path, words: Words, found: Scanned
+    source: Source, words: Words, found: Scanned
 ) -> Iterator[tuple[int, int, bytes, Iterable[Cause]]]:
     """Number, offset and bytes of each line that has a word, and the causes of its words."""
-    first, offset = 1, 0
-    for chunk in _chunks(path):
+    first, offset = source.first_line, 0
+    for chunk in _chunks(source):
         counted, number = 0, first
         places = words.places(chunk)
         index = 0
@@ -199,11 +203,13 @@ def _lines(
         first = number + chunk.count(b"\n", counted)
         offset += len(chunk)
         found.num_lines, found.num_bytes = first - 1, offset
+        if offset <= CHUNK_BYTES + len(chunk) or len(chunk) < CHUNK_BYTES:  # the first and the last
+            found.ranks |= {int(rank) for rank in _RANKS.findall(chunk)}
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _chunks(source: Source) -> Iterator[bytes]:
     """The file in pieces that end with a line, unless one is longer than a piece."""
-    with open_log(path) as file:
+    with open_log(source) as file:
         rest = b""
         while block := file.read(CHUNK_BYTES):
             block = rest + block
@@ -219,15 +225,19 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def open_log(path: Path) -> IO[bytes]:
+def open_log(source: Source) -> IO[bytes]:
     """A log as it is, or unpacked."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    if source.content is not None:
+        return io.BytesIO(source.content)
+    if source.path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(source.path, "rb"))
+    return source.path.open("rb")
 
 
 def read_around(source: Source, offset: int, num_bytes: int) -> str:
     """What stands in a file from a place on."""
     try:
-        with open_log(source.path) as file:
+        with open_log(source) as file:
             file.seek(offset)
             return file.read(num_bytes).decode(errors="replace")
     except (OSError, EOFError):

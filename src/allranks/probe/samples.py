@@ -93,7 +93,10 @@ class SampleCounter:
     def _fingerprint(self, loader: Loader, batch: Any, indices: Any) -> dict[str, Any]:
         found = {"epoch": loader.epoch, "batch": loader.batches, "samples": loader.waiting[-1]}
         if indices is not None:
-            found["indices"] = zlib.crc32(repr(list(indices)[:FINGERPRINT_VALUES]).encode())
+            values = list(indices)[:FINGERPRINT_VALUES]
+            found["indices"] = zlib.crc32(repr(values).encode())
+            with suppress(TypeError):  # an index may be anything
+                found["sorted"] = values == sorted(values)
         tensor = next(tensors(batch), None)
         if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
             with suppress(Exception):  # not every tensor can be read as bytes
