@@ -11,10 +11,29 @@ from allranks.cli_words import AsJson, Debug, Runs, app, people_console
 
 if TYPE_CHECKING:
     from allranks.doctor.finding import Finding
+    from allranks.doctor.slow import Thresholds
 
 Subjects = Annotated[
     list[str] | None,
     typer.Argument(metavar="RUN|LOG...", help="Default: check this machine before a run."),
+]
+Listen = Annotated[
+    bool, typer.Option("--listen", help="Wait for --connect from another machine; [PORT] follows.")
+]
+Connect = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Test the way to a machine that listens."),
+]
+DataFolders = Annotated[
+    list[Path] | None, typer.Option("--data", help="Look at this folder's disk too.")
+]
+StalledAfter = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="SECONDS", help="Without a step: it hangs. Default: by its steps."),
+]
+Threshold = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=NUMBER", help="When slowness is told, such as data=0.2."),
 ]
 ListCauses = Annotated[bool, typer.Option("--list", help="Print the causes that are known.")]
 
@@ -23,6 +42,11 @@ ListCauses = Annotated[bool, typer.Option("--list", help="Print the causes that 
 def doctor(
     subject: Subjects = None,
     list_causes: ListCauses = False,
+    listen: Listen = False,
+    connect: Connect = None,
+    data: DataFolders = None,
+    stalled_after: StalledAfter = None,
+    threshold: Threshold = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -30,16 +54,28 @@ def doctor(
     """What is wrong, on which rank, and what to type: a run, any log, or this machine."""
     if list_causes:
         print_causes(as_json)
-    elif not subject:
-        from allranks.doctor.here import check_here
+    elif listen or connect is not None or not subject:
+        from allranks import cli_doctor_machine as machine
 
-        raise typer.Exit(check_here(as_json=as_json))
+        if connect is not None:
+            raise typer.Exit(machine.connect(connect, as_json=as_json))
+        if listen:
+            raise typer.Exit(machine.listen(machine.port_of(subject), as_json=as_json))
+        raise typer.Exit(machine.check_here(runs, data or [], as_json=as_json))
     else:
-        print_findings(diagnosis(runs, subject), " ".join(subject), as_json)
+        from allranks.doctor.slow import Thresholds
+
+        limits = Thresholds.parse(threshold or [])
+        found = diagnosis(runs, subject, limits, stalled_after)
+        print_findings(found, " ".join(subject), as_json)
 
 
-def diagnosis(runs: Path, subjects: list[str]) -> list[Finding]:
+def diagnosis(
+    runs: Path, subjects: list[str], limits: Thresholds, stalled_after: float | None = None
+) -> list[Finding]:
     """What is wrong with what was named: files are logs of one run, anything else is a run."""
+    from allranks import standing
+    from allranks.doctor import live
     from allranks.doctor.diagnose import diagnose_logs, log_files
     from allranks.doctor.layouts import compare
     from allranks.doctor.runs import diagnose_run
@@ -55,7 +91,10 @@ def diagnosis(runs: Path, subjects: list[str]) -> list[Finding]:
     found = diagnose_logs(logs) if logs else []
     named = [find_run(runs, one) for one in references]
     for run in named:
-        found += diagnose_run(run)
+        state = standing.describe(run, standing.look_at_queue([run]))["state"]
+        stalls = live.stalled(run, state, after=stalled_after)
+        slowness = live.slowed(run, state, limits) if not stalls else []
+        found += live.together(diagnose_run(run), stalls, slowness)
     return [*found, *compare(named)]
 
 

@@ -84,6 +84,19 @@ def node_checks(found: Verdict) -> list[Check]:
     return rows
 
 
+def port_of(words: Sequence[str] | None) -> int | None:
+    """The port that may follow --listen."""
+    from allranks.errors import AllranksError
+
+    if not words:
+        return None
+    if len(words) > 1 or not words[0].isdecimal() or not 0 < int(words[0]) < 65536:
+        raise AllranksError(
+            f"--listen {' '.join(words)} is not a port", fix="write for example --listen 29501"
+        )
+    return int(words[0])
+
+
 def listen(port: int | None, *, as_json: bool = False) -> int:
     """Wait for one `doctor --connect`, then say what was found."""
     from allranks.doctor.pair.listen import Listening

@@ -39,7 +39,7 @@ for step, (x, y) in enumerate(DataLoader(Data(), batch_size=BATCH)):
     optimizer.zero_grad()
 dist.destroy_process_group()
 """
-SHORT = Thresholds(least_seconds=1.0)
+SHORT = Thresholds(least_seconds=1.0)  # of 28 steps, the last ones
 
 
 def diagnose(

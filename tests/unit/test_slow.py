@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.live import slowed, stalled, together
 from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import RankFacts, SlowFacts, nccl_lines, read_slow_facts
 from allranks.errors import AllranksError
@@ -140,8 +141,8 @@ def test_sockets_in_place_of_infiniband() -> None:
 
 
 def test_exchanges_that_take_long() -> None:
-    (one,) = found(timed(comm=0.05))
-    assert one.cause == "communication-bound" and "50% of each step" in one.title
+    (one,) = found(timed(comm=0.06))
+    assert one.cause == "communication-bound" and "60% of each step" in one.title
 
 
 def test_idle_gpus_and_small_batches() -> None:
@@ -185,7 +186,7 @@ def test_facts_are_read_from_a_run_s_folder(tmp_path: Path) -> None:
     for rank in (0, 1):
         append_event(run.events(0, rank), "start", rank=rank, host="n1")
         for number in range(1, 31):
-            step = {"step": number, "samples": 8 + rank, "seconds": 0.5, "data": 0.2, "wait": 0.1}
+            step = {"step": number, "samples": 8 + rank, "seconds": 0.6, "data": 0.3, "wait": 0.1}
             append_event(run.events(0, rank), "step", **step, **phases)
         append_event(run.events(0, rank), "device", num_workers=2, workers_cpu=1.9, cpu=1.0)
     run.log(0, 0).write_text(f"hello\n{OFF.text}\n{SOCKET.text}\n")
@@ -199,3 +200,22 @@ def test_facts_are_read_from_a_run_s_folder(tmp_path: Path) -> None:
     assert (one.cause, one.rank) == ("too-few-workers", None)
     assert read_slow_facts(RunDir(tmp_path / "none")) is None
     assert nccl_lines([tmp_path / "none.log"]) == []
+
+
+def finding(cause: str, rank: int | None = None, confidence: Any = "high") -> Finding:
+    return Finding(cause, cause, "fix", rank=rank, confidence=confidence)
+
+
+def test_a_hang_comes_before_its_echoes_and_slowness_after_everything() -> None:
+    stall, late = finding("rank-missing-from-collective", 1), finding("data-bound")
+    echo, other = finding("rank-died", 1), finding("nan-loss", 0, "medium")
+    assert together([echo, other], [stall], []) == [stall, other]
+    assert together([other], [], [late]) == [other, late]
+    # What a rank said for certain may be why it did not get on.
+    full = finding("disk-full", 1)
+    assert together([full], [stall], []) == [full, stall]
+    assert together([], [], []) == []
+
+
+def test_a_failed_run_is_not_called_slow(tmp_path: Path) -> None:
+    assert slowed(RunDir(tmp_path), "failed") == [] == stalled(RunDir(tmp_path), "finished")

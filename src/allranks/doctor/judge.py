@@ -102,7 +102,7 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
     if named:
         return named[0]
     processes = [int(hit.fields["pid"]) for hit in hits if hit.fields.get("pid", "").isdigit()]
-    if (of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]):
+    if of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]:
         return of_process[0]
     ranks = {hit.rank for hit in hits if hit.rank is not None}
     if ranks:

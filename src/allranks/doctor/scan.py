@@ -19,7 +19,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from allranks.doctor.catalogue import Catalogue, Cause
+from allranks.doctor.catalogue import Cause
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.literals import LONG, commonness
 

@@ -22,9 +22,9 @@ class Thresholds:
 
     data: float = 0.10
     straggler: float = 0.10
-    comm: float = 0.40
-    least_ms: float = 2.0  # of a step: what costs less is not worth a change
-    least_seconds: float = 4.0  # of measured steps
+    comm: float = 0.50
+    least_ms: float = 5.0  # of a step: what costs less is not worth a change
+    least_seconds: float = 10.0  # of measured steps
     slowest: float = 0.6  # share of the steps in which the same rank comes last
     utilization: float = 80.0  # percent of the GPU
     temperature: float = 83.0  # degrees Celsius
