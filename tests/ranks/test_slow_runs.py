@@ -78,6 +78,7 @@ def test_one_slow_rank(tmp_path: Path) -> None:
     assert 25 < share < 50, found.title
 
 
+@pytest.mark.soak
 def test_one_rank_with_more_samples(tmp_path: Path) -> None:
     (found, *_) = diagnose(tmp_path, work="0.01 * len(x)", batch="4 + 4 * (rank == 1)")
     assert (found.cause, found.rank) == ("unbalanced-data", 1)

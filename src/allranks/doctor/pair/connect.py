@@ -17,6 +17,7 @@ from allranks.doctor.pair.facts import PairFacts, from_fields, path_mtu, plain, 
 from allranks.doctor.pair.talk import Moved, Stranger
 
 CONNECT_SECONDS = 3.0
+KNOCK_SECONDS = 1.5  # the other side is known to be there
 TRANSFER_SECONDS = 1.0
 STREAMS = 4
 ARP = Path("/proc/net/arp")
@@ -132,7 +133,7 @@ class Test:
     def _knock(self, port: int) -> str:
         """Another port of theirs, of those that the kernel hands out: gloo and NCCL use such."""
         try:
-            with socket.create_connection((self.address, port), CONNECT_SECONDS):
+            with socket.create_connection((self.address, port), KNOCK_SECONDS):
                 return ""
         except OSError as error:
             return reason(error)
@@ -145,7 +146,7 @@ class Test:
 
         def attempt(address: str) -> Callable[[], bool]:
             def call() -> bool:
-                with self._open("hello", address=address, seconds=CONNECT_SECONDS / 2) as line:
+                with self._open("hello", address=address, seconds=KNOCK_SECONDS) as line:
                     return bool(talk.hear(line).get("session") == self.session)
 
             return call

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.doctor.pair import talk
-from allranks.doctor.pair.connect import CONNECT_SECONDS, EchoPort, reason
+from allranks.doctor.pair.connect import KNOCK_SECONDS, EchoPort, reason
 from allranks.doctor.pair.facts import (
     PairFacts,
     from_fields,
@@ -141,7 +141,7 @@ class Listening:
         if not 0 < port < 65536:
             raise ValueError("no port")
         try:
-            with socket.create_connection((peer, port), CONNECT_SECONDS):
+            with socket.create_connection((peer, port), KNOCK_SECONDS):
                 return ""
         except OSError as error:
             return reason(error)
