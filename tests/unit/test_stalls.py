@@ -136,6 +136,21 @@ def test_a_rank_that_has_finished_has_had_fewer_inputs(tmp_path: Path) -> None:
     assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, 5.0, run) == []
 
 
+def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
+    other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
+    apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})
+    (found,) = judge(apart, 30.0, 5.0, make_run(tmp_path))
+    assert (found.cause, found.rank) == ("collective-mismatch", None)
+    assert "rank 0 at /me/train.py:8 in f, rank 1 at /me/train.py:11 in f" in found.title
+
+
+def test_a_rank_that_never_joined(tmp_path: Path) -> None:
+    meeting = Frame("/e/torch/distributed/distributed_c10d.py", 1, "init_process_group")
+    waits = Stack(2, (WAITS.frames[0], meeting, Frame("/me/train.py", 8, "f")), "")
+    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, 120.0, make_run(tmp_path))
+    assert (found.cause, found.rank, found.confidence) == ("rendezvous-timeout", 1, "high")
+
+
 def test_ranks_that_are_alike_are_a_finding_only_after_long(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     alike = states({"stack": OWN, "doing": "data"}, {"stack": OWN, "doing": "data"})

@@ -72,6 +72,8 @@ def judge(
 ) -> list[Finding]:
     """What to say of ranks that have made no step for so long. Reads nothing but source lines."""
     found = blame(states)
+    if wait_apart(states):
+        return [mismatch(states, run)]
     if found is None:
         waits = [is_waiting(state) for state in states]
         if seconds < max(LONG_SILENCE, 2 * usual) and not all(waits):
@@ -87,6 +89,9 @@ def judge(
         title = f"rank {culprit.rank} has finished, and the others still wait for it"
     elif culprit.ended:
         return []  # its end is the cause
+    elif is_meeting([state for state in states if state.rank not in found.ranks]):
+        cause = "rendezvous-timeout"
+        title = f"rank {culprit.rank} has not come to where the ranks meet first"
     if culprit.kernel in ("T", "D"):
         title += f": it {found.why}"
     elif place is not None:
@@ -102,6 +107,34 @@ def judge(
             evidence=evidence(states, found, run),
         )
     ]
+
+
+def is_meeting(states: Sequence[RankState]) -> bool:
+    """Whether these ranks wait for the others to join the world at all."""
+    return bool(states) and all(
+        state.stack is not None
+        and any(frame.function.endswith("init_process_group") for frame in state.stack.frames)
+        for state in states
+    )
+
+
+def wait_apart(states: Sequence[RankState]) -> bool:
+    """Whether all ranks are in exchanges, but not in the same one."""
+    places = [state.stack.place for state in states if state.stack and state.stack.waits]
+    return len(places) == len(states) > 1 and len(set(places)) > 1
+
+
+def mismatch(states: Sequence[RankState], run: RunDir) -> Finding:
+    lines = {str(state.stack.place): state.rank for state in states if state.stack}
+    words = ", ".join(f"rank {rank} at {place}" for place, rank in list(lines.items())[:4])
+    return Finding(
+        "collective-mismatch",
+        f"ranks wait in different exchanges: {words}",
+        "all ranks must make the same exchanges in the same order: look for a condition on the "
+        "rank, or on its data, between these lines",
+        confidence="medium",
+        evidence=evidence(states, None, run),
+    )
 
 
 def nobody_to_blame(

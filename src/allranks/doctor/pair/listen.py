@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -36,7 +37,7 @@ class Listening:
             self._socket = socket.create_server(("", port), family=family, dualstack_ipv6=both)
         except OSError as error:
             raise AllranksError(
-                f"cannot listen on port {port}: {error.strerror}",
+                f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
                 fix=f"ss -ltnp 'sport = :{port}' shows who does; or name another: --listen 29501",
                 exit_code=1,
             ) from None
