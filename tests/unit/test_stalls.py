@@ -26,8 +26,14 @@ from allranks.stalls import (
 )
 
 OWN = Stack(1, (Frame("/me/train.py", 9, "stuck"), Frame("/me/train.py", 20, "<module>")), "py-spy")
-WAITS = Stack(2, (Frame("/e/torch/distributed/x.py", 1, "wait"), Frame("/me/train.py", 8, "f")), "")
-BACKWARD = Stack(3, (Frame("/e/torch/autograd/graph.py", 1, "run"), Frame("/me/t.py", 8, "f")), "")
+WAITS = Stack(
+    2,
+    (Frame("/e/site-packages/torch/distributed/x.py", 1, "wait"), Frame("/me/train.py", 8, "f")),
+    "",
+)
+BACKWARD = Stack(
+    3, (Frame("/e/site-packages/torch/autograd/graph.py", 1, "run"), Frame("/me/t.py", 8, "f")), ""
+)
 
 
 def states(*changes: dict[str, Any]) -> list[RankState]:
@@ -145,7 +151,9 @@ def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_joined(tmp_path: Path) -> None:
-    meeting = Frame("/e/torch/distributed/distributed_c10d.py", 1, "init_process_group")
+    meeting = Frame(
+        "/e/site-packages/torch/distributed/distributed_c10d.py", 1, "init_process_group"
+    )
     waits = Stack(2, (WAITS.frames[0], meeting, Frame("/me/train.py", 8, "f")), "")
     (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, 120.0, make_run(tmp_path))
     assert (found.cause, found.rank, found.confidence) == ("rendezvous-timeout", 1, "high")
