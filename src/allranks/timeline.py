@@ -23,6 +23,7 @@ AFTER = "after"  # after backward: what it was shows when the next mark comes
 END = "end"
 
 PHASES = (DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
+MAX_MARKS = 50_000  # of a step
 MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
 
 
@@ -35,8 +36,11 @@ class DeviceEvent(Protocol):
 
 
 # From a time on (perf_counter), time belongs to a label; with the DeviceEvent that was recorded at
-# the same place. Plain: a dozen are made at every step.
-Mark = tuple[str, float, DeviceEvent | None]
+# the same place, and what else there is to say about that moment: a function and its arguments,
+# called by whoever reads the step. Plain, and nothing is done at once: a dozen marks are made at
+# every step, between kernels that leave little in a processor's caches.
+Note = tuple[Any, ...]
+Mark = tuple[str, float, DeviceEvent | None, Note | None]
 
 
 class Timeline:
@@ -50,41 +54,49 @@ class Timeline:
         self.record_event: Callable[[], DeviceEvent] | None = None
         self._marks: list[Mark] = []  # the first step begins with its first mark
         # Where the clock of marks stands in the world's time: read once, so that steps add up.
-        self._unix = time.time() - perf_counter()
+        self.unix = time.time() - perf_counter()
 
-    def mark(self, label: str) -> None:
+    def mark(self, label: str, note: Note | None = None) -> None:
         self.label = label
-        if self.record_event is None:
-            self._marks.append((label, perf_counter(), None))
-        else:
-            self._marks.append(self._now(label))
+        event = None if self.record_event is None else self.record_event()
+        self._marks.append((label, perf_counter(), event, note))
 
     def restart(self) -> None:
         """Begin the step here: what came before belongs to none."""
-        self.label = OTHER
-        self._marks = [self._now(OTHER)]
+        self._marks = []
+        self.mark(OTHER)
+
+    def shorten(self) -> None:
+        """Keep to so many marks in a script that does anything but step: what is dropped is other.
+
+        Somebody must call it now and then where marks are made.
+        """
+        if len(self._marks) > MAX_MARKS:
+            _, began, event, _ = self._marks[0]
+            self._marks = [(OTHER, began, event, None), *self._marks[-MAX_MARKS // 2 :]]
 
     def close(self) -> Step:
         """End the step here, and begin the next."""
-        self.mark(END)
+        return Step(self.end(), self.unix)
+
+    def end(self) -> list[Mark]:
+        """The same; only the marks of the step."""
+        event = None if self.record_event is None else self.record_event()
+        now = perf_counter()
         marks = self._marks
-        _, seconds, event = marks[-1]
-        self.num_steps += 1
+        marks.append((END, now, event, None))
+        self._marks = [(OTHER, now, event, None)]
         self.label = OTHER
-        self._marks = [(OTHER, seconds, event)]
-        return Step(marks, self._unix)
+        self.num_steps += 1
+        return marks
 
     def doing(self) -> tuple[str, float]:
         """What the rank does, and since how many seconds. Any thread may ask."""
         marks = self._marks
         if not marks:
             return OTHER, 0.0
-        label, since, _ = marks[-1]
+        label, since, _, _ = marks[-1]
         return OTHER if label in (AFTER, END) else label, perf_counter() - since
-
-    def _now(self, label: str) -> Mark:
-        event = self.record_event() if self.record_event is not None else None
-        return label, perf_counter(), event
 
 
 current: Timeline | None = None  # of this process, if it has a probe
@@ -139,11 +151,11 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     waits: list[float] = []
     longest, arrive = -1.0, None
     is_open = False  # whether more waiting would belong to the same exchange
-    for (label, begin, event), (following, end, following_event) in itertools.pairwise(marks):
-        if event is None or following_event is None:
+    for (label, begin, event, _), (following, end, end_event, _) in itertools.pairwise(marks):
+        if event is None or end_event is None:
             seconds = end - begin
         else:
-            seconds = event.elapsed_time(following_event) / 1e3
+            seconds = event.elapsed_time(end_event) / 1e3
         phase = _meaning(label, following) if label in (AFTER, OTHER) else label
         sums[phase] += seconds
         if phase == WAIT:

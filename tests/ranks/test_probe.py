@@ -331,11 +331,12 @@ def test_a_script_that_fails_keeps_its_steps(tmp_path: Path) -> None:
     assert "OSError: no" in found.log()
 
 
-def test_a_probe_that_fails_says_so_once_and_the_script_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["Loader.fetched", "SampleCounter.take"])
+def test_a_probe_that_fails_says_so_once_and_the_script_goes_on(part: str, tmp_path: Path) -> None:
     text = MODEL + (
         "import allranks.probe.samples as samples\n"
-        "def broken(self, loader, batch): raise KeyError('broken')\n"
-        "samples.SampleCounter.fetched = broken\n"
+        "def broken(*_): raise KeyError('broken')\n"
+        f"samples.{part} = broken\n"
         "for x, y in DataLoader(data, batch_size=8):\n"
         "    print('loss', train(x, y).item())\n"
     )

@@ -16,11 +16,14 @@ from allranks.probe.samples import (
     FINGERPRINTS,
     MAX_FINGERPRINTS,
     MAX_WAITING,
+    CountedStep,
+    Fingerprints,
     Loader,
     SampleCounter,
     num_samples,
     tensors,
 )
+from allranks.timeline import BACKWARD, FORWARD, Timeline
 
 
 def batch(size: int) -> list[int]:
@@ -32,15 +35,20 @@ class Script:
 
     def __init__(self) -> None:
         self.counter = SampleCounter()
+        self.fingerprints = Fingerprints()
 
     def epoch(self, loader: Loader | None = None) -> Loader:
         loader = loader or Loader()
+        loader.started()
         self.counter.started(loader)
         return loader
 
     def fetch(self, loader: Loader, *sizes: int) -> None:
         for size in sizes:
-            self.counter.fetched(loader, batch(size))
+            self.give(loader, batch(size))
+
+    def give(self, loader: Loader, batch: Any) -> None:
+        self.counter.fetched(loader, loader.fetched(batch, self.fingerprints))
 
     def step(self, backwards: int = 1) -> int:
         for _ in range(backwards):
@@ -185,26 +193,22 @@ def test_batches_nobody_trains_on_are_not_kept_for_ever() -> None:
 
 
 def test_indices_tell_the_size_of_a_batch_without_tensors() -> None:
-    counter = SampleCounter()
-    loader = Loader()
-    counter.started(loader)
+    script = Script()
+    loader = script.epoch()
     loader.indices.extend([[3, 1, 2], [4, 5]])
-    counter.fetched(loader, object())
-    counter.trained()
-    assert counter.take() == 3
-    counter.fetched(loader, object())
-    counter.trained()
-    assert counter.take() == 2
+    script.give(loader, object())
+    assert script.step() == 3
+    script.give(loader, object())
+    assert script.step() == 2
 
 
 def fingerprints(indices: list[list[int]], values: list[float]) -> list[dict[str, Any]]:
-    counter = SampleCounter()
-    loader = Loader()
-    counter.started(loader)
+    script = Script()
+    loader = script.epoch()
     for chosen, value in zip(indices, values, strict=True):
         loader.indices.append(chosen)
-        counter.fetched(loader, torch.full((len(chosen), 2), value))
-    return counter.seen
+        script.give(loader, torch.full((len(chosen), 2), value))
+    return script.fingerprints.seen
 
 
 def test_equal_batches_have_equal_fingerprints_and_others_do_not() -> None:
@@ -222,14 +226,14 @@ def test_only_early_batches_are_looked_at() -> None:
     for _ in range(FINGERPRINT_EPOCHS + 2):
         script.epoch(loader)
         script.fetch(loader, *[2] * (FINGERPRINTS + 3))
-    assert len(script.counter.seen) == FINGERPRINT_EPOCHS * FINGERPRINTS
+    assert len(script.fingerprints.seen) == FINGERPRINT_EPOCHS * FINGERPRINTS
 
 
 def test_a_new_loader_for_every_epoch_is_not_looked_at_for_ever() -> None:
     script = Script()
     for _ in range(100):
         script.fetch(script.epoch(), 2, 2, 2)
-    assert len(script.counter.seen) == MAX_FINGERPRINTS
+    assert len(script.fingerprints.seen) == MAX_FINGERPRINTS
 
 
 @pytest.mark.parametrize(
@@ -247,10 +251,10 @@ def test_a_new_loader_for_every_epoch_is_not_looked_at_for_ever() -> None:
 def test_no_tensor_is_too_odd_to_be_looked_at(tensor: torch.Tensor) -> None:
     script = Script()
     loader = script.epoch()
-    script.counter.fetched(loader, tensor)
+    script.give(loader, tensor)
     assert script.step() == tensor.shape[0]
     is_plain = tensor.device.type == "cpu" and not tensor.is_sparse
-    assert ("content" in script.counter.seen[0]) == is_plain
+    assert ("content" in script.fingerprints.seen[0]) == is_plain
 
 
 @dataclass
@@ -291,6 +295,22 @@ class Encoding:
 )
 def test_the_length_of_a_batch(given_batch: Any, expected: int) -> None:
     assert num_samples(given_batch) == expected
+
+
+def test_a_step_is_counted_when_it_is_read_and_once() -> None:
+    counter, loader = SampleCounter(), Loader()
+    timeline = Timeline()
+    timeline.restart()
+    steps = []
+    for samples in (8, 5):
+        timeline.mark(FORWARD, (SampleCounter.fetched, loader, samples))
+        timeline.mark(BACKWARD, (SampleCounter.trained,))
+        steps.append(CountedStep(timeline.end(), timeline.unix, counter))
+    assert counter.training is None  # nothing was done yet
+    assert [step.count()["samples"] for step in steps] == [8, 5]
+    fields = steps[0].value()
+    assert fields["samples"] == 8
+    assert fields["seconds"] == pytest.approx(steps[0].host_seconds, abs=1e-6)
 
 
 def test_a_batch_that_holds_itself_has_an_end() -> None:

@@ -15,10 +15,13 @@ from typing import Any
 
 from allranks.probe.loading import hook_loader
 from allranks.probe.recorder import Recorder
+from allranks.probe.samples import SampleCounter, num_samples
 from allranks.probe.traced import Called, unless_compiled, unseen_by_compilers
 from allranks.timeline import AFTER, BACKWARD, FORWARD, OPTIMIZER, OTHER, WAIT
 
 Hook = Callable[..., Any]
+
+TRAINED = (SampleCounter.trained,)
 
 
 def install(recorder: Recorder) -> None:
@@ -54,11 +57,12 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
     def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.is_on:
             try:
-                if recorder.step == 0:
+                is_first = recorder.step == 0
+                recorder.stepped(optimizer)
+                if is_first:
                     hook_tensor_waits(recorder)
                     if recorder.counter.training is None and not timeline.is_taken:
                         watch_model(recorder, optimizer)
-                recorder.stepped(optimizer)
                 label = around.pop() if around else OTHER
                 if timeline.label != label:
                     timeline.mark(label)
@@ -104,12 +108,12 @@ def hook_backward(recorder: Recorder) -> None:
             return original(tensors, *args, **kwargs)
         handle = None
         try:
-            if recorder.has_peers():
+            peers = recorder.peers
+            if peers or (peers is None and recorder.has_peers()):
                 root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
                 if isinstance(root, tensor_type) and root.requires_grad:
                     handle = root.register_hook(queue_arrival)
-            recorder.counter.trained()
-            timeline.mark(BACKWARD)
+            timeline.mark(BACKWARD, TRAINED)
         except Exception as error:
             recorder.switch_off(error)
         try:
@@ -206,10 +210,7 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
     def called(inputs: list[Any]) -> None:
         with recorder.guarded:
             if recorder.is_on and torch.is_grad_enabled():
-                if recorder.timeline.label in (OTHER, AFTER):
-                    recorder.timeline.mark(FORWARD)
-                if recorder.counter.training is None:
-                    recorder.counter.computed(inputs)
+                recorder.timeline.mark(FORWARD, (SampleCounter.computed, num_samples(inputs)))
 
     for module in outermost:
         module.register_forward_pre_hook(Called(called), with_kwargs=True)

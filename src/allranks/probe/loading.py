@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from threading import get_ident
 from typing import Any
 
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import Loader
+from allranks.probe.samples import Loader, SampleCounter
 from allranks.probe.traced import unseen_by_compilers
 from allranks.timeline import DATA, FORWARD, OTHER
 
@@ -21,10 +22,18 @@ class Loaders:
         self.starting: Loader | None = None  # an iterator asks for batches while it is being made
 
     def of(self, iterator: Any) -> Loader:
-        loader: Loader | None = getattr(iterator, "_allranks_loader", None)
-        if loader is None:
-            loader = iterator._allranks_loader = self.starting or Loader(epoch=1)
+        try:
+            loader: Loader = iterator._allranks_loader
+        except AttributeError:
+            loader = iterator._allranks_loader = self.starting or Loader(starts=1, epoch=1)
         return loader
+
+    def indices_of(self, iterator: Any) -> deque[Any] | None:
+        """Where to put the indices of its batches."""
+        # Of an iterable data set only the batch itself tells how long it is.
+        if iterator._auto_collation and iterator._dataset_kind == MAP_DATASET:
+            return self.of(iterator).indices
+        return None
 
 
 def hook_loader(recorder: Recorder) -> None:
@@ -39,7 +48,8 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
     """Waiting for a batch, and which samples it was asked to have."""
     fetch, choose = iterator.__next__, iterator._next_index
 
-    timeline, counter = recorder.timeline, recorder.counter
+    timeline, fingerprints = recorder.timeline, recorder.fingerprints
+    has_fetched, has_ended = SampleCounter.fetched, SampleCounter.ended
 
     @unseen_by_compilers
     def __next__(self: Any) -> Any:
@@ -51,12 +61,14 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
             batch = fetch(self)
         except BaseException:
             with recorder.guarded:
-                loaders.of(self).ended = True
-                timeline.mark(OTHER)
+                timeline.mark(OTHER, (has_ended, loaders.of(self)))
+                timeline.shorten()
             raise
         try:
-            counter.fetched(loaders.of(self), batch)
-            timeline.mark(FORWARD)
+            loader = loaders.of(self)
+            timeline.mark(FORWARD, (has_fetched, loader, loader.fetched(batch, fingerprints)))
+            if not loader.batches % 1000:
+                timeline.shorten()
         except Exception as error:
             recorder.switch_off(error)
         return batch
@@ -64,11 +76,13 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
     def _next_index(self: Any) -> Any:
         index = choose(self)
         try:
-            # Of an iterable data set only the batch itself tells how long it is.
-            if recorder.is_on and self._auto_collation and self._dataset_kind == MAP_DATASET:
-                loaders.of(self).indices.append(index)
-        except Exception as error:
-            recorder.switch_off(error)
+            indices = self._allranks_indices
+        except AttributeError:
+            indices = None
+            with recorder.guarded:
+                indices = self._allranks_indices = loaders.indices_of(self)
+        if indices is not None and recorder.is_on:
+            indices.append(index)
         return index
 
     iterator.__next__, iterator._next_index = __next__, _next_index
@@ -84,10 +98,9 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
         if not recorder.is_on or before == DATA or get_ident() != recorder.timeline.thread:
             return start(self)
         with recorder.guarded:
-            recorder.timeline.mark(DATA)
-            loaders.starting = vars(self).setdefault("_allranks_loader", Loader())
-            loaders.starting.indices.clear()
-            recorder.counter.started(loaders.starting)
+            loader = loaders.starting = vars(self).setdefault("_allranks_loader", Loader())
+            loader.started()
+            recorder.timeline.mark(DATA, (SampleCounter.started, loader))
         try:
             iterating: Any = start(self)
             with recorder.guarded:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from allranks.events import SCHEMA_VERSION, EventLog
-from allranks.probe.samples import SampleCounter
+from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
 from allranks.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
@@ -29,67 +29,77 @@ class Recorder:
         self.is_on = True
         self.step = 0
         self.timeline = Timeline()
-        self.counter = SampleCounter()
+        self.counter = SampleCounter(self.switch_off)
+        self.fingerprints = Fingerprints()
         self.guarded = _Guard(self)
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script is to end here
         self._log: EventLog | None = None
-        self._leader: weakref.ref[Any] | None = None  # the optimizer whose steps are counted
+        self._leader = 0  # id of the optimizer whose steps are counted, while there is one
+        self._end_of_leader: weakref.ref[Any] | None = None
         self._others: dict[int, int] = {}  # steps of each other one since its last
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
-        self._has_peers: bool | None = None  # unknown before ranks have met
+        self.peers: bool | None = None  # whether there are any; unknown before ranks have met
 
     def has_peers(self) -> bool:
         """Whether this rank exchanges anything with others."""
-        if self._has_peers is None:
+        if self.peers is None:
             import torch.distributed as dist
 
             if not (dist.is_available() and dist.is_initialized()):
                 if self.step >= MEET_WITHIN:
-                    self._has_peers = False
+                    self.peers = False
                 return False
-            self._has_peers = dist.get_world_size() > 1
-            if self._has_peers:
+            self.peers = dist.get_world_size() > 1
+            if self.peers:
                 for call in self.at_meeting:
                     call()
-        return self._has_peers
+        return self.peers
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step; those of one of them are the steps of the training."""
-        leader = self._leader() if self._leader is not None else None
-        if leader is not optimizer:
-            others = self._others.get(id(optimizer), 0) + 1
-            self._others[id(optimizer)] = others
-            if leader is not None and others < REELECT_AFTER:
-                return
-            self._leader = weakref.ref(optimizer)
-            self._follow(optimizer)
-        self._others.clear()
-        self.step = self.timeline.num_steps + 1
-        if not self.timeline.is_taken:
-            self._write_step()
-        for call in list(self.at_step):
-            call(self.step)
+        if id(optimizer) != self._leader and not self._takes_over(optimizer):
+            return
+        timeline = self.timeline
+        self.step = step = timeline.num_steps + 1
+        if not timeline.is_taken:
+            log = self._log or self._open()
+            if self.fingerprints.seen:
+                self._write_seen(log)
+            event = {"v": SCHEMA_VERSION, "t": time.time(), "event": "step", "step": step}
+            # After the rest: what the probe itself takes is no part of the step to come.
+            counted = CountedStep(timeline.end(), timeline.unix, self.counter)
+            event["phases"] = counted
+            if step == 1:
+                counted.count()
+            log.append(event)
+        if self._others:
+            self._others.clear()
+        if self.at_step:
+            for call in list(self.at_step):
+                call(step)
 
-    def _write_step(self) -> None:
-        event: dict[str, Any] = {
-            "v": SCHEMA_VERSION,
-            "t": time.time(),
-            "event": "step",
-            "step": self.step,
-        }
-        if self.counter.training is not None:
-            event["epoch"] = self.counter.training.epoch
-        event["samples"] = self.counter.take()
-        log = self._open()
-        if self.counter.seen:
-            for seen in self.counter.seen:
-                log.write("batch", **seen)
-            self.counter.seen.clear()
-        # Last of all: what the probe itself takes is no part of the step to come.
-        event["phases"] = self.timeline.close()
-        log.append(event)
+    def _takes_over(self, optimizer: Any) -> bool:
+        """Whether this optimizer's steps are those of the training from here on."""
+        others = self._others.get(id(optimizer), 0) + 1
+        self._others[id(optimizer)] = others
+        if self._leader and others < REELECT_AFTER:
+            return False
+        leader = self._leader = id(optimizer)
+        self._follow(optimizer)
+
+        def gone(_: object) -> None:
+            if self._leader == leader:
+                self._leader = 0
+
+        self._end_of_leader = weakref.ref(optimizer, gone)
+        return True
+
+    def _write_seen(self, log: EventLog) -> None:
+        for seen in self.fingerprints.seen:
+            log.write("batch", **seen)
+        self.fingerprints.seen.clear()
 
     def _follow(self, optimizer: Any) -> None:
         """The thread and the device of the optimizer are those of the training."""

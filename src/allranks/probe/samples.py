@@ -4,58 +4,101 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from allranks.timeline import Mark, Step
 
 FINGERPRINTS = 4  # batches of an epoch that are looked at
 FINGERPRINT_EPOCHS = 2
 MAX_FINGERPRINTS = 64  # of a rank: a script may make a new loader for every epoch
 FINGERPRINT_VALUES = 4096
-MAX_WAITING = 1024  # batches of a loader that are remembered until something trains on them
+MAX_WAITING = 1024  # batches of a loader that are remembered until they come, or are trained on
 
 
 @dataclass(slots=True)
 class Loader:
     """One DataLoader of the script, over all its epochs."""
 
-    epoch: int = 0  # how often it was started
-    batches: int = 0  # of this epoch
-    # Samples of batches nobody trained on yet.
-    waiting: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
-    indices: deque[Any] = field(default_factory=deque)  # of batches that are being loaded
+    starts: int = 0  # how often it was started
+    batches: int = 0  # since it was started
+    indices: deque[Any] = field(  # of batches that are being loaded
+        default_factory=lambda: deque(maxlen=MAX_WAITING)
+    )
+    # The rest is what a SampleCounter knows of it.
+    epoch: int = 0
+    waiting: deque[int] = field(  # samples of batches nobody trained on yet
+        default_factory=lambda: deque(maxlen=MAX_WAITING)
+    )
     ended: bool = False
+
+    def started(self) -> None:
+        self.starts += 1
+        self.batches = 0
+        self.indices.clear()
+
+    def fetched(self, batch: Any, fingerprints: Fingerprints) -> int:
+        """A batch has come: how many samples it has."""
+        indices = self.indices.popleft() if self.indices else None
+        samples = num_samples(batch) if indices is None else len(indices)
+        if self.batches < FINGERPRINTS and self.starts <= FINGERPRINT_EPOCHS:
+            fingerprints.look(self, batch, indices, samples)
+        self.batches += 1
+        return samples
+
+
+class Fingerprints:
+    """What early batches looked like, to be written with the next step."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self._num_seen = 0
+
+    def look(self, loader: Loader, batch: Any, indices: Any, samples: int) -> None:
+        if self._num_seen >= MAX_FINGERPRINTS:
+            return
+        self._num_seen += 1
+        found = {"epoch": loader.starts, "batch": loader.batches, "samples": samples}
+        if indices is not None:
+            values = list(indices)[:FINGERPRINT_VALUES]
+            found["indices"] = zlib.crc32(repr(values).encode())
+            with suppress(TypeError):  # an index may be anything
+                found["sorted"] = values == sorted(values)
+        tensor = next(tensors(batch), None)
+        if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
+            with suppress(Exception):  # not every tensor can be read as bytes
+                found["content"] = content(tensor)
+        self.seen.append(found)
 
 
 class SampleCounter:
-    """Counts a batch when a backward pass follows it: those of a validation never count."""
+    """Counts a batch when a backward pass follows it: those of a validation never count.
 
-    def __init__(self) -> None:
+    What it is told are notes on the timeline (see there), read some time after the step.
+    """
+
+    def __init__(self, switch_off: Callable[[Exception], None] | None = None) -> None:
+        self.switch_off = switch_off  # called if anything fails here
         self.step_samples = 0
-        self.seen: list[dict[str, Any]] = []  # fingerprints to be written
         self.loader: Loader | None = None  # the one that gave the last batch
         self.training: Loader | None = None  # the one that gave the last batch that was trained on
         self._fresh = 0  # batches that may still be trained on before the step ends
-        self._num_fingerprints = 0
         self._last_batch = 0  # samples of the last one that was trained on
         self._has_trained = False  # whether this step had a backward pass
 
     def started(self, loader: Loader) -> None:
         loader.epoch += 1
-        loader.batches = 0
         loader.ended = False
         loader.waiting.clear()
 
-    def fetched(self, loader: Loader, batch: Any) -> None:
+    def ended(self, loader: Loader) -> None:
+        loader.ended = True
+
+    def fetched(self, loader: Loader, samples: int) -> None:
         """A batch has come."""
-        indices = loader.indices.popleft() if loader.indices else None
-        loader.waiting.append(num_samples(batch) if indices is None else len(indices))
-        is_early = loader.epoch <= FINGERPRINT_EPOCHS and loader.batches < FINGERPRINTS
-        if is_early and self._num_fingerprints < MAX_FINGERPRINTS:
-            self._num_fingerprints += 1
-            self.seen.append(self._fingerprint(loader, batch, indices))
-        loader.batches += 1
+        loader.waiting.append(samples)
         self.loader = loader
         self._fresh += 1
 
@@ -76,9 +119,10 @@ class SampleCounter:
         self.step_samples += self._last_batch
         self._fresh = max(0, self._fresh - 1)
 
-    def computed(self, inputs: Any) -> None:
-        """A model was called, in a script that trains on no loader's batches."""
-        self.step_samples += num_samples(inputs)
+    def computed(self, samples: int) -> None:
+        """A model was called; it counts in a script that trains on no loader's batches."""
+        if self.training is None:
+            self.step_samples += samples
 
     def take(self) -> int:
         """The samples of the step that ends here."""
@@ -90,18 +134,40 @@ class SampleCounter:
         self._fresh = min(self._fresh, 1)
         return samples
 
-    def _fingerprint(self, loader: Loader, batch: Any, indices: Any) -> dict[str, Any]:
-        found = {"epoch": loader.epoch, "batch": loader.batches, "samples": loader.waiting[-1]}
-        if indices is not None:
-            values = list(indices)[:FINGERPRINT_VALUES]
-            found["indices"] = zlib.crc32(repr(values).encode())
-            with suppress(TypeError):  # an index may be anything
-                found["sorted"] = values == sorted(values)
-        tensor = next(tensors(batch), None)
-        if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
-            with suppress(Exception):  # not every tensor can be read as bytes
-                found["content"] = content(tensor)
-        return found
+
+class CountedStep(Step):
+    """A step that is over, and what it trained on."""
+
+    __slots__ = ("_counted", "_counter")
+
+    def __init__(self, marks: list[Mark], unix: float, counter: SampleCounter) -> None:
+        self._marks = marks
+        self._unix = unix
+        self._counter = counter
+        self._counted: dict[str, Any] | None = None
+
+    def count(self) -> dict[str, Any]:
+        """What it trained on. Steps are counted one after the other, each once."""
+        if self._counted is None:
+            try:
+                self._counted = self._count(self._counter)
+            except Exception as error:
+                self._counted = {}
+                if self._counter.switch_off is None:
+                    raise
+                self._counter.switch_off(error)
+        return self._counted
+
+    def _count(self, counter: SampleCounter) -> dict[str, Any]:
+        for _, _, _, note in self._marks:
+            if note is not None:
+                tell, *about = note
+                tell(counter, *about)
+        fields = {} if counter.training is None else {"epoch": counter.training.epoch}
+        return {**fields, "samples": counter.take()}
+
+    def value(self) -> dict[str, Any]:
+        return self.count() | super().value()
 
 
 def content(tensor: Any) -> int:
