@@ -42,9 +42,7 @@ class Candidate:
         return self.level, place if self.level == LEVELS["generic"] else 0, self.order
 
 
-def judge(
-    facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()
-) -> list[Finding]:
+def judge(facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()) -> list[Finding]:
     """All findings, the first cause first."""
     found = [*_told(facts, catalogue), *_derived(facts, catalogue), *extra]
     found = _joined(found)
@@ -104,7 +102,7 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
     if named:
         return named[0]
     processes = [int(hit.fields["pid"]) for hit in hits if hit.fields.get("pid", "").isdigit()]
-    if (of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]):
+    if of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]:
         return of_process[0]
     ranks = {hit.rank for hit in hits if hit.rank is not None}
     if ranks:
@@ -116,7 +114,9 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
 
 def _only_failed(facts: Facts, times: int) -> int | None:
     """The one rank that ended by itself, for lines that do not say whose they are."""
-    own = [end for end in facts.ends.values() if not end.is_by_launcher and (end.code or end.signal)]
+    own = [
+        end for end in facts.ends.values() if not end.is_by_launcher and (end.code or end.signal)
+    ]
     if len(own) == 1 and (times <= 1 or len(facts.ends) == 1):
         return own[0].rank
     return None
@@ -165,11 +165,17 @@ def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> 
     fields = {
         "exception": redact(one.text)[:200],
         "where": one.where or "the line in the evidence",
-        "rank_word": f"Rank {rank}" if rank is not None else "Every rank" if rank != one.rank else "",
+        "rank_word": f"Rank {rank}"
+        if rank is not None
+        else "Every rank"
+        if rank != one.rank
+        else "",
         **facts.known,
     }
     line = Evidence(one.mark.source.name, one.number, _shown(one.text))
-    frame = (Evidence(one.mark.source.name, one.mark.number, f"at {one.where}"),) if one.where else ()
+    frame = (
+        (Evidence(one.mark.source.name, one.mark.number, f"at {one.where}"),) if one.where else ()
+    )
     sure: Confidence = "high" if facts.has_failed else "medium"
     return Candidate(
         catalogue["rank-raised"],

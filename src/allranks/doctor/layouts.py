@@ -105,7 +105,11 @@ def compare(runs: Sequence[RunDir]) -> list[Finding]:
     (first, before), (last, now) = known[0], known[-1]
     found = []
     lines = [
-        Evidence(shown_path(run.path / "job.yaml"), 0, f"{facts['samples']} samples a step on {facts['ranks']} ranks")
+        Evidence(
+            shown_path(run.path / "job.yaml"),
+            0,
+            f"{facts['samples']} samples a step on {facts['ranks']} ranks",
+        )
         for run, facts in ((first, before), (last, now))
     ]
     if before["samples"] != now["samples"] and before["rate"] == now["rate"]:

@@ -141,7 +141,9 @@ def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:
         if done.returncode == 0:
             lines = [line for line in done.stdout.splitlines() if _is_between(line, since, until)]
             if lines:
-                return [Source(Path("dmesg"), "dmesg", None, socket.gethostname(), b"\n".join(lines))]
+                return [
+                    Source(Path("dmesg"), "dmesg", None, socket.gethostname(), b"\n".join(lines))
+                ]
     return []
 
 
@@ -180,7 +182,9 @@ class MemoryCurve:
         minutes = (self.points[-1][0] - self.points[0][0]) / 60
         first, last = (bytes_ / 2**30 for bytes_ in (self.points[0][1], self.last))
         span = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
-        return f"host memory of rank {self.rank}: {first:.2f} GiB to {last:.2f} GiB in the last {span}"
+        return (
+            f"host memory of rank {self.rank}: {first:.2f} GiB to {last:.2f} GiB in the last {span}"
+        )
 
 
 def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:

@@ -46,7 +46,10 @@ def _next(pattern: str, index: int) -> tuple[str | None, int]:
         return (None if escaped.isalnum() else escaped), 2
     if char == "[":
         end = index + 1
-        while pattern[end] != "]" or end in (index + 1, index + 2 if pattern[end - 1] == "^" else 0):
+        while pattern[end] != "]" or end in (
+            index + 1,
+            index + 2 if pattern[end - 1] == "^" else 0,
+        ):
             end += 2 if pattern[end] == "\\" else 1
         return None, end + 1 - index
     if char == "(":

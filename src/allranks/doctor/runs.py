@@ -66,7 +66,9 @@ def read_attempt(
 
 def _soft_alone(facts: Facts) -> list[Finding]:
     """Of a run that is not failed: a loss that is no number, and the like."""
-    facts.hits = [hit for hit in facts.hits if hit.cause.slug in ("nan-loss", "loss-scale-underflow")]
+    facts.hits = [
+        hit for hit in facts.hits if hit.cause.slug in ("nan-loss", "loss-scale-underflow")
+    ]
     facts.raised, facts.ends = [], {}
     return judge(facts, load())
 
