@@ -1,9 +1,9 @@
 """How often the doctor's first finding is the true cause, on a folder of logs with known causes.
 
-    python benchmarks/doctor_score.py FOLDER            # FOLDER/index.csv: id,slugs,cause,fix,culprit
+    python benchmarks/doctor_score.py FOLDER            # FOLDER/ID.log and FOLDER/index.csv
     python benchmarks/doctor_score.py FOLDER --verbose  # and each log that was missed
 
-A log's first finding must be one of its `slugs` (`none`: nothing may be found). The culprit counts
+The index has the columns id, slugs, cause, fix, culprit. A log's first finding must be one of its `slugs` (`none`: nothing may be found). The culprit counts
 where the index names one rank, as "rank 2" or "(1)".
 """
 

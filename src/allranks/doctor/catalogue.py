@@ -11,6 +11,8 @@ Each cause of a family's file has
     patterns         regular expressions, one of which must be found in a line; case is ignored.
                      Named groups are fields for title and fix; rank, node, pid say whose line it is
     unless           expressions that must not be found in the line
+    raised           tracebacks that tell it: `exception` (type and message) and `within`, the files
+                     and functions of its frames, as expressions
     where            a comparison of sizes that were captured: "unused >= tried"
     culprit          line (the default), none (the same for all ranks), or the number of a rank
     on_warning       true: a line that is only a warning counts too
@@ -40,7 +42,7 @@ FOLDER = Path(__file__).parent / "causes"
 Kind = Literal["root", "soft", "generic", "echo", "mark"]
 KINDS = ("root", "soft", "generic", "echo", "mark")
 KEYS = {
-    *("slug", "title", "kind", "patterns", "unless", "where", "culprit", "on_warning"),
+    *("slug", "title", "kind", "patterns", "raised", "unless", "where", "culprit", "on_warning"),
     *("confidence", "explains", "cause", "fix", "fix_for", "references", "examples"),
 }
 SITUATIONS = ("task", "lightning", "accelerate", "slurm")
@@ -57,6 +59,24 @@ class Pattern:
     def search(self, line: str) -> re.Match[str] | None:
         return _compiled(self.text).search(line)
 
+    def may_match(self, raw: str) -> bool:
+        """Whether a line may fit once its prefixes are taken off: those matter to `^` alone."""
+        return self.text.startswith("^") or self.search(raw) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Exceptional:
+    """What a traceback must have: words at its end, and a frame."""
+
+    exception: str
+    within: str
+
+    def fits(self, text: str, frames: Sequence[str]) -> bool:
+        within = _compiled(self.within)
+        return _compiled(self.exception).search(text) is not None and any(
+            within.search(frame) for frame in frames
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -67,6 +87,7 @@ class Cause:
     title: str
     kind: Kind = "root"
     patterns: tuple[Pattern, ...] = ()
+    raised: tuple[Exceptional, ...] = ()
     unless: tuple[str, ...] = ()
     where: str = ""
     culprit: str | int = "line"
@@ -189,9 +210,10 @@ def _parse(entry: Mapping[str, Any], family: str) -> Cause:
         patterns = tuple(Pattern(required_word(text), text) for text in entry.get("patterns", []))
     except NoWord as error:
         raise ValueError(f"causes/{family}.yaml: {slug}: {error}") from None
-    rest = {key: entry[key] for key in KEYS & set(entry) - {"patterns"}}
+    rest = {key: entry[key] for key in KEYS & set(entry) - {"patterns", "raised"}}
+    raised = tuple(Exceptional(**one) for one in entry.get("raised", []))
     for key in ("unless", "explains", "references", "examples"):
         rest[key] = tuple(entry.get(key, ()))
     for key in ("title", "cause", "fix"):
         rest[key] = " ".join(str(entry.get(key, "")).split())
-    return Cause(family=family, patterns=patterns, **rest)
+    return Cause(family=family, patterns=patterns, raised=raised, **rest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from allranks.doctor.catalogue import Catalogue, load
 from allranks.doctor.ends import End, ends_of
 from allranks.doctor.scan import Hit, Scanned
 from allranks.doctor.tracebacks import Raised, tracebacks
@@ -56,8 +57,11 @@ def gather(
     pids: Mapping[int, int] | None = None,
 ) -> Facts:
     """Put together what was found in all files of one failure."""
+    order = {id(one.source): index for index, one in enumerate(scanned)}
     hits = [hit for one in scanned for hit in one.hits]
     raised = [one for each in scanned for one in tracebacks(each)]
+    hits += [hit for one in raised for hit in _told_by(one, load())]
+    hits.sort(key=lambda hit: (order[id(hit.source)], hit.number))
     of_processes = _ranks_of_processes(hits)
     hits = [_with_rank(hit, of_processes) for hit in hits]
     facts = Facts(
@@ -72,6 +76,15 @@ def gather(
     )
     facts.has_failed = _has_failed(facts)
     return facts
+
+
+def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:
+    """Causes that the end of a traceback tells together with its frames."""
+    mark = raised.mark
+    for cause in catalogue.causes.values():
+        if any(one.fits(raised.text, raised.frames) for one in cause.raised):
+            line = replace(mark.line, text=raised.text, rank=raised.rank)
+            yield Hit(cause, mark.source, raised.number, mark.offset, line, {})
 
 
 def _has_failed(facts: Facts) -> bool:

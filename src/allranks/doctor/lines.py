@@ -43,6 +43,7 @@ class Line:
     pid: int | None = None
     local_rank: int | None = None
     is_warning: bool = False
+    is_prefixed: bool = False  # every line of that rank says so
 
 
 def parse(raw: str) -> Line:
@@ -63,6 +64,7 @@ def parse(raw: str) -> Line:
             elif local is None:
                 local = int(groups["local"])
             text = text[match.end() :]
+    is_prefixed = rank is not None
     if rank is None:
         found = next((m for one in _IN_LINE if (m := one.search(text))), None)
         rank = int(found["rank"]) if found else None
@@ -71,7 +73,7 @@ def parse(raw: str) -> Line:
         node, pid = nccl["node"], int(nccl["pid"])
     elif (step := _SLURMSTEPD.search(text)) is not None:
         node = step["node"]
-    return Line(text, rank, node, pid, local, _is_warning(text))
+    return Line(text, rank, node, pid, local, _is_warning(text), is_prefixed)
 
 
 def _is_warning(text: str) -> bool:

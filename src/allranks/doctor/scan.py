@@ -19,7 +19,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from allranks.doctor.catalogue import Cause
+from allranks.doctor.catalogue import Cause, Pattern
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.literals import LONG, commonness
 
@@ -33,8 +33,12 @@ _FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
 _SHIFT = np.uint32(32 - _BITS)
 _OTHER = np.uint32(2246822519)
 _FOLD = np.uint32(0x20202020)  # capitals and small letters alike
+_NEIGHBOURS = [(side, length) for side in ("behind", "before") for length in (1, 2, 3, 4)]
 _RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # who said anything at all
 Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
+Places = np.ndarray[tuple[int], np.dtype[np.intp]]
+Flags = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Truth = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,56 +85,55 @@ class Scanned:
     problem: str = ""
 
 
+Owned = tuple[Cause, Pattern]
+
+
 class Words:
-    """All words of all patterns: where a chunk may have one, and which causes a line may have."""
+    """All words of all patterns: where a chunk may have one, and whose it is."""
 
     def __init__(self, causes: Sequence[Cause]) -> None:
-        self._words: dict[bytes, list[Cause]] = {}
+        self._words: dict[bytes, list[Owned]] = {}
         for cause in causes:
             for pattern in cause.patterns:
                 is_long = len(pattern.word) >= LONG
                 word = (pattern.word.lower() if is_long else pattern.word).encode()
-                owners = self._words.setdefault(word, [])
-                if cause not in owners:
-                    owners.append(cause)
+                self._words.setdefault(word, []).append((cause, pattern))
         self.short = [word for word in self._words if len(word) < LONG]
         self._grams: dict[int, list[tuple[int, bytes]]] = {}
-        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # 1: look behind it; 2: found
-        self._pairs = np.zeros(1 << _BITS, dtype=np.bool_)
+        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # which neighbours are to be looked at
+        self._pairs = [np.zeros(1 << _BITS, dtype=np.bool_) for _ in _NEIGHBOURS]
         for word in self._words:
             if len(word) >= LONG:
                 self._add(word)
 
     def _add(self, word: bytes) -> None:
-        has_behind = len(word) >= LONG + 4
-        length = LONG + 4 if has_behind else LONG
-        windows = range(len(word) - length + 1)
-        rarest = min(windows, key=lambda at: commonness(word[at : at + length].decode()))
-        for start in range(rarest, rarest + 4):
-            gram = np.frombuffer(word[start : start + 4], dtype="<u4") | _FOLD
+        windows = range(len(word) - LONG + 1)
+        first = min(windows, key=lambda at: commonness(word[at : at + LONG].decode()))
+        for start in range(first, first + 4):
+            gram = _read(word[start : start + 4])
             self._grams.setdefault(int(gram[0]), []).append((start, word))
-            place = _places(gram)
-            self._flags[place] = np.maximum(self._flags[place], 1 if has_behind else 2)
-            if has_behind:
-                behind = np.frombuffer(word[start + 4 : start + 8], dtype="<u4") | _FOLD
-                self._pairs[_places(gram ^ (behind * _OTHER))] = True
+            behind = min(4, len(word) - start - 4)
+            before = min(4, start)
+            side, length = ("behind", behind) if behind >= before else ("before", before)
+            index = _NEIGHBOURS.index((side, length))
+            self._flags[_places(gram)] |= np.uint8(1 << index)
+            other = word[start + 4 : start + 8] if side == "behind" else word[start - 4 : start]
+            if side == "before":
+                other = word[start - length : start].rjust(4, b"\0")
+            masked = _read(other.ljust(4, b"\0")) & _mask(side, length)
+            self._pairs[index][_places(gram ^ (masked * _OTHER))] = True
 
-    def places(self, chunk: bytes) -> list[tuple[int, list[Cause]]]:
-        """Where words are in a chunk, in order, and the causes that have them."""
-        found: list[tuple[int, list[Cause]]] = []
+    def places(self, chunk: bytes) -> list[tuple[int, list[Owned]]]:
+        """Where words are in a chunk, in order, and whose they are."""
+        found: list[tuple[int, list[Owned]]] = []
         for begin in range(0, len(chunk), _BLOCK):
             count = (min(len(chunk), begin + _BLOCK) - begin) // 4
             grams = np.frombuffer(chunk, dtype="<u4", offset=begin, count=count) | _FOLD
             flags = self._flags.take(_places(grams), mode="clip")
             flagged = np.flatnonzero(flags)
-            of_flagged = grams.take(flagged)
-            behind = grams.take(flagged + 1, mode="clip")
-            is_known = self._pairs.take(_places(of_flagged ^ (behind * _OTHER)), mode="clip")
-            # Behind the last one is the next block: it is looked at anyhow.
-            is_known |= (flags.take(flagged) == 2) | (flagged == count - 1)
-            for index, gram in zip(
-                flagged[is_known].tolist(), of_flagged[is_known].tolist(), strict=True
-            ):
+            is_known = self._is_known(grams, flagged, flags.take(flagged))
+            chosen = flagged[is_known]
+            for index, gram in zip(chosen.tolist(), grams.take(chosen).tolist(), strict=True):
                 for start, word in self._grams.get(gram, ()):
                     place = begin + 4 * index - start
                     if place >= 0 and chunk[place : place + len(word)].lower() == word:
@@ -141,6 +144,31 @@ class Words:
                 found.append((place, self._words[word]))
                 place = chunk.find(word, place + 1)
         return sorted(found, key=lambda one: one[0])
+
+    def _is_known(self, grams: Grams, flagged: Places, flags: Flags) -> Truth:
+        """Whether the bytes beside a flagged gram are of a word too, as far as it reaches."""
+        # Beside the first and the last one is another block: they are looked at anyhow.
+        is_known = (flagged == 0) | (flagged == len(grams) - 1)
+        own = grams.take(flagged)
+        beside = {
+            "behind": grams.take(flagged + 1, mode="clip"),
+            "before": grams.take(flagged - 1, mode="clip"),
+        }
+        for index, (side, length) in enumerate(_NEIGHBOURS):
+            other = beside[side] & _mask(side, length)
+            pairs = self._pairs[index].take(_places(own ^ (other * _OTHER)), mode="clip")
+            is_known |= pairs & ((flags & np.uint8(1 << index)) != 0)
+        return is_known
+
+
+def _read(four: bytes) -> Grams:
+    return np.frombuffer(four, dtype="<u4") | _FOLD
+
+
+def _mask(side: str, length: int) -> np.uint32:
+    """The bytes next to a gram that a word still covers; in memory the first byte is the lowest."""
+    ones = (1 << (8 * length)) - 1
+    return np.uint32(ones if side == "behind" else ones << (8 * (4 - length)) & 0xFFFFFFFF)
 
 
 def _places(grams: Grams) -> Grams:
@@ -155,7 +183,7 @@ def scan(source: Source, words: Words) -> Scanned:
     num_marks = 0
     try:
         for number, offset, raw, causes in _lines(source, words, found):
-            line = parse(raw.decode(errors="replace").rstrip("\n"))
+            line = parse(raw)
             for cause in causes:
                 if cause.kind == "mark" and num_marks >= MAX_MARKS:
                     continue
@@ -181,8 +209,8 @@ def scan(source: Source, words: Words) -> Scanned:
 
 def _lines(
     source: Source, words: Words, found: Scanned
-) -> Iterator[tuple[int, int, bytes, Iterable[Cause]]]:
-    """Number, offset and bytes of each line that has a word, and the causes of its words."""
+) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
+    """Number, offset and text of each line that may matter, and to which causes."""
     first, offset = source.first_line, 0
     for chunk in _chunks(source):
         counted, number = 0, first
@@ -195,16 +223,20 @@ def _lines(
             end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
             number += chunk.count(b"\n", counted, start)
             counted = start
-            causes: dict[str, Cause] = {}
+            owned: list[Owned] = []
             while index < len(places) and places[index][0] < end:
-                causes.update((cause.slug, cause) for cause in places[index][1])
+                owned += places[index][1]
                 index += 1
-            yield number, offset + start, chunk[start:end], causes.values()
+            text = chunk[start:end].decode(errors="replace")
+            # Most words stand in lines that are about something else.
+            causes = {cause.slug: cause for cause, pattern in owned if pattern.may_match(text)}
+            if causes:
+                yield number, offset + start, text, causes.values()
         first = number + chunk.count(b"\n", counted)
         offset += len(chunk)
         found.num_lines, found.num_bytes = first - 1, offset
-        if offset <= CHUNK_BYTES + len(chunk) or len(chunk) < CHUNK_BYTES:  # the first and the last
-            found.ranks |= {int(rank) for rank in _RANKS.findall(chunk)}
+        if offset == len(chunk) or len(chunk) < CHUNK_BYTES // 2:  # the first and, mostly, the last
+            found.ranks |= {int(rank) for rank in _RANKS.findall(chunk[-_BLOCK:])}
 
 
 def _chunks(source: Source) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,10 +70,13 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     }
     if len({one[0] for one in sequences}) == 1 and len(sequences) > 1:
         return Suspect("collective-mismatch", None, "high", tellers, fields)
+    apart = _apart(facts, echoes, tellers)
+    if apart is not None:
+        return apart
     silent = _silent(facts, echoes)
-    left = [rank for rank in silent if facts.ends and rank not in facts.ends]
-    if left and len(left) == len(silent):  # it ended well, while the others still had work
-        return Suspect("uneven-inputs", left[0], "medium", tellers, fields)
+    left = _ended_well(facts, silent, echoes)
+    if left is not None:
+        return Suspect("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
     sure: Confidence = "high" if len(silent) == 1 else "medium"
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
@@ -81,11 +85,48 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
 def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect:
     """Connections broke, and nobody says why."""
     silent = _silent(facts, echoes)
-    left = [rank for rank in silent if facts.ends and rank not in facts.ends]
-    if left and len(left) == len(silent):
-        return Suspect("uneven-inputs", left[0], "medium", echoes[:4], {})
+    left = _ended_well(facts, silent, echoes)
+    if left is not None:
+        return Suspect("uneven-inputs", left, "medium", echoes[:4], {})
     rank = silent[0] if len(silent) == 1 else None
     return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
+
+
+def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
+    """A rank that was done and left, while those that complain still had work.
+
+    A launcher lists every rank that failed or that it had to end: one that is not in its list
+    ended well. Where all that are known complain, there is one more, or nobody would.
+    """
+    if not facts.ends or any(end.is_by_launcher for end in facts.ends.values()):
+        return None
+    left = [rank for rank in silent if rank not in facts.ends]
+    if left:
+        return left[0] if len(left) == len(silent) else None
+    spoke = {hit.rank for hit in echoes}
+    if not silent and set(facts.ends) <= spoke and None not in spoke and facts.world is None:
+        return max(facts.ends) + 1
+    return None
+
+
+def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
+    """Every rank came to a collective, but not to the same one."""
+    spoke = {hit.rank for hit in echoes if hit.rank is not None}
+    last = {one.rank: one for one in facts.raised if one.rank in spoke}
+    if len(last) < 2 or facts.ranks - spoke or len({one.where for one in last.values()}) < 2:
+        return None
+    training = {
+        rank: any(re.search(r"backward$|parallel/distributed\.py", frame) for frame in one.frames)
+        for rank, one in last.items()
+    }
+    done = [rank for rank, is_training in training.items() if not is_training]
+    if done and any(training.values()):
+        return Suspect("uneven-inputs", done[0], "medium", tellers, {})
+    where = ", ".join(
+        f"rank {rank} at {one.where}"
+        for rank, one in sorted(last.items(), key=lambda item: item[0] or 0)[:4]
+    )
+    return Suspect("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
 
 
 def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
