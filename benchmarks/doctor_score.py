@@ -3,8 +3,9 @@
     python benchmarks/doctor_score.py FOLDER            # FOLDER/ID.log and FOLDER/index.csv
     python benchmarks/doctor_score.py FOLDER --verbose  # and each log that was missed
 
-The index has the columns id, slugs, cause, fix, culprit. A log's first finding must be one of its `slugs` (`none`: nothing may be found). The culprit counts
-where the index names one rank, as "rank 2" or "(1)".
+The index has the columns id, slugs, cause, fix, culprit. A log's first finding must be one of its
+`slugs` (`none`: nothing may be found). The culprit counts where the index names one rank, as
+"rank 2" or "(1)".
 """
 
 from __future__ import annotations

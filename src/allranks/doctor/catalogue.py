@@ -173,7 +173,7 @@ def _size(name: str, fields: Mapping[str, str]) -> float:
     match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)i?(?:B|bytes)?", fields[name].strip())
     if match is None:
         raise KeyError(name)
-    return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
+    return float(match[1]) * float(1024 ** " KMGT".index(match[2] or " "))
 
 
 @cache

@@ -31,13 +31,8 @@ def _rendezvous(fields: Fields, facts: Facts) -> Fields:
 
 
 def _master(fields: Fields, facts: Facts) -> Fields:
-    lines = [*facts.of("master-unreachable")]
-    is_network = any(
-        re.search(
-            r"gai ?error|not known|name resolution|route to host|unreachable", hit.line.text, re.I
-        )
-        for hit in lines
-    )
+    words = re.compile(r"gai ?error|not known|name resolution|route to host|unreachable", re.I)
+    is_network = any(words.search(hit.line.text) for hit in facts.of("master-unreachable"))
     return {"rank": "none"} if is_network else {}  # the address or the way to it, not rank 0
 
 

@@ -37,6 +37,11 @@ class End:
     is_by_launcher: bool = False  # ended because of another rank
 
     @property
+    def is_own(self) -> bool:
+        """Failed by itself, not because of another rank."""
+        return not self.is_by_launcher and bool(self.code or self.signal)
+
+    @property
     def is_crash(self) -> bool:
         """Ended by a signal that nobody of the job sends."""
         return self.signal is not None and not self.is_by_launcher

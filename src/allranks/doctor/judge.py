@@ -114,9 +114,7 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
 
 def _only_failed(facts: Facts, times: int) -> int | None:
     """The one rank that ended by itself, for lines that do not say whose they are."""
-    own = [
-        end for end in facts.ends.values() if not end.is_by_launcher and (end.code or end.signal)
-    ]
+    own = [end for end in facts.ends.values() if end.is_own]
     if len(own) == 1 and (times <= 1 or len(facts.ends) == 1):
         return own[0].rank
     return None
@@ -165,17 +163,11 @@ def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> 
     fields = {
         "exception": redact(one.text)[:200],
         "where": one.where or "the line in the evidence",
-        "rank_word": f"Rank {rank}"
-        if rank is not None
-        else "Every rank"
-        if rank != one.rank
-        else "",
+        "rank_word": f"Rank {rank}" if rank is not None else "",
         **facts.known,
     }
     line = Evidence(one.mark.source.name, one.number, _shown(one.text))
-    frame = (
-        (Evidence(one.mark.source.name, one.mark.number, f"at {one.where}"),) if one.where else ()
-    )
+    frames = [Evidence(one.mark.source.name, one.mark.number, f"at {one.where}")]
     sure: Confidence = "high" if facts.has_failed else "medium"
     return Candidate(
         catalogue["rank-raised"],
@@ -184,18 +176,14 @@ def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> 
         sure,
         fields,
         LEVELS["generic"],
-        (line, *frame),
+        (line, *(frames if one.where else [])),
     )
 
 
 def _crashes(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     """Ranks that ended by themselves where no other rank complains."""
     raised = {one.rank for one in facts.raised if not one.is_launchers}
-    own = [
-        end
-        for end in facts.ends.values()
-        if not end.is_by_launcher and (end.code or end.signal) and end.rank not in raised
-    ]
+    own = [end for end in facts.ends.values() if end.is_own and end.rank not in raised]
     own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
     has_words = any(not one.is_launchers for one in facts.raised)
     if not own or (has_words and not own[0].is_crash):

@@ -104,14 +104,10 @@ def compare(runs: Sequence[RunDir]) -> list[Finding]:
         return []
     (first, before), (last, now) = known[0], known[-1]
     found = []
-    lines = [
-        Evidence(
-            shown_path(run.path / "job.yaml"),
-            0,
-            f"{facts['samples']} samples a step on {facts['ranks']} ranks",
-        )
-        for run, facts in ((first, before), (last, now))
-    ]
+    lines = []
+    for run, facts in ((first, before), (last, now)):
+        words = f"{facts['samples']} samples a step on {facts['ranks']} ranks"
+        lines.append(Evidence(shown_path(run.path / "job.yaml"), 0, words))
     if before["samples"] != now["samples"] and before["rate"] == now["rate"]:
         factor = now["samples"] / before["samples"]
         fields = {

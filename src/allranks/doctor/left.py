@@ -127,7 +127,7 @@ def accounting(states: dict[str, tuple[str, str]]) -> list[Source]:
 
 
 def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:
-    """Lines of this machine's kernel from the time of an attempt, if it ran here and they can be read."""
+    """The kernel's lines from the time of an attempt, if it ran here and they can be read."""
     if socket.gethostname() not in {starts.node(rank) for rank in starts.events}:
         return []
     with suppress(OSError, subprocess.TimeoutExpired):
@@ -140,10 +140,8 @@ def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:
         )
         if done.returncode == 0:
             lines = [line for line in done.stdout.splitlines() if _is_between(line, since, until)]
-            if lines:
-                return [
-                    Source(Path("dmesg"), "dmesg", None, socket.gethostname(), b"\n".join(lines))
-                ]
+            content, node = b"\n".join(lines), socket.gethostname()
+            return [Source(Path("dmesg"), "dmesg", None, node, content)] if lines else []
     return []
 
 
@@ -182,9 +180,8 @@ class MemoryCurve:
         minutes = (self.points[-1][0] - self.points[0][0]) / 60
         first, last = (bytes_ / 2**30 for bytes_ in (self.points[0][1], self.last))
         span = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
-        return (
-            f"host memory of rank {self.rank}: {first:.2f} GiB to {last:.2f} GiB in the last {span}"
-        )
+        sizes = f"{first:.2f} GiB to {last:.2f} GiB"
+        return f"host memory of rank {self.rank}: {sizes} in the last {span}"
 
 
 def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:

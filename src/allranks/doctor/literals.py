@@ -45,12 +45,10 @@ def _next(pattern: str, index: int) -> tuple[str | None, int]:
         escaped = pattern[index + 1]
         return (None if escaped.isalnum() else escaped), 2
     if char == "[":
-        end = index + 1
-        while pattern[end] != "]" or end in (
-            index + 1,
-            index + 2 if pattern[end - 1] == "^" else 0,
-        ):
-            end += 2 if pattern[end] == "\\" else 1
+        # A bracket that comes first is a character.
+        end = index + (3 if pattern[index + 1] == "^" else 2)
+        while pattern[end - 1] == "\\" or pattern[end] != "]":
+            end += 1
         return None, end + 1 - index
     if char == "(":
         return None, _group_end(pattern, index) - index

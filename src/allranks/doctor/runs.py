@@ -15,10 +15,12 @@ from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.flight import flight_source
 from allranks.doctor.judge import LEVELS, Candidate, judge, shown_path
 from allranks.doctor.left import MemoryCurve, Starts, job_of
+from allranks.doctor.scan import Source
 from allranks.rundir import RunDir
 from allranks.slurm_reasons import waiting_reason
 
 FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
+SOFT = ("nan-loss", "loss-scale-underflow")
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
 
 
@@ -66,9 +68,7 @@ def read_attempt(
 
 def _soft_alone(facts: Facts) -> list[Finding]:
     """Of a run that is not failed: a loss that is no number, and the like."""
-    facts.hits = [
-        hit for hit in facts.hits if hit.cause.slug in ("nan-loss", "loss-scale-underflow")
-    ]
+    facts.hits = [hit for hit in facts.hits if hit.cause.slug in SOFT]
     facts.raised, facts.ends = [], {}
     return judge(facts, load())
 
@@ -112,10 +112,10 @@ def _never_started(run: RunDir) -> list[Finding]:
     """A job that never ran a rank: what it said, or why it was refused."""
     jobs = [Path(path) for path in sorted(run.path.glob("slurm-*.log"))]
     ended = (run.info().get("ended") or {}).get("reason")
-    sources = [left.Source(path, shown_path(path)) for path in jobs]
+    sources = [Source(path, shown_path(path)) for path in jobs]
     if ended:
         path = run.path / "run.json"
-        sources.append(left.Source(path, shown_path(path), content=str(ended).encode()))
+        sources.append(Source(path, shown_path(path), content=str(ended).encode()))
     return judge(gather(read_logs(sources), situations=("slurm",)), load())
 
 

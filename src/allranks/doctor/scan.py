@@ -148,7 +148,7 @@ class Words:
     def _is_known(self, grams: Grams, flagged: Places, flags: Flags) -> Truth:
         """Whether the bytes beside a flagged gram are of a word too, as far as it reaches."""
         # Beside the first and the last one is another block: they are looked at anyhow.
-        is_known = (flagged == 0) | (flagged == len(grams) - 1)
+        is_known: Truth = (flagged == 0) | (flagged == len(grams) - 1)
         own = grams.take(flagged)
         beside = {
             "behind": grams.take(flagged + 1, mode="clip"),

@@ -33,10 +33,9 @@ def show_findings(console: Console, findings: Sequence[Finding], subject: str) -
 
 
 def first_finding(found: Finding) -> RenderableType:
+    culprit = whose(found).strip() or "no single rank"
     parts: list[RenderableType] = [Text(found.title, style="bold")]
-    parts.append(
-        Text(f"{whose(found).strip() or 'no single rank'}; {SURE[found.confidence]}", "dim")
-    )
+    parts.append(Text(f"{culprit}; {SURE[found.confidence]}", style="dim"))
     for line in found.evidence[:MAX_EVIDENCE]:
         parts += [Text(""), Text(place(line), style="cyan", overflow="fold"), _quoted(line)]
     parts += [Text(""), Text("fix", style="bold green"), Text(found.fix)]

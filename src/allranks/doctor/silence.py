@@ -61,8 +61,8 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
     tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
     if len(progress) > 1 and min(progress.values()) < max(progress.values()):
-        rank = min(progress, key=lambda one: (progress[one], one))
-        return Suspect("rank-missing-from-collective", rank, "high", tellers, fields)
+        slowest = min(progress, key=lambda one: (progress[one], one))
+        return Suspect("rank-missing-from-collective", slowest, "high", tellers, fields)
     sequences = {
         (hit.fields["seq"], hit.fields["op"], hit.fields.get("numel"))
         for hit in timeouts
@@ -122,10 +122,8 @@ def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspe
     done = [rank for rank, is_training in training.items() if not is_training]
     if done and any(training.values()):
         return Suspect("uneven-inputs", done[0], "medium", tellers, {})
-    where = ", ".join(
-        f"rank {rank} at {one.where}"
-        for rank, one in sorted(last.items(), key=lambda item: item[0] or 0)[:4]
-    )
+    places = [f"rank {rank} at {last[rank].where}" for rank in sorted(spoke)[:4] if rank in last]
+    where = ", ".join(places)
     return Suspect("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
 
 
