@@ -59,7 +59,7 @@ $(PACKAGE): $(SETTINGS) | $(BIN)/python
 $(DEV): $(SETTINGS) | $(BIN)/python
 	@echo "installing allranks and its tests' needs into $(VENV): this can take minutes"
 	@$(PIP) install "pip==$(PIP_VERSION)"
-	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,report,web]' --group dev
+	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,doctor,report,web]' --group dev
 	@touch $(PACKAGE) $@
 
 $(BIN)/python:

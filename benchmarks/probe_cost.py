@@ -3,12 +3,12 @@
     python benchmarks/probe_cost.py               # about 15 minutes; exit code 1 if it takes more
     python benchmarks/probe_cost.py --pairs 200 --ranks 1       # a first look
 
-An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains in blocks of twenty steps, in turns with
-the probe and without it, in the same process: without it means that torch has its own functions
-back, not that hooks are idle. Whether a pair begins with the probe or without it alternates too.
-Formatting and writing the events, which a thread does in a training, is done within the blocks
-that have the probe. `ratio` is the median of the ratios of the pairs, with a 95% interval by their
-order; `nothing/nothing` is the same without the probe in either block: the noise.
+An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains in blocks of twenty steps, in turns
+with the probe and without it, in the same process: without it means that torch has its own
+functions back, not that hooks are idle. Whether a pair begins with the probe or without it
+alternates too. Formatting and writing the events, which a thread does in a training, is done within
+the blocks that have the probe. `ratio` is the median of the ratios of the pairs, with a 95%
+interval by their order; `nothing/nothing` is the same without the probe in either block: the noise.
 
 Beside it a thread looks at CPUs, memory and network every two seconds; it cannot take turns with
 anything, so what one look takes is measured and its share of the two seconds added to the ratio.

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks import cli_bench, cli_bench_data, cli_comm, cli_report, cli_slurm, cli_watch
+from allranks import (
+    cli_bench,
+    cli_bench_data,
+    cli_comm,
+    cli_doctor,
+    cli_report,
+    cli_slurm,
+    cli_watch,
+)
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -36,6 +44,7 @@ __all__ = [
     "cli_bench",
     "cli_bench_data",
     "cli_comm",
+    "cli_doctor",
     "cli_report",
     "cli_slurm",
     "cli_watch",

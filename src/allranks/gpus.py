@@ -14,6 +14,7 @@ from allranks.gpu_catalogue import CATALOGUE, GPU
 # pynvml takes 25 ms to import: look for a driver (Linux, WSL) before paying that.
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 MEMORY_TOLERANCE = 0.12  # between a board's memory as sold and as NVML or a site's SLURM says it
+READ = 0  # pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake, which NVML does not take
 LINKS = ("NVLink", "PCIe", "PCIe across sockets", "unknown")  # from the strongest to the weakest
 
 
@@ -155,6 +156,34 @@ def gpu_link(gpus: Sequence[LocalGPU]) -> str:
             return "unknown"
         pairs = itertools.combinations(handles, 2)
         return max((_link(pynvml, a, b) for a, b in pairs), key=LINKS.index)
+
+
+def peer_access(gpus: Sequence[LocalGPU]) -> bool | None:
+    """Whether any of these GPUs can read another's memory; None of one, or if NVML does not say."""
+    if len(gpus) < 2 or any(gpu.uuid.startswith("MIG-") for gpu in gpus):
+        return None
+    with nvml() as pynvml:
+        if pynvml is None:
+            return None
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+            states = {_reads(pynvml, a, b) for a, b in itertools.combinations(handles, 2)}
+        except pynvml.NVMLError:
+            return None
+    if True in states:
+        return True
+    return None if None in states else False
+
+
+def _reads(pynvml: Any, a: Any, b: Any) -> bool | None:
+    """Whether two GPUs can read each other's memory; None if NVML does not know."""
+    known = {
+        pynvml.NVML_P2P_STATUS_OK: True,
+        pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: False,
+        pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: False,
+        pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: False,
+    }
+    return known.get(pynvml.nvmlDeviceGetP2PStatus(a, b, READ))
 
 
 def driver_versions() -> dict[str, str | None]:

@@ -154,6 +154,10 @@ class Job(Section):
         default=Duration(1800),
         description="how long a rank waits for the others before it gives up",
     )
+    stall_timeout: DurationText | None = Field(
+        default=None,
+        description="end the run after so long without a step, its stacks in the logs",
+    )
     slurm: Slurm = Field(default=Slurm(), description="what sbatch is asked for; null: nothing is")
     env: dict[EnvName, EnvText] = Field(
         default=BUILT_IN["env"], description="environment variables of every rank"

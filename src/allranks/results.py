@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from allranks.events import read_events, read_last_events
-from allranks.rundir import RunDir
+from allranks.rundir import RunDir, State
 from allranks.timing import timing
 
 
@@ -30,7 +30,7 @@ def result(run: RunDir) -> dict[str, Any]:
         "world_size": start.get("world_size"),
         "attempt": attempt,
         "steps": steps,
-        "epochs": end.get("epoch", _epochs(start, steps)),
+        "epochs": end.get("epoch", _epochs(start, steps, step, run.state())),
         "samples": end.get("samples", _samples(start, steps)),
         "seconds": round(sum(_seconds(run, number) for number in attempts), 3),
         "samples_per_second": pace,
@@ -85,9 +85,15 @@ def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> float | N
     return None
 
 
-def _epochs(start: dict[str, Any], steps: int | None) -> int | None:
+def _epochs(
+    start: dict[str, Any], steps: int | None, step: dict[str, Any], state: State
+) -> int | None:
     """Epochs completed after so many steps."""
-    return None if steps is None else steps // int(start.get("steps_per_epoch", steps + 1))
+    if steps is not None and "steps_per_epoch" in start:
+        return steps // int(start["steps_per_epoch"])
+    if "epoch" in step:  # as the probe counts a script's: from 1, the one that it is in
+        return int(step["epoch"]) - (state != "finished")
+    return None if steps is None else 0
 
 
 def _samples(start: dict[str, Any], steps: int | None) -> int | None:

@@ -101,6 +101,14 @@ class Timeline:
         self.num_steps += 1
         return marks
 
+    def doing(self) -> tuple[str, float]:
+        """What the rank does, and since how many seconds. Any thread may ask."""
+        marks = self._marks
+        if not marks:
+            return OTHER, 0.0
+        label, since, _, _ = marks[-1]
+        return OTHER if label in (AFTER, END) else label, perf_counter() - since
+
 
 current: Timeline | None = None  # of this process, if it has a probe
 

@@ -254,3 +254,15 @@ def test_a_lost_loss_does_not_cost_the_end(tmp_path: Path) -> None:
     log.write("end", state="failed")
     log.close()
     assert [event["event"] for event in read_events(log.path)] == ["step", "end"]
+
+
+def test_a_sign_of_life_passes_events_that_are_held_back(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "rank-0.jsonl")
+    late = Later()
+    log.write("step", step=1, loss=late)
+    log.write_past("device", doing="wait")
+    log.flush()
+    assert [event["event"] for event in read_events(log.path)] == ["device"]
+    late.result = 1.0
+    log.close()
+    assert [event["event"] for event in read_events(log.path)] == ["device", "step"]

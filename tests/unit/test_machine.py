@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.launch.survey import machine
-from allranks.launch.survey.machine import (
+from allranks import machine
+from allranks.machine import (
     answer,
     describe_machine,
     first_line,
@@ -157,7 +157,7 @@ def test_this_machine_is_described_in_plain_values(monkeypatch: pytest.MonkeyPat
 def test_torch_is_not_imported() -> None:
     code = (
         "import sys, allranks.launch.survey.screen, allranks.launch.survey.queue\n"
-        "from allranks.launch.survey.machine import describe_machine\n"
+        "from allranks.machine import describe_machine\n"
         "describe_machine()\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -11,18 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from allranks.gpus import LocalGPU
-from allranks.launch.cluster.network import (
+from allranks.interfaces import (
     Interface,
-    NodeNetwork,
     Port,
-    Setting,
     addresses_towards,
     common_route,
-    describe_node,
     infiniband_ports,
-    settings,
     up_interfaces,
 )
+from allranks.launch.cluster.network import NodeNetwork, Setting, describe_node, settings
 
 LO = Interface("lo", "127.0.0.1", True)
 ETH = Interface("eth0", "10.0.0.5")
@@ -143,7 +140,7 @@ def test_what_nvml_says_of_pairs(
     )
     gpus = [LocalGPU(i, f"GPU-{i}", "NVIDIA L40S", 0, "8.9", None) for i in range(3)]
     monkeypatch.setattr("allranks.launch.cluster.network.local_gpus", lambda: gpus)
-    monkeypatch.setattr("allranks.launch.cluster.network.nvml", lambda: nullcontext(fake))
+    monkeypatch.setattr("allranks.gpus.nvml", lambda: nullcontext(fake))
     node = describe_node([], tmp_path)
     assert (node.num_gpus, node.gpus_reach_each_other) == (3, reach)
 

@@ -232,3 +232,14 @@ def test_a_script_that_only_reads_its_data_keeps_few_marks() -> None:
     fields = phases(began)
     assert fields["seconds"] == pytest.approx(began[-1][1] - began[0][1], abs=1e-3)
     assert fields["other"] > 0
+
+
+def test_what_a_rank_does_can_be_asked_at_any_moment() -> None:
+    timeline = Timeline()
+    assert timeline.doing() == (OTHER, 0.0)
+    timeline.mark(WAIT)
+    time.sleep(0.01)
+    doing, seconds = timeline.doing()
+    assert doing == WAIT and 0.01 <= seconds < 5
+    timeline.mark(AFTER)
+    assert timeline.doing()[0] == OTHER

@@ -20,6 +20,7 @@ from allranks.job import load_job
 from allranks.launch import prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
+from allranks.launch.stalled import StallWatch
 from allranks.processes import STOP_SIGNALS
 from allranks.results import failure, result
 from allranks.rundir import RunDir
@@ -137,6 +138,7 @@ class Launch:
         self.run, self.agent = self._meet(held)
         self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
+        self._stalled = StallWatch(self.run, self.prepared.job, self.first_rank)
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
@@ -219,6 +221,7 @@ class Launch:
 
                 raise Interrupted
             self._pass_signals_on()
+            self._end_if_stalled()
             self._show(lambda: self.screen.update(self.agent.attempt))
         if isinstance(ended[0], Exception):
             raise launch_error(ended[0])
@@ -249,6 +252,13 @@ class Launch:
             with suppress(ProcessLookupError):
                 os.kill(process, received[-1])
 
+    def _end_if_stalled(self) -> None:
+        """Hours of a whole allocation may be left when ranks wait for one that never comes."""
+        processes = [] if self._interrupted() else self.agent.processes()
+        if self._stalled.look(self.agent.attempt, processes):
+            self.agent.never_restart()
+            self.agent.kill()
+
     def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
         attempt = self.agent.attempt
@@ -258,7 +268,9 @@ class Launch:
             path = self.run.events(attempt, rank)
             try:
                 is_command = self.prepared.job.command is not None
-                end = end_of(code, is_command=is_command, stopped=self._interrupted())
+                end = self._stalled.end_of(rank) or end_of(
+                    code, is_command=is_command, stopped=self._interrupted()
+                )
                 append_event(path, "end", **end)
             except OSError as error:
                 self._disk_error = disk_error(error, path)

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from allranks import __version__, claims, commits, hardware
+from allranks import __version__, claims, commits, hardware, stacks
 from allranks.errors import AllranksError
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
@@ -344,6 +344,7 @@ def ranks_environment(
         "ALLRANKS_CHECKPOINT": prepared.checkpoint,
         "ALLRANKS_LAUNCHER": str(os.getpid()),
         "ALLRANKS_TIMEOUT": str(job.timeout.seconds),
+        stacks.VARIABLE: str(stacks.DUMP_SIGNAL),
         "ALLRANKS_TIMEOUT_IS_SET": str(int(job.timeout != DEFAULT_TIMEOUT)),
     }
     if prepared.claim is not None:

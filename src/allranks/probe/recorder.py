@@ -144,6 +144,11 @@ class Recorder:
         if self.step > 0:
             self._open().write(event, **fields)
 
+    def write_past(self, event: str, **fields: Any) -> None:
+        """The same at once, although a step before it may still have to be waited for."""
+        if self.step > 0:
+            self._open().write_past(event, **fields)
+
     def flush(self) -> None:
         if self._log is not None:
             self._log.flush("wait")

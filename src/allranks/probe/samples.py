@@ -62,7 +62,10 @@ class Fingerprints:
         self._num_seen += 1
         found = {"epoch": loader.starts, "batch": loader.batches, "samples": samples}
         if indices is not None:
-            found["indices"] = zlib.crc32(repr(list(indices)[:FINGERPRINT_VALUES]).encode())
+            values = list(indices)[:FINGERPRINT_VALUES]
+            found["indices"] = zlib.crc32(repr(values).encode())
+            with suppress(TypeError):  # an index may be anything
+                found["sorted"] = values == sorted(values)
         tensor = next(tensors(batch), None)
         if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
             with suppress(Exception):  # not every tensor can be read as bytes

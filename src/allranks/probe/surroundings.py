@@ -40,7 +40,8 @@ class Surroundings:
             self.sample()  # rates are known from the second one on
             while self.recorder.is_on:
                 time.sleep(SAMPLE_SECONDS)
-                self.recorder.write("device", **self.sample())
+                # Past what is held back: ranks that wait for one another still show that they live.
+                self.recorder.write_past("device", **self.sample(), **self.whereabouts())
 
     def sample(self) -> dict[str, Any]:
         """What there is to say now; rates since the last sample."""
@@ -67,6 +68,24 @@ class Surroundings:
         if self._gpu is not None:
             fields |= gpu_fields(*self._gpu)
         return fields
+
+    def whereabouts(self) -> dict[str, Any]:
+        """How far the rank has come, for whoever looks for one that does not."""
+        doing, seconds = self.recorder.timeline.doing()
+        fields: dict[str, Any] = {"step": self.recorder.step}
+        fields |= {"doing": doing, "doing_seconds": round(seconds, 3)}
+        count = num_collectives() if self.recorder.has_peers() else None
+        return fields if count is None else fields | {"collectives": count}
+
+
+def num_collectives() -> int | None:
+    """How many collectives this rank has come to, by torch's own count; all ranks' are equal."""
+    import torch.distributed as dist
+
+    with suppress(Exception):  # not every backend counts
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return None
 
 
 def cpu_seconds() -> dict[str, float]:

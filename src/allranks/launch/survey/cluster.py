@@ -17,7 +17,6 @@ from typing import Any
 
 from allranks import slurm
 from allranks.errors import AllranksError
-from allranks.launch.survey.machine import describe_machine
 from allranks.launch.survey.node_kinds import Gpus, cpu_model, resolve_gpus, suits
 from allranks.launch.survey.slurm_text import (
     NOT_SET,
@@ -28,6 +27,7 @@ from allranks.launch.survey.slurm_text import (
     parse_time,
     tres_gpus,
 )
+from allranks.machine import describe_machine
 
 MIB = 2**20
 DATABASE_SECONDS = 15.0  # the rest is worth seeing without the accounts

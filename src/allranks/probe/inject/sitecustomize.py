@@ -3,9 +3,11 @@
 
 Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch, the job's
 `timeout` becomes the default of its process groups, and the probe begins to record the rank's
-steps. Nothing here may break the script, and nothing is imported before the script imports torch.
+steps. It also has the process print its stacks at a signal, should it hang. Nothing here may break
+the script, and nothing of ours is imported before the script imports torch.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -50,6 +52,13 @@ def start_probe(torch):
     from allranks.probe.start import start
 
     start()
+
+
+def print_stacks_when_asked():
+    """A rank that hangs cannot say where; a handler in C can, whatever holds the interpreter."""
+    import faulthandler
+
+    faulthandler.register(int(os.environ["ALLRANKS_DUMP_SIGNAL"]), file=2, all_threads=True)
 
 
 def hide_probe(rules):
@@ -102,6 +111,9 @@ if os.environ.get("ALLRANKS_TIMEOUT"):
 if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch"] = start_probe
     steps["torch._dynamo.trace_rules"] = hide_probe
+if os.environ.get("ALLRANKS_DUMP_SIGNAL", "0") != "0" and os.environ.get("RANK"):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # not on this system
+        print_stacks_when_asked()
 if steps:
     sys.meta_path.insert(0, AfterImport(steps))
 if __name__ == "sitecustomize":

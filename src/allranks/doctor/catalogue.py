@@ -1,0 +1,219 @@
+"""The causes that the doctor knows: one readable file per family in causes/, read and checked.
+
+Each cause of a family's file has
+
+    slug, title      its stable name, and one line; {field|otherwise} is filled from the log
+    kind             root: explains a failure by itself, and the first of them wins (the default)
+                     soft: wrong, but nothing that ends a run at once
+                     generic: true of many failures; said where nothing better is known
+                     echo: what ranks say because another one is in trouble; never a finding
+                     mark: a fact that the reasoning needs; never a finding
+    patterns         regular expressions, one of which must be found in a line; case is ignored.
+                     Named groups are fields for title and fix; rank, node, pid say whose line it is
+    unless           expressions that must not be found in the line
+    raised           tracebacks that tell it: `exception` (type and message) and `within`, the files
+                     and functions of its frames, as expressions
+    where            a comparison of sizes that were captured: "unused >= tried"
+    culprit          line (the default), none (the same for all ranks), or the number of a rank
+    on_warning       true: a line that is only a warning counts too
+    confidence       high (the default), medium, low
+    explains         slugs that follow from this one, and are said after it
+    cause, fix       what happened, and what to type or change
+    fix_for          other fixes where more is known: task, lightning, slurm, accelerate
+    references       where to read on
+    examples         lines that must be recognised: a test proves each
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from allranks.doctor.finding import Confidence
+from allranks.doctor.literals import NoWord, required_word
+
+FOLDER = Path(__file__).parent / "causes"
+Kind = Literal["root", "soft", "generic", "echo", "mark"]
+KINDS = ("root", "soft", "generic", "echo", "mark")
+KEYS = {
+    *("slug", "title", "kind", "patterns", "raised", "unless", "where", "culprit", "on_warning"),
+    *("confidence", "explains", "cause", "fix", "fix_for", "references", "examples"),
+}
+SITUATIONS = ("task", "lightning", "accelerate", "slurm")
+_PLACE = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A regular expression, and a word without which it cannot match."""
+
+    word: str
+    text: str
+
+    def search(self, line: str) -> re.Match[str] | None:
+        return _compiled(self.text).search(line)
+
+    def may_match(self, raw: str) -> bool:
+        """Whether a line may fit once its prefixes are taken off: those matter to `^` alone."""
+        return self.text.startswith("^") or self.search(raw) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Exceptional:
+    """What a traceback must have: words at its end, and a frame."""
+
+    exception: str
+    within: str
+
+    def fits(self, text: str, frames: Sequence[str]) -> bool:
+        within = _compiled(self.within)
+        return _compiled(self.exception).search(text) is not None and any(
+            within.search(frame) for frame in frames
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One entry of a family's file."""
+
+    slug: str
+    family: str
+    title: str
+    kind: Kind = "root"
+    patterns: tuple[Pattern, ...] = ()
+    raised: tuple[Exceptional, ...] = ()
+    unless: tuple[str, ...] = ()
+    where: str = ""
+    culprit: str | int = "line"
+    on_warning: bool = False
+    confidence: Confidence = "high"
+    explains: tuple[str, ...] = ()
+    cause: str = ""
+    fix: str = ""
+    fix_for: Mapping[str, str] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind in ("root", "soft", "generic")
+
+    def match(self, line: str) -> dict[str, str] | None:
+        """The fields that a line gives, from all patterns that fit; None if none does."""
+        fields: dict[str, str] | None = None
+        for pattern in self.patterns:
+            found = pattern.search(line)
+            if found is not None:
+                new = {key: value for key, value in found.groupdict().items() if value is not None}
+                fields = {**new, **(fields or {})}
+        if fields is None or any(_compiled(text).search(line) for text in self.unless):
+            return None
+        return fields if not self.where or holds(self.where, fields) else None
+
+    def words(self, fields: Mapping[str, Any]) -> str:
+        return fill(self.title, fields)
+
+    def advice(self, fields: Mapping[str, Any], situations: Sequence[str] = ()) -> str:
+        """The fix for what is known: the most special that fits."""
+        for situation in situations:
+            if situation in self.fix_for:
+                return fill(self.fix_for[situation], fields)
+        return fill(self.fix, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All causes, by slug."""
+
+    causes: Mapping[str, Cause]
+
+    def __getitem__(self, slug: str) -> Cause:
+        return self.causes[slug]
+
+    def findings(self) -> list[Cause]:
+        return [cause for cause in self.causes.values() if cause.is_finding]
+
+
+def fill(text: str, fields: Mapping[str, Any]) -> str:
+    """`{port|the port}` becomes the field, or what stands behind the bar."""
+
+    def value(match: re.Match[str]) -> str:
+        known = fields.get(match[1])
+        return str(known) if known not in (None, "") else (match[2] or "")
+
+    return re.sub(r"\s+", " ", _PLACE.sub(value, text)).strip()
+
+
+def holds(where: str, fields: Mapping[str, str]) -> bool:
+    """Whether a comparison such as `reserved - allocated >= tried` is true of sizes."""
+    left, comparison, right = re.split(r"\s*(>=|<|!=)\s*", where)
+    try:
+        one, other = _sum(left, fields), _sum(right, fields)
+    except KeyError:
+        return False
+    if comparison == ">=":
+        return one >= other
+    return one < other if comparison == "<" else one != other
+
+
+def _sum(text: str, fields: Mapping[str, str]) -> float:
+    first, *rest = text.split(" - ")
+    return _size(first, fields) - sum(_size(name, fields) for name in rest)
+
+
+def _size(name: str, fields: Mapping[str, str]) -> float:
+    if name.isdigit():
+        return float(name)
+    match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)i?(?:B|bytes)?", fields[name].strip())
+    if match is None:
+        raise KeyError(name)
+    return float(match[1]) * float(1024 ** " KMGT".index(match[2] or " "))
+
+
+@cache
+def _compiled(text: str) -> re.Pattern[str]:
+    """When it is first needed: most patterns never are."""
+    return re.compile(text, re.IGNORECASE)
+
+
+@cache
+def load(folder: Path = FOLDER) -> Catalogue:
+    """Every family's file."""
+    causes: dict[str, Cause] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        for entry in yaml.load(path.read_text(), Loader=_loader()):
+            cause = _parse(entry, path.stem)
+            if cause.slug in causes:
+                raise ValueError(f"{path.name}: {cause.slug} is in {causes[cause.slug].family} too")
+            causes[cause.slug] = cause
+    return Catalogue(causes)
+
+
+def _loader() -> Any:
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _parse(entry: Mapping[str, Any], family: str) -> Cause:
+    slug = entry.get("slug")
+    wrong = set(entry) - KEYS
+    if not isinstance(slug, str) or wrong:
+        raise ValueError(f"causes/{family}.yaml: {slug}: no slug, or unknown keys {sorted(wrong)}")
+    if entry.get("kind", "root") not in KINDS or set(entry.get("fix_for", {})) - set(SITUATIONS):
+        raise ValueError(f"causes/{family}.yaml: {slug}: unknown kind, or situation in fix_for")
+    try:
+        patterns = tuple(Pattern(required_word(text), text) for text in entry.get("patterns", []))
+    except NoWord as error:
+        raise ValueError(f"causes/{family}.yaml: {slug}: {error}") from None
+    rest = {key: entry[key] for key in KEYS & set(entry) - {"patterns", "raised"}}
+    raised = tuple(Exceptional(**one) for one in entry.get("raised", []))
+    for key in ("unless", "explains", "references", "examples"):
+        rest[key] = tuple(entry.get(key, ()))
+    for key in ("title", "cause", "fix"):
+        rest[key] = " ".join(str(entry.get(key, "")).split())
+    return Cause(family=family, patterns=patterns, raised=raised, **rest)

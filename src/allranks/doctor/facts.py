@@ -1,0 +1,141 @@
+"""Everything that is known of one failure: hits, tracebacks, ends, who spoke and who did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from allranks.doctor.catalogue import Catalogue, load
+from allranks.doctor.ends import End, ends_of
+from allranks.doctor.scan import Hit, Scanned
+from allranks.doctor.tracebacks import Raised, tracebacks
+
+GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
+NEAR_LINES = 8  # a message may have several lines
+
+
+@dataclass(slots=True)
+class Facts:
+    """What logs say, put together; events and accounting may add to it."""
+
+    scanned: Sequence[Scanned]
+    hits: list[Hit]
+    raised: list[Raised]
+    ends: dict[int, End]
+    world: int | None = None
+    known: Mapping[str, str] = field(default_factory=dict)  # of the job and the machine
+    situations: tuple[str, ...] = ()
+    pids: Mapping[int, int] = field(default_factory=dict)  # ranks by process
+    has_failed: bool = False
+
+    def of(self, slug: str) -> list[Hit]:
+        return [hit for hit in self.hits if hit.cause.slug == slug]
+
+    @property
+    def ranks(self) -> set[int]:
+        """Ranks that there are, as far as the logs tell."""
+        seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
+        seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
+        top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
+        return set(range(top)) if top <= 4096 else seen
+
+    def is_final(self, hit: Hit) -> bool:
+        """Whether a run may have ended by this line, rather than gone on after it."""
+        if self.has_failed or hit.cause.on_warning or hit.cause.kind == "soft":
+            return True
+        lines = next(one.num_lines for one in self.scanned if one.source is hit.source)
+        return lines - hit.number <= GOES_ON_LINES
+
+
+def gather(
+    scanned: Sequence[Scanned],
+    *,
+    ends: Mapping[int, End] | None = None,
+    known: Mapping[str, str] | None = None,
+    situations: Iterable[str] = (),
+    world: int | None = None,
+    pids: Mapping[int, int] | None = None,
+) -> Facts:
+    """Put together what was found in all files of one failure."""
+    order = {id(one.source): index for index, one in enumerate(scanned)}
+    hits = [hit for one in scanned for hit in one.hits]
+    raised = [one for each in scanned for one in tracebacks(each)]
+    hits += [hit for one in raised for hit in _told_by(one, load())]
+    hits.sort(key=lambda hit: (order[id(hit.source)], hit.number))
+    of_processes = _ranks_of_processes(hits)
+    hits = [_with_rank(hit, of_processes) for hit in hits]
+    facts = Facts(
+        scanned,
+        hits,
+        raised,
+        {**ends_of(hits), **(ends or {})},
+        world or _world(hits),
+        known or {},
+        (*situations, *_situations(hits)),
+        pids or {},
+    )
+    facts.has_failed = _has_failed(facts)
+    return facts
+
+
+def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:
+    """Causes that the end of a traceback tells together with its frames."""
+    mark = raised.mark
+    for cause in catalogue.causes.values():
+        if any(one.fits(raised.text, raised.frames) for one in cause.raised):
+            line = replace(mark.line, text=raised.text, rank=raised.rank)
+            yield Hit(cause, mark.source, raised.number, mark.offset, line, {})
+
+
+def _has_failed(facts: Facts) -> bool:
+    if any(end.code or end.signal for end in facts.ends.values()):
+        return True
+    return any(
+        one.mark.source is each.source and each.num_lines - one.number <= GOES_ON_LINES
+        for one in facts.raised
+        for each in facts.scanned
+    )
+
+
+def _ranks_of_processes(hits: Sequence[Hit]) -> dict[tuple[str | None, int], int]:
+    """Ranks by node and process: NCCL says them once, and its later lines only the process."""
+    found = {}
+    for hit in hits:
+        if hit.cause.slug == "nccl-rank-of-process" and hit.line.pid is not None:
+            found[hit.line.node, hit.line.pid] = int(hit.fields["rank"])
+    return found
+
+
+def _with_rank(hit: Hit, ranks: Mapping[tuple[str | None, int], int]) -> Hit:
+    if hit.rank is not None or hit.line.pid is None:
+        return hit
+    rank = ranks.get((hit.line.node, hit.line.pid))
+    if rank is None:
+        return hit
+    return replace(hit, line=replace(hit.line, rank=rank))
+
+
+def _world(hits: Sequence[Hit]) -> int | None:
+    said = [int(hit.fields["wanted"]) for hit in hits if hit.fields.get("wanted", "").isdigit()]
+    return max(said, default=None)
+
+
+def _situations(hits: Sequence[Hit]) -> list[str]:
+    text = " ".join(hit.line.text for hit in hits if hit.cause.slug == "framework-said")
+    found = []
+    if "lightning" in text.lower():
+        found.append("lightning")
+    if "accelerate/" in text or "transformers/trainer" in text:
+        found.append("accelerate")
+    if any(word in text for word in ("SLURM", "slurmstepd", "srun:", "sbatch:", "JobState")):
+        found.append("slurm")
+    return found
+
+
+def is_near(hit: Hit, raised: Raised) -> bool:
+    """Whether a hit is part of a traceback or of the message behind it."""
+    return (
+        hit.source is raised.mark.source
+        and (raised.rank is None or hit.rank in (raised.rank, None))
+        and raised.mark.number <= hit.number <= raised.number + NEAR_LINES
+    )

@@ -1,0 +1,295 @@
+"""Which rank of a run keeps the others waiting, and the line it is in. No torch."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from allranks import slurm, stacks
+from allranks.claims import newest
+from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.redact import redact
+from allranks.rundir import RunDir
+from allranks.stacks import Frame, Stack
+from allranks.stalls import Blame, RankState, blame, is_waiting, patience, read_states, silence
+
+LONG_SILENCE = 120.0  # seconds: worth a word although nobody is known to wait
+OTHER_NODES_SECONDS = 20.0
+LOG_BYTES = 1 << 20  # of the end of a log, where stacks are looked for
+MOST_EVIDENCE = 8
+
+
+def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
+    """A live run that makes no steps; nothing for one that does, or has ended.
+
+    `after`: seconds without a step that are too many; by default the run's own steps tell.
+    """
+    attempts = run.attempts()
+    if not attempts:
+        return []
+    states = read_states(run, attempts[-1])
+    if any(state.ended == "failed" for state in states) or not states:
+        return []  # what failed is the cause
+    usual = patience(states) if after is None else after
+    seconds = silence(states, time.time())
+    if seconds < usual:
+        return []
+    states = with_stacks(run, attempts[-1], states)
+    found = judge(states, seconds, usual, run)
+    # It may have got on while it was looked at.
+    return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
+
+
+def hung(run: RunDir) -> list[Finding]:
+    """A run that has failed, whose launcher had seen it make no steps and printed the stacks."""
+    attempts = run.attempts()
+    if not attempts or run.ended_state() != "failed":
+        return []
+    ranks = run.ranks(attempts[-1])
+    logged = {rank: stack_in_log(run.log(attempts[-1], rank)) for rank in ranks}
+    printed = {rank: found for rank, found in logged.items() if found is not None}
+    states = [
+        replace(state, ended=None, stack=printed[state.rank][1] if state.rank in printed else None)
+        for state in read_states(run, attempts[-1])
+    ]
+    when = min((when for when, _ in printed.values()), default=0.0)
+    progress = max((state.progress for state in states), default=0.0)
+    if not printed or progress > when:
+        return []  # there was none, or it got on after that
+    return judge(states, when - progress, 0.0, run, is_live=False)
+
+
+def judge(
+    states: Sequence[RankState], seconds: float, usual: float, run: RunDir, *, is_live: bool = True
+) -> list[Finding]:
+    """What to say of ranks that have made no step for so long. Reads nothing but source lines."""
+    found = blame(states)
+    if wait_apart(states):
+        return [mismatch(states, run)]
+    if found is None:
+        waits = [is_waiting(state) for state in states]
+        if seconds < max(LONG_SILENCE, 2 * usual) and not all(waits):
+            return []
+        return [nobody_to_blame(states, seconds, run, is_live=is_live)]
+    by_rank = {state.rank: state for state in states}
+    culprit = by_rank[found.ranks[0]]
+    place = culprit.stack.place if culprit.stack else None
+    cause = "rank-missing-from-collective"
+    title = f"rank {culprit.rank} has not come to the exchange that the others wait in"
+    if culprit.ended == "finished":
+        cause = "uneven-inputs"
+        title = f"rank {culprit.rank} has finished, and the others still wait for it"
+    elif culprit.ended:
+        return []  # its end is the cause
+    elif is_meeting([state for state in states if state.rank not in found.ranks]):
+        cause = "rendezvous-timeout"
+        title = f"rank {culprit.rank} has not come to where the ranks meet first"
+    if culprit.kernel in ("T", "D"):
+        title += f": it {found.why}"
+    elif place is not None:
+        title += f": it is at {Path(place.file).name}:{place.line} in {place.function}"
+    return [
+        Finding(
+            cause,
+            title,
+            fix(culprit, run, is_live=is_live),
+            rank=culprit.rank,
+            node=culprit.node,
+            confidence="high" if found.is_sure else "medium",
+            evidence=evidence(states, found, run),
+        )
+    ]
+
+
+def is_meeting(states: Sequence[RankState]) -> bool:
+    """Whether these ranks wait for the others to join the world at all."""
+    return bool(states) and all(
+        state.stack is not None
+        and any(frame.function.endswith("init_process_group") for frame in state.stack.frames)
+        for state in states
+    )
+
+
+def wait_apart(states: Sequence[RankState]) -> bool:
+    """Whether all ranks are in exchanges, but not in the same one."""
+    places = [state.stack.place for state in states if state.stack and state.stack.waits]
+    return len(places) == len(states) > 1 and len(set(places)) > 1
+
+
+def mismatch(states: Sequence[RankState], run: RunDir) -> Finding:
+    lines = {str(state.stack.place): state.rank for state in states if state.stack}
+    words = ", ".join(f"rank {rank} at {place}" for place, rank in list(lines.items())[:4])
+    return Finding(
+        "collective-mismatch",
+        f"ranks wait in different exchanges: {words}",
+        "all ranks must make the same exchanges in the same order: look for a condition on the "
+        "rank, or on its data, between these lines",
+        confidence="medium",
+        evidence=evidence(states, None, run),
+    )
+
+
+def nobody_to_blame(
+    states: Sequence[RankState], seconds: float, run: RunDir, *, is_live: bool
+) -> Finding:
+    """All ranks are alike: what hangs is what they have in common."""
+    doing = {state.doing for state in states}
+    where = {str(s.stack.place) for s in states if s.stack and s.stack.place}
+    at = f" at {where.pop()}" if len(where) == 1 else ""
+    common = {
+        frozenset({"data"}): "every rank waits for its data: look at the loader, or the disk",
+        frozenset({"wait"}): "every rank waits in an exchange: look at the network between them",
+    }.get(frozenset(str(each) for each in doing), "all ranks are alike: look at what they share")
+    return Finding(
+        "no-progress",
+        f"no step for {in_words(seconds)}{at}, and no rank is told from the others",
+        common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
+        confidence="low",
+        evidence=evidence(states, None, run),
+    )
+
+
+def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
+    place = culprit.stack.place if culprit.stack else None
+    if culprit.ended == "finished":
+        return (
+            "give every rank as many batches: DistributedSampler(…, drop_last=True), or train "
+            "within `with model.join():` (torch.distributed.algorithms.join)"
+        )
+    if culprit.kernel == "T":
+        process = stacks.processes_of(run, max(run.attempts(), default=0)).get(culprit.rank)
+        return f"kill -CONT {process}: somebody has stopped it (SIGSTOP, Ctrl-Z, a debugger)"
+    if culprit.kernel == "D":
+        return "look at the disk that it waits for (dmesg, df): a network disk that does not answer"
+    at = f"look at {place}" if place else look_there(culprit, run)
+    stop = f"; end the run with allranks stop {run.name}" if is_live else ""
+    if culprit.stack and any("torch/utils/data" in frame.file for frame in culprit.stack.frames):
+        at += ", in its data loader: the file or worker that it waits for"
+    return (
+        f"{at}: every rank must come to the same exchanges{stop}. "
+        "`stall_timeout: 10m` in the job ends such a run by itself"
+    )
+
+
+def look_there(culprit: RankState, run: RunDir) -> str:
+    here = f"allranks doctor {run.path}"
+    return f"see where it is: ssh {culprit.node} {here}" if culprit.node else f"run {here} there"
+
+
+def evidence(states: Sequence[RankState], found: Blame | None, run: RunDir) -> tuple[Evidence, ...]:
+    """Culprits first: the line each rank is in, and what its last sign of life says."""
+    culprits = found.ranks if found else ()
+    rows: list[Evidence] = []
+    for state in sorted(states, key=lambda state: (state.rank not in culprits, state.rank)):
+        if len(rows) >= MOST_EVIDENCE:
+            break
+        why = found.why if found and state.rank in culprits else None
+        if state.stack is not None and state.stack.place is not None:
+            place = state.stack.place
+            text = f"rank {state.rank} is in {place.function}{source(place)}"
+            rows.append(Evidence(place.file, place.line, text))
+            if why is None:
+                continue
+        rows.append(heartbeat(state, run, why))
+    return tuple(rows)
+
+
+def heartbeat(state: RankState, run: RunDir, why: str | None) -> Evidence:
+    path = run.events(max(run.attempts(), default=0), state.rank)
+    fields = {
+        "step": state.step,
+        "at": state.doing,
+        "collectives": state.collectives,
+        "ended": state.ended,
+    }
+    known = ", ".join(f"{key} {value}" for key, value in fields.items() if value is not None)
+    text = f"rank {state.rank} {why or 'waits'}" + (f" ({known})" if known else "")
+    return Evidence(str(path), num_lines(path), text)
+
+
+def source(place: Frame) -> str:
+    line = linecache.getline(place.file, place.line).strip()
+    return f": {redact(line)}" if line else ""
+
+
+def num_lines(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError:
+        return 0
+
+
+def in_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
+
+
+def with_stacks(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
+    """The same with the stacks of the ranks here and, in a SLURM job, on its other nodes."""
+    processes = stacks.processes_of(run, attempt)
+    letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
+    able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDt"}
+    found = stacks.take(able, {rank: run.log(attempt, rank) for rank in able})
+    if len(processes) < len(states):
+        found = elsewhere(run, attempt, len({state.node for state in states})) | found
+    return [
+        replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
+        for state in states
+    ]
+
+
+def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
+    """The stacks on all nodes of the SLURM job that trains the run, asked through srun."""
+    holder = newest(run.claims)
+    if holder is None or not holder.job:
+        return {}
+    command = ["srun", f"--jobid={holder.job}", "--overlap", "--quiet", f"--nodes={num_nodes}"]
+    command += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    command += [sys.executable, "-m", "allranks.stacks", str(run.path), str(attempt)]
+    try:
+        printed = slurm.call(*command, seconds=OTHER_NODES_SECONDS)
+    except slurm.SlurmError:
+        return {}
+    return {rank: stack for line in printed.splitlines() for rank, stack in parse(line).items()}
+
+
+def parse(line: str) -> dict[int, Stack]:
+    """One node's answer: what `python -m allranks.stacks` prints."""
+    try:
+        answer: Mapping[str, Any] = json.loads(line)
+        return {
+            int(rank): Stack(
+                int(each["process"]),
+                tuple(Frame(f["file"], f["line"], f["function"]) for f in each["frames"]),
+                str(each["source"]),
+            )
+            for rank, each in answer.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def stack_in_log(log: Path) -> tuple[float, Stack] | None:
+    """The stack that the launcher had printed into a rank's log last, and when."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    before, mark, after = text.rpartition(stacks.FOLLOW)
+    stamp = before.rpartition("\n")[2].removeprefix("allranks: ").partition(": ")[0]
+    try:
+        when = datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return None
+    stack = stacks.parse_dump(0, after) if mark else None
+    return (when, stack) if stack is not None else None

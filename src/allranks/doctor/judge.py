@@ -1,0 +1,295 @@
+"""From facts to findings: which cause came first, whose it is, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.doctor.catalogue import Catalogue, Cause
+from allranks.doctor.details import more_fields
+from allranks.doctor.facts import Facts, is_near
+from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
+from allranks.doctor.redact import redact
+from allranks.doctor.scan import Hit
+from allranks.doctor.silence import suspect
+from allranks.doctor.tracebacks import Raised
+
+LEVELS = {"root": 0, "soft": 1, "generic": 2}
+# Of causes that say little, those that say more first.
+GENERIC = ("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "terminated-by-signal")
+MAX_FINDINGS = 5
+MAX_EVIDENCE = 4
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A cause that may be the one, with the lines that speak for it."""
+
+    cause: Cause
+    hits: Sequence[Hit]
+    rank: int | None
+    confidence: Confidence
+    fields: dict[str, str] = field(default_factory=dict)
+    level: int = 0
+    extra: tuple[Evidence, ...] = ()
+    order: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        slug = self.cause.slug
+        place = GENERIC.index(slug) if slug in GENERIC else len(GENERIC)
+        return self.level, place if self.level == LEVELS["generic"] else 0, self.order
+
+
+def judge(facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()) -> list[Finding]:
+    """All findings, the first cause first."""
+    found = [*_told(facts, catalogue), *_derived(facts, catalogue), *extra]
+    found = _joined(found)
+    explained = _explained(found)
+    left = [one for one in found if one.cause.slug not in explained]
+    left.sort(key=lambda one: one.key)
+    roots = [one for one in left if one.level == LEVELS["root"]]
+    if len(roots) > 1 and roots[0].confidence == "high":
+        roots[0].confidence = "medium"  # the first of several is likely the one, not surely
+    # What is true of many failures is said once, and only where nothing better is known.
+    left = [one for one in left if one.level < LEVELS["generic"]] or left[:1]
+    return [finding_of(one, facts) for one in left[:MAX_FINDINGS]]
+
+
+def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+    """Causes that a line tells in so many words."""
+    places = {id(hit): index for index, hit in enumerate(facts.hits)}
+    found = []
+    for slug in dict.fromkeys(hit.cause.slug for hit in facts.hits if hit.cause.is_finding):
+        cause = catalogue[slug]
+        hits = [hit for hit in facts.of(slug) if facts.is_final(hit)]
+        plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
+        if not plain and not (hits and facts.has_failed):
+            continue
+        sure: Confidence = cause.confidence if plain else "low"
+        shown = plain or hits
+        level = LEVELS[cause.kind] if plain else LEVELS["generic"]
+        if cause.kind == "soft" and any(_is_raised(hit, facts) for hit in shown):
+            level = LEVELS["root"]  # it ended the rank
+        order = min(places[id(hit)] for hit in shown)
+        rank = culprit(cause, shown, facts)
+        fields = {**_merged(shown), **facts.known}
+        found.append(Candidate(cause, shown, rank, sure, fields, level, order=order))
+    return found
+
+
+def _is_raised(hit: Hit, facts: Facts) -> bool:
+    return any(
+        hit.source is one.mark.source and 0 <= hit.number - one.number <= 2 for one in facts.raised
+    )
+
+
+def _merged(hits: Sequence[Hit]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for hit in reversed(hits):  # what the first line says counts
+        fields.update(hit.fields)
+    return fields
+
+
+def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
+    """The rank that a told cause is of; None if it is of all, of none, or not known."""
+    if cause.culprit == "none":
+        return None
+    if isinstance(cause.culprit, int):
+        return cause.culprit
+    named = [int(hit.fields["rank"]) for hit in hits if "rank" in hit.fields]
+    if named:
+        return named[0]
+    processes = [int(hit.fields["pid"]) for hit in hits if hit.fields.get("pid", "").isdigit()]
+    if of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]:
+        return of_process[0]
+    ranks = {hit.rank for hit in hits if hit.rank is not None}
+    if ranks:
+        everybody = len(ranks) > 1 and ranks >= facts.ranks
+        first = next(hit.rank for hit in hits if hit.rank is not None)
+        return None if everybody else first
+    return _only_failed(facts, len({hit.number for hit in hits if _is_raised(hit, facts)}))
+
+
+def _only_failed(facts: Facts, times: int) -> int | None:
+    """The one rank that ended by itself, for lines that do not say whose they are."""
+    own = [end for end in facts.ends.values() if end.is_own]
+    if len(own) == 1 and (times <= 1 or len(facts.ends) == 1):
+        return own[0].rank
+    return None
+
+
+def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+    """Causes that follow from what several lines say together."""
+    found = [_candidate_of_exception(one, facts, catalogue) for one in _unknown(facts)[:1]]
+    guess = suspect(facts)
+    if guess is not None:
+        cause = catalogue[guess.slug]
+        is_hang = guess.slug in ("rank-missing-from-collective", "collective-mismatch")
+        order = facts.hits.index(guess.hits[0]) if guess.hits else 0
+        level = LEVELS["root" if is_hang else "generic"]
+        fields = {**guess.fields, **facts.known}
+        found.append(
+            Candidate(cause, guess.hits, guess.rank, guess.confidence, fields, level, order=order)
+        )
+    mismatch = _count_mismatch(facts, catalogue)
+    if mismatch is not None:
+        found.append(mismatch)
+    if guess is None:
+        found += _crashes(facts, catalogue)
+    return found
+
+
+def _unknown(facts: Facts) -> list[Raised]:
+    """Tracebacks that no cause and no echo accounts for."""
+    told = [hit for hit in facts.hits if hit.cause.kind != "mark"]
+    return [
+        one
+        for one in facts.raised
+        if not one.is_launchers
+        and facts.is_final(one.mark)
+        and not any(is_near(hit, one) for hit in told)
+    ]
+
+
+def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> Candidate:
+    alike = {each.rank for each in facts.raised if each.text == one.text}
+    rank = one.rank
+    if rank is None:
+        rank = _only_failed(facts, sum(each.text == one.text for each in facts.raised))
+    elif len(alike) > 1 and alike >= facts.ranks:
+        rank = None
+    fields = {
+        "exception": redact(one.text)[:200],
+        "where": one.where or "the line in the evidence",
+        "rank_word": f"Rank {rank}" if rank is not None else "",
+        **facts.known,
+    }
+    line = Evidence(one.mark.source.name, one.number, _shown(one.text))
+    frames = [Evidence(one.mark.source.name, one.mark.number, f"at {one.where}")]
+    sure: Confidence = "high" if facts.has_failed else "medium"
+    return Candidate(
+        catalogue["rank-raised"],
+        [],
+        rank,
+        sure,
+        fields,
+        LEVELS["generic"],
+        (line, *(frames if one.where else [])),
+    )
+
+
+def _crashes(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+    """Ranks that ended by themselves where no other rank complains."""
+    raised = {one.rank for one in facts.raised if not one.is_launchers}
+    own = [end for end in facts.ends.values() if end.is_own and end.rank not in raised]
+    own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
+    has_words = any(not one.is_launchers for one in facts.raised)
+    if not own or (has_words and not own[0].is_crash):
+        return []
+    end = own[0]
+    sure: Confidence = "high" if end.is_crash else "medium"
+    hits = [end.hit] if end.hit is not None else []
+    fields = {"how": f" {end.in_words}", "node": end.node or "", **facts.known}
+    return [Candidate(catalogue["rank-died"], hits, end.rank, sure, fields, LEVELS["generic"])]
+
+
+def _count_mismatch(facts: Facts, catalogue: Catalogue) -> Candidate | None:
+    """WORLD_SIZE and the number of tasks, where a rendezvous failed."""
+    waiting = facts.of("rendezvous-timeout")
+    said = facts.of("world-said")
+    tasks = {int(hit.fields["tasks"]) for hit in said if "tasks" in hit.fields}
+    wanted = {int(hit.fields["wanted"]) for hit in [*said, *waiting] if "wanted" in hit.fields}
+    if not waiting or len(tasks) != 1 or not wanted or wanted == tasks:
+        return None
+    number, world = tasks.pop(), max(wanted)
+    fields = {
+        "wanted": str(world),
+        "tasks": str(number),
+        "joined_words": f": WORLD_SIZE is {world}, {number} tasks were started",
+        **facts.known,
+    }
+    cause = catalogue["rank-count-mismatch"]
+    return Candidate(cause, [*said[:2], *waiting[:2]], None, "high", fields, LEVELS["root"])
+
+
+def _joined(found: list[Candidate]) -> list[Candidate]:
+    """One candidate for each cause: what is told counts more than what is derived."""
+    joined: dict[str, Candidate] = {}
+    for one in found:
+        known = joined.get(one.cause.slug)
+        if known is None:
+            joined[one.cause.slug] = one
+            continue
+        known.level = min(known.level, one.level)
+        known.fields = {**one.fields, **known.fields}
+        known.hits = [*known.hits, *one.hits]
+        known.extra += one.extra
+        if known.rank is None and known.cause.culprit == "line":
+            known.rank = one.rank
+    return list(joined.values())
+
+
+def _explained(found: Sequence[Candidate]) -> set[str]:
+    """Causes that follow from another one that was found and is more than a guess."""
+    present: Mapping[str, Candidate] = {one.cause.slug: one for one in found}
+    explained: set[str] = set()
+    for one in sorted(found, key=lambda each: each.key):
+        if one.cause.slug in explained or one.confidence == "low":
+            continue
+        explained |= {
+            slug
+            for slug in one.cause.explains
+            if slug in present and one.cause.slug not in explained
+        }
+    return explained
+
+
+def finding_of(one: Candidate, facts: Facts) -> Finding:
+    """The candidate in words, with the place of every line."""
+    fields = more_fields(one.cause.slug, one.fields, one.rank, facts)
+    rank = None if fields.get("rank") == "none" else one.rank
+    if rank is None and fields.get("rank", "").isdigit():
+        rank = int(fields["rank"])
+    fields["rank"] = "" if rank is None else str(rank)
+    node = _node(one, rank, facts)
+    fields["node"] = node or fields.get("node", "")
+    evidence: dict[tuple[str, int], Evidence] = {}
+    for hit in one.hits:
+        line = Evidence(hit.source.name, hit.number, _shown(hit.line.text))
+        evidence.setdefault((line.file, line.line), line)
+    for line in one.extra:
+        evidence.setdefault((line.file, line.line), line)
+    return Finding(
+        one.cause.slug,
+        redact(one.cause.words(fields)),
+        redact(one.cause.advice(fields, facts.situations)),
+        rank,
+        node,
+        one.confidence,
+        tuple(evidence.values())[:MAX_EVIDENCE],
+    )
+
+
+def _node(one: Candidate, rank: int | None, facts: Facts) -> str | None:
+    named = [hit.fields["node"] for hit in one.hits if hit.fields.get("node")]
+    if named:
+        return named[0]
+    if rank is not None and rank in facts.ends and facts.ends[rank].node:
+        return facts.ends[rank].node
+    of_rank = [hit.node for hit in one.hits if hit.node and hit.rank == rank]
+    return of_rank[0] if of_rank else None
+
+
+def _shown(text: str) -> str:
+    text = " ".join(redact(text).split())
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def shown_path(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,205 @@
+"""Everything that a run has left behind: logs, events, accounting, error files, kernel messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from allranks.doctor.ends import End
+from allranks.doctor.judge import shown_path
+from allranks.doctor.scan import Source
+from allranks.events import read_events, read_last_events
+from allranks.rundir import RunDir
+
+TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
+MAX_JOB_LOGS = 3
+DMESG_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """What the ranks of an attempt said of themselves."""
+
+    events: dict[int, dict[str, Any]]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {int(start["pid"]): rank for rank, start in self.events.items() if "pid" in start}
+
+    @property
+    def world(self) -> int | None:
+        sizes = [start["world_size"] for start in self.events.values() if "world_size" in start]
+        return int(sizes[0]) if sizes else None
+
+    def node(self, rank: int) -> str | None:
+        return self.events.get(rank, {}).get("host")
+
+
+def starts_of(run: RunDir, attempt: int) -> Starts:
+    found = ((rank, run.start(attempt, rank)) for rank in run.ranks(attempt))
+    return Starts({rank: start for rank, start in found if start is not None})
+
+
+def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
+    """What every rank of an attempt printed and recorded, and what its job said."""
+    sources = []
+    for path in sorted(run.attempt(attempt).glob("rank-*.log"), key=_rank_in):
+        rank = _rank_in(path)
+        if rank >= 0:
+            sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
+    for rank in run.ranks(attempt):
+        sources += _tail(run.events(attempt, rank), rank, starts.node(rank))
+    jobs = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    sources += [Source(path, shown_path(path)) for path in jobs[-MAX_JOB_LOGS:]]
+    sources += [error for path in run.path.rglob("error.json") if (error := error_file(path))]
+    return sources
+
+
+def _rank_in(path: Path) -> int:
+    number = path.name.removeprefix("rank-").partition(".")[0]
+    return int(number) if number.isdigit() else -1
+
+
+def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
+    """The end of a rank's events as lines to be searched."""
+    with suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - TAIL_BYTES)
+        file.seek(0)
+        before = _newlines(file, start)
+        content = file.read()
+        if start:  # from the next whole line on
+            cut = content.find(b"\n") + 1
+            content, before = content[cut:], before + 1
+        return [Source(path, shown_path(path), rank, node, content, before + 1)]
+    return []
+
+
+def _newlines(file: Any, num_bytes: int) -> int:
+    count = 0
+    while num_bytes > 0 and (chunk := file.read(min(num_bytes, 1 << 20))):
+        count += chunk.count(b"\n")
+        num_bytes -= len(chunk)
+    return count
+
+
+def error_file(path: Path) -> Source | None:
+    """torch's elastic error file: a rank's traceback, as JSON."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        message = json.loads(path.read_bytes())["message"]
+        text = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
+        rank = re.search(r"(?:^|/)(\d+)/error\.json$", str(path))
+        content = text.encode(errors="replace")
+        return Source(path, shown_path(path), int(rank[1]) if rank else None, None, content)
+    return None
+
+
+def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
+    """How each rank ended, by its own word or the launcher's."""
+    found = {}
+    for rank in run.ranks(attempt):
+        end = run.end(attempt, rank)
+        if end is None or end.get("state") != "failed":
+            continue
+        is_echo = bool((end.get("error") or {}).get("echo")) or end.get("exit") is None
+        found[rank] = End(
+            rank, end.get("exit"), end.get("signal"), starts.node(rank), is_by_launcher=is_echo
+        )
+    return found
+
+
+def accounting(states: dict[str, tuple[str, str]]) -> list[Source]:
+    """What SLURM remembers of the run's jobs: id, state and exit code."""
+    lines = [f"JobID={job} State={state} ExitCode={code}" for job, (state, code) in states.items()]
+    return [Source(Path("sacct"), "sacct", content="\n".join(lines).encode())] if lines else []
+
+
+def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:
+    """The kernel's lines from the time of an attempt, if it ran here and they can be read."""
+    if socket.gethostname() not in {starts.node(rank) for rank in starts.events}:
+        return []
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["dmesg", "--time-format", "iso"],
+            capture_output=True,
+            timeout=DMESG_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode == 0:
+            lines = [line for line in done.stdout.splitlines() if _is_between(line, since, until)]
+            content, node = b"\n".join(lines), socket.gethostname()
+            return [Source(Path("dmesg"), "dmesg", None, node, content)] if lines else []
+    return []
+
+
+def _is_between(line: bytes, since: float, until: float) -> bool:
+    stamp = line.partition(b" ")[0].decode(errors="replace").replace(",", ".")
+    with suppress(ValueError):
+        return since - 5 <= datetime.fromisoformat(stamp).timestamp() <= until + 60
+    return False
+
+
+def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
+    """When an attempt began and when it was last heard of."""
+    first, last = time.time(), 0.0
+    for rank in run.ranks(attempt):
+        begin = next(read_events(run.events(attempt, rank)), None)
+        end = read_last_events(run.events(attempt, rank))
+        first = min([first, *([begin["t"]] if begin else [])])
+        last = max([last, *([end[-1]["t"]] if end else [])])
+    return first, last or time.time()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """Bytes of host memory that a rank had over time: the highest so far at each moment."""
+
+    rank: int
+    path: Path
+    points: Sequence[tuple[float, int]]
+
+    @property
+    def last(self) -> int:
+        return self.points[-1][1]
+
+    @property
+    def in_words(self) -> str:
+        minutes = (self.points[-1][0] - self.points[0][0]) / 60
+        first, last = (bytes_ / 2**30 for bytes_ in (self.points[0][1], self.last))
+        span = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
+        sizes = f"{first:.2f} GiB to {last:.2f} GiB"
+        return f"host memory of rank {self.rank}: {sizes} in the last {span}"
+
+
+def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
+    """The last stretch of every rank's memory, where the probe recorded it."""
+    for rank in run.ranks(attempt):
+        path = run.events(attempt, rank)
+        points = [
+            (float(event["t"]), int(event["host_memory"]))
+            for event in read_last_events(path, TAIL_BYTES)
+            if event["event"] == "device" and isinstance(event.get("host_memory"), int)
+        ]
+        if points:
+            yield MemoryCurve(rank, path, points)
+
+
+def job_of(run: RunDir) -> dict[str, Any]:
+    """The job as it was resolved; empty if there is none."""
+    with suppress(OSError, yaml.YAMLError):
+        content = yaml.safe_load(run.job_file.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}

@@ -1,0 +1,293 @@
+"""What the checks of a machine look at, collected in one place. No torch.
+
+Everything here is plain data; `collect` is the one function that touches the machine. The roots
+that it reads (/sys, /proc, /dev/shm) can be others, so that tests have a machine of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks import hardware, machine
+from allranks.doctor.machine.disk import FolderFacts, look_at
+from allranks.doctor.node import Finding, gpu_health
+from allranks.errors import AllranksError
+from allranks.gpus import DRIVER_FILES, LocalGPU, driver_versions, gpu_link, nvml, peer_access
+from allranks.interfaces import Interface, Port, infiniband_ports, up_interfaces
+from allranks.nodelist import expand
+
+TORCH_SECONDS = 20.0
+RESOLVE_SECONDS = 3.0
+DEFAULT_PORT = 29500  # where torch's ranks meet if nobody says otherwise
+NVIDIA = "0x10de"
+TIME_ERROR = 5  # adjtimex: the clock is not synchronised
+ASK_TORCH = """
+import json, time
+start = time.perf_counter()
+import torch
+nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+print(json.dumps({"seconds": time.perf_counter() - start, "version": torch.__version__,
+    "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
+    "count": torch.cuda.device_count(), "archs": torch.cuda.get_arch_list(), "nccl": nccl}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where the kernel's files are."""
+
+    sys: Path = Path("/sys")
+    proc: Path = Path("/proc")
+    shm: Path = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts:
+    """The installed torch, by its files; `asked` is what it says itself where it was asked."""
+
+    version: str | None = None
+    cuda: str | None = None  # that it was built for
+    nccl: str | None = None  # that comes with it
+    asked: Mapping[str, Any] | None = None
+    problem: str = ""  # why it could not be asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One machine at one moment."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    host: str = "localhost"
+    host_address: str | None = "10.0.0.1"  # that its own name has here
+    default_port_taken: bool = False
+    has_nvidia_card: bool = False  # on the PCI bus
+    has_driver: bool = False
+    nvml_answers: bool = False
+    driver: str | None = None
+    driver_cuda: str | None = None  # the newest that it runs
+    gpus: tuple[LocalGPU, ...] = ()
+    num_gpus_in_all: int = 0  # CUDA_VISIBLE_DEVICES apart
+    gpu_link: str = "none"
+    peer_access: bool | None = None
+    health: Finding | None = None
+    torch: TorchFacts = TorchFacts()
+    other_nccl: tuple[str, ...] = ()  # libraries that LD_LIBRARY_PATH puts before torch's own
+    interfaces: tuple[Interface, ...] = ()
+    names: tuple[str, ...] = ()  # of all interfaces, up or not
+    ports: tuple[Port, ...] = ()  # of InfiniBand and RoCE
+    cpus: int = 1
+    cpus_allotted: int = 1
+    memory_bytes: int = 0
+    memory_allotted: int = 0
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # soft, hard; -1: none
+    shm_bytes: int | None = None
+    shm_free: int | None = None
+    clock_synchronised: bool | None = None
+    clock_error: float | None = None  # seconds, at most, by the kernel
+    folders: tuple[FolderFacts, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        """Of the SLURM job that this is in; 1 outside of one."""
+        try:
+            return max(1, len(expand(self.env.get("SLURM_JOB_NODELIST", ""))))
+        except AllranksError:
+            return 1
+
+
+def collect(
+    runs: Path,
+    data: Sequence[Path] = (),
+    *,
+    env: Mapping[str, str] = os.environ,
+    roots: Roots | None = None,
+) -> Facts:
+    """Look at this machine; takes a few seconds where torch must be asked."""
+    at = roots or Roots()
+    has_driver = any(map(os.path.exists, DRIVER_FILES))
+    with ThreadPoolExecutor(4) as pool:
+        torch = pool.submit(torch_facts, ask=has_driver)
+        address = pool.submit(own_address)
+        folders = [pool.submit(look_at, runs, "runs", writes=True)]
+        folders += [pool.submit(look_at, folder, "data", writes=False) for folder in data]
+        synchronised, error = clock_state()
+        shm = _size_of(at.shm)
+        facts = {
+            **gpu_facts(env),
+            "has_driver": has_driver,
+            "has_nvidia_card": has_nvidia_card(at.sys),
+            "host": socket.gethostname(),
+            "default_port_taken": is_taken(DEFAULT_PORT),
+            "interfaces": tuple(up_interfaces()),
+            "names": tuple(machine.names_in(at.sys / "class/net")),
+            "ports": tuple(infiniband_ports(at.sys)),
+            "cpus": os.cpu_count() or 1,
+            "cpus_allotted": hardware.cpus_allotted(),
+            "memory_bytes": hardware.memory_total(),
+            "memory_allotted": hardware.memory_allotted(),
+            "limits": limits(),
+            "shm_bytes": shm and shm[0],
+            "shm_free": shm and shm[1],
+            "clock_synchronised": synchronised,
+            "clock_error": error,
+            "other_nccl": other_nccl(env),
+        }
+        return Facts(
+            env=dict(env),
+            torch=torch.result(),
+            host_address=address.result(),
+            folders=tuple(folder.result() for folder in folders),
+            **facts,
+        )
+
+
+def gpu_facts(env: Mapping[str, str]) -> dict[str, Any]:
+    with nvml() as pynvml:
+        if pynvml is None:
+            return {"nvml_answers": False}
+        gpus, in_all = hardware.local_gpus(), 0
+        with suppress(pynvml.NVMLError):
+            in_all = int(pynvml.nvmlDeviceGetCount())
+        versions = driver_versions()
+        return {
+            "nvml_answers": True,
+            "gpus": tuple(gpus),
+            "num_gpus_in_all": in_all,
+            "driver": versions["driver"],
+            "driver_cuda": versions["cuda_driver"],
+            "gpu_link": gpu_link(gpus),
+            "peer_access": peer_access(gpus),
+            "health": gpu_health(len(gpus)),
+        }
+
+
+def has_nvidia_card(sys_root: Path) -> bool:
+    """A display or 3D controller of NVIDIA's, whether or not a driver knows it."""
+    for folder in (sys_root / "bus/pci/devices").glob("*"):
+        kind = machine.read(folder / "class") or ""
+        if machine.read(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
+            return True
+    return False
+
+
+def torch_facts(*, ask: bool) -> TorchFacts:
+    """From torch's files; where there are GPUs, also from a process that imports it."""
+    packages = hardware.package_versions()
+    found = machine.nccl(packages, {})
+    nccl = found["version"] if found else None
+    version, cuda = packages.get("torch"), machine.torch_cuda()
+    if not ask or version is None:
+        return TorchFacts(version=version, cuda=cuda, nccl=nccl)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TORCH_SECONDS,
+            check=False,
+        )
+        if done.returncode == 0:
+            asked = json.loads(done.stdout)
+            return TorchFacts(version=version, cuda=cuda, nccl=nccl, asked=asked)
+        problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        problem = f"its import had not ended after {TORCH_SECONDS:.0f} s"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    return TorchFacts(version=version, cuda=cuda, nccl=nccl, problem=problem)
+
+
+def own_address() -> str | None:
+    """What this machine's own name stands for; None if it stands for nothing."""
+    found: list[str] = []
+
+    def look_up() -> None:
+        with suppress(OSError, UnicodeError):
+            found.append(socket.gethostbyname(socket.gethostname()))
+
+    thread = threading.Thread(target=look_up, daemon=True)  # a name server may never answer
+    thread.start()
+    thread.join(RESOLVE_SECONDS)
+    return found[0] if found else None
+
+
+def is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def limits() -> dict[str, tuple[int, int]]:
+    """The soft and the hard limits of this process; -1 where there is none."""
+    kinds = {
+        "nofile": resource.RLIMIT_NOFILE,
+        "memlock": resource.RLIMIT_MEMLOCK,
+        "stack": resource.RLIMIT_STACK,
+        "nproc": resource.RLIMIT_NPROC,
+        "core": resource.RLIMIT_CORE,
+    }
+    return {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+
+
+class _Timex(ctypes.Structure):
+    """The beginning of Linux's struct timex; the rest is room."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("frequency", ctypes.c_long),
+        ("max_error", ctypes.c_long),  # microseconds
+        ("room", ctypes.c_char * 256),
+    ]
+
+
+def clock_state() -> tuple[bool | None, float | None]:
+    """Whether the kernel holds its clock for right, and by how much it may be off at most."""
+    if sys.platform != "linux":
+        return None, None
+    state = _Timex()
+    answer = ctypes.CDLL(None).adjtimex(ctypes.byref(state))
+    if answer < 0:
+        return None, None
+    return answer != TIME_ERROR, state.max_error / 1e6
+
+
+def _size_of(folder: Path) -> tuple[int, int] | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+
+
+def other_nccl(env: Mapping[str, str]) -> tuple[str, ...]:
+    """NCCLs that the loader finds before the one that came with torch."""
+    folders = [Path(part) for part in env.get("LD_LIBRARY_PATH", "").split(":") if part]
+    found = [
+        str(folder / name)
+        for folder in folders
+        if "nvidia/nccl" not in str(folder)  # torch's own
+        for name in machine.names_in(folder)
+        if name.startswith("libnccl.so.")
+    ]
+    preloaded = [name for name in env.get("LD_PRELOAD", "").replace(":", " ").split()]
+    return (*found, *(name for name in preloaded if "libnccl.so" in name))

@@ -1,0 +1,1 @@
+"""Two machines and what is between them: `doctor --listen` on one, `--connect` on the other."""

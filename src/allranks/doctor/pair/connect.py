@@ -1,0 +1,214 @@
+"""The side of a test that connects: every step of the way to the other machine, and back."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from allranks.doctor.pair import talk
+from allranks.doctor.pair.facts import PairFacts, from_fields, path_mtu, plain, side_of, to_fields
+from allranks.doctor.pair.talk import Moved, Stranger
+
+CONNECT_SECONDS = 3.0
+KNOCK_SECONDS = 1.5  # the other side is known to be there
+TRANSFER_SECONDS = 1.0
+STREAMS = 4
+ARP = Path("/proc/net/arp")
+MOST_ADDRESSES = 8
+
+
+def connect(host: str, port: int, *, seconds: float = TRANSFER_SECONDS) -> PairFacts:
+    """All that can be found out about the way to a listener; stops where there is none."""
+    facts = PairFacts(named=host, port=port)
+    resolve(facts)
+    for address in facts.addresses:
+        try:
+            control = socket.create_connection((address, port), CONNECT_SECONDS)
+        except OSError as error:
+            facts.refusals[address] = reason(error)
+            facts.neighbour = is_neighbour(address)
+            continue
+        with control:
+            control.settimeout(talk.TALK_SECONDS)
+            control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                Test(facts, control, address, seconds).run()
+            except (Stranger, OSError, ValueError, KeyError, TypeError) as error:
+                facts.stranger = str(error) or type(error).__name__
+        return facts
+    return facts
+
+
+def resolve(facts: PairFacts) -> None:
+    try:
+        found = socket.getaddrinfo(facts.named, facts.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        facts.name_error = getattr(error, "strerror", None) or str(error)
+        return
+    addresses = [str(target[0]) for *_, target in found]
+    facts.addresses = list(dict.fromkeys(addresses))[:MOST_ADDRESSES]
+
+
+def reason(error: OSError) -> str:
+    """One word for how a connection failed."""
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "timeout"
+    known = {
+        errno.ECONNREFUSED: "refused",
+        errno.ENETUNREACH: "no route",
+        errno.EHOSTUNREACH: "no route",
+        errno.EACCES: "forbidden",
+        errno.EPERM: "forbidden",
+    }
+    return known.get(error.errno or 0, error.strerror or str(error))
+
+
+def is_neighbour(address: str, arp: Path = ARP) -> bool | None:
+    """Whether a machine with this address answers on the local network; None if it is not on it."""
+    with suppress(OSError):
+        for line in arp.read_text().splitlines()[1:]:
+            words = line.split()
+            if len(words) > 2 and words[0] == address:
+                return words[2] != "0x0"
+    return None
+
+
+class Test:
+    """One test with a listener that has answered."""
+
+    def __init__(
+        self, facts: PairFacts, control: socket.socket, address: str, seconds: float
+    ) -> None:
+        self.facts = facts
+        self.control = control
+        self.address = address
+        self.seconds = seconds
+        self.session = ""
+
+    def run(self) -> None:
+        facts, control = self.facts, self.control
+        with EchoPort() as mine:
+            nonce = secrets.token_hex(8)
+            facts.here = side_of(control)
+            talk.say(
+                control,
+                allranks=talk.VERSION,
+                nonce=nonce,
+                side=to_fields(facts.here),
+                port=mine.port,
+            )
+            hello = talk.hear(control)
+            if hello.get("busy"):
+                raise Stranger("it is busy with another machine: try again when it is done")
+            if hello.get("allranks") != talk.VERSION or hello.get("nonce") != nonce:
+                raise Stranger("it is no `allranks doctor --listen` of this version")
+            facts.there = from_fields(hello["side"])
+            self.session = str(hello["session"])
+            times = sorted(talk.ping(control))
+            facts.round_trip = times[len(times) // 2]
+            facts.jitter = times[-len(times) // 20 or -1] - times[0]
+            facts.clock_offset = self._clock()
+            facts.other_port_out = self._knock(int(hello["port"]))
+            facts.other_port_in = str(talk.hear(control)["knocked"])[:200]
+        facts.also = self._other_addresses()
+        facts.rate_out = _rate([self._send()])
+        facts.rate_in = _rate([self._receive()])
+        facts.rate_many = _rate(talk.together([self._send] * STREAMS))
+        facts.path_mtu = path_mtu(control)
+        talk.say(control, report=summary(facts))
+
+    def _clock(self) -> float:
+        start = time.time()
+        talk.say(self.control, clock=True)
+        theirs = float(talk.hear(self.control)["time"])
+        return theirs - (start + time.time()) / 2
+
+    def _knock(self, port: int) -> str:
+        """Another port of theirs, of those that the kernel hands out: gloo and NCCL use such."""
+        try:
+            with socket.create_connection((self.address, port), KNOCK_SECONDS):
+                return ""
+        except OSError as error:
+            return reason(error)
+
+    def _other_addresses(self) -> dict[str, str]:
+        """Further addresses of the listener that lead to it too, and its interface of each."""
+        there = self.facts.there
+        assert there is not None
+        others = [each for each in there.interfaces if each != plain(self.address)]
+
+        def attempt(address: str) -> Callable[[], bool]:
+            def call() -> bool:
+                with self._open("hello", address=address, seconds=KNOCK_SECONDS) as line:
+                    return bool(talk.hear(line).get("session") == self.session)
+
+            return call
+
+        found = talk.together([attempt(address) for address in others[:MOST_ADDRESSES]])
+        reached = [address for address, is_it in zip(others, found, strict=False) if is_it]
+        return {address: there.interfaces[address] for address in reached}
+
+    def _open(
+        self, mode: str, *, address: str | None = None, seconds: float = CONNECT_SECONDS
+    ) -> socket.socket:
+        line = socket.create_connection((address or self.address, self.facts.port), seconds)
+        line.settimeout(talk.TALK_SECONDS)
+        talk.say(line, session=self.session, mode=mode, seconds=self.seconds)
+        return line
+
+    def _send(self) -> Moved:
+        with self._open("up") as line:
+            talk.send_for(line, self.seconds)
+            line.settimeout(talk.TALK_SECONDS)
+            told = talk.hear(line)
+            return Moved(int(told["bytes"]), float(told["seconds"]))
+
+    def _receive(self) -> Moved:
+        with self._open("down") as line:
+            return talk.receive_all(line, self.seconds)
+
+
+class EchoPort:
+    """A port of this machine that the other one may knock at."""
+
+    def __enter__(self) -> EchoPort:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._socket.accept()[0].close()
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _rate(moved: list[Moved | None]) -> float | None:
+    """Of connections at once: what all of them carried, in the time of the slowest."""
+    known = [each for each in moved if each is not None]
+    if not known:
+        return None
+    return sum(each.num_bytes for each in known) / max(each.seconds for each in known)
+
+
+def summary(facts: PairFacts) -> dict[str, Any]:
+    """What the listener is told, to say it on its own screen."""
+    keys = (
+        *("round_trip", "jitter", "clock_offset", "rate_out", "rate_in", "rate_many"),
+        *("path_mtu", "other_port_out", "other_port_in", "named", "also"),
+    )
+    return {key: getattr(facts, key) for key in keys}

@@ -1,0 +1,148 @@
+"""The side of a test that listens: answers one doctor at a time, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from allranks.doctor.pair import talk
+from allranks.doctor.pair.connect import KNOCK_SECONDS, EchoPort, reason
+from allranks.doctor.pair.facts import (
+    PairFacts,
+    from_fields,
+    from_report,
+    plain,
+    side_of,
+    to_fields,
+)
+from allranks.doctor.pair.talk import Stranger
+from allranks.errors import AllranksError
+
+MOST_AT_ONCE = 32
+
+
+class Listening:
+    """A port that waits for `doctor --connect`. `told`: says what happens, for people."""
+
+    def __init__(self, port: int, told: Callable[[str], None]) -> None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            self._socket = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            raise AllranksError(
+                f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
+                fix=f"ss -ltnp 'sport = :{port}' shows who does; or name another: --listen 29501",
+                exit_code=1,
+            ) from None
+        self.port = int(self._socket.getsockname()[1])
+        self._told = told
+        self._session = ""  # of the machine that is being served
+        self._taking = threading.Lock()
+        self._room = threading.Semaphore(MOST_AT_ONCE)
+        self._done = threading.Event()
+        self._found: PairFacts | None = None
+
+    def wait(self, seconds: float | None = None) -> PairFacts | None:
+        """Serve until one test is over; None if none was within so many seconds."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self._done.wait(0.2):
+            if until is not None and time.monotonic() > until:
+                break
+        self.close()
+        return self._found
+
+    def close(self) -> None:
+        self._done.set()
+        with suppress(OSError):  # wakes the thread that accepts
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._socket.accept()
+                if not self._room.acquire(blocking=False):
+                    connection.close()
+                    continue
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        peer = plain(str(connection.getpeername()[0]))
+        try:
+            with connection:
+                connection.settimeout(talk.TALK_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                first = talk.hear(connection)
+                if "session" in first:
+                    self._carry(connection, first)
+                else:
+                    self._serve(connection, first, peer)
+        except (Stranger, OSError, ValueError, KeyError, TypeError) as error:
+            if not self._done.is_set():
+                self._told(f"{peer}: {error or type(error).__name__}")
+        finally:
+            self._room.release()
+
+    def _carry(self, line: socket.socket, first: Mapping[str, Any]) -> None:
+        """A connection of the machine that is being served: bytes in, or bytes out."""
+        if not self._session or not secrets.compare_digest(str(first["session"]), self._session):
+            raise Stranger("a connection that belongs to no test was closed")
+        seconds = min(float(first["seconds"]), talk.MOST_SECONDS)
+        if first["mode"] == "hello":
+            talk.say(line, session=self._session)
+        elif first["mode"] == "up":
+            moved = talk.receive_all(line, seconds)
+            talk.say(line, bytes=moved.num_bytes, seconds=moved.seconds)
+        else:
+            talk.send_for(line, seconds)
+
+    def _serve(self, control: socket.socket, hello: Mapping[str, Any], peer: str) -> None:
+        if hello.get("allranks") != talk.VERSION:
+            raise Stranger("it is no `allranks doctor --connect` of this version")
+        if not self._taking.acquire(blocking=False):
+            talk.say(control, busy=True)
+            return
+        try:
+            self._session = secrets.token_hex(16)
+            self._test(control, hello, peer)
+        finally:
+            self._session = ""
+            self._taking.release()
+
+    def _test(self, control: socket.socket, hello: Mapping[str, Any], peer: str) -> None:
+        theirs, mine = from_fields(hello["side"]), side_of(control)
+        self._told(f"{theirs.host} ({peer}) has connected; this takes a few seconds")
+        with EchoPort() as port:
+            talk.say(
+                control,
+                allranks=talk.VERSION,
+                nonce=str(hello["nonce"])[:64],
+                session=self._session,
+                side=to_fields(mine),
+                port=port.port,
+            )
+            talk.answer_pings(control)
+            talk.hear(control)  # asks for the time
+            talk.say(control, time=time.time())
+            talk.say(control, knocked=self._knock(peer, int(hello["port"])))
+            control.settimeout(10 * talk.TALK_SECONDS)
+            told = talk.hear(control)["report"]
+        self._found = from_report(told, here=theirs, there=mine, port=self.port)
+        self._done.set()
+
+    def _knock(self, peer: str, port: int) -> str:
+        if not 0 < port < 65536:
+            raise ValueError("no port")
+        try:
+            with socket.create_connection((peer, port), KNOCK_SECONDS):
+                return ""
+        except OSError as error:
+            return reason(error)

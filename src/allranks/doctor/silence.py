@@ -1,0 +1,141 @@
+"""Who did not come? In a hang the ranks that print are the ones that wait."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allranks.doctor.facts import Facts
+from allranks.doctor.finding import Confidence
+from allranks.doctor.scan import Hit
+
+ECHOES = ("collective-timeout", "peer-closed", "store-lost")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """What follows from echoes: the cause, the rank, and the lines that tell."""
+
+    slug: str
+    rank: int | None
+    confidence: Confidence
+    hits: Sequence[Hit]
+    fields: dict[str, str]
+
+
+def suspect(facts: Facts) -> Suspect | None:
+    """The cause behind the ranks' complaints about each other; None if nobody complains."""
+    echoes = [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
+    if not echoes or not any(facts.is_final(hit) for hit in echoes):
+        return None
+    timeouts = [hit for hit in echoes if hit.cause.slug == "collective-timeout"]
+    died = _died(facts, echoes)
+    if died is not None and (not timeouts or facts.ends[died].is_crash):
+        end = facts.ends[died]
+        hits = [end.hit, *echoes] if end.hit is not None else echoes
+        how = {"how": f" {end.in_words}"}
+        return Suspect("rank-died", died, "high" if end.is_crash else "medium", hits, how)
+    if timeouts:
+        return _missing(facts, timeouts, echoes)
+    return _left(facts, echoes)
+
+
+def _died(facts: Facts, echoes: Sequence[Hit]) -> int | None:
+    """The rank that ended by itself and said nothing of its own."""
+    spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
+    own = [
+        end
+        for end in facts.ends.values()
+        if not end.is_by_launcher and (end.signal or end.code) and end.rank not in spoke
+    ]
+    # NCCL's watchdog aborts ranks that have waited too long: an abort after a timeout is an echo.
+    own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
+    return own[0].rank if own else None
+
+
+def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
+    """Some waited until their time was over."""
+    progress = _progress(facts)
+    ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
+    fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
+    tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
+    if len(progress) > 1 and min(progress.values()) < max(progress.values()):
+        slowest = min(progress, key=lambda one: (progress[one], one))
+        return Suspect("rank-missing-from-collective", slowest, "high", tellers, fields)
+    sequences = {
+        (hit.fields["seq"], hit.fields["op"], hit.fields.get("numel"))
+        for hit in timeouts
+        if "seq" in hit.fields
+    }
+    if len({one[0] for one in sequences}) == 1 and len(sequences) > 1:
+        return Suspect("collective-mismatch", None, "high", tellers, fields)
+    apart = _apart(facts, echoes, tellers)
+    if apart is not None:
+        return apart
+    silent = _silent(facts, echoes)
+    left = _ended_well(facts, silent, echoes)
+    if left is not None:
+        return Suspect("uneven-inputs", left, "medium", tellers, fields)
+    rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
+    sure: Confidence = "high" if len(silent) == 1 else "medium"
+    return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
+
+
+def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect:
+    """Connections broke, and nobody says why."""
+    silent = _silent(facts, echoes)
+    left = _ended_well(facts, silent, echoes)
+    if left is not None:
+        return Suspect("uneven-inputs", left, "medium", echoes[:4], {})
+    rank = silent[0] if len(silent) == 1 else None
+    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
+
+
+def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
+    """A rank that was done and left, while those that complain still had work.
+
+    A launcher lists every rank that failed or that it had to end: one that is not in its list
+    ended well. Where all that are known complain, there is one more, or nobody would.
+    """
+    if not facts.ends or any(end.is_by_launcher for end in facts.ends.values()):
+        return None
+    left = [rank for rank in silent if rank not in facts.ends]
+    if left:
+        return left[0] if len(left) == len(silent) else None
+    spoke = {hit.rank for hit in echoes}
+    if not silent and set(facts.ends) <= spoke and None not in spoke and facts.world is None:
+        return max(facts.ends) + 1
+    return None
+
+
+def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
+    """Every rank came to a collective, but not to the same one."""
+    spoke = {hit.rank for hit in echoes if hit.rank is not None}
+    last = {one.rank: one for one in facts.raised if one.rank in spoke}
+    if len(last) < 2 or facts.ranks - spoke or len({one.where for one in last.values()}) < 2:
+        return None
+    training = {
+        rank: any(re.search(r"backward$|parallel/distributed\.py", frame) for frame in one.frames)
+        for rank, one in last.items()
+    }
+    done = [rank for rank, is_training in training.items() if not is_training]
+    if done and any(training.values()):
+        return Suspect("uneven-inputs", done[0], "medium", tellers, {})
+    places = [f"rank {rank} at {last[rank].where}" for rank in sorted(spoke)[:4] if rank in last]
+    where = ", ".join(places)
+    return Suspect("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
+
+
+def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
+    spoke = {hit.rank for hit in echoes}
+    return sorted(rank for rank in facts.ranks if rank not in spoke) if spoke - {None} else []
+
+
+def _progress(facts: Facts) -> dict[int, int]:
+    """The last collective that each rank has begun."""
+    found: dict[int, int] = {}
+    for hit in facts.of("collective-progress"):
+        if hit.rank is not None:
+            found[hit.rank] = max(found.get(hit.rank, -1), int(hit.fields["enqueued"]))
+    return found

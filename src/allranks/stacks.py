@@ -1,0 +1,244 @@
+"""Where the ranks of a run on this machine are in their code, by py-spy or by a signal. No torch.
+
+py-spy is used where it is found. Without it, or where the kernel does not let it look, a rank that
+allranks started prints its own stacks into its log at `DUMP_SIGNAL` (see probe/inject). As a
+program, for the other nodes of a job:
+
+    python -m allranks.stacks RUN_DIR ATTEMPT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.rundir import RunDir
+
+PROC = Path("/proc")
+HEAD = re.compile(
+    r"(?:allranks: )?(Current thread|Thread|stack of process) \w+\b.*\(most recent call first\):"
+)
+# A number that neither torch, NCCL nor MPI takes, and that ends a process which does not expect it:
+# it is sent only to those that do. There is none on a Mac.
+DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7 if hasattr(signal, "SIGRTMIN") else 0
+VARIABLE = "ALLRANKS_DUMP_SIGNAL"
+FOLLOW = ": the stacks of this rank follow"  # what stands above them in its log
+PY_SPY_SECONDS = 5.0
+DUMP_SECONDS = 2.0
+QUIET_SECONDS = 0.1  # without another byte: the dump is whole
+MOST_AT_ONCE = 8
+OURS = f"{Path(__file__).parent}/"
+INSTALLED = ("site-packages", "dist-packages", "/lib/python3", "<frozen", OURS)
+# Frames of torch in which a rank waits for others, by file; a backward pass may compute, or wait.
+WAITING_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/cuda/nccl.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call that is under way."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's code, not a library's."""
+        return not any(part in self.file for part in INSTALLED)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The main thread of one rank, the innermost call first."""
+
+    process: int
+    frames: tuple[Frame, ...]
+    source: str  # py-spy, or the rank's log
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line of the user's own code; of a library where there is none."""
+        own = [frame for frame in self.frames if frame.is_own]
+        return next(iter(own or self.frames), None)
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether the rank is in an exchange with others; None where it cannot be told."""
+        for frame in self.frames:
+            if any(part in frame.file for part in WAITING_FILES):
+                return True
+            if frame.file.endswith("probe/hooks.py") and frame.function.endswith("call"):
+                return True  # the probe's `waiting`, around what has no Python of its own
+            if frame.file.endswith("torch/autograd/graph.py"):
+                return None  # DDP waits in there, but gradients are computed there too
+            if frame.is_own:
+                return False
+        return None
+
+
+def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]:
+    """The processes of an attempt's ranks on this machine, by rank.
+
+    Told by their environment. The processes that a rank has started have the same one: the rank is
+    the one whose parent has not.
+    """
+    found: dict[int, tuple[int, int]] = {}  # process -> its rank, its parent
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            rank = _rank_of(folder / "environ", run.name, attempt)
+            if rank is not None:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(folder.name)] = (rank, parent)
+    firsts = {
+        rank: process
+        for process, (rank, parent) in sorted(found.items(), reverse=True)
+        if found.get(parent, (None,))[0] != rank
+    }
+    return dict(sorted(firsts.items()))
+
+
+def _rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
+    text = environ.read_bytes()
+    if b"ALLRANKS_RUN_DIR=" not in text:
+        return None
+    pairs = (entry.partition(b"=") for entry in text.split(b"\0"))
+    env = {key: value.decode(errors="replace") for key, _, value in pairs}
+    is_of_run = Path(env.get(b"ALLRANKS_RUN_DIR", "")).name == run_name
+    if not is_of_run or env.get(b"ALLRANKS_ATTEMPT") != str(attempt):
+        return None
+    return int(env[b"RANK"])
+
+
+def kernel_state(process: int, proc: Path = PROC) -> str:
+    """The kernel's letter for a process: R runs, S sleeps, D waits for a disk, T is stopped."""
+    try:
+        return (proc / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def take(processes: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, Stack]:
+    """The stacks of these ranks (rank: process); those that cannot be had are left out."""
+    found: dict[int, Stack] = {}
+    program = find_py_spy()
+    if program is not None and processes:
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(processes))) as pool:
+            looks = {rank: pool.submit(_by_py_spy, program, pid) for rank, pid in processes.items()}
+        found = {rank: stack for rank, look in looks.items() if (stack := look.result())}
+    rest = {rank: pid for rank, pid in processes.items() if rank not in found and rank in logs}
+    found |= by_signal(rest, logs)
+    return dict(sorted(found.items()))
+
+
+def find_py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def _by_py_spy(program: str, process: int) -> Stack | None:
+    try:
+        done = subprocess.run(
+            [program, "dump", "--json", "--pid", str(process)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PY_SPY_SECONDS,
+            check=True,
+        )
+        return parse_py_spy(process, json.loads(done.stdout))
+    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
+        return None  # not allowed, gone, no Python, or too new a Python
+
+
+def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | None:
+    """What `py-spy dump --json` prints; of the main thread, whose number is the process's."""
+    mains = [each for each in threads if each.get("os_thread_id") == process]
+    mains += [each for each in threads if each.get("thread_name") == "MainThread"]
+    if not mains:
+        return None
+    frames = [
+        Frame(str(each["filename"]), int(each["line"]), str(each["name"]))
+        for each in mains[0]["frames"]
+    ]
+    return Stack(process, tuple(frames), "py-spy") if frames else None
+
+
+def by_signal(processes: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, Stack]:
+    """Have ranks print their stacks into their logs, and read them there."""
+    asked: dict[int, int] = {}  # rank -> where its dump begins in its log
+    for rank, process in processes.items():
+        with suppress(OSError):
+            if takes_signal(process):
+                asked[rank] = logs[rank].stat().st_size
+                os.kill(process, DUMP_SIGNAL)
+    texts = _read_when_quiet(asked, logs)
+    found = {rank: parse_dump(processes[rank], text) for rank, text in texts.items()}
+    return {rank: stack for rank, stack in found.items() if stack is not None}
+
+
+def takes_signal(process: int, proc: Path = PROC) -> bool:
+    """Whether a process has a handler for the signal: any other would be killed by it."""
+    text = (proc / str(process) / "status").read_text()
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return bool(DUMP_SIGNAL and match and int(match[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+def _read_when_quiet(asked: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, str]:
+    """What was added to the logs, once nothing more comes."""
+    texts: dict[int, str] = {}
+    until, changed = time.monotonic() + DUMP_SECONDS, time.monotonic()
+    while asked and time.monotonic() < until:
+        before = dict(texts)
+        for rank, start in asked.items():
+            with suppress(OSError), logs[rank].open("rb") as log:
+                log.seek(start)
+                texts[rank] = log.read(1 << 20).decode(errors="replace")
+        if texts != before:
+            changed = time.monotonic()
+        if all(texts.values()) and time.monotonic() - changed > QUIET_SECONDS:
+            break
+        time.sleep(QUIET_SECONDS / 5)
+    return texts
+
+
+def parse_dump(process: int, text: str) -> Stack | None:
+    """What faulthandler prints: every thread, with the one that took the signal as `Current`."""
+    threads: list[tuple[bool, list[Frame]]] = []
+    for line in text.splitlines():
+        head = HEAD.match(line)
+        frame = re.fullmatch(r'  File "(.*)", line (\d+) in (.+)', line)
+        if head:
+            threads.append((head[1] != "Thread", []))
+        elif frame and threads:
+            threads[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+    # The main thread is the oldest, and so the last, where another one took the signal.
+    ordered = [frames for is_current, frames in threads if is_current] or [
+        frames for _, frames in threads[-1:]
+    ]
+    frames = ordered[-1] if ordered else []
+    return Stack(process, tuple(frames), "the rank's log") if frames else None
+
+
+def main() -> None:
+    run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    processes = processes_of(run, attempt)
+    found = take(processes, {rank: run.log(attempt, rank) for rank in processes})
+    print(json.dumps({rank: asdict(stack) for rank, stack in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Whether a run makes no more steps, and which of its ranks the others wait for. No torch.
+
+Told from the ranks' events, which any machine can read, and from the stacks of those that are here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.events import read_last_events
+from allranks.rundir import RunDir
+from allranks.stacks import Stack
+
+RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
+HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
+LEAST_SECONDS = 5.0
+FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
+LONGEST_GAPS = 3.0  # times the longest pause between two steps so far
+USUAL_STEPS = 20.0  # times the usual step
+# Events that tell of getting on.
+PROGRESS = ("start", "step", "metric", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """How far one rank has come, by its last events."""
+
+    rank: int
+    node: str | None = None
+    progress: float = 0.0  # when it last got on, in UNIX time
+    heard: float = 0.0  # when it last wrote anything
+    step: int | None = None  # the last that it wrote; None before the first
+    made: int | None = None  # steps made by its heartbeat, some of which may not be written yet
+    doing: str | None = None
+    collectives: int | None = None
+    ended: str | None = None  # the state of its end event
+    usual: float | None = None  # seconds of its steps, the middle one
+    longest: float | None = None  # seconds between two of its events, at most
+    stack: Stack | None = None
+    kernel: str = ""  # the kernel's letter for its process, where it is on this machine
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The ranks that did not come to where the others wait, and how that is known."""
+
+    ranks: tuple[int, ...]
+    why: str
+    is_sure: bool
+
+
+def read_states(run: RunDir, attempt: int) -> list[RankState]:
+    """All ranks of an attempt that have written anything."""
+    begun = run.attempt(attempt).stat().st_mtime  # the ranks' files were made then
+    return [
+        state_of(
+            rank,
+            _last_events(run, attempt, rank),
+            run.start(attempt, rank) or {"event": "start", "t": begun},
+        )
+        for rank in run.ranks(attempt)
+    ]
+
+
+def _last_events(run: RunDir, attempt: int, rank: int) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for num_bytes in RECENT_BYTES:
+        events = read_last_events(run.events(attempt, rank), num_bytes)
+        if sum(event["event"] == "step" for event in events) > 1:
+            break
+    return events
+
+
+def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str, Any]) -> RankState:
+    """From a rank's last events, and its first."""
+    steps = [event for event in events if event["event"] == "step"]
+    devices = [event for event in events if event["event"] == "device"]
+    moves = [float(e["t"]) for e in (start, *events) if e.get("event") in PROGRESS]
+    ends = [event for event in events if event["event"] == "end"]
+    progress = max(moves, default=0.0)
+    # A heartbeat tells where the rank is now only if it has not got on since.
+    beat = devices[-1] if devices and devices[-1]["t"] > progress else {}
+    counts = [int(event["step"]) for event in steps[-1:]]
+    gaps = [after - before for before, after in itertools.pairwise(sorted(moves[1:]))]
+    return RankState(
+        rank=rank,
+        node=start.get("host"),
+        progress=progress,
+        heard=max((float(event["t"]) for event in (start, *events) if "t" in event), default=0.0),
+        step=max(counts, default=None),
+        made=beat.get("step"),
+        doing=beat.get("doing"),
+        collectives=beat.get("collectives"),
+        ended=ends[-1]["state"] if ends else None,
+        usual=statistics.median(e["seconds"] for e in steps) if steps else None,
+        longest=max(gaps, default=None),
+    )
+
+
+def patience(states: Sequence[RankState]) -> float:
+    """Seconds without a step that are nothing unusual for this run, by its own steps."""
+    usual = [state.usual for state in states if state.usual is not None]
+    if not usual:
+        return FIRST_STEP_SECONDS
+    longest = [state.longest for state in states if state.longest is not None]
+    return max(LEAST_SECONDS, USUAL_STEPS * max(usual), LONGEST_GAPS * max(longest, default=0.0))
+
+
+def silence(states: Sequence[RankState], now: float) -> float:
+    """Seconds since any rank that has not ended got on."""
+    moves = [state.progress for state in states if state.ended is None and state.progress]
+    return max(0.0, now - max(moves)) if moves else 0.0
+
+
+def blame(states: Sequence[RankState]) -> Blame | None:
+    """Who keeps the others waiting; None where nothing tells."""
+    gone = [state.rank for state in states if state.ended is not None]
+    waiting = [state for state in states if state.ended is None]
+    if gone and waiting:
+        return Blame(tuple(gone), "has ended, and the others go on", True)
+    if len(waiting) < 2:
+        return None
+    return (
+        _halted(waiting)
+        or _behind(waiting, lambda state: state.collectives, "collectives", sure=True)
+        or _by_stacks(waiting)
+        or _lifeless(waiting)
+        or _by_phase(waiting)
+        or _behind(waiting, lambda state: state.made, "steps", sure=False)
+    )
+
+
+def _halted(states: Sequence[RankState]) -> Blame | None:
+    """Who cannot run at all: stopped by a signal, or in the hands of a disk."""
+    for letter, why in (("T", "is stopped by a signal"), ("D", "waits for a disk")):
+        halted = tuple(state.rank for state in states if state.kernel == letter)
+        if halted and len(halted) < len(states):
+            return Blame(halted, why, letter == "T")
+    return None
+
+
+def _behind(
+    states: Sequence[RankState], count: Callable[[RankState], int | None], what: str, *, sure: bool
+) -> Blame | None:
+    counts = {state.rank: count(state) for state in states}
+    known = {rank: number for rank, number in counts.items() if number is not None}
+    if len(known) < len(states) or len(set(known.values())) == 1:
+        return None
+    least, most = min(known.values()), max(known.values())
+    ranks = tuple(rank for rank, number in known.items() if number == least)
+    return Blame(ranks, f"has come to {least} {what}, others to {most}", sure)
+
+
+def _by_stacks(states: Sequence[RankState]) -> Blame | None:
+    """Who is in code of its own while every other one is, or may be, in an exchange."""
+    if not any(state.stack for state in states):
+        return None
+    if not all(state.stack or state.doing for state in states):
+        return None
+    waits = {state.rank: is_waiting(state) for state in states}
+    apart = tuple(rank for rank, waiting in waits.items() if waiting is False)
+    if not apart or len(apart) == len(states):
+        return None
+    others = [waits[rank] for rank in waits if rank not in apart]
+    return Blame(apart, "is elsewhere, the others wait in an exchange", any(others))
+
+
+def is_waiting(state: RankState) -> bool | None:
+    """Whether a rank is in an exchange, by its stack and by its own word; None: not known."""
+    if state.stack is not None and state.stack.waits is not None:
+        return state.stack.waits
+    return None if state.doing is None else state.doing == "wait"
+
+
+def _lifeless(states: Sequence[RankState]) -> Blame | None:
+    """Who gives no sign of life any more: stopped, or held in code that never gives way."""
+    last = max(state.heard for state in states)
+    limit = last - 5 * HEARTBEAT_SECONDS
+    silent = tuple(state.rank for state in states if state.heard < limit)
+    if not silent or not any(state.doing for state in states):
+        return None
+    return Blame(silent, "gives no sign of life, the others do", False)
+
+
+def _by_phase(states: Sequence[RankState]) -> Blame | None:
+    if not all(state.doing for state in states):
+        return None
+    apart = tuple(state.rank for state in states if state.doing != "wait")
+    if not apart or len(apart) == len(states):
+        return None
+    doing = next(state.doing for state in states if state.rank == apart[0])
+    return Blame(apart, f"is at {doing!r}, the others wait", False)

@@ -1,0 +1,125 @@
+"""Ranks that hang for real: the one that did not come is named, with the line it is in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.commandline import run_allranks
+
+from allranks import stacks
+from allranks.doctor.finding import Finding
+from allranks.doctor.hang import hang, hung
+from allranks.rundir import RunDir, list_runs
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def gone_astray():
+    while True:
+        time.sleep(1000)
+
+for step in range(100000):
+    if step == 20 and dist.get_rank() == 1:
+        gone_astray()
+    time.sleep(0.01)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LINE = 1 + SCRIPT[: SCRIPT.index("time.sleep(1000)")].count("\n")
+
+
+@contextmanager
+def running(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """`allranks run` of the script that hangs after 20 steps."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "allranks", "run", "--layout", "1x2", "--json", *words]
+    process = subprocess.Popen(
+        [*command, "--", sys.executable, str(script)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        for _ in range(2):  # at once
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+        process.communicate(timeout=20)
+
+
+def wait_for_hang(tmp_path: Path) -> RunDir:
+    """Until both ranks have made their last step, and a sign of life after it."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for run in list_runs(tmp_path / "runs"):
+            texts = [p.read_text() for p in run.path.glob("attempts/0/rank-*.jsonl")]
+            if len(texts) == 2 and all('"step":20,"doing"' in text for text in texts):
+                return run
+        time.sleep(0.1)
+    raise AssertionError("the ranks never came to the place where they hang")
+
+
+def test_the_rank_that_did_not_come_is_named_and_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path, "stall_timeout=10s") as process:
+        run = wait_for_hang(tmp_path)
+        assert hang(run, after=3600) == []  # it may be patient
+        if stacks.find_py_spy() is not None:
+            check_finding(asked(run))
+        monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+        check_finding(asked(run))
+        # They were asked, not ended.
+        assert len(stacks.processes_of(run, 0)) == 2
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    error = json.loads(out)["error"]
+    assert error["what"].startswith("rank 1: made no step for 10s at ")
+    assert f"train.py:{LINE} in gone_astray" in error["what"]
+    assert run.state() == "failed" and not stacks.processes_of(run, 0)
+    for rank, word in enumerate(("backward", "gone_astray")):
+        after = run.log(0, rank).read_text().partition(stacks.FOLLOW)[2]
+        assert word in after
+    (found,) = hung(run)
+    check_finding(found)
+    told = run_allranks("doctor", run.path, "--json", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    (first, *_) = json.loads(told.stdout)
+    assert (first["cause"], first["rank"]) == ("rank-missing-from-collective", 1)
+
+
+def asked(run: RunDir) -> Finding:
+    started = time.monotonic()
+    (found,) = hang(run, after=1.0)
+    assert time.monotonic() - started < 3
+    return found
+
+
+def check_finding(found: Finding) -> None:
+    assert (found.cause, found.rank) == ("rank-missing-from-collective", 1)
+    assert found.confidence == "high" and found.node == os.uname().nodename
+    assert f"train.py:{LINE} in gone_astray" in found.title
+    first, second, *rest = found.evidence
+    assert (Path(first.file).name, first.line) == ("train.py", LINE)
+    assert "time.sleep(1000)" in first.text
+    assert "collectives" in second.text and rest

@@ -1,0 +1,226 @@
+"""The test between two machines: what it means, and its talk over the loopback."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks import cli_doctor_machine
+from allranks.doctor.pair import connect as connecting
+from allranks.doctor.pair import talk
+from allranks.doctor.pair.connect import connect, is_neighbour
+from allranks.doctor.pair.facts import PairFacts, Side, from_fields, from_report, to_fields
+from allranks.doctor.pair.listen import Listening
+from allranks.doctor.pair.words import verdict
+from allranks.errors import AllranksError
+
+HERE = Side(
+    host="a",
+    address="10.0.0.1",
+    sees="10.0.0.2",
+    interface="eth0",
+    mtu=1500,
+    link_rate=1.25e9,
+    interfaces={"10.0.0.1": "eth0"},
+)
+THERE = Side(
+    host="b",
+    address="10.0.0.2",
+    sees="10.0.0.1",
+    interface="ens3",
+    mtu=1500,
+    interfaces={"10.0.0.2": "ens3"},
+)
+GOOD: dict[str, Any] = {
+    **{"named": "b", "port": 29500, "addresses": ["10.0.0.2"], "here": HERE, "there": THERE},
+    **{"path_mtu": 1500, "round_trip": 1e-4, "jitter": 1e-5, "clock_offset": 0.001},
+    **{"rate_out": 1.1e9, "rate_in": 1.1e9, "rate_many": 1.15e9},
+    **{"other_port_out": "", "other_port_in": ""},
+}
+
+
+def rows(listens: bool = False, **changes: Any) -> dict[str, tuple[str, str, str]]:
+    found = verdict(PairFacts(**{**GOOD, **changes}), listens=listens)
+    return {check.name: (check.status, check.value, check.fix) for check in found}
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_good_way_passes_on_both_sides(listens: bool) -> None:
+    found = rows(listens)
+    assert {status for status, _, _ in found.values()} == {"pass"}
+    assert found["interface"][2] == "--master 10.0.0.2:29500"
+
+
+def test_several_interfaces_have_the_one_named_that_was_used() -> None:
+    here = Side(**{**to_fields(HERE), "interfaces": {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}})
+    found = rows(here=here, also={"10.9.0.2": "ib0"})
+    assert "NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0" in found["interface"][2]
+    assert "10.9.0.2 (ib0)" in found["interface"][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "fix"),
+    [
+        ({"other_port_in": "timeout"}, "port", "fail", "ip_local_port_range"),
+        ({"round_trip": 0.02}, "latency", "warn", "same zone"),
+        ({"rate_out": 1e8}, "bandwidth out", "warn", "ethtool -S eth0"),
+        ({"rate_in": None}, "bandwidth in", "fail", "mtu 1500"),
+        ({"rate_in": 1e3}, "bandwidth in", "fail", "mtu 1500"),
+        ({"rate_many": 5e9}, "connections", "warn", "NCCL_SOCKET_NTHREADS"),
+        ({"clock_offset": -30.0}, "clock", "warn", "set-ntp"),
+        ({"refusals": {"10.9.9.9": "timeout"}}, "name", "warn", "use 10.0.0.2"),
+        ({"addresses": ["127.0.1.1"]}, "name", "fail", "/etc/hosts"),
+        ({"named": "10.0.0.2"}, "name", "not here", ""),
+        ({"there": Side(**{**to_fields(THERE), "sees": "9.9.9.9"})}, "route", "fail", "VPN"),
+        ({"there": Side(**{**to_fields(THERE), "mtu": 9000})}, "mtu", "warn", "eth0 mtu 1500"),
+    ],
+)
+def test_what_is_wrong_on_the_way(
+    changes: dict[str, Any], name: str, status: str, fix: str
+) -> None:
+    found = rows(**changes)
+    assert found[name][0] == status, found[name]
+    assert fix in found[name][2]
+
+
+def test_the_listener_sees_the_other_direction() -> None:
+    found = rows(listens=True, rate_out=1e8, other_port_out="timeout")
+    assert found["bandwidth in"][0] == "warn" and "ens3" in found["bandwidth in"][2]
+    assert "from there: timeout" in found["port"][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "fix"),
+    [
+        ({"name_error": "Name or service not known", "addresses": []}, "name", "address"),
+        ({"refusals": {"10.0.0.2": "refused"}}, "port", "doctor --listen 29500"),
+        ({"refusals": {"10.0.0.2": "timeout"}}, "port", "firewall-cmd"),
+        ({"refusals": {"10.0.0.2": "timeout"}, "neighbour": False}, "route", "ip addr"),
+        ({"refusals": {"10.0.0.2": "no route"}}, "route", "ip route get 10.0.0.2"),
+        ({"refusals": {"10.0.0.2": "forbidden"}}, "port", "nft list ruleset"),
+        ({"stranger": "it said b'SSH-2.0'"}, "port", "doctor --listen"),
+    ],
+)
+def test_where_the_way_ends(changes: dict[str, Any], name: str, fix: str) -> None:
+    lost = {"here": None, "there": None, "round_trip": None}
+    found = rows(**{**lost, **changes})
+    assert found[name][0] == "fail" and fix in found[name][2], found
+
+
+@contextmanager
+def listener() -> Iterator[tuple[Listening, list[str], list[PairFacts | None]]]:
+    """One that waits in a thread; what it tells meanwhile, and what it has found in the end."""
+    said: list[str] = []
+    heard: list[PairFacts | None] = []
+    listening = Listening(0, said.append)
+    thread = threading.Thread(target=lambda: heard.append(listening.wait(20)))
+    thread.start()
+    try:
+        yield listening, said, heard
+    finally:
+        listening.close()
+        thread.join(10)
+
+
+def is_shown_the_door(there: socket.socket) -> bool:
+    try:
+        return there.recv(10) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_two_sides_over_the_loopback() -> None:
+    with listener() as (listening, said, heard):
+        # Strangers first: they must not take the place of the one that is waited for.
+        with socket.create_connection(("127.0.0.1", listening.port), 5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert is_shown_the_door(stranger)
+        with socket.create_connection(("127.0.0.1", listening.port), 5) as stranger:
+            talk.say(stranger, session="guess", mode="down", seconds=1)
+            assert is_shown_the_door(stranger)
+        found = connect("127.0.0.1", listening.port, seconds=0.1)
+        until = time.monotonic() + 10
+        while not heard and time.monotonic() < until:
+            time.sleep(0.01)
+    assert found.there is not None and found.there.interface == "lo", found
+    assert (found.other_port_out, found.other_port_in) == ("", "")
+    assert min(found.rate_out or 0, found.rate_in or 0, found.rate_many or 0) > 1e6
+    assert found.round_trip is not None and abs(found.clock_offset or 9) < 0.5
+    assert heard[0] is not None and heard[0].rate_out == found.rate_out
+    assert len(said) == 3 and "has connected" in said[-1]
+
+
+def test_a_second_machine_is_told_to_wait() -> None:
+    with (
+        listener() as (listening, _, _),
+        socket.create_connection(("127.0.0.1", listening.port), 5) as first,
+    ):
+        talk.say(first, allranks=talk.VERSION, nonce="n", side=to_fields(HERE), port=1)
+        assert talk.hear(first)["nonce"] == "n"
+        found = connect("127.0.0.1", listening.port, seconds=0.1)
+    assert "busy" in found.stranger
+
+
+def test_what_answers_but_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(talk, "TALK_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            there, _ = server.accept()
+            with there:
+                there.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                there.recv(1000)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found = connect("127.0.0.1", server.getsockname()[1])
+        thread.join(5)
+    assert "SSH-2.0" in found.stranger and found.there is None
+
+
+def test_a_port_that_is_taken_is_said_before_anything_waits() -> None:
+    with socket.create_server(("", 0)) as taken, pytest.raises(AllranksError, match="in use") as e:
+        Listening(taken.getsockname()[1], print)
+    assert "ss -ltnp" in e.value.fix
+
+
+def test_what_the_other_machine_says_is_fit_for_a_terminal() -> None:
+    fields = {**to_fields(HERE), "host": "a\x1b[31m\nb" + "x" * 999}
+    assert from_fields(fields).host.startswith("a[31mb") and len(from_fields(fields).host) < 256
+    with pytest.raises(ValueError, match="mapping"):
+        from_fields({**fields, "interfaces": []})
+    report = connecting.summary(PairFacts(**GOOD))
+    assert from_report(report, here=HERE, there=THERE, port=1).rate_in == GOOD["rate_in"]
+    with pytest.raises(ValueError, match="could not convert"):
+        from_report({**report, "rate_in": "fast"}, here=HERE, there=THERE, port=1)
+
+
+def test_a_neighbour_is_looked_up_in_the_kernel_s_table(tmp_path: Path) -> None:
+    table = tmp_path / "arp"
+    table.write_text(
+        "IP address HW type Flags HW address Mask Device\n"
+        "10.0.0.2 0x1 0x2 52:54:00:00:00:01 * eth0\n"
+        "10.0.0.3 0x1 0x0 00:00:00:00:00:00 * eth0\n"
+    )
+    assert is_neighbour("10.0.0.2", table) is True
+    assert is_neighbour("10.0.0.3", table) is False
+    assert is_neighbour("10.7.0.3", table) is None
+
+
+def test_a_target_is_a_host_and_maybe_a_port() -> None:
+    split = cli_doctor_machine.split_target
+    assert split("node1") == ("node1", 29500) and split("node1:7") == ("node1", 7)
+    assert split("[fd00::2]:7") == ("fd00::2", 7) and split("fd00::2") == ("fd00::2", 29500)
+
+
+@pytest.mark.parametrize("target", ["node1:port", "node1:0", ":29500x"])
+def test_a_target_that_is_none(target: str) -> None:
+    with pytest.raises(AllranksError, match="HOST:PORT"):
+        cli_doctor_machine.connect(target)

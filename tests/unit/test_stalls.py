@@ -1,0 +1,285 @@
+"""Which rank keeps the others waiting, from what the ranks have written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.doctor.hang import hang, hung, judge, parse, stack_in_log
+from allranks.events import append_event
+from allranks.job import parse_job
+from allranks.job_types import Duration
+from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
+from allranks.rundir import RunDir
+from allranks.stacks import FOLLOW, Frame, Stack
+from allranks.stalls import (
+    FIRST_STEP_SECONDS,
+    RankState,
+    blame,
+    patience,
+    read_states,
+    silence,
+    state_of,
+)
+
+OWN = Stack(1, (Frame("/me/train.py", 9, "stuck"), Frame("/me/train.py", 20, "<module>")), "py-spy")
+WAITS = Stack(
+    2,
+    (Frame("/e/site-packages/torch/distributed/x.py", 1, "wait"), Frame("/me/train.py", 8, "f")),
+    "",
+)
+BACKWARD = Stack(
+    3, (Frame("/e/site-packages/torch/autograd/graph.py", 1, "run"), Frame("/me/t.py", 8, "f")), ""
+)
+
+
+def states(*changes: dict[str, Any]) -> list[RankState]:
+    base = RankState(rank=0, node="n1", progress=100.0, heard=110.0, step=20, usual=0.1)
+    return [replace(base, rank=rank, **change) for rank, change in enumerate(changes)]
+
+
+def step(t: float, number: int, seconds: float = 0.1) -> dict[str, Any]:
+    return {"event": "step", "t": t, "step": number, "seconds": seconds}
+
+
+def test_a_state_is_how_far_a_rank_has_come() -> None:
+    beat = {"event": "device", "t": 9.0, "step": 3, "doing": "wait", "collectives": 7}
+    start = {"event": "start", "t": 1.0, "host": "n1"}
+    found = state_of(0, [step(5.0, 1), step(6.5, 2), beat], start)
+    assert (found.node, found.progress, found.heard, found.step) == ("n1", 6.5, 9.0, 2)
+    assert (found.made, found.doing, found.collectives) == (3, "wait", 7)
+    assert (found.usual, found.longest) == (0.1, 1.5)
+
+
+def test_a_sign_of_life_from_before_the_last_step_tells_nothing() -> None:
+    beat = {"event": "device", "t": 5.0, "step": 3, "doing": "data", "collectives": 7}
+    found = state_of(0, [beat, step(6.0, 4)], {"event": "start", "t": 1.0})
+    assert (found.doing, found.collectives) == (None, None)
+
+
+def test_patience_follows_the_run_s_own_steps() -> None:
+    assert patience(states({"usual": None})) == FIRST_STEP_SECONDS
+    assert patience(states({"usual": 0.01})) == 5.0
+    assert patience(states({"usual": 0.01, "longest": 30.0})) == 90.0  # an evaluation, say
+    assert patience(states({"usual": 60.0})) == 1200.0
+
+
+def test_silence_is_since_the_last_rank_got_on() -> None:
+    some = states({"progress": 100.0}, {"progress": 90.0}, {"progress": 200.0, "ended": "finished"})
+    assert silence(some, 130.0) == 30.0
+    assert silence([], 130.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "culprits", "sure"),
+    [
+        ([{"collectives": 25}, {"collectives": 26}, {"collectives": 26}], (0,), True),
+        ([{"stack": WAITS}, {"stack": OWN}], (1,), True),
+        ([{"stack": BACKWARD, "doing": "wait"}, {"stack": OWN}], (1,), True),
+        ([{"stack": BACKWARD}, {"stack": OWN}], (1,), False),
+        # One is on another node: its own word stands in for its stack.
+        ([{"doing": "wait"}, {"stack": OWN, "doing": "other"}], (1,), True),
+        ([{"doing": "wait"}, {"doing": "data"}, {"doing": "wait"}], (1,), False),
+        ([{"doing": "wait"}, {"heard": 60.0}], (1,), False),
+        ([{"made": 12}, {"made": 11}, {"made": 11}], (1, 2), False),
+        ([{}, {"ended": "finished"}], (1,), True),
+        ([{"doing": "wait"}, {"kernel": "T"}], (1,), True),
+        ([{"doing": "wait"}, {"kernel": "D"}], (1,), False),
+    ],
+)
+def test_the_rank_that_did_not_come_is_found(
+    changes: list[dict[str, Any]], culprits: tuple[int, ...], sure: bool
+) -> None:
+    found = blame(states(*changes))
+    assert found is not None
+    assert (found.ranks, found.is_sure) == (culprits, sure)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{}, {}],
+        [{"stack": OWN}, {"stack": OWN}],
+        [{"stack": WAITS}, {"stack": WAITS}],
+        [{"doing": "wait"}, {"doing": "wait"}],
+        [{"collectives": 3}, {"collectives": 3}],
+        [{"collectives": 3}, {"collectives": None}],
+        [{"stack": OWN}],
+    ],
+)
+def test_nobody_is_blamed_where_nothing_tells(changes: list[dict[str, Any]]) -> None:
+    assert blame(states(*changes)) is None
+
+
+def make_run(tmp_path: Path, ranks: int = 2) -> RunDir:
+    run = RunDir(tmp_path / "job-20261115-120000-abcd")
+    for rank in range(ranks):
+        append_event(run.events(0, rank), "start", rank=rank, host="n1")
+        for number in (1, 2, 3):
+            append_event(run.events(0, rank), "step", step=number, seconds=0.01)
+    return run
+
+
+def test_a_finding_names_rank_node_line_and_fix(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    some = states({"stack": WAITS, "collectives": 26}, {"stack": OWN, "collectives": 25})
+    (found,) = judge(some, 30.0, 5.0, run)
+    assert (found.cause, found.rank, found.node) == ("rank-missing-from-collective", 1, "n1")
+    assert found.confidence == "high"
+    assert "train.py:9 in stuck" in found.title
+    assert (found.evidence[0].file, found.evidence[0].line) == ("/me/train.py", 9)
+    assert "25 collectives, others to 26" in found.evidence[1].text
+    assert "/me/train.py:9" in found.fix
+
+
+def test_a_rank_that_has_finished_has_had_fewer_inputs(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (found,) = judge(states({"stack": WAITS}, {"ended": "finished"}), 30.0, 5.0, run)
+    assert (found.cause, found.rank) == ("uneven-inputs", 1)
+    assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, 5.0, run) == []
+
+
+def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
+    other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
+    apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})
+    (found,) = judge(apart, 30.0, 5.0, make_run(tmp_path))
+    assert (found.cause, found.rank) == ("collective-mismatch", None)
+    assert "rank 0 at /me/train.py:8 in f, rank 1 at /me/train.py:11 in f" in found.title
+
+
+def test_a_rank_that_never_joined(tmp_path: Path) -> None:
+    meeting = Frame(
+        "/e/site-packages/torch/distributed/distributed_c10d.py", 1, "init_process_group"
+    )
+    waits = Stack(2, (WAITS.frames[0], meeting, Frame("/me/train.py", 8, "f")), "")
+    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, 120.0, make_run(tmp_path))
+    assert (found.cause, found.rank, found.confidence) == ("rendezvous-timeout", 1, "high")
+
+
+def test_ranks_that_are_alike_are_a_finding_only_after_long(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    alike = states({"stack": OWN, "doing": "data"}, {"stack": OWN, "doing": "data"})
+    assert judge(alike, 30.0, 5.0, run) == []  # an evaluation, say
+    (found,) = judge(alike, 500.0, 5.0, run)
+    assert (found.cause, found.rank, found.confidence) == ("no-progress", None, "low")
+    assert "waits for its data" in found.fix
+
+
+def test_a_run_that_makes_steps_does_not_hang(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert hang(run) == []
+    assert hang(RunDir(tmp_path / "nothing")) == []
+    assert read_states(run, 0)[1].step == 3
+
+
+def test_a_failure_is_not_called_a_hang(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    append_event(run.events(0, 1), "end", state="failed", exit=1)
+    assert hang(run, after=0.0) == []
+
+
+def test_the_stacks_of_a_run_that_was_ended_are_read_from_its_logs(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    when = "2099-01-01T00:00:00.000+00:00"
+    for rank, stack in enumerate((WAITS, OWN)):
+        append_event(run.events(0, rank), "end", state="failed", exit=1)
+        text = f"epoch 1\nallranks: {when}: no step for 4s{FOLLOW}\nallranks: "
+        run.log(0, rank).write_text(f"{text}{frames_in_words(stack)}\n")
+    (found,) = hung(run)
+    assert (found.rank, found.cause) == (1, "rank-missing-from-collective")
+    assert "train.py:9" in found.title and "end the run" not in found.fix
+
+
+def test_a_run_that_got_on_after_its_stacks_were_printed_did_not_hang(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for rank, stack in enumerate((WAITS, OWN)):
+        append_event(run.events(0, rank), "end", state="failed", exit=1)
+        text = f"allranks: 2001-01-01T00:00:00.000+00:00: no step for 4s{FOLLOW}\n"
+        run.log(0, rank).write_text(text + frames_in_words(stack))
+    assert hung(run) == []
+    assert stack_in_log(tmp_path / "missing.log") is None
+
+
+def test_another_node_s_answer_is_read_and_noise_is_not() -> None:
+    frames = '[{"file": "a.py", "line": 2, "function": "f"}]'
+    line = f'{{"3": {{"process": 9, "frames": {frames}, "source": "py-spy"}}}}'
+    assert parse(line)[3].place == Frame("a.py", 2, "f")
+    assert parse("srun: error: something") == {}
+    assert parse('["no", "mapping"]') == {}
+
+
+def test_the_ends_of_a_run_that_was_ended_tell_the_cause_from_its_echoes() -> None:
+    some = states({"stack": WAITS}, {"stack": OWN})
+    ends = ends_of(some, blame(some), Duration(600), "job-1")
+    assert ends[1]["exit"] == 1 and not ends[1]["error"]["echo"]
+    assert "made no step for 10m at /me/train.py:9 in stuck" in ends[1]["error"]["what"]
+    assert "allranks doctor job-1" in ends[1]["error"]["fix"]
+    assert ends[0]["exit"] is None and ends[0]["error"]["echo"]
+
+
+def watch(run: RunDir, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> StallWatch:
+    monkeypatch.setattr("allranks.launch.stalled.time.monotonic", lambda: clock[0])
+    job = parse_job({"command": "python x.py", "stall_timeout": "20s"})
+    return StallWatch(run, job, 0)
+
+
+def test_a_launcher_ends_ranks_that_make_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = make_run(tmp_path), [0.0]
+    watched = watch(run, clock, monkeypatch)
+    for rank in (0, 1):
+        run.log(0, rank).write_text("")
+    never = [2**22 + 1, 2**22 + 2]  # no such processes
+    seen = []
+    for now in range(5, 60, 5):
+        clock[0] = float(now)
+        if now == 15:
+            append_event(run.events(0, 0), "step", step=4, seconds=0.01)
+        seen.append(watched.look(0, never))
+        if seen[-1]:
+            break
+    assert now == 35 and seen.count(True) == 1  # the step at 15, and 20 s
+    assert watched.end_of(0) is not None and watched.end_of(7) is None
+    assert FOLLOW in run.log(0, 0).read_text()
+    clock[0] = 80.0
+    assert not watched.look(0, never)  # once is enough
+
+
+def test_the_first_step_is_given_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, clock = RunDir(tmp_path / "job-20261115-120000-abcd"), [0.0]
+    append_event(run.events(0, 0), "start", rank=0, host="n1")
+    run.log(0, 0).write_text("")
+    watched = watch(run, clock, monkeypatch)
+    seen = []
+    for now in range(5, 400, 5):
+        clock[0] = float(now)
+        if watched.look(0, [2**22 + 1]):
+            seen.append(now)
+    assert seen == [305]
+
+
+def test_a_launcher_that_was_stopped_itself_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = make_run(tmp_path), [0.0]
+    watched = watch(run, clock, monkeypatch)
+    for now in (5.0, 10.0, 500.0):
+        clock[0] = now
+        assert not watched.look(0, [2**22 + 1])
+
+
+def test_without_a_limit_stacks_are_printed_and_nothing_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = make_run(tmp_path, 1), [0.0]
+    run.log(0, 0).write_text("")
+    monkeypatch.setattr("allranks.launch.stalled.time.monotonic", lambda: clock[0])
+    watched = StallWatch(run, parse_job({"command": "python x.py", "timeout": "40s"}), 0)
+    for now in range(5, 100, 5):
+        clock[0] = float(now)
+        assert not watched.look(0, [2**22 + 1])
+    assert run.log(0, 0).read_text().count(FOLLOW) == 1
