@@ -12,6 +12,7 @@ from allranks.cli_words import AsJson, Debug, Runs, app, people_console
 if TYPE_CHECKING:
     from allranks.doctor.finding import Finding
     from allranks.doctor.slow import Thresholds
+    from allranks.rundir import RunDir
 
 Subjects = Annotated[
     list[str] | None,
@@ -74,11 +75,8 @@ def diagnosis(
     runs: Path, subjects: list[str], limits: Thresholds, stalled_after: float | None = None
 ) -> list[Finding]:
     """What is wrong with what was named: files are logs of one run, anything else is a run."""
-    from allranks import standing
-    from allranks.doctor import live
     from allranks.doctor.diagnose import diagnose_logs, log_files
     from allranks.doctor.layouts import compare
-    from allranks.doctor.runs import diagnose_run
     from allranks.rundir import find_run
 
     logs, references = [], []
@@ -91,11 +89,22 @@ def diagnosis(
     found = diagnose_logs(logs) if logs else []
     named = [find_run(runs, one) for one in references]
     for run in named:
-        state = standing.describe(run, standing.look_at_queue([run]))["state"]
-        stalls = live.stalled(run, state, after=stalled_after)
-        slowness = live.slowed(run, state, limits) if not stalls else []
-        found += live.together(diagnose_run(run), stalls, slowness)
+        found += diagnosis_of(run, limits, stalled_after)
     return [*found, *compare(named)]
+
+
+def diagnosis_of(
+    run: RunDir, limits: Thresholds | None = None, stalled_after: float | None = None
+) -> list[Finding]:
+    """What is wrong with one run: why it failed, hangs or is slow."""
+    from allranks import standing
+    from allranks.doctor import live
+    from allranks.doctor.runs import diagnose_run
+
+    state = standing.describe(run, standing.look_at_queue([run]))["state"]
+    stalls = live.stalled(run, state, after=stalled_after)
+    slowness = live.slowed(run, state, limits) if not stalls else []
+    return live.together(diagnose_run(run), stalls, slowness)
 
 
 def print_findings(findings: list[Finding], subject: str, as_json: bool) -> None:

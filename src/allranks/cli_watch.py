@@ -147,7 +147,7 @@ def resources() -> dict[str, Any]:
     """The cluster and this machine; this machine alone where SLURM is silent."""
     from allranks.errors import AllranksError
     from allranks.launch.survey.cluster import describe_cluster
-    from allranks.launch.survey.machine import describe_machine
+    from allranks.machine import describe_machine
 
     try:
         return describe_cluster()
@@ -258,14 +258,27 @@ def serve(
     port: int,
     as_json: bool,
 ) -> None:
+    from allranks.cli_doctor import diagnosis_of
+    from allranks.doctor.finding import as_json as to_objects
     from allranks.watch.server import Served, serve
+
+    def diagnose(run: RunDir) -> list[dict[str, Any]]:
+        return to_objects(diagnosis_of(run))
 
     def announce(served: Served) -> None:
         print(json.dumps(served.as_json()) if as_json else "\n".join(served.lines()), flush=True)
 
     notify = notifier.look if notifier else None
     stop = stopper(watcher)
-    serve(watcher, marks=marks, stop=stop, notify=notify, port=port, announce=announce)
+    serve(
+        watcher,
+        marks=marks,
+        stop=stop,
+        notify=notify,
+        port=port,
+        announce=announce,
+        diagnose=diagnose,
+    )
     for problem in notifier.problems if notifier else []:
         print(f"note: {problem}", file=sys.stderr)
 

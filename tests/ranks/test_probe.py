@@ -455,6 +455,30 @@ def test_an_exchange_that_takes_longer(tmp_path: Path) -> None:
         assert parts["comm"] >= MOST
 
 
+def test_arriving_is_seen_when_a_parameter_gets_no_more_gradients(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        dist.init_process_group("gloo")
+        class Heads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(8, 1), nn.Linear(8, 1)
+            def forward(self, x, both):
+                return self.first(x) + self.last(x) if both else self.first(x)
+        model = DDP(Heads(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, (x, y) in enumerate(DataLoader(data, batch_size=2)):
+            mse_loss(model(x, step < 10), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        2,
+    )
+    missing = [event["step"] for event in found.steps() if "arrive" not in event]
+    assert missing in ([], [11])  # the one that shows it
+
+
 def test_gradients_that_a_script_exchanges_itself(tmp_path: Path) -> None:
     found = run(
         tmp_path,

@@ -28,15 +28,16 @@ def install(recorder: Recorder) -> None:
     """Hook into torch, which has just been imported."""
     from torch.optim import optimizer
 
-    hook_optimizer(recorder, optimizer)
-    hook_backward(recorder)
+    arrival = Arrival(recorder)
+    hook_optimizer(recorder, arrival, optimizer)
+    hook_backward(recorder, arrival)
     hook_loader(recorder)
     hook_waiting(recorder)
     hook_ddp(recorder)
     hide_from_compilers()
 
 
-def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
+def hook_optimizer(recorder: Recorder, arrival: Arrival, optimizer_module: Any) -> None:
     timeline = recorder.timeline
     around: list[str] = []  # what the steps that are under way interrupt
 
@@ -60,9 +61,7 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
                 is_first = recorder.step == 0
                 recorder.stepped(optimizer)
                 if is_first:
-                    hook_tensor_waits(recorder)
-                    if recorder.counter.training is None and not timeline.is_taken:
-                        watch_model(recorder, optimizer)
+                    after_first_step(recorder, arrival, optimizer)
                 label = around.pop() if around else OTHER
                 if timeline.label != label:
                     timeline.mark(label)
@@ -75,11 +74,22 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
     optimizer_module.register_optimizer_step_post_hook(after)
 
 
+def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> None:
+    """What can be hooked into only now that the script has shown what it uses."""
+    hook_tensor_waits(recorder)
+    if recorder.peers:
+        arrival.settle(optimizer)
+    if recorder.counter.training is None and not recorder.timeline.is_taken:
+        watch_model(recorder, optimizer)
+
+
 class Arrival:
     """The moment in a backward pass when this rank has computed all its gradients.
 
     Callbacks of the autograd engine run when all is computed, in the order in which they were
-    queued. The one that is queued first, by a hook on the loss, runs before DDP waits in its own.
+    queued. One that is queued before the last gradient is there runs before DDP waits in its own.
+    A hook on the loss can do that, but making one for every loss takes 40 us: once a parameter is
+    known to get a gradient, a hook that stays on it does. If it ever gets none, losses do again.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -87,10 +97,37 @@ class Arrival:
 
         self.recorder = recorder
         self._engine = torch.autograd.Variable._execution_engine
+        self._tensor_type = torch.Tensor
+        self._on_parameter: Any = None  # the hook that stays
+        self._is_queued = False
+
+    def expect(self, tensors: Any) -> Any:
+        """A backward pass begins; the hook to be removed after it, if any."""
+        was_queued, self._is_queued = self._is_queued, False
+        if self._on_parameter is not None:
+            if was_queued:
+                return None
+            self._on_parameter.remove()
+            self._on_parameter = None
+        root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        if isinstance(root, self._tensor_type) and root.grad_fn is not None:
+            return root.grad_fn.register_prehook(self.queue)
+        return None
+
+    def settle(self, optimizer: Any) -> None:
+        """Stay on a parameter, if there is one that has got a gradient."""
+        for group in reversed(optimizer.param_groups):
+            for parameter in reversed(group["params"]):
+                if parameter.grad is not None and parameter.requires_grad:
+                    self._on_parameter = parameter.register_hook(self.queue)
+                    self._is_queued = True  # nothing to blame it for yet
+                    return
 
     def queue(self, gradients: Any) -> None:
         try:
-            self._engine.queue_callback(self.arrive)
+            if not self._is_queued:
+                self._is_queued = True
+                self._engine.queue_callback(self.arrive)
         except Exception as error:
             self.recorder.switch_off(error)
 
@@ -101,13 +138,11 @@ class Arrival:
             self.recorder.switch_off(error)
 
 
-def hook_backward(recorder: Recorder) -> None:
+def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
     """Every backward pass."""
     import torch
 
-    original = torch.autograd.backward
-    timeline, tensor_type = recorder.timeline, torch.Tensor
-    queue_arrival = Arrival(recorder).queue
+    original, timeline = torch.autograd.backward, recorder.timeline
 
     @unseen_by_compilers
     @functools.wraps(original)
@@ -119,9 +154,7 @@ def hook_backward(recorder: Recorder) -> None:
         try:
             peers = recorder.peers
             if peers or (peers is None and recorder.has_peers()):
-                root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-                if isinstance(root, tensor_type) and root.grad_fn is not None:
-                    handle = root.grad_fn.register_prehook(queue_arrival)
+                handle = arrival.expect(tensors)
             timeline.mark(BACKWARD, TRAINED)
         except Exception as error:
             recorder.switch_off(error)
@@ -130,8 +163,7 @@ def hook_backward(recorder: Recorder) -> None:
         finally:
             try:
                 timeline.mark(AFTER)
-                # Without these arguments the graph is gone, and the hook with it.
-                if handle is not None and args[1:] != (None, False):
+                if handle is not None:
                     handle.remove()
             except Exception as error:
                 recorder.switch_off(error)
