@@ -5,10 +5,11 @@
 
 Both loops train the same MLP on the same data in the same order, in the same processes, on CPU,
 in alternating blocks. Ours is what `allranks run` runs (train() with the parts that build.py
-builds, events, pulse, checkpointer), and its progress bar runs beside it; while the hand loop has
-its turn, the process that draws the bar is stopped, so that the hand loop does not pay for it. Our
-events are formatted and written within our block. (Bar and pulse go by the clock, which goes on
-during the hand loop's turns: both work a few times more often per step than in a real run.)
+builds, events, pulse, checkpointer, and the probe), and its progress bar runs beside it; while the
+hand loop has its turn, the process that draws the bar is stopped and the probe is out of torch, so
+that the hand loop does not pay for them. Our events are formatted and written within our block.
+(Bar and pulse go by the clock, which goes on during the hand loop's turns: both work a few times
+more often per step than in a real run.)
 
 The hand loop slices tensors in memory that it shuffled once an epoch; it loads, logs and draws
 nothing. `tuned` has a fused AdamW, gradients as views of DDP's buckets, and no DDP around a single
@@ -33,19 +34,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from probe_switch import Switch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
+from allranks import timeline
 from allranks.events import EventLog, read_events
 from allranks.job import Job, load_job
 from allranks.launch import prepare
 from allranks.launch.screen import Screen
+from allranks.probe.recorder import Recorder
+from allranks.probe.surroundings import Surroundings
 from allranks.rundir import RunDir
 from allranks.tasks import Task
 from allranks.train.data import Batch, Progress, TrainingData
@@ -53,6 +59,9 @@ from allranks.train.load import load_task
 from allranks.train.loop import train
 from allranks.train.optim import Schedule
 from allranks.train.seeds import mix
+
+if TYPE_CHECKING:  # the environment of a rank comes first
+    from allranks.train.build import Rank
 
 LIMIT = 1.05
 NUM_SAMPLES = 16_384
@@ -146,7 +155,9 @@ def run_rank(num_pairs: int, block_seconds: float, display: int) -> None:
     job = load_job(me.run.job_file, resolved=True)
     device = torch.device("cpu")
     build.join_world(me, job, device)
+    probe = probe_of(me)
     t = build.build(me, job, device, log)
+    probe.turn(on=False)
     tuned, default = hand_loop(job, tuned=True), hand_loop(job, tuned=False)
     losses = [mean_over_ranks(next(tuned)) for _ in range(WARM_UP_STEPS)]
     run_block(default, WARM_UP_STEPS)
@@ -158,22 +169,28 @@ def run_rank(num_pairs: int, block_seconds: float, display: int) -> None:
 
         def batches(self, progress: Progress) -> Iterator[Batch]:
             stream = super().batches(progress)
+            probe.turn(on=True)
             yield from itertools.islice(stream, max(WARM_UP_STEPS, num_steps))
+            probe.turn(on=False)
             for _ in range(num_pairs):
                 wake(display, awake=False)
                 seconds["default"].append(run_block(default, num_steps))
                 seconds["before"].append(run_block(tuned, num_steps))
                 wake(display, awake=True)
+                probe.turn(on=True)
                 dist.barrier()
                 t.meter.begin_step()
                 started = time.perf_counter()
                 yield from itertools.islice(stream, num_steps)
                 log.flush()
                 seconds["ours"].append(time.perf_counter() - started)
+                probe.turn(on=False)
                 wake(display, awake=False)
                 seconds["after"].append(run_block(tuned, num_steps))
             t.last_step = t.progress.step + 1
+            probe.turn(on=True)
             yield next(stream)
+            assert probe.recorder.is_on and probe.recorder.step > num_pairs
 
     data = Blocks.__new__(Blocks)
     data.__dict__.update(t.data.__dict__)
@@ -186,6 +203,14 @@ def run_rank(num_pairs: int, block_seconds: float, display: int) -> None:
         content = {"num_steps": num_steps, "seconds": seconds}
         (me.run.path / "overhead.json").write_text(json.dumps(content))
     dist.destroy_process_group()
+
+
+def probe_of(me: Rank) -> Switch:
+    """The probe as every rank has it; out of torch while the hand loops have their turns."""
+    recorder = Recorder(me.run.events(me.attempt, me.rank).parent, me.rank)
+    timeline.current = recorder.timeline
+    Surroundings(recorder, os.environ).begin_with_steps()
+    return Switch(recorder)
 
 
 def run_block(loop: Iterator[Tensor], num_steps: int) -> float:

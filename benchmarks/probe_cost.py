@@ -1,11 +1,11 @@
 """The probe's own work takes under 50 us a step, and a step of 5 ms at most 1.01x what it took.
 
-    python benchmarks/probe_cost.py               # about 15 minutes; exit code 1 if it takes more
-    python benchmarks/probe_cost.py --pairs 200 --ranks 1       # a first look
+    python benchmarks/probe_cost.py               # about 12 minutes; exit code 1 if it takes more
+    python benchmarks/probe_cost.py --pairs 1000 --ranks 1      # a first look
 
-An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains in blocks of five steps, in turns with
-the probe and without it, in the same process: without it means that torch has its own functions
-back, not that hooks are idle. Whether a pair begins with the probe or without it alternates too.
+An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains in turns, a step with the probe and a
+step without it, in the same process: without it means that torch has its own functions back, not
+that hooks are idle. Chance decides which of a pair comes first: machines have rhythms of their own.
 `ratio` is the median of the ratios of the pairs, with a 95% interval by their order;
 `nothing/nothing` is the same without the probe in either block: the noise.
 
@@ -26,6 +26,7 @@ import argparse
 import json
 import math
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -38,11 +39,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from probe_switch import PLACES, REGISTRIES, Switch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import optimizer as optimizers
-from torch.utils.data import DataLoader, TensorDataset, dataloader
+from torch.utils.data import DataLoader, TensorDataset
 
 from allranks.events import FLUSH_SECONDS
 from allranks.probe import hooks
@@ -54,20 +55,7 @@ STEP_SECONDS = 0.005
 BATCH_SIZE, NUM_FEATURES = 32, 64
 WARM_UP_STEPS = 50
 WRITINGS = 20
-STEPS_PER_BLOCK = 5
-# Where the probe puts functions of its own in place of torch's.
-PLACES: list[tuple[Any, str]] = [
-    (torch.autograd, "backward"),
-    (dataloader._BaseDataLoaderIter, "__next__"),
-    (dataloader._BaseDataLoaderIter, "_next_index"),
-    (dataloader.DataLoader, "__iter__"),
-    (dist.Work, "wait"),
-    (DistributedDataParallel, "_sync_buffers"),
-]
-REGISTRIES: list[Any] = [
-    optimizers._global_optimizer_pre_hooks,
-    optimizers._global_optimizer_post_hooks,
-]
+STEPS_PER_BLOCK = 10  # of the stopwatches
 
 
 class Stopwatch:
@@ -97,33 +85,6 @@ class Stopwatch:
                 self.seconds += took - (self._inside - inside)
 
         return call
-
-
-class Switch:
-    """The probe in torch, to be taken out and put back between steps."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        own = [getattr(holder, name) for holder, name in PLACES]
-        hooks.install(recorder)
-        self._places = [
-            (holder, name, getattr(holder, name), before)
-            for (holder, name), before in zip(PLACES, own, strict=True)
-        ]
-        changed = [name for _, name, hooked, before in self._places if hooked is not before]
-        assert len(changed) == len(PLACES), changed
-        self._registered = [dict(registry) for registry in REGISTRIES]
-        assert all(self._registered)
-
-    def turn(self, *, on: bool) -> None:
-        for holder, name, hooked, before in self._places:
-            setattr(holder, name, hooked if on else before)
-        for registry, registered in zip(REGISTRIES, self._registered, strict=True):
-            registry.clear()
-            if on:
-                registry.update(registered)
-        if on:
-            self.recorder.timeline.restart()
 
 
 def training(width: int) -> Iterator[None]:
@@ -168,19 +129,20 @@ def width_of_step(seconds: float) -> int:
     return int(width)
 
 
-def block_pairs(
+def step_pairs(
     width: int, switch: Switch, num_pairs: int, *, probe: bool = True
 ) -> list[tuple[float, float]]:
-    """Seconds of a step with and without the probe, in the two blocks of each pair."""
+    """Seconds of a step with and without the probe, pair by pair."""
     loop = training(width)
     pairs = []
     for _ in range(WARM_UP_STEPS):
         next(loop)
-    for pair in range(num_pairs):
+    first = random.Random(0)  # the same on all ranks
+    for _ in range(num_pairs):
         took = {}
-        for on in (True, False) if pair % 2 else (False, True):
+        for on in (True, False) if first.random() < 0.5 else (False, True):
             switch.turn(on=on and probe)
-            took[on] = block_seconds(loop, STEPS_PER_BLOCK) / STEPS_PER_BLOCK
+            took[on] = block_seconds(loop, 1)
         pairs.append((took[True], took[False]))
     return pairs
 
@@ -252,13 +214,13 @@ def run_rank(num_pairs: int, folder: Path) -> None:
     switch.turn(on=False)
     width = width_of_step(STEP_SECONDS)
     found: dict[str, Any] = {"width": width}
-    found["pairs"] = block_pairs(width, switch, num_pairs)
-    found["noise"] = block_pairs(width, switch, num_pairs, probe=False)
+    found["pairs"] = step_pairs(width, switch, num_pairs)
+    found["noise"] = step_pairs(width, switch, num_pairs, probe=False)
     found["writing"] = writing_seconds(width, switch)
     assert recorder.is_on and recorder.step > num_pairs
     watched = Recorder(folder / "own", rank)
-    found["own"], found["idle"] = own_seconds(width, watched, max(num_pairs, 100))
-    assert watched.is_on and watched.step >= num_pairs
+    found["own"], found["idle"] = own_seconds(width, watched, max(num_pairs // 5, 100))
+    assert watched.is_on and watched.step >= num_pairs // 5
     surroundings = Surroundings(recorder, os.environ)
     looks = []
     for _ in range(50):
@@ -307,14 +269,14 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=3000, help="pairs of blocks")
+    parser.add_argument("--pairs", type=int, default=10_000, help="pairs of steps")
     parser.add_argument("--ranks", type=int, action="append", help="default: 1, then 2")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.folder:
         run_rank(wanted.pairs, wanted.folder)
         return 0
-    print(f"medians of {wanted.pairs} pairs of blocks, with their 95% intervals")
+    print(f"medians of {wanted.pairs} pairs of steps, with their 95% intervals")
     print(f"at most {MAX_OWN_MICROSECONDS:.0f} us of its own, and {MAX_RATIO}x")
     holds = True
     for num_ranks in wanted.ranks or (1, 2):

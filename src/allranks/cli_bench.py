@@ -174,7 +174,7 @@ def remember(run: RunDir, bench_record: dict[str, Any]) -> None:
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
     from allranks.measure.scaling import Repeat
-    from allranks.results import failure, failure_in_words
+    from allranks.results import failure, failure_in_words, samples_per_epoch
     from allranks.timing import timing
 
     measured = timing(run)
@@ -186,9 +186,8 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
         problem = "no optimizer step was seen on every rank, so there is nothing to measure"
     elif not measured.samples:
         problem = "no samples were seen: the batches have no length"
-    start = run.start(max(run.attempts(), default=0)) or {}
     kept = measured if measured is not None and measured.samples else None
-    return Repeat(run.name, layout, kept, problem, start.get("samples_per_epoch"))
+    return Repeat(run.name, layout, kept, problem, samples_per_epoch(run))
 
 
 def failed(layout: Layout, what: str) -> Repeat:

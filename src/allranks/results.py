@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from allranks.events import read_events, read_last_events
 from allranks.rundir import RunDir, State
 from allranks.timing import timing
+
+EARLY_EVENTS = 200  # what is said once is among these
 
 
 def result(run: RunDir) -> dict[str, Any]:
@@ -63,6 +66,18 @@ def failure_in_words(failed: dict[str, Any]) -> str:
     if "signal" in failed:
         return f"rank {failed['rank']} was killed by {failed['signal']}"
     return f"rank {failed['rank']} ended with code {failed['exit']}"
+
+
+def samples_per_epoch(run: RunDir) -> int | None:
+    """Samples in the data set that a run trains on; of a script, what its probe has seen."""
+    attempt = max(run.attempts(), default=0)
+    rank = _first_rank(run, attempt)
+    said = run.start(attempt, rank) or {}
+    for event in itertools.islice(read_events(run.events(attempt, rank)), EARLY_EVENTS):
+        if event["event"] == "dataset":
+            said = event
+    size = said.get("samples_per_epoch")
+    return size if isinstance(size, int) else None
 
 
 def _first_rank(run: RunDir, attempt: int) -> int:

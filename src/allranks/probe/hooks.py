@@ -96,7 +96,9 @@ class Arrival:
         import torch
 
         self.recorder = recorder
-        self._engine = torch.autograd.Variable._execution_engine
+        self._mark = recorder.timeline.mark
+        self._queue = torch.autograd.Variable._execution_engine.queue_callback
+        self._arrive = self.arrive
         self._tensor_type = torch.Tensor
         self._on_parameter: Any = None  # the hook that stays
         self._is_queued = False
@@ -127,13 +129,13 @@ class Arrival:
         try:
             if not self._is_queued:
                 self._is_queued = True
-                self._engine.queue_callback(self.arrive)
+                self._queue(self._arrive)
         except Exception as error:
             self.recorder.switch_off(error)
 
     def arrive(self) -> None:
         try:
-            self.recorder.timeline.mark(WAIT)
+            self._mark(WAIT)
         except Exception as error:
             self.recorder.switch_off(error)
 

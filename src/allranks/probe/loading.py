@@ -100,6 +100,8 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
         with recorder.guarded:
             loader = loaders.starting = vars(self).setdefault("_allranks_loader", Loader())
             loader.started()
+            if loader.starts == 1:
+                loader.dataset_samples = length(self.dataset)
             recorder.timeline.mark(DATA, (SampleCounter.started, loader))
         try:
             iterating: Any = start(self)
@@ -112,3 +114,11 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
         return iterating
 
     data_loader.__iter__ = __iter__
+
+
+def length(dataset: Any) -> int | None:
+    """Of a data set that knows it; what a user's raises is no concern of the probe's."""
+    try:
+        return len(dataset)
+    except Exception:
+        return None

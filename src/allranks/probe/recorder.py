@@ -72,7 +72,7 @@ class Recorder:
             counted = CountedStep(timeline.end(), timeline.unix, self.counter)
             event["phases"] = counted
             if step == 1:
-                counted.count()
+                self._first_step(log, counted)
             log.append(event)
         if self._others:
             self._others.clear()
@@ -95,6 +95,12 @@ class Recorder:
 
         self._end_of_leader = weakref.ref(optimizer, gone)
         return True
+
+    def _first_step(self, log: EventLog, counted: CountedStep) -> None:
+        counted.count()
+        training = self.counter.training
+        if training is not None and training.dataset_samples is not None:
+            log.write("dataset", samples_per_epoch=training.dataset_samples)
 
     def _write_seen(self, log: EventLog) -> None:
         for seen in self.fingerprints.seen:

@@ -22,6 +22,7 @@ MAX_WAITING = 1024  # batches of a loader that are remembered until they come, o
 class Loader:
     """One DataLoader of the script, over all its epochs."""
 
+    dataset_samples: int | None = None  # where its data set has a length
     starts: int = 0  # how often it was started
     batches: int = 0  # since it was started
     indices: deque[Any] = field(  # of batches that are being loaded
