@@ -59,8 +59,9 @@ class EventLog:
         self.error: OSError | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._buffer: list[dict[str, Any]] = []
-        # For an event that has its `v`, `t` and `event` already: cheaper than `write`.
+        # Events, or what makes one when it is written: a function and its arguments.
+        self._buffer: list[dict[str, Any] | tuple[Any, ...]] = []
+        # For those that have their `v`, `t` and `event`, or will: cheaper than `write`.
         self.append = self._buffer.append
         self._unwritten = b""
         self._writing = threading.Lock()
@@ -89,7 +90,10 @@ class EventLog:
         with self._writing:
             count = 0
             lines = []
-            for event in self._buffer:
+            for index, event in enumerate(self._buffer):
+                if isinstance(event, tuple):
+                    make, *about = event
+                    event = self._buffer[index] = make(*about)
                 if event.get("step", 0) > last_step:
                     break
                 loss: Any = event.get("loss")

@@ -48,6 +48,10 @@ def hook_optimizer(recorder: Recorder, arrival: Arrival, optimizer_module: Any) 
         try:
             # Within a backward pass, or within the step of an optimizer that holds this one.
             label = timeline.label
+            if label == AFTER:  # the rest of the step is the update's: no mark is needed
+                timeline.label = OPTIMIZER
+                around.append(OTHER)
+                return
             around.append(label if label in (BACKWARD, OPTIMIZER) else OTHER)
             if len(args) == 1 and not kwargs:  # a closure computes the gradients first
                 timeline.mark(OPTIMIZER)

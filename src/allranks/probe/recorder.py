@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from allranks.events import SCHEMA_VERSION, EventLog
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
-from allranks.timeline import Timeline
+from allranks.timeline import Mark, Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 MEET_WITHIN = 20  # steps; ranks that have not met by then train each for itself
@@ -67,13 +67,8 @@ class Recorder:
             log = self._log or self._open()
             if self.fingerprints.seen:
                 self._write_seen(log)
-            event = {"v": SCHEMA_VERSION, "t": time.time(), "event": "step", "step": step}
-            # After the rest: what the probe itself takes is no part of the step to come.
-            counted = CountedStep(timeline.end(), timeline.unix, self.counter)
-            event["phases"] = counted
-            if step == 1:
-                self._first_step(log, counted)
-            log.append(event)
+            told = (self._event, step, time.time(), timeline.end())
+            log.append(told if step > 1 else self._first_event(log, *told[1:]))
         if self._others:
             self._others.clear()
         if self.at_step:
@@ -96,11 +91,21 @@ class Recorder:
         self._end_of_leader = weakref.ref(optimizer, gone)
         return True
 
-    def _first_step(self, log: EventLog, counted: CountedStep) -> None:
-        counted.count()
+    def _event(self, step: int, now: float, marks: list[Mark]) -> dict[str, Any]:
+        """Made of a step when it is written."""
+        counted = CountedStep(marks, self.timeline.unix, self.counter)
+        return {"v": SCHEMA_VERSION, "t": now, "event": "step", "step": step, "phases": counted}
+
+    def _first_event(
+        self, log: EventLog, step: int, now: float, marks: list[Mark]
+    ) -> dict[str, Any]:
+        """The same at once: what the script trains on is asked for now."""
+        event = self._event(step, now, marks)
+        event["phases"].count()
         training = self.counter.training
         if training is not None and training.dataset_samples is not None:
             log.write("dataset", samples_per_epoch=training.dataset_samples)
+        return event
 
     def _write_seen(self, log: EventLog) -> None:
         for seen in self.fingerprints.seen:
