@@ -18,6 +18,7 @@ from allranks.doctor.tracebacks import Raised
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
 GENERIC = ("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "terminated-by-signal")
+WRAPPER = "cause-in-another-log"
 MAX_FINDINGS = 5
 MAX_EVIDENCE = 4
 
@@ -143,7 +144,7 @@ def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
 
 def _unknown(facts: Facts) -> list[Raised]:
     """Tracebacks that no cause and no echo accounts for."""
-    told = [hit for hit in facts.hits if hit.cause.kind != "mark"]
+    told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug != WRAPPER]
     return [
         one
         for one in facts.raised

@@ -22,7 +22,7 @@ _SHAPES = re.compile(
     | npm_[A-Za-z0-9]{30,}
     | nvapi-[A-Za-z0-9_-]{20,}
     | r8_[A-Za-z0-9]{30,}                                   # Replicate
-    | eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+  # a JSON web token
+    | eyJ[A-Za-z0-9_-]{6,}\.[A-Za-z0-9_-]{6,}\.[A-Za-z0-9_-]+  # a JSON web token
     )
     """,
     re.VERBOSE,
@@ -31,7 +31,7 @@ _SHAPES = re.compile(
 _NAMED = re.compile(
     r"""
     (?P<name>
-      (?:[A-Za-z0-9_.-]*(?:token|secret|passw(?:or)?d|passphrase|credential|api[_-]?key
+      (?:[A-Za-z0-9_.-]*(?:token(?!iz)|secret|passw(?:or)?d|passphrase|credential|api[_-]?key
         |access[_-]?key|private[_-]?key|signing[_-]?key)[A-Za-z0-9_-]*)
       | [A-Z][A-Z0-9_]*_(?:KEY|PAT|PWD|AUTH)
     )
