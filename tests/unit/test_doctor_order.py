@@ -174,7 +174,8 @@ ENDED = "srun: error: gpu02: task 1: Terminated\n"
         ("  1 gpu PENDING 1 (ReqNodeNotAvail, UnavailableNodes:gpu02)\n", "slurm-pending"),
         (
             "sbatch: error: Memory specification can not be satisfied\n"
-            "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+            "sbatch: error: Batch job submission failed: Requested node configuration is not "
+            "available",
             "slurm-request-impossible",
         ),
         (
@@ -225,7 +226,8 @@ def test_an_error_that_a_run_went_on_after_is_nothing(log: Path) -> None:
 
 
 def test_two_causes_are_said_with_less_confidence(log: Path) -> None:
-    text = "OSError: [Errno 28] No space left on device: '/a'\nModuleNotFoundError: No module named 'x'\n"
+    text = "OSError: [Errno 28] No space left on device: '/a'\n"
+    text += "ModuleNotFoundError: No module named 'x'\n"
     found = diagnose(log, text)
     assert [one.cause for one in found] == ["disk-full", "missing-module"]
     assert found[0].confidence == "medium"
