@@ -9,7 +9,7 @@ import pytest
 
 from allranks.doctor.diagnose import diagnose_logs
 from allranks.doctor.finding import as_json
-from allranks.doctor.redact import HIDDEN, redact
+from allranks.redact import REDACTED, redact
 
 # Put together here, so that no scanner takes them for real ones.
 SECRETS = [
@@ -26,7 +26,7 @@ SECRETS = [
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_secret_is_known_by_its_shape(secret: str) -> None:
     assert secret not in redact(f"pushing with {secret} to the hub")
-    assert HIDDEN in redact(f"pushing with {secret} to the hub")
+    assert REDACTED in redact(f"pushing with {secret} to the hub")
 
 
 @pytest.mark.parametrize(

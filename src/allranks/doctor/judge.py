@@ -10,10 +10,10 @@ from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
 from allranks.doctor.facts import Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
-from allranks.doctor.redact import redact
 from allranks.doctor.scan import Hit
 from allranks.doctor.silence import suspect
 from allranks.doctor.tracebacks import Raised
+from allranks.redact import redact
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
