@@ -558,12 +558,22 @@ def fork_rank(case: str, rank: int, num_ranks: int, port: int, log: int) -> int:
     os._exit(code)
 
 
+def warm_up() -> None:
+    """What torch imports when it is first used: once, in place of once for every rank."""
+    import torch.distributed.algorithms.join
+    import torch.distributed.checkpoint
+    import torch.utils.checkpoint
+
+    torch.optim.SGD(Net().parameters(), lr=0.1)
+
+
 def main(words: list[str]) -> None:
     if words[0] != "--into":
         globals()[words[0]]()
         return
     import socket
 
+    warm_up()
     running: list[int] = []
     for word in words[2:]:
         case, _, number = word.partition(":")
