@@ -1,6 +1,10 @@
-"""Scripts that fail in known ways, run by tests of the doctor: `python -m tests.failing CASE`.
+"""Scripts that fail in known ways, for tests of the doctor.
 
-Under a launcher (RANK is set) the ranks meet over gloo first, unless a case is about that.
+    python -m tests.failing CASE                       # one process, or one rank of a launcher's
+    python -m tests.failing --into FOLDER CASE:2 …     # each with so many ranks, to FOLDER/CASE.log
+
+The second form imports torch once and forks, so that dozens of failures take seconds. It ends the
+other ranks a moment after one has failed, as launchers do, and prints nothing itself.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 RANK = int(os.environ.get("RANK", "0"))
+AT_ONCE = 4
+GRACE_SECONDS = 8.0  # what the other ranks have to say after one has ended
 SCRATCH = Path(os.environ.get("SCRATCH", "."))
 
 
@@ -464,11 +470,126 @@ def memory_error() -> None:
     raise MemoryError
 
 
+def port_taken() -> None:
+    import socket
+
+    if RANK == 0:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+            init(3)
+
+
+def rank_absent() -> None:
+    if RANK == 0:
+        init(3)
+
+
+def master_absent() -> None:
+    if RANK == 1:
+        init(3)
+
+
+def master_unknown() -> None:
+    os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+    if RANK == 1:
+        init(3)
+
+
+def wrong_interface() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
+    init(3)
+
+
+def wrong_world_size() -> None:
+    print(f"SLURM_NTASKS=2 WORLD_SIZE={2 * int(os.environ['WORLD_SIZE'])}", flush=True)
+    os.environ["WORLD_SIZE"] = str(2 * int(os.environ["WORLD_SIZE"]))
+    init(3)
+
+
 def healthy() -> None:
     init()
     steps(5, DDP(Net()))
     dist.destroy_process_group()
 
 
+def run_forked(folder: Path, case: str, num_ranks: int, port: int) -> None:
+    """One case in processes of its own, all writing to one log."""
+    log = os.open(folder / f"{case}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    ranks = [fork_rank(case, rank, num_ranks, port, log) for rank in range(max(1, num_ranks))]
+    os.close(log)
+    left, deadline = set(ranks), time.monotonic() + 20
+    while left and time.monotonic() < deadline:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                left.discard(pid)
+                if status:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def fork_rank(case: str, rank: int, num_ranks: int, port: int, log: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    global RANK
+    global SCRATCH
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    SCRATCH = SCRATCH / f"{case}.files"
+    SCRATCH.mkdir(exist_ok=True)
+    if num_ranks:
+        RANK = rank
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = 1
+    try:
+        globals()[case]()
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # torch's own, which says the rank
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def warm_up() -> None:
+    """What torch imports when it is first used: once, in place of once for every rank."""
+    import torch.distributed.algorithms.join
+    import torch.distributed.checkpoint
+    import torch.utils.checkpoint
+
+    torch.optim.SGD(Net().parameters(), lr=0.1)
+
+
+def main(words: list[str]) -> None:
+    if words[0] != "--into":
+        globals()[words[0]]()
+        return
+    import socket
+
+    warm_up()
+    running: list[int] = []
+    for word in words[2:]:
+        case, _, number = word.partition(":")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if len(running) >= AT_ONCE:  # most of them wait most of the time
+            running.remove(os.wait()[0])
+        pid = os.fork()
+        if pid == 0:
+            run_forked(Path(words[1]), case, int(number or 0), port)
+            os._exit(0)
+        running.append(pid)
+    for pid in running:
+        os.waitpid(pid, 0)
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    main(sys.argv[1:])

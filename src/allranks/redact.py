@@ -15,7 +15,15 @@ IN_ADDRESS = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]+:)[^\s/@]+(?
 KNOWN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{15,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}"
-    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{20,}|ya29\.[\w-]{20,}"
+    r"|eyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*)"
+)
+# A token in place of user and password; a signed address; what wandb prints its keys like.
+IN_PLACE = re.compile(
+    r"(?P<before>https?://)[\w-]{16,}(?=@)"
+    r"|(?P<query>[?&](?:sig|signature|x-amz-[a-z-]+|awsaccesskeyid)=)[^&\s\"']+"
+    r"|(?P<wandb>wandb[^\n]{0,40}?\b)[0-9a-f]{40}\b",
+    re.IGNORECASE,
 )
 HEADER = re.compile(
     r"(?P<before>\bauthorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token)\s+)[^\s\"',]+"
@@ -29,6 +37,10 @@ NAMED = re.compile(
     r"[\"']?(?:\s*[=:]\s*|(?<=\w)\s+(?=[\w+/])))(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}\]]+)",
     re.IGNORECASE,
 )
+# Variables of the environment, whose names are in capitals.
+VARIABLE = re.compile(
+    r"(?P<before>\b[A-Z][A-Z0-9_]*_(?:KEY|PAT|PWD|AUTH)=[\"']?)[^\s\"',;&)\[]{4,}"
+)
 # What looks like a name and a value but is a setting or a sentence: eos_token=</s>, token: 12.
 MIN_TOKEN = 8
 
@@ -38,7 +50,11 @@ def redact(text: str) -> str:
     text = PRIVATE_KEY.sub(REDACTED, text)
     text = IN_ADDRESS.sub(rf"\g<before>{REDACTED}", text)
     text = HEADER.sub(lambda match: f"{match['before'] or match['alone']}{REDACTED}", text)
+    text = IN_PLACE.sub(
+        lambda match: f"{match['before'] or match['query'] or match['wandb']}{REDACTED}", text
+    )
     text = KNOWN.sub(REDACTED, text)
+    text = VARIABLE.sub(rf"\g<before>{REDACTED}", text)
     return NAMED.sub(_named, text)
 
 

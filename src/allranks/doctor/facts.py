@@ -136,6 +136,6 @@ def is_near(hit: Hit, raised: Raised) -> bool:
     """Whether a hit is part of a traceback or of the message behind it."""
     return (
         hit.source is raised.mark.source
-        and (raised.rank is None or hit.rank in (raised.rank, None))
+        and (not raised.mark.line.is_prefixed or hit.rank == raised.rank)
         and raised.mark.number <= hit.number <= raised.number + NEAR_LINES
     )

@@ -16,7 +16,7 @@ from typing import Any
 from allranks import slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.redact import redact
+from allranks.redact import redact
 from allranks.rundir import RunDir
 from allranks.stacks import Frame, Stack
 from allranks.stalls import Blame, RankState, blame, is_waiting, patience, read_states, silence

@@ -10,14 +10,15 @@ from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
 from allranks.doctor.facts import Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
-from allranks.doctor.redact import redact
 from allranks.doctor.scan import Hit
 from allranks.doctor.silence import suspect
 from allranks.doctor.tracebacks import Raised
+from allranks.redact import redact
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
 GENERIC = ("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "terminated-by-signal")
+WRAPPER = "cause-in-another-log"
 MAX_FINDINGS = 5
 MAX_EVIDENCE = 4
 
@@ -143,7 +144,7 @@ def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
 
 def _unknown(facts: Facts) -> list[Raised]:
     """Tracebacks that no cause and no echo accounts for."""
-    told = [hit for hit in facts.hits if hit.cause.kind != "mark"]
+    told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug != WRAPPER]
     return [
         one
         for one in facts.raised

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+MOST_PREFIXES = 3
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What launchers put before each line; several may stand behind one another.
 _PREFIXES = (
@@ -51,19 +52,7 @@ def parse(raw: str) -> Line:
     text = ANSI.sub("", raw)
     if "\r" in text:  # a progress bar draws over itself: what was drawn last is what one saw
         text = text.rstrip("\r").rpartition("\r")[2]
-    rank: int | None = None
-    local: int | None = None
-    if not _NO_RANK.match(text):
-        for prefix in _PREFIXES:
-            match = prefix.match(text)
-            if match is None:
-                continue
-            groups = match.groupdict()
-            if groups.get("rank") is not None:
-                rank = int(groups["rank"])
-            elif local is None:
-                local = int(groups["local"])
-            text = text[match.end() :]
+    text, rank, local = _without_prefixes(text)
     is_prefixed = rank is not None
     if rank is None:
         found = next((m for one in _IN_LINE if (m := one.search(text))), None)
@@ -74,6 +63,24 @@ def parse(raw: str) -> Line:
     elif (step := _SLURMSTEPD.search(text)) is not None:
         node = step["node"]
     return Line(text, rank, node, pid, local, _is_warning(text), is_prefixed)
+
+
+def _without_prefixes(text: str) -> tuple[str, int | None, int | None]:
+    """The text, and the rank and local rank that stood before it."""
+    rank: int | None = None
+    local: int | None = None
+    for _ in range(MOST_PREFIXES):
+        found = (match for prefix in _PREFIXES if (match := prefix.match(text)) is not None)
+        match = None if _NO_RANK.match(text) else next(found, None)
+        if match is None:
+            break
+        groups = match.groupdict()
+        if groups.get("rank") is not None:
+            rank = int(groups["rank"])
+        else:
+            local = int(groups["local"])
+        text = text[match.end() :]
+    return text, rank, local
 
 
 def _is_warning(text: str) -> bool:

@@ -6,6 +6,12 @@ SHORTEST = 3  # characters; shorter words are in too many lines
 LONG = 7  # from here on a word has four bytes at a multiple of four wherever it begins
 # How common a character is in logs, roughly: the rarer the better to search for.
 _COMMON = {char: 12 - place // 3 for place, char in enumerate(" etaoinsrhldcumfpgwybvkxjqz")}
+# Long, and in the lines of every healthy run all the same.
+_EVERYDAY = {"checkpoint", "collective", "network", "connection", "batch", "world", "backend"}
+_EVERYDAY_TEXT = f" {' '.join(sorted(_EVERYDAY))} process worker memory device loading forward "
+_EVERYDAY_TEXT += (
+    "optimizer gradient tensor warning info error step loss rank epoch data file model "
+)
 _REPEATED = set("*+?{")
 
 
@@ -35,7 +41,12 @@ def required_word(pattern: str) -> str:
     words = [run for run in runs if len(run.strip()) >= SHORTEST]
     if not words:
         raise NoWord(f"no word of {SHORTEST} plain characters outside of groups in {pattern!r}")
-    return max(words, key=lambda word: (min(len(word), 12), -commonness(word)))
+    return max(words, key=_worth)
+
+
+def _worth(word: str) -> tuple[int, float]:
+    is_everyday = any(word.strip().lower() in (each, f"{each}s") for each in _EVERYDAY)
+    return SHORTEST if is_everyday else min(len(word), 12), -commonness(word)
 
 
 def _next(pattern: str, index: int) -> tuple[str | None, int]:
@@ -81,3 +92,9 @@ def _group_end(pattern: str, index: int) -> int:
 def commonness(word: str) -> float:
     """How many lines have it, as a rank: the mean over its characters."""
     return sum(_COMMON.get(char, 4) for char in word.lower()) / len(word)
+
+
+def window_cost(window: str) -> tuple[int, float]:
+    """How bad a part of a word is to search for: how much of it is in everyday words."""
+    grams = [window[start : start + 4].lower() for start in range(len(window) - 3)]
+    return sum(gram in _EVERYDAY_TEXT for gram in grams), commonness(window)

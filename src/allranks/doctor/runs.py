@@ -123,7 +123,7 @@ def _memory_candidates(run: RunDir, facts: Facts, curves: list[MemoryCurve]) -> 
     """A rank killed by SIGKILL while the ranks of its node had nearly all of its memory."""
     killed = [end for end in facts.ends.values() if end.signal == "SIGKILL"]
     hardware = run.info().get("hardware") or {}
-    allotted = hardware.get("memory_bytes") or hardware.get("memory")
+    allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes")
     if not killed or not isinstance(allotted, int) or not curves:
         return []
     used = sum(curve.last for curve in curves)

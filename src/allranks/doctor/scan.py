@@ -21,7 +21,7 @@ import numpy as np
 
 from allranks.doctor.catalogue import Cause, Pattern
 from allranks.doctor.lines import Line, parse
-from allranks.doctor.literals import LONG, commonness
+from allranks.doctor.literals import LONG, window_cost
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16
@@ -108,7 +108,7 @@ class Words:
 
     def _add(self, word: bytes) -> None:
         windows = range(len(word) - LONG + 1)
-        first = min(windows, key=lambda at: commonness(word[at : at + LONG].decode()))
+        first = min(windows, key=lambda at: window_cost(word[at : at + LONG].decode()))
         for start in range(first, first + 4):
             gram = _read(word[start : start + 4])
             self._grams.setdefault(int(gram[0]), []).append((start, word))

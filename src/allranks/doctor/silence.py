@@ -44,11 +44,7 @@ def suspect(facts: Facts) -> Suspect | None:
 def _died(facts: Facts, echoes: Sequence[Hit]) -> int | None:
     """The rank that ended by itself and said nothing of its own."""
     spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
-    own = [
-        end
-        for end in facts.ends.values()
-        if not end.is_by_launcher and (end.signal or end.code) and end.rank not in spoke
-    ]
+    own = [end for end in facts.ends.values() if end.is_own and end.rank not in spoke]
     # NCCL's watchdog aborts ranks that have waited too long: an abort after a timeout is an echo.
     own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
     return own[0].rank if own else None
@@ -78,7 +74,8 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     if left is not None:
         return Suspect("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
-    sure: Confidence = "high" if len(silent) == 1 else "medium"
+    is_seen = len(silent) == 1 and silent[0] in facts.ranks
+    sure: Confidence = "high" if is_seen else "medium"
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
@@ -128,8 +125,12 @@ def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspe
 
 
 def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
-    spoke = {hit.rank for hit in echoes}
-    return sorted(rank for rank in facts.ranks if rank not in spoke) if spoke - {None} else []
+    """Ranks that do not complain; where all that are known do, there is one more."""
+    spoke = {hit.rank for hit in echoes if hit.rank is not None}
+    silent = sorted(rank for rank in facts.ranks if rank not in spoke) if spoke else []
+    if spoke and not silent and facts.world is None and not facts.ends:
+        return [max(spoke) + 1]
+    return silent
 
 
 def _progress(facts: Facts) -> dict[int, int]:

@@ -1,0 +1,113 @@
+"""Every cause of the catalogue: its examples are recognised, its words are searched for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from allranks.doctor.catalogue import Cause, fill, holds, load
+from allranks.doctor.diagnose import diagnose_logs
+from allranks.doctor.literals import LONG, NoWord, required_word
+
+CAUSES = list(load().causes.values())
+EXAMPLES = [
+    pytest.param(cause, example, id=f"{cause.slug}-{number}")
+    for cause in CAUSES
+    for number, example in enumerate(cause.examples)
+]
+# What the collected failures are scored by: these names and their meaning stay.
+SLUGS = """
+    backend-device-mismatch batch-shape-mismatch checkpoint-keys checkpoint-optimizer
+    checkpoint-shape checkpoint-truncated checkpoint-unsafe-pickle collective-mismatch
+    cuda-device-assert cuda-illegal-access cuda-in-forked-worker cuda-memory-fragmented
+    cuda-out-of-memory ddp-ready-twice ddp-unused-parameters disk-full duplicate-gpu
+    gradscaler-fp16-weights host-out-of-memory invalid-device job-cancelled label-out-of-range
+    master-unreachable missing-file missing-module model-differs-between-ranks nan-loss
+    nccl-network-unavailable no-gpu not-launched-with-launcher port-in-use rank-count-mismatch
+    rank-died rank-missing-from-collective rank-raised rendezvous-timeout shared-memory-full
+    slurm-bad-option slurm-node-failure slurm-pending slurm-preempted slurm-request-impossible
+    slurm-requeued slurm-time-limit slurm-unreachable tensors-on-different-devices
+    terminated-by-signal too-many-open-files uneven-inputs worker-killed worker-raised
+    wrong-network-interface
+"""
+
+
+@pytest.mark.parametrize(("cause", "example"), EXAMPLES)
+def test_an_example_is_recognised(cause: Cause, example: str, tmp_path: Path) -> None:
+    """Read from a file, so that the fast search is part of it."""
+    log = tmp_path / "job.log"
+    log.write_text(f"an ordinary line\n{example}\n")
+    findings = diagnose_logs([log])
+    if cause.is_finding:
+        assert [found.cause for found in findings][:1] == [cause.slug]
+    else:
+        assert cause.match(example) is not None or "\n" in example
+
+
+def test_every_finding_has_two_examples_a_cause_and_a_fix() -> None:
+    for cause in load().findings():
+        is_of_lines = bool(cause.patterns)
+        assert cause.cause and cause.fix and cause.title, cause.slug
+        assert len(cause.examples) >= 2 or not is_of_lines, cause.slug
+
+
+def test_the_names_that_others_rely_on_are_there() -> None:
+    assert set(SLUGS.split()) <= {cause.slug for cause in load().findings()}
+
+
+def test_what_a_cause_explains_exists() -> None:
+    known = {cause.slug for cause in CAUSES}
+    for cause in CAUSES:
+        assert set(cause.explains) <= known, cause.slug
+
+
+def test_few_words_are_too_short_for_the_fast_search() -> None:
+    short = {p.word for cause in CAUSES for p in cause.patterns if len(p.word) < LONG}
+    assert short == {"nan", "NaN", "inf,", "inf "}
+
+
+def test_every_pattern_compiles_and_matches_only_lines_with_its_word() -> None:
+    for cause in CAUSES:
+        for pattern in cause.patterns:
+            re.compile(pattern.text)
+            for example in cause.examples:
+                if pattern.search(example):
+                    assert pattern.word.lower() in example.lower(), (cause.slug, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "word"),
+    [
+        (r"address already in use", "address already in use"),
+        (r"port: (?P<port>\d+),.*EADDRINUSE", "EADDRINUSE"),
+        (r"(?:one|two) servers? listening", " listening"),
+        (r"\[enforce fail at[^\]]+\] rank", "[enforce fail at"),
+        (r"work: (-?\d+)x{2}longer word", "longer word"),
+    ],
+)
+def test_the_word_that_a_match_must_hold(pattern: str, word: str) -> None:
+    assert required_word(pattern) == word
+
+
+@pytest.mark.parametrize("pattern", [r"\d+ (?:error|failure)", r"this one|that one", r"[abc]+"])
+def test_a_pattern_without_a_word_is_refused(pattern: str) -> None:
+    with pytest.raises(NoWord):
+        required_word(pattern)
+
+
+def test_fields_fill_a_text_or_leave_what_stands_behind_the_bar() -> None:
+    assert fill("port {port|29500} on {host|the master}", {"port": "1"}) == "port 1 on the master"
+
+
+@pytest.mark.parametrize(
+    ("fields", "truth"),
+    [
+        ({"unused": "4.00 GiB", "tried": "512.00 MiB"}, True),
+        ({"unused": "0 bytes", "tried": "16.00 GiB"}, False),
+        ({"tried": "16.00 GiB"}, False),
+    ],
+)
+def test_sizes_are_compared(fields: dict[str, str], truth: bool) -> None:
+    assert holds("unused >= tried", fields) is truth
