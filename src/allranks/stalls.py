@@ -19,6 +19,7 @@ RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the f
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
 LEAST_SECONDS = 5.0
 FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
+WARM_UP_GAPS, STEADY_GAPS = 3, 10
 LONGEST_GAPS = 3.0  # times the longest pause between two steps so far
 USUAL_STEPS = 20.0  # times the usual step
 # Events that tell of getting on.
@@ -86,6 +87,9 @@ def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str,
     beat = devices[-1] if devices and devices[-1]["t"] > progress else {}
     counts = [int(event["step"]) for event in steps[-1:]]
     gaps = [after - before for before, after in itertools.pairwise(sorted(moves[1:]))]
+    if len(gaps) >= STEADY_GAPS:  # first steps compile, connect, and take as long as they like
+        gaps = gaps[WARM_UP_GAPS:]
+    seconds = [float(event["seconds"]) for event in steps if "seconds" in event]
     return RankState(
         rank=rank,
         node=start.get("host"),
@@ -96,7 +100,7 @@ def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str,
         doing=beat.get("doing"),
         collectives=beat.get("collectives"),
         ended=ends[-1]["state"] if ends else None,
-        usual=statistics.median(e["seconds"] for e in steps) if steps else None,
+        usual=statistics.median(seconds) if seconds else None,
         longest=max(gaps, default=None),
     )
 

@@ -54,6 +54,14 @@ def test_a_state_is_how_far_a_rank_has_come() -> None:
     assert (found.usual, found.longest) == (0.1, 1.5)
 
 
+def test_slow_first_steps_are_no_pauses_and_a_step_may_have_lost_its_time() -> None:
+    times = [10.0, 20.0, 30.0, *(31.0 + n for n in range(12))]
+    events = [step(at, number) for number, at in enumerate(times, start=1)]
+    del events[5]["seconds"]  # its device was lost
+    found = state_of(0, events, {"event": "start", "t": 1.0})
+    assert (found.usual, found.longest) == (0.1, 1.0)
+
+
 def test_a_sign_of_life_from_before_the_last_step_tells_nothing() -> None:
     beat = {"event": "device", "t": 5.0, "step": 3, "doing": "data", "collectives": 7}
     found = state_of(0, [beat, step(6.0, 4)], {"event": "start", "t": 1.0})
