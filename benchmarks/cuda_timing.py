@@ -86,7 +86,7 @@ def name_marks(timeline: Timeline) -> None:
     record = timeline.record_event
     assert record is not None
 
-    def named() -> DeviceEvent:
+    def named() -> DeviceEvent | None:
         with record_function(MARK):
             return record()
 

@@ -101,8 +101,13 @@ def measure_here(
     from allranks.launch.prepare import check_machine
     from allranks.launch.screen import Screen
 
-    for one in prepared:
-        check_machine(one.layout, here=one.layout.ranks, oversubscribe=False)
+    remarks = [
+        remark
+        for one in prepared
+        for remark in check_machine(one.layout, here=one.layout.ranks, oversubscribe=False)
+    ]
+    for remark in dict.fromkeys(remarks):
+        screen.console.print(f"note: {remark}", highlight=False)
     done: list[Repeat] = []
     for one in prepared:
         signals = Signals()

@@ -66,12 +66,23 @@ class EventLog:
         self._unwritten = b""
         self._writing = threading.Lock()
         self._closing = threading.Event()
+        self._paused = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
 
     def write(self, event: str, **fields: Any) -> None:
         """Record one event. Cheap; raises nothing."""
         self._buffer.append({"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields})
+
+    def pause(self, paused: bool) -> None:
+        """Whether the thread is to leave the device alone; returns when it does."""
+        with self._writing:
+            self._paused = paused
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything is left to be written."""
+        return bool(self._buffer)
 
     def write_past(self, event: str, **fields: Any) -> None:
         """Write one event now, past those that are held back: it tells that the rank lives."""
@@ -100,7 +111,7 @@ class EventLog:
                 is_late = hasattr(loss, "ready")
                 phases: LateFields | None = event.get("phases")
                 if late == "hold" and (
-                    (is_late and not loss.ready()) or (phases and not phases.ready())
+                    (is_late and not loss.ready()) or (phases and not _is_ready(phases))
                 ):
                     break
                 if is_late:
@@ -133,7 +144,9 @@ class EventLog:
 
     def _run(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
-            self.flush()
+            with contextlib.suppress(Exception):  # a lost device: the next events may be whole
+                if not self._paused:
+                    self.flush()
 
 
 def format_event(event: Mapping[str, Any]) -> str:
@@ -185,7 +198,7 @@ def read_last_events(
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - num_bytes))
             lines = file.read().split(b"\n")
-    except FileNotFoundError:
+    except OSError:  # not there yet, not ours to read, or a disk that does not answer
         return []
     if size > num_bytes:
         lines = lines[1:]  # the first is most likely cut
@@ -212,6 +225,14 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
         "then go on with --resume: committed checkpoints are intact",
         exit_code=1,
     )
+
+
+def _is_ready(fields: LateFields) -> bool:
+    """A device that was lost has nothing more to say."""
+    try:
+        return fields.ready()
+    except Exception:
+        return True
 
 
 def _settle(event: dict[str, Any], loss: Late, *, wait: bool) -> None:

@@ -76,13 +76,14 @@ class RunDir:
     def ranks(self, attempt: int) -> list[int]:
         """Ranks that wrote events in an attempt."""
         paths = self.attempt(attempt).glob("rank-*.jsonl")
-        return sorted(int(path.stem.removeprefix("rank-")) for path in paths)
+        numbers = [path.stem.removeprefix("rank-") for path in paths]
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def info(self) -> dict[str, Any]:
         """The content of run.json; empty if there is none (yet)."""
         try:
             content = json.loads((self.path / "run.json").read_bytes())
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
 

@@ -99,7 +99,7 @@ def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]
     """
     found: dict[int, tuple[int, int]] = {}  # process -> its rank, its parent
     for folder in proc.glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError, LookupError):
             rank = _rank_of(folder / "environ", run.name, attempt)
             if rank is not None:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])

@@ -17,7 +17,8 @@ from allranks.stacks import Stack
 
 RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
-LEAST_SECONDS = 5.0
+LEAST_SECONDS = 10.0
+SURE_SECONDS = 60.0  # an evaluation or a checkpoint may well take less
 FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
 LONGEST_GAPS = 3.0  # times the longest pause between two steps so far
@@ -69,7 +70,8 @@ def read_states(run: RunDir, attempt: int) -> list[RankState]:
 
 def _last_events(run: RunDir, attempt: int, rank: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    for num_bytes in RECENT_BYTES:
+    # Of one rank far back: the pauses of its evaluations are the others' too.
+    for num_bytes in RECENT_BYTES[1:] if rank == 0 else RECENT_BYTES:
         events = read_last_events(run.events(attempt, rank), num_bytes)
         if sum(event["event"] == "step" for event in events) > 1:
             break
@@ -84,7 +86,10 @@ def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str,
     ends = [event for event in events if event["event"] == "end"]
     progress = max(moves, default=0.0)
     # A heartbeat tells where the rank is now only if it has not got on since.
-    beat = devices[-1] if devices and devices[-1]["t"] > progress else {}
+    beats = [event for event in devices if event["t"] > progress]
+    beat = beats[-1] if beats else {}
+    # Ranks beat at different moments: only a count that stands still can be compared.
+    stands = len({event.get("collectives") for event in beats[-2:]}) == 1 < len(beats)
     counts = [int(event["step"]) for event in steps[-1:]]
     gaps = [after - before for before, after in itertools.pairwise(sorted(moves[1:]))]
     if len(gaps) >= STEADY_GAPS:  # first steps compile, connect, and take as long as they like
@@ -98,7 +103,7 @@ def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str,
         step=max(counts, default=None),
         made=beat.get("step"),
         doing=beat.get("doing"),
-        collectives=beat.get("collectives"),
+        collectives=beat.get("collectives") if stands else None,
         ended=ends[-1]["state"] if ends else None,
         usual=statistics.median(seconds) if seconds else None,
         longest=max(gaps, default=None),

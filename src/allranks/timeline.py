@@ -62,7 +62,7 @@ class Timeline:
         self.is_taken = False  # by a loop of our own, which says where its steps end
         self.num_steps = 0  # that were closed
         self.thread = threading.get_ident()
-        self.record_event: Callable[[], DeviceEvent] | None = None
+        self.record_event: Callable[[], DeviceEvent | None] | None = None
         self._marks: list[Mark] = []  # the first step begins with its first mark
         # Where the clock of marks stands in the world's time: read once, so that steps add up.
         self.unix = time.time() - perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -119,4 +120,17 @@ def test_a_run_that_came_to_nothing(tmp_path: Path, state: str, problem: str) ->
     append_event(run.events(0, 0), "end", state=state, exit=1, **error)
     trial = precision.trial_of(run, "fp16")
     assert trial.problem is not None and problem in trial.problem
+    assert trial.samples_per_second is None
+
+
+def test_a_loss_that_is_lost_is_never_recommended(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "job-20260101-000000-abcd")
+    path = run.events(0, 0)
+    append_event(path, "start", rank=0, world_size=1)
+    for step in range(1, 31):
+        loss = {"loss": 0.5 if step < 20 else math.nan} if step % 10 == 0 else {}
+        append_event(path, "step", step=step, seconds=0.1, samples=8, **loss)
+    append_event(path, "end", state="finished", exit=0)
+    trial = precision.trial_of(run, "fp16")
+    assert trial.problem == "its loss is not a number from step 20 on"
     assert trial.samples_per_second is None

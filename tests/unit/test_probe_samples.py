@@ -170,6 +170,15 @@ def test_one_batch_over_and_over_counts_every_time() -> None:
     assert [script.step(), script.step(), script.step(2)] == [8, 8, 8]
 
 
+def test_batches_kept_in_a_list_count_as_most_of_them_do() -> None:
+    script = Script()
+    script.fetch(script.epoch(), 32, 32, 32, 8)
+    assert [script.step() for _ in range(2)] == [32, 32]
+    for _ in range(10):
+        last = script.step()
+    assert last == 32
+
+
 def test_an_update_without_a_backward_pass_has_no_samples() -> None:
     script = Script()
     script.fetch(script.epoch(), 8)

@@ -115,6 +115,14 @@ def test_the_laws_find_their_own_parameters(contention: float, coherence: float)
         assert fit.speedup(fit.peak_ranks) >= fit.speedup(1.1 * fit.peak_ranks)
 
 
+def test_a_baseline_of_two_ranks_predicts_for_ranks_too() -> None:
+    steps = {2: 0.2, 4: 0.2 / 1.9, 8: 0.2 / 3.5}
+    fit = fit_of(rows_of([repeat(f"1x{n}", seconds) for n, seconds in steps.items()]))
+    assert fit is not None
+    assert fit.speedup(8) == pytest.approx(3.5, rel=0.02)
+    assert 3.5 < fit.speedup(16) < 7
+
+
 def test_amdahls_serial_fraction() -> None:
     fit = fit_of(rows_of([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
     assert fit is not None and fit.serial == pytest.approx(0.2)

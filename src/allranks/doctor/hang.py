@@ -19,7 +19,16 @@ from allranks.doctor.finding import Evidence, Finding
 from allranks.redact import redact
 from allranks.rundir import RunDir
 from allranks.stacks import Frame, Stack
-from allranks.stalls import Blame, RankState, blame, is_waiting, patience, read_states, silence
+from allranks.stalls import (
+    SURE_SECONDS,
+    Blame,
+    RankState,
+    blame,
+    is_waiting,
+    patience,
+    read_states,
+    silence,
+)
 
 LONG_SILENCE = 120.0  # seconds: worth a word although nobody is known to wait
 OTHER_NODES_SECONDS = 20.0
@@ -62,8 +71,10 @@ def hung(run: RunDir) -> list[Finding]:
     ]
     when = min((when for when, _ in printed.values()), default=0.0)
     progress = max((state.progress for state in states), default=0.0)
-    if not printed or progress > when:
-        return []  # there was none, or it got on after that
+    ends = [run.end(attempts[-1], rank) or {} for rank in ranks]
+    was_ended = any((end.get("error") or {}).get("stall") for end in ends)
+    if not printed or progress > when or not was_ended:
+        return []  # there was none, it got on after that, or something else ended it
     return judge(states, when - progress, 0.0, run, is_live=False)
 
 
@@ -103,7 +114,7 @@ def judge(
             fix(culprit, run, is_live=is_live),
             rank=culprit.rank,
             node=culprit.node,
-            confidence="high" if found.is_sure else "medium",
+            confidence="high" if found.is_sure and seconds >= SURE_SECONDS else "medium",
             evidence=evidence(states, found, run),
         )
     ]

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from allranks.doctor.ends import End
+from allranks.doctor.flight import is_ours
 from allranks.doctor.judge import shown_path
 from allranks.doctor.scan import Source
 from allranks.events import read_events, read_last_events
@@ -95,9 +96,14 @@ def _newlines(file: Any, num_bytes: int) -> int:
     return count
 
 
+MAX_ERROR_BYTES = 16 << 20
+
+
 def error_file(path: Path) -> Source | None:
     """torch's elastic error file: a rank's traceback, as JSON."""
-    with suppress(OSError, ValueError, AttributeError, TypeError):
+    if not is_ours(path) or path.stat().st_size > MAX_ERROR_BYTES:
+        return None  # a log from elsewhere may name any path
+    with suppress(OSError, ValueError, AttributeError, TypeError, LookupError):
         message = json.loads(path.read_bytes())["message"]
         text = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
         rank = re.search(r"(?:^|/)(\d+)/error\.json$", str(path))

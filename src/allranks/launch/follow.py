@@ -106,6 +106,10 @@ def _stop_local(run: RunDir, will_stop: str, *, now: bool) -> str:
         os.kill(process, signal.SIGINT if now else signal.SIGTERM)
     except ProcessLookupError:
         return f"is {run.ended_state()} already"
+    except PermissionError:
+        raise AllranksError(
+            f"run {run.name} is another user's", fix="ask its user to stop it", exit_code=1
+        ) from None
     if now:
         time.sleep(0.5)
         with suppress(ProcessLookupError):

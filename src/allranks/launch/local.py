@@ -255,7 +255,11 @@ class Launch:
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
         processes = [] if self._interrupted() else self.agent.processes()
-        if self._stalled.look(self.agent.attempt, processes):
+        try:
+            is_stalled = self._stalled.look(self.agent.attempt, processes)
+        except Exception:  # a disk that does not answer now must not end a training that goes on
+            return
+        if is_stalled:
             self.agent.never_restart()
             self.agent.kill()
 
@@ -313,7 +317,8 @@ def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, An
         what = "ended because another rank failed"
         fields["error"] = {"what": what, "fix": "", "echo": True}
     elif code < 0:
-        fields["signal"] = signal.Signals(-code).name
+        known = -code in {int(one) for one in signal.Signals}
+        fields["signal"] = signal.Signals(-code).name if known else f"signal {-code}"
     return fields
 
 

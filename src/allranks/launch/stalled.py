@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,8 @@ from allranks.stalls import PROGRESS, Blame, RankState, blame, read_states
 
 LOOK_SECONDS = 5.0
 FIRST_STEP_SECONDS = 300.0  # at least, for what comes before: imports, data, compiling
+SCRIPT_FIRST_SECONDS = 3600.0  # a script may prepare its data first
+LIFE_SECONDS = 60.0  # many times the pause between two heartbeats
 GRACE_SECONDS = 5.0  # for the launchers of other nodes, which see the same, to print their stacks
 MOST_FRAMES = 30
 
@@ -33,7 +36,8 @@ class StallWatch:
     def __init__(self, run: RunDir, job: Job, first_rank: int) -> None:
         self.run = run
         self.first_rank = first_rank
-        self.ends = job.stall_timeout is not None
+        self.ends = job.stall_timeout is not None and os.environ.get("ALLRANKS_PROBE") != "off"
+        self._is_script = job.command is not None
         self.limit = float((job.stall_timeout or Duration(job.timeout.seconds // 2 or 1)).seconds)
         self.pause = min(LOOK_SECONDS, self.limit / 4)
         self._looked = self._moved = time.monotonic()
@@ -56,13 +60,17 @@ class StallWatch:
             return False
         limit = self.limit
         if self._stepped != attempt:
-            limit = max(limit, FIRST_STEP_SECONDS)
+            limit = max(limit, SCRIPT_FIRST_SECONDS if self._is_script else FIRST_STEP_SECONDS)
         if now - self._moved < limit:
             return False
         if self._printed is None:
             self._printed = now
             self._states = self._print_stacks(attempt, processes, Duration(int(limit)))
         has_others = len(self._states) > len(processes)
+        # A probe that was switched off gives no sign of life: it cannot tell that steps are made.
+        lives = time.time() - max((state.heard for state in self._states), default=0.0)
+        if self._stepped == attempt and lives > LIFE_SECONDS:
+            return False
         if not self.ends or (has_others and now - self._printed < GRACE_SECONDS):
             return False
         found = blame(self._states)

@@ -40,7 +40,7 @@ class RunPlan:
             if self.steps is not None:
                 overrides.append(f"steps={ENDLESS_STEPS}")
             if self.weak:
-                overrides.append(f"batch_size_per_rank={job.batch_size}")
+                overrides.append(f"batch_size_per_rank={job.batch_size or job.batch_size_per_rank}")
         elif self.weak:
             raise AllranksError(
                 "--weak is for tasks: a script decides on its batches itself",

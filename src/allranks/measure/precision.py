@@ -94,14 +94,17 @@ def trial_of(run: RunDir, precision: str) -> Trial:
     elif end.get("state") != "finished" or measured is None:
         problem = "it was stopped before its last step"
     on_device, on_host = end.get("memory_peak"), end.get("host_memory")
-    events = read_events(run.events(attempt, 0))
+    events = [event for event in read_events(run.events(attempt, 0)) if "loss" in event]
+    lost = next((event["step"] for event in events if event["loss"] is None), None)
+    if lost is not None and problem is None:
+        problem = f"its loss is not a number from step {lost} on"
     return Trial(
         precision=precision,
         run=run.name,
         samples_per_second=measured.samples_per_second if measured and not problem else None,
         memory_bytes=on_device or on_host,
         memory_of="device" if on_device else "host" if on_host else None,
-        losses={event["step"]: event["loss"] for event in events if event.get("loss") is not None},
+        losses={event["step"]: event["loss"] for event in events if event["loss"] is not None},
         problem=problem,
     )
 
@@ -171,8 +174,11 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
     memory = ""
     if best["memory_bytes"] and base["memory_bytes"] and best["memory_of"] == "device":
         memory = f", with {best['memory_bytes'] / base['memory_bytes']:.2f}x the memory"
+    difference = ""
+    if best["loss_difference"] is not None:
+        apart = f"{best['loss_difference']:+.2g} (from {base['loss']:.4g})"
+        difference = f"; after {steps} steps its loss differs by {apart}"
     return (
         f"precision={best['precision']} is {best['speedup']:.2f}x as fast as {base['precision']}"
-        f"{memory}; after {steps} steps its loss differs by {best['loss_difference']:+.2g} "
-        f"(from {base['loss']:.4g})"
+        f"{memory}{difference}"
     )

@@ -142,9 +142,11 @@ class Fit:
     coherence: float  # USL: everybody talking to everybody
     peak_ranks: float | None  # where USL's speedup is highest; None if it never falls
     half_ranks: float | None  # where USL's efficiency falls under a half
+    base_ranks: int = 1  # what the speedups are against
 
     def speedup(self, ranks: float) -> float:
-        return ranks / (1 + self.contention * (ranks - 1) + self.coherence * ranks * (ranks - 1))
+        n = ranks / self.base_ranks
+        return n / (1 + self.contention * (n - 1) + self.coherence * n * (n - 1))
 
 
 def fit_of(rows: Sequence[Row]) -> Fit | None:
@@ -155,18 +157,20 @@ def fit_of(rows: Sequence[Row]) -> Fit | None:
         for row in rows
         if base is not None and row.speedup and row.ranks > base.ranks
     ]
-    if not points:
+    if base is None or not points:
         return None
     excess = [(n, n / speedup - 1) for n, speedup in points]
     serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
     contention, coherence = _usl(excess)
     peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
+    half = _half(contention, coherence)
     return Fit(
         serial=min(1.0, max(0.0, serial)),
         contention=contention,
         coherence=coherence,
-        peak_ranks=peak,
-        half_ranks=_half(contention, coherence),
+        peak_ranks=peak * base.ranks if peak is not None else None,
+        half_ranks=half * base.ranks if half is not None else None,
+        base_ranks=base.ranks,
     )
 
 

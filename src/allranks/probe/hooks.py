@@ -21,6 +21,10 @@ from allranks.timeline import AFTER, BACKWARD, FORWARD, OPTIMIZER, OTHER, WAIT
 
 Hook = Callable[..., Any]
 
+SYNCHRONOUS = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
+    *("reduce_scatter_tensor", "broadcast", "reduce", "all_to_all", "all_to_all_single", "barrier"),
+)
 TRAINED = (SampleCounter.trained,)
 
 
@@ -34,6 +38,7 @@ def install(recorder: Recorder) -> None:
     hook_loader(recorder)
     hook_waiting(recorder)
     hook_ddp(recorder)
+    hook_graphs(recorder)
     hide_from_compilers()
 
 
@@ -169,6 +174,7 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
         finally:
             try:
                 timeline.mark(AFTER)
+                timeline.shorten()
                 if handle is not None:
                     handle.remove()
             except Exception as error:
@@ -186,6 +192,12 @@ def hook_waiting(recorder: Recorder) -> None:
     from torch.distributed.distributed_c10d import Work
 
     Work.wait = waiting(recorder, Work.wait)  # type: ignore[method-assign]
+    # With NCCL these wait on the stream, and give no Work to wait for.
+    for name in SYNCHRONOUS:
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            function = getattr(module, name, None)
+            if function is not None:
+                setattr(module, name, unless_compiled(function, waiting(recorder, function)))
 
 
 def hook_tensor_waits(recorder: Recorder) -> None:
@@ -194,6 +206,12 @@ def hook_tensor_waits(recorder: Recorder) -> None:
     if collectives is not None:
         wait = collectives.wait_tensor
         collectives.wait_tensor = unless_compiled(wait, waiting(recorder, wait))
+    sharded: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    group = getattr(sharded, "FSDPParamGroup", None)
+    if group is not None and hasattr(
+        group, "wait_for_unshard"
+    ):  # on a GPU it waits on the stream, for no Work
+        group.wait_for_unshard = waiting(recorder, group.wait_for_unshard)
 
 
 def hook_ddp(recorder: Recorder) -> None:
@@ -211,6 +229,30 @@ def hook_ddp(recorder: Recorder) -> None:
     ddp._sync_buffers = waiting(recorder, ddp._sync_buffers)
 
 
+def hook_graphs(recorder: Recorder) -> None:
+    """While a CUDA graph is captured, no other thread may ask the device how far it is."""
+    from torch.cuda import CUDAGraph
+
+    graph: Any = CUDAGraph
+    begin, end = graph.capture_begin, graph.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with recorder.guarded:
+            recorder.pause(True)
+        return begin(self, *args, **kwargs)
+
+    @functools.wraps(end)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(self, *args, **kwargs)
+        finally:
+            with recorder.guarded:
+                recorder.pause(False)
+
+    graph.capture_begin, graph.capture_end = capture_begin, capture_end
+
+
 def waiting(recorder: Recorder, function: Hook) -> Hook:
     """The same function, the time in which counts as waiting for other ranks."""
 
@@ -220,10 +262,15 @@ def waiting(recorder: Recorder, function: Hook) -> Hook:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = timeline.label
-        if not recorder.is_on or before == WAIT or get_ident() != timeline.thread:
+        if not recorder.is_on or before == WAIT:
+            return function(*args, **kwargs)
+        # In a backward pass on a GPU torch calls from a thread of its own; the training waits.
+        if get_ident() != timeline.thread and before != BACKWARD:
             return function(*args, **kwargs)
         if not recorder.has_peers():  # DDP exchanges with itself, too
             return function(*args, **kwargs)
+        if before == OPTIMIZER:  # it may have begun without a mark
+            timeline.mark(OPTIMIZER)
         timeline.mark(WAIT)
         try:
             return function(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import sys
 import time
 import weakref
@@ -17,6 +18,7 @@ from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
 from allranks.timeline import Mark, Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
+EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps
 MEET_WITHIN = 20  # steps; ranks that have not met by then train each for itself
 
 
@@ -32,6 +34,7 @@ class Recorder:
         self.counter = SampleCounter(self.switch_off)
         self.fingerprints = Fingerprints()
         self.guarded = _Guard(self)
+        self.device: Any = None  # the GPU that is trained on
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script is to end here
@@ -119,7 +122,8 @@ class Recorder:
         self.timeline.thread = threading.get_ident()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and parameters[0].is_cuda:
-            self.timeline.record_event = record_cuda_event
+            self.device = parameters[0].device
+            self.timeline.record_event = functools.partial(record_cuda_event, self.device)
 
     def _open(self) -> EventLog:
         """The rank's own file. A script may start its ranks itself: then each knows its number."""
@@ -161,8 +165,20 @@ class Recorder:
             self._open().write_past(event, **fields)
 
     def flush(self) -> None:
+        """Write everything; what a device that hangs never comes to is written without it."""
+        if self._log is None:
+            return
+        self._log.flush("hold")
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self._log.is_held and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._log.flush("hold")
+        self._log.flush("drop")
+
+    def pause(self, paused: bool) -> None:
+        """Ask no device anything from another thread, or do again."""
         if self._log is not None:
-            self._log.flush("wait")
+            self._log.pause(paused)
 
     def switch_off(self, error: BaseException) -> None:
         """Leave the script alone from here on; one line says so."""
@@ -193,9 +209,12 @@ class _Guard:
         return True
 
 
-def record_cuda_event() -> Any:
+def record_cuda_event(device: Any) -> Any:
+    """On the stream that the device of the training is at; None while a graph is captured."""
     import torch
 
+    if torch.cuda.is_current_stream_capturing():
+        return None
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ FINGERPRINTS = 4  # batches of an epoch that are looked at
 FINGERPRINT_EPOCHS = 2
 MAX_FINGERPRINTS = 64  # of a rank: a script may make a new loader for every epoch
 FINGERPRINT_VALUES = 4096
+MAX_SIZES = 1000  # of batches, that are told apart
 MAX_WAITING = 1024  # batches of a loader that are remembered until they come, or are trained on
 
 
@@ -87,6 +88,7 @@ class SampleCounter:
         self.training: Loader | None = None  # the one that gave the last batch that was trained on
         self._fresh = 0  # batches that may still be trained on before the step ends
         self._last_batch = 0  # samples of the last one that was trained on
+        self._sizes: Counter[int] = Counter()  # how often batches of each size were
         self._has_trained = False  # whether this step had a backward pass
 
     def started(self, loader: Loader) -> None:
@@ -118,6 +120,8 @@ class SampleCounter:
         self.training = loader
         self._last_batch = loader.waiting.popleft()
         self.step_samples += self._last_batch
+        if len(self._sizes) < MAX_SIZES or self._last_batch in self._sizes:
+            self._sizes[self._last_batch] += 1
         self._fresh = max(0, self._fresh - 1)
 
     def computed(self, samples: int) -> None:
@@ -129,7 +133,8 @@ class SampleCounter:
         """The samples of the step that ends here."""
         samples = self.step_samples
         if not samples and self._has_trained:
-            samples = self._last_batch  # the script trains on one batch over and over
+            # The script trains on one batch over and over, or on those of a list that it keeps.
+            samples = max(self._sizes, key=self._sizes.__getitem__, default=self._last_batch)
         self.step_samples, self._has_trained = 0, False
         # One batch may have been fetched ahead. Any more were never trained on.
         self._fresh = min(self._fresh, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ class Surroundings:
 
     def _run(self) -> None:
         with self.recorder.guarded:
-            self._gpu = gpu_handle()
+            self._gpu = gpu_handle(self.recorder.device)
             self.sample()  # rates are known from the second one on
             while self.recorder.is_on:
                 time.sleep(SAMPLE_SECONDS)
-                # Past what is held back: ranks that wait for one another still show that they live.
-                self.recorder.write_past("device", **self.sample(), **self.whereabouts())
+                with suppress(OSError, ValueError):  # of one look: the next may succeed
+                    # Past what is held back: ranks that wait for one another show that they live.
+                    self.recorder.write_past("device", **self.sample(), **self.whereabouts())
 
     def sample(self) -> dict[str, Any]:
         """What there is to say now; rates since the last sample."""
@@ -151,35 +152,39 @@ def link_bytes() -> int | None:
     return round(bits / 8) or None
 
 
-def gpu_handle() -> tuple[Any, Any] | None:
-    """NVML, and this rank's GPU in it; None without either."""
-    import torch
-
-    if not torch.cuda.is_available():
+def gpu_handle(device: Any) -> tuple[Any, Any, Any] | None:
+    """NVML, this rank's GPU in it and in torch; None without either."""
+    if device is None:
         return None
     try:
         import pynvml
+        import torch
 
         pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()), device
     except Exception:  # an old driver, no permission, a GPU of another maker: it goes without
         return None
 
 
-def gpu_fields(nvml: Any, handle: Any) -> dict[str, Any]:
+def gpu_fields(nvml: Any, handle: Any, device: Any) -> dict[str, Any]:
+    """What this GPU tells of itself: not every one tells everything."""
     import torch
 
-    fields = {
-        "utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-        "memory": nvml.nvmlDeviceGetMemoryInfo(handle).used,
-        "memory_total": nvml.nvmlDeviceGetMemoryInfo(handle).total,
-        "memory_peak": torch.cuda.max_memory_allocated(),
-        "temperature": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        "clock": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "clock_max": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+    asked: dict[str, Callable[[], Any]] = {
+        "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "memory": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+        "memory_total": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        # Of this device: what is current in the thread of the training is not so in this one.
+        "memory_peak": lambda: torch.cuda.max_memory_allocated(device),
+        "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "clock": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "clock_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "power_limit": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
     }
-    with suppress(nvml.NVMLError):  # not on all GPUs
-        fields["power"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-        fields["power_limit"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
+    fields = {}
+    for name, ask in asked.items():
+        with suppress(Exception):
+            fields[name] = ask()
     return fields

@@ -79,7 +79,8 @@ def log_ranks(run: RunDir) -> list[int]:
     """Whose logs there are in the newest attempt; JOB first, if SLURM has one."""
     attempts = run.attempts()
     paths = run.attempt(attempts[-1]).glob("rank-*.log") if attempts else iter(())
-    ranks = sorted(int(path.stem.removeprefix("rank-")) for path in paths)
+    numbers = [path.stem.removeprefix("rank-") for path in paths]
+    ranks = sorted(int(number) for number in numbers if number.isdigit())
     return [*([JOB] if job_log(run) else []), *ranks]
 
 
