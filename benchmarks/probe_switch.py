@@ -34,7 +34,7 @@ class Switch:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         own = [getattr(holder, name) for holder, name in PLACES]
-        hooks.install(recorder)
+        self._arrival = hooks.install(recorder)
         self._places = [
             (holder, name, getattr(holder, name), before)
             for (holder, name), before in zip(PLACES, own, strict=True)
@@ -51,5 +51,7 @@ class Switch:
             registry.clear()
             if on:
                 registry.update(registered)
+        self._arrival.let_go()
         if on:
+            self._arrival.take_hold()
             self.recorder.timeline.restart()

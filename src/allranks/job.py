@@ -339,6 +339,12 @@ def _command_problems(layer: Layer) -> Iterator[Problem]:
             yield Problem(
                 place, f"data.{key}: a command loads its data itself", f"remove data.{key}"
             )
+    if values.get("stall_timeout") is not None and values.get("launcher") == "srun":
+        yield Problem(
+            layer.place(("stall_timeout",)),
+            "stall_timeout: with launcher srun nobody is beside the ranks to end them",
+            "write launcher: torchrun, or remove stall_timeout",
+        )
     if "{last}" in str(values.get("resume")) and values.get("last") is None:
         place = layer.place(("resume",))
         yield Problem(place, "resume: {last} is not given", "write last: PATH of the checkpoint")

@@ -345,3 +345,10 @@ def test_layout_needs_neither_pydantic_nor_yaml() -> None:
         "sys.exit('pydantic' in sys.modules or 'yaml' in sys.modules)"
     )
     run_python(program)
+
+
+def test_what_srun_starts_cannot_be_ended_for_a_stall() -> None:
+    job = {"command": "python x.py", "launcher": "srun", "stall_timeout": "10m"}
+    with pytest.raises(AllranksError, match="launcher srun"):
+        parse_job(job)
+    assert parse_job({**job, "launcher": "torchrun"}).stall_timeout is not None

@@ -28,7 +28,7 @@ SYNCHRONOUS = (
 TRAINED = (SampleCounter.trained,)
 
 
-def install(recorder: Recorder) -> None:
+def install(recorder: Recorder) -> Arrival:
     """Hook into torch, which has just been imported."""
     from torch.optim import optimizer
 
@@ -40,6 +40,7 @@ def install(recorder: Recorder) -> None:
     hook_ddp(recorder)
     hook_graphs(recorder)
     hide_from_compilers()
+    return arrival
 
 
 def hook_optimizer(recorder: Recorder, arrival: Arrival, optimizer_module: Any) -> None:
@@ -109,7 +110,8 @@ class Arrival:
         self._queue = torch.autograd.Variable._execution_engine.queue_callback
         self._arrive = self.arrive
         self._tensor_type = torch.Tensor
-        self._on_parameter: Any = None  # the hook that stays
+        self._parameter: Any = None
+        self._on_parameter: Any = None  # the hook that stays on it
         self._is_queued = False
 
     def expect(self, tensors: Any) -> Any:
@@ -118,8 +120,7 @@ class Arrival:
         if self._on_parameter is not None:
             if was_queued:
                 return None
-            self._on_parameter.remove()
-            self._on_parameter = None
+            self.let_go()
         root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if isinstance(root, self._tensor_type) and root.grad_fn is not None:
             return root.grad_fn.register_prehook(self.queue)
@@ -130,9 +131,19 @@ class Arrival:
         for group in reversed(optimizer.param_groups):
             for parameter in reversed(group["params"]):
                 if parameter.grad is not None and parameter.requires_grad:
-                    self._on_parameter = parameter.register_hook(self.queue)
-                    self._is_queued = True  # nothing to blame it for yet
+                    self._parameter = parameter
+                    self.take_hold()
                     return
+
+    def take_hold(self) -> None:
+        if self._parameter is not None:
+            self._on_parameter = self._parameter.register_hook(self.queue)
+            self._is_queued = True  # nothing to blame it for yet
+
+    def let_go(self) -> None:
+        if self._on_parameter is not None:
+            self._on_parameter.remove()
+            self._on_parameter = None
 
     def queue(self, gradients: Any) -> None:
         try:
