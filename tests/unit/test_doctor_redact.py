@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from allranks.doctor.diagnose import diagnose_logs
 from allranks.doctor.finding import as_json
+from allranks.doctor.show import show_findings
 from allranks.redact import REDACTED, redact
 
 # Put together here, so that no scanner takes them for real ones.
@@ -76,3 +81,30 @@ def test_findings_are_redacted(tmp_path: Path) -> None:
     assert findings[0].cause == "missing-file"
     printed = json.dumps(as_json(findings))
     assert "pa55word" not in printed and SECRETS[0] not in printed
+
+
+def test_no_finding_moves_a_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "/home/user/train.py", line 3, in <module>\n'
+        "FileNotFoundError: [Errno 2] No such file or directory: "
+        "'da\x1b]52;c;cm0=\x07ta\x9b2J\x1bPq\x1b\\.csv'\n"
+    )
+    found = diagnose_logs([log])[0]
+    said = [found.title, found.fix, *(one.text for one in found.evidence)]
+    assert "'data.csv'" in found.evidence[0].text
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]|cm0=", "".join(said))
+    console = Console(file=io.StringIO(), width=100)
+    show_findings(console, [replace(found, title="a\x1b]0;b\x07c", fix="\x1b[2Jd")], "job")
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_line_in_a_private_key_is_no_evidence(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    secret = "c2VjcmV0" * 8
+    error = f"OSError: [Errno 98] Address already in use {secret}\n"
+    log.write_text(f"-----BEGIN PRIVATE KEY-----\n{secret}\n{error}")
+    found = diagnose_logs([log])
+    assert found[0].cause == "port-in-use"
+    assert secret not in json.dumps(as_json(found))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from allranks.redact import REDACTED, redact
+from allranks.redact import MAX_LINE, REDACTED, KeyLines, redact, redact_all
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,65 @@ def test_the_rest_of_a_line_stays_and_twice_is_once() -> None:
     line = "rank 3: login failed for --password hunter2 at 12:00"
     assert redact(line) == f"rank 3: login failed for --password {REDACTED} at 12:00"
     assert redact(redact(line)) == redact(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ('password: "correct horse battery staple" x', 'password: "[redacted]" x'),
+        ("password='a,b;c' y", "password='[redacted]' y"),
+        ('password="a\\"b c" d', 'password="[redacted]" d'),
+        ('{\\"password\\": \\"a b\\"}', '{\\"password\\": \\"[redacted]\\"}'),
+        ("--password 'a b' --lr 1", "--password '[redacted]' --lr 1"),
+        ("DB_PASS=hunter2secret", "DB_PASS=[redacted]"),
+        ("HF_TOKEN=abcdefghijklmno", "HF_TOKEN=[redacted]"),
+        ("AccountKey=abc+/def==;x", "AccountKey=[redacted];x"),
+        ("secret_token_value=foo", "secret_token_value=[redacted]"),
+        ("postgres://u:p/w@h", "postgres://u:[redacted]@h"),
+        (f"WANDB_API_KEY={'a1' * 20}", "WANDB_API_KEY=[redacted]"),
+        ("bad token password=hunter2", "bad token password=[redacted]"),
+        ("token: password: hunter", "token: password: [redacted]"),
+    ],
+)
+def test_a_value_is_taken_out_whole_and_nothing_else(text: str, left: str) -> None:
+    assert redact(text) == left
+    assert redact(left) == left
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token_embedding: Embedding(50257, 768)",
+        "EOS_TOKEN=</s> MAX_TOKEN=4096",
+        "first_pass=12 the forward_pass: 0.31s",
+    ],
+)
+def test_settings_and_modules_stay(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("run", ["-", "_", ".", "a.", "a-", "eyJ-", "A_", "token=", "https://u:"])
+def test_long_runs_take_no_time(run: str) -> None:
+    text = (run * 100_000)[:100_000]
+    begin = time.process_time()
+    assert len(redact(text)) <= 2 * MAX_LINE
+    assert time.process_time() - begin < 1.0  # quadratic, it would be minutes
+
+
+def test_the_lines_of_a_private_key_go_one_by_one() -> None:
+    body = ["MIIEowIBAAKCAQEA" * 4, "[rank0]: " + "Zm9v" * 16, "[rank1]: step 7 loss 0.5", "ab=="]
+    lines = ["-----BEGIN RSA PRIVATE KEY-----", *body, "cd-----END RSA PRIVATE KEY----- x", "word"]
+    key = KeyLines()
+    left = [redact(key.hide(line)) for line in lines]
+    kept = "[rank1]: step 7 loss 0.5"
+    expected = [REDACTED, REDACTED, f"[rank0]: {REDACTED}", kept, REDACTED, f"{REDACTED} x", "word"]
+    assert left == expected
+    assert KeyLines("\n".join(lines[:3])).is_inside
+    assert not KeyLines("\n".join(lines)).is_inside
+
+
+def test_plain_data_is_redacted_everywhere_in_it() -> None:
+    assert redact_all({"a": ["--password x1", 3], "b": None}) == {
+        "a": [f"--password {REDACTED}", 3],
+        "b": None,
+    }

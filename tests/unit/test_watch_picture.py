@@ -198,3 +198,38 @@ def test_logs_of_all_attempts_newest_first(tmp_path: Path) -> None:
     names = list(loglines.files(run))
     assert names[:3] == [f"attempts/1/rank-{rank}.log" for rank in (0, 2, 10)]
     assert names[-1] == "slurm-7.log" and len(names) == 7
+
+
+def test_a_progress_bar_without_a_newline_is_not_read_again(log: Path) -> None:
+    bar = b"".join(b"\r%7d/9999999 [00:01<00:02]" % number for number in range(100_000))
+    log.write_bytes(b"first\n" + bar)
+    read = loglines.read(log, after=0)
+    assert read["rest"] == "  99999/9999999 [00:01<00:02]"
+    assert log.stat().st_size - read["offset"] < 100
+    with log.open("ab") as file:
+        file.write(b"\r 100000/9999999\nlast\r\n")
+    more = loglines.read(log, after=read["offset"], line=read["line"])
+    assert more["lines"] == [[2, " 100000/9999999"], [3, "last"]]
+
+
+def test_a_line_without_an_end_is_kept_in_bounds(log: Path) -> None:
+    log.write_bytes(b"first\n" + b"x" * (3 * loglines.CHUNK_BYTES))
+    read = loglines.read(log, after=0)
+    assert texts(read) == ["first"] and len(read["rest"]) == loglines.MAX_CHARACTERS
+    assert log.stat().st_size - read["offset"] == loglines.MAX_REST_BYTES
+    with log.open("ab") as file:
+        file.write(b"\nlast\n")
+    more = loglines.read(log, after=read["offset"], line=read["line"])
+    assert [number for number, _ in more["lines"]] == [2, 3]
+
+
+def test_a_private_key_is_shown_by_no_look_and_found_by_no_search(log: Path) -> None:
+    body = "MIIEowIBAAKCAQEAnan" * 3
+    log.write_text(f"a\n-----BEGIN PRIVATE KEY-----\n{body}\n")
+    read = loglines.read(log)
+    assert texts(read) == ["a", "[redacted]", "[redacted]"]
+    with log.open("a") as file:
+        file.write(f"{body}\n-----END PRIVATE KEY-----\nstep\n")
+    more = loglines.read(log, after=read["offset"], line=read["line"])
+    assert body not in str(more) and texts(more)[-1] == "step"
+    assert loglines.read(log, query="MIIE")["lines"] == []

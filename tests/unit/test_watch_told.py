@@ -29,7 +29,14 @@ from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.notify import Changes, News, Notifier, call
 from allranks.watch.plain import follow, plain_line
-from allranks.watch.status import RunStatus, gather, next_steps, status_page
+from allranks.watch.status import (
+    RunStatus,
+    gather,
+    job_setting,
+    next_steps,
+    status_page,
+    typed,
+)
 from allranks.watch.views import Parts, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
@@ -293,3 +300,25 @@ def test_stacks_say_whose_they_are_and_what_is_missing() -> None:
     assert "      wait (x.py:4)" in lines
     assert any("pip install py-spy" in line for line in lines)
     assert stack_lines([{"node": "n3"}])[0] == "n3: no Python process of the job was found"
+
+
+def test_variables_are_told_by_name_unless_they_are_known_to_be_settings() -> None:
+    env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 4, "MY_LOGIN": "hunter2"}
+    assert job_setting("env", env) == "NCCL_DEBUG=INFO, OMP_NUM_THREADS=4, MY_LOGIN"
+    assert job_setting("optimizer", {"lr": 0.1}) == "lr=0.1"
+    assert typed("env.MY_LOGIN=hunter2") == "env.MY_LOGIN"
+    assert [typed(word) for word in ("env.NCCL_DEBUG=INFO", "seed=1")] == [
+        "env.NCCL_DEBUG=INFO",
+        "seed=1",
+    ]
+
+
+def test_command_lines_and_stacks_of_a_job_have_no_secrets() -> None:
+    process = {"pid": 7, "rank": "0", "command": "python train.py --api-key k9-very-long"}
+    stack = {**process, "by": "py-spy", "stack": "main (a.py:3)\n  password: 'a b'\n\x1b]0;x\x07"}
+    line = json.dumps({"node": "n1", "processes": [process], "stacks": [stack]})
+    sample = parse_sample(line)
+    assert sample is not None and sample["node"] == "n1" and sample["processes"][0]["pid"] == 7
+    said = json.dumps(sample) + "\n".join(stack_lines([sample]))
+    assert "k9-very" not in said and "a b" not in said and "main (a.py:3)" in said
+    assert "\x1b" not in "".join(stack_lines([sample]))

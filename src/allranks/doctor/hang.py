@@ -16,6 +16,7 @@ from typing import Any
 from allranks import slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
+from allranks.plain import plain
 from allranks.redact import redact
 from allranks.rundir import RunDir
 from allranks.stacks import Frame, Stack
@@ -228,7 +229,7 @@ def heartbeat(state: RankState, run: RunDir, why: str | None) -> Evidence:
 
 def source(place: Frame) -> str:
     line = linecache.getline(place.file, place.line).strip()
-    return f": {redact(line)}" if line else ""
+    return f": {redact(plain(line))}" if line else ""
 
 
 def num_lines(path: Path) -> int:

@@ -10,10 +10,11 @@ from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
 from allranks.doctor.facts import Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
-from allranks.doctor.scan import Hit
+from allranks.doctor.scan import Hit, read_around
 from allranks.doctor.silence import suspect
 from allranks.doctor.tracebacks import Raised
-from allranks.redact import redact
+from allranks.plain import plain
+from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
@@ -162,7 +163,7 @@ def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> 
     elif len(alike) > 1 and alike >= facts.ranks:
         rank = None
     fields = {
-        "exception": redact(one.text)[:200],
+        "exception": redact(plain(one.text))[:200],
         "where": one.where or "the line in the evidence",
         "rank_word": f"Rank {rank}" if rank is not None else "",
         **facts.known,
@@ -258,14 +259,14 @@ def finding_of(one: Candidate, facts: Facts) -> Finding:
     fields["node"] = node or fields.get("node", "")
     evidence: dict[tuple[str, int], Evidence] = {}
     for hit in one.hits:
-        line = Evidence(hit.source.name, hit.number, _shown(hit.line.text))
+        line = Evidence(plain(hit.source.name), hit.number, _shown_hit(hit))
         evidence.setdefault((line.file, line.line), line)
     for line in one.extra:
         evidence.setdefault((line.file, line.line), line)
     return Finding(
         one.cause.slug,
-        redact(one.cause.words(fields)),
-        redact(one.cause.advice(fields, facts.situations)),
+        redact(plain(one.cause.words(fields))),
+        redact(plain(one.cause.advice(fields, facts.situations))),
         rank,
         node,
         one.confidence,
@@ -283,8 +284,15 @@ def _node(one: Candidate, rank: int | None, facts: Facts) -> str | None:
     return of_rank[0] if of_rank else None
 
 
+def _shown_hit(hit: Hit) -> str:
+    """Its line; if that stands in a private key, nothing of it."""
+    start = max(0, hit.offset - MAX_KEY_CHARACTERS)
+    before = read_around(hit.source, start, hit.offset - start) if hit.offset else ""
+    return _shown(KeyLines(before).hide(hit.line.text))
+
+
 def _shown(text: str) -> str:
-    text = " ".join(redact(text).split())
+    text = " ".join(redact(plain(text)).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 

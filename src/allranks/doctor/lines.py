@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from allranks.plain import plain, without_escapes
+
 MOST_PREFIXES = 3
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What launchers put before each line; several may stand behind one another.
 _PREFIXES = (
     re.compile(r"\[rank(?P<rank>\d+)\]:? ?"),  # torch, after init_process_group
@@ -49,9 +50,10 @@ class Line:
 
 def parse(raw: str) -> Line:
     """Take a line apart."""
-    text = ANSI.sub("", raw)
+    text = without_escapes(raw)
     if "\r" in text:  # a progress bar draws over itself: what was drawn last is what one saw
         text = text.rstrip("\r").rpartition("\r")[2]
+    text = plain(text)
     text, rank, local = _without_prefixes(text)
     is_prefixed = rank is not None
     if rank is None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from allranks.doctor.catalogue import Cause
 from allranks.doctor.finding import Evidence, Finding
+from allranks.plain import plain
 
 COLOURS = {"high": "red", "medium": "yellow", "low": "cyan"}
 SURE = {"high": "sure", "medium": "likely", "low": "a guess"}
@@ -22,23 +23,25 @@ MAX_SHOWN = 220  # characters of a line: the file has the rest
 def show_findings(console: Console, findings: Sequence[Finding], subject: str) -> None:
     """All findings; of the first everything, of the others what they are and their fix."""
     if not findings:
-        console.print(Text(f"{subject}: nothing is wrong that the doctor knows of", style="green"))
+        console.print(
+            Text(f"{plain(subject)}: nothing is wrong that the doctor knows of", style="green")
+        )
         return
     console.print(first_finding(findings[0]))
     if findings[1:]:
         console.print(Text("also found:", style="bold"))
     for found in findings[1:]:
-        console.print(Text(f"- {found.title}{whose(found)} ({SURE[found.confidence]})"))
-        console.print(Padding(Text(f"fix: {found.fix}"), (0, 0, 0, 2)))
+        console.print(Text(plain(f"- {found.title}{whose(found)} ({SURE[found.confidence]})")))
+        console.print(Padding(Text(plain(f"fix: {found.fix}")), (0, 0, 0, 2)))
 
 
 def first_finding(found: Finding) -> RenderableType:
     culprit = whose(found).strip() or "no single rank"
-    parts: list[RenderableType] = [Text(found.title, style="bold")]
+    parts: list[RenderableType] = [Text(plain(found.title), style="bold")]
     parts.append(Text(f"{culprit}; {SURE[found.confidence]}", style="dim"))
     for line in found.evidence[:MAX_EVIDENCE]:
         parts += [Text(""), Text(place(line), style="cyan", overflow="fold"), _quoted(line)]
-    parts += [Text(""), Text("fix", style="bold green"), Text(found.fix)]
+    parts += [Text(""), Text("fix", style="bold green"), Text(plain(found.fix))]
     return Panel(
         Group(*parts),
         title=Text(found.cause, style="bold"),
@@ -51,15 +54,16 @@ def whose(found: Finding) -> str:
     """` rank 3 on node7`, as far as it is known."""
     rank = f" rank {found.rank}" if found.rank is not None else ""
     node = f" on {found.node}" if found.node else ""
-    return rank + node
+    return plain(rank + node)
 
 
 def place(line: Evidence) -> str:
-    return f"{line.file}:{line.line}" if line.line else line.file
+    return plain(f"{line.file}:{line.line}" if line.line else line.file)
 
 
 def _quoted(line: Evidence) -> RenderableType:
-    text = line.text if len(line.text) <= MAX_SHOWN else line.text[: MAX_SHOWN - 1] + "…"
+    text = plain(line.text)
+    text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
     return Padding(Text(text, style="dim"), (0, 0, 0, 2))
 
 

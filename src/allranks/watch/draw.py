@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from allranks.plain import clean
 from allranks.watch import columns
 from allranks.watch.columns import fit, join, shortened
 from allranks.watch.lines import (
@@ -15,7 +16,6 @@ from allranks.watch.lines import (
     RUN_COLUMNS,
     STATE_STYLES,
     UNDER_REASON,
-    clean,
     day,
     rank_cells,
     reason,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allranks.redact import redact
+from allranks.redact import redact, redact_all
 from allranks.rundir import RunDir
 from allranks.watch.live import Watcher
 from allranks.watch.views import RunView
@@ -64,19 +64,8 @@ class Findings:
     def _ask(self, run: RunDir) -> None:
         assert self._diagnose is not None
         try:
-            found = {"list": redacted(self._diagnose(run)), "problem": None}
+            found = {"list": redact_all(self._diagnose(run)), "problem": None}
         except Exception as error:  # the page goes on without it, and says so
             found = {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
         self._known[run.name] = found
         self._has_news = True
-
-
-def redacted(value: Any) -> Any:
-    """Every text in it without secrets."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, dict):
-        return {key: redacted(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
-    return value

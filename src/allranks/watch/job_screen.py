@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.plain import clean
 from allranks.watch import columns
 from allranks.watch.columns import Column, fit, join
 from allranks.watch.draw import framed
 from allranks.watch.jobs import JobFacts, Sample, Sampling, collect, stack_lines
-from allranks.watch.lines import clean, marked
+from allranks.watch.lines import marked
 from allranks.watch.marks import Mark, share
 from allranks.watch.screen import Terminal
 from allranks.watch.words import num_bytes

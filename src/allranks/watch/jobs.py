@@ -13,6 +13,8 @@ from typing import Any
 
 from allranks import nodelist, slurm
 from allranks.errors import AllranksError
+from allranks.plain import clean
+from allranks.redact import redact, redact_all
 from allranks.slurm_reasons import waiting_reason
 from allranks.standing import RUNNING
 
@@ -45,7 +47,7 @@ def parse_job(printed: str) -> JobFacts | None:
         job, state, reason, nodes, elapsed, left, user, *name = [*line.split("|"), *[""] * 8]
         if job:
             found = tuple(nodelist.expand(nodes)) if nodes else ()
-            said = "|".join(name).rstrip("|")
+            said = redact("|".join(name).rstrip("|"))
             return JobFacts(job, state, reason, found, elapsed, left, user, said)
     return None
 
@@ -147,7 +149,10 @@ def parse_sample(line: str) -> Sample | None:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and "node" in found else None
+    if not isinstance(found, dict) or "node" not in found:
+        return None
+    sample: Sample = redact_all(found)  # command lines and stacks may hold passwords
+    return sample
 
 
 def collect(facts: JobFacts, mode: str) -> list[Sample]:
@@ -185,4 +190,4 @@ def stack_lines(samples: Sequence[Sample]) -> list[str]:
                 lines.append(f"  {one.get('trouble')}; what the kernel knows of each thread")
                 lines.append(f"  {install}")
             lines += [f"  {line}" for line in one["stack"].splitlines()] + [""]
-    return lines
+    return [clean(line) for line in lines]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
+from allranks.plain import clean
 from allranks.watch.columns import Column
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView
@@ -58,16 +58,6 @@ RANK_COLUMNS = (
     Column(key="beat", title="seen", rank=6, width=5),
     Column(key="slowest", title="", rank=2, width=9, right=False),
 )
-
-# Sequences that a terminal obeys (CSI, OSC), and all other control characters.
-CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x1f\x7f-\x9f]"
-)
-
-
-def clean(text: str) -> str:
-    """Text from a file without anything that a terminal would obey."""
-    return CONTROL.sub("", text.expandtabs(4))
 
 
 def state_word(run: RunView) -> str:

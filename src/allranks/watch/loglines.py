@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from allranks.redact import redact
+from allranks.plain import plain
+from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 from allranks.rundir import RunDir
 
 MAX_LINES = 500
 MAX_CHARACTERS = 2000
 TAIL_BYTES = 128 << 10
 CHUNK_BYTES = 1 << 20
-ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-_])")
-NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+MAX_REST_BYTES = 64 << 10  # of a line that has no end yet: its last ones
 
 
 def files(run: RunDir) -> dict[str, Path]:
@@ -44,17 +43,23 @@ def read(path: Path, *, query: str = "", after: int | None = None, line: int = 0
         after, line = (0, 0) if query else _tail_start(path, size)
     kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
     found, rest, wanted = 0, "", query.casefold()
-    for block in _blocks(path, after):
+    before = _before(path, after)
+    for start, block in _blocks(path, after):
+        key = KeyLines(before.decode(errors="replace"))
         if not block.endswith(b"\n"):
-            rest = shown(block)
+            after, rest = start, shown(_hidden(key, [block])[0])
             break
         # Most of a long file does not fit: whole blocks are passed over.
         if not wanted or _may_hold(block, wanted):
-            for number, raw in enumerate(block[:-1].split(b"\n"), start=line + 1):
+            raws = block[:-1].split(b"\n")
+            if key.is_inside or b"PRIVATE KEY" in block:
+                raws = _hidden(key, raws)
+            for number, raw in enumerate(raws, start=line + 1):
                 if not wanted or _may_hold(raw, wanted):
                     found += 1
                     kept.append((number, raw))
-        after += len(block)
+        before = (before + block)[-MAX_KEY_CHARACTERS:]
+        after = start + len(block)
         line += block.count(b"\n")
         if after >= size + CHUNK_BYTES:  # it grows as fast as it is read
             break
@@ -75,20 +80,46 @@ def _may_hold(text: bytes, wanted: str) -> bool:
     return wanted in text.decode(errors="replace").casefold()
 
 
-def _blocks(path: Path, after: int) -> Iterator[bytes]:
-    """Whole lines from an offset on, in blocks; at the end, alone, what has no newline yet."""
+def _hidden(key: KeyLines, raws: list[bytes]) -> list[bytes]:
+    """Lines without the body of a private key."""
+    return [key.hide(raw.decode(errors="replace")).encode() for raw in raws]
+
+
+def _before(path: Path, offset: int) -> bytes:
+    """What stands before an offset: a private key may have begun there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset - MAX_KEY_CHARACTERS))
+            return file.read(min(offset, MAX_KEY_CHARACTERS))
+    except OSError:
+        return b""
+
+
+def last_drawn(rest: bytes) -> bytes:
+    """Of a line without its end, what a terminal would show: progress bars draw over themselves."""
+    begin = rest.rstrip(b"\r").rfind(b"\r") + 1
+    return rest[max(begin, len(rest) - MAX_REST_BYTES) :]
+
+
+def _blocks(path: Path, after: int) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from an offset on, in blocks; at the end, alone, what has no newline yet.
+
+    Each with its offset; what was drawn over or is too long for a line is passed over.
+    """
     rest = b""
     try:
         with path.open("rb") as file:
             file.seek(after)
             while chunk := file.read(CHUNK_BYTES):
+                after += len(chunk)
                 head, newline, rest = (rest + chunk).rpartition(b"\n")
                 if newline:
-                    yield head + newline
+                    yield after - len(rest) - len(head) - 1, head + newline
+                rest = last_drawn(rest)
     except OSError:
         return
     if rest:
-        yield rest
+        yield after - len(rest), rest
 
 
 def _tail_start(path: Path, size: int) -> tuple[int, int]:
@@ -124,6 +155,5 @@ def _size(path: Path) -> int:
 def shown(raw: bytes) -> str:
     """A line as a terminal would leave it: after the last return, no colours, no secrets."""
     line = raw.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_CHARACTERS]
-    text = NOT_SHOWN.sub("", ESCAPES.sub("", line.decode(errors="replace")))
     # Redacted before it is cut: half a key would not be known as one.
-    return redact(text)[:MAX_CHARACTERS]
+    return redact(plain(line.decode(errors="replace")))[:MAX_CHARACTERS]

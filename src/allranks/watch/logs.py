@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
+from copy import copy
 from pathlib import Path
 
+from allranks.redact import MAX_KEY_CHARACTERS, KeyLines
 from allranks.rundir import RunDir
+from allranks.watch.loglines import MAX_CHARACTERS, last_drawn, shown
 
 KEPT_BYTES = 4 << 20
 JOB = -1  # in place of a rank: what SLURM, the preflight and the launcher said
@@ -17,12 +19,13 @@ class LogPage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # as they are in the file, but for the bodies of private keys
         self.above: int | None = None  # lines above the last shown; None: follows the end
         self.is_cut = False  # there is more before what is kept
         self._offset = 0
         self._rest = b""
         self._num_bytes = 0
+        self._key = KeyLines()
 
     def look(self) -> bool:
         """Read what is new; whether there was anything."""
@@ -36,14 +39,20 @@ class LogPage:
                 if size - self._offset > KEPT_BYTES:
                     self._offset = size - KEPT_BYTES
                     self._rest, self.lines, self.is_cut = b"", [], True
+                    self._num_bytes = 0
+                    file.seek(self._offset - MAX_KEY_CHARACTERS)
+                    before = file.read(MAX_KEY_CHARACTERS).decode(errors="replace")
+                    self._key = KeyLines(before)
                 file.seek(self._offset)
                 data = file.read(KEPT_BYTES)
         except OSError:
             return False
         self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        self.lines += [readable(line) for line in whole]
-        self._num_bytes += len(data)
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = last_drawn(rest)
+        new = [self._key.hide(readable(line)) for line in whole]
+        self.lines += new
+        self._num_bytes += sum(map(len, new)) + len(new)
         if self._num_bytes > 2 * KEPT_BYTES:
             half = len(self.lines) // 2
             self.lines, self.is_cut = self.lines[half:], True
@@ -52,10 +61,15 @@ class LogPage:
         return True
 
     def page(self, rows: int) -> list[str]:
-        """So many lines, the last of them where the page was scrolled to."""
-        lines = [*self.lines, readable(self._rest)] if self._rest else self.lines
+        """So many lines, the last of them where the page was scrolled to; no secrets."""
+        lines = [*self.lines, self._last()] if self._rest else self.lines
         end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
-        return lines[max(0, end - rows) : end]
+        # Only these: to look for secrets in all that is kept would take seconds.
+        return [shown(line.encode()) for line in lines[max(0, end - rows) : end]]
+
+    def _last(self) -> str:
+        """The line without its end, that is read again: it moves nothing on."""
+        return copy(self._key).hide(readable(self._rest))
 
     def scroll(self, lines: int, rows: int) -> None:
         """Up (negative) or down; the end is followed again once it is reached."""
@@ -71,8 +85,8 @@ class LogPage:
 
 def readable(line: bytes) -> str:
     """A line as a terminal would have left it: of a progress bar its last state."""
-    text = line.decode(errors="replace").rstrip("\r")
-    return re.split(r"\r", text)[-1]
+    text = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return text[: 4 * MAX_CHARACTERS].decode(errors="replace")
 
 
 def log_ranks(run: RunDir) -> list[int]:

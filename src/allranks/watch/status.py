@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.plain import clean
 from allranks.redact import redact
-from allranks.watch.lines import clean, day, reason, state_word
+from allranks.watch.lines import day, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
 from allranks.watch.views import Parts, RankView, RunView
@@ -20,6 +21,8 @@ SHOWN_SETTINGS = (
     *("steps", "seed", "precision", "compile", "activation_checkpointing", "lr_scaling"),
     *("compress", "optimizer", "data", "checkpoint", "slurm", "env"),
 )
+# Variables of the environment whose values may be told.
+OPEN_VARIABLES = ("NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +185,13 @@ def settings_lines(runs: Sequence[RunStatus]) -> list[str]:
     lines = []
     for one in runs:
         lines += [f"### {one.view.run}", ""]
-        rows = [[key, setting(one.job[key])] for key in SHOWN_SETTINGS if is_set(one.job.get(key))]
+        rows = [
+            [key, job_setting(key, one.job[key])]
+            for key in SHOWN_SETTINGS
+            if is_set(one.job.get(key))
+        ]
         if one.info.get("overrides"):
-            rows.append(["typed", " ".join(map(str, one.info["overrides"]))])
+            rows.append(["typed", " ".join(typed(str(word)) for word in one.info["overrides"])])
         code, packages = one.info.get("code") or {}, one.info.get("packages") or {}
         if code.get("commit"):
             rows.append(["code", str(code["commit"])[:12] + (", changed" if code["dirty"] else "")])
@@ -199,6 +206,28 @@ def settings_lines(runs: Sequence[RunStatus]) -> list[str]:
 
 def is_set(value: object) -> bool:
     return value not in (None, "", [], {})
+
+
+def job_setting(key: str, value: object) -> str:
+    """A setting of the job; of its variables only the values that are known to be no secrets."""
+    if key != "env":
+        return setting(value)
+    if not isinstance(value, Mapping):
+        return ""
+    return ", ".join(
+        f"{name}={setting(item)}" if is_open(str(name)) else str(name)
+        for name, item in value.items()
+    )
+
+
+def typed(word: str) -> str:
+    """What was typed; `env.NAME=VALUE` as in the job."""
+    name, sign, _ = word.removeprefix("env.").partition("=")
+    return f"env.{name}" if sign and word.startswith("env.") and not is_open(name) else word
+
+
+def is_open(name: str) -> bool:
+    return name.startswith(OPEN_VARIABLES)
 
 
 def setting(value: object) -> str:
