@@ -92,17 +92,34 @@ def test_in_a_hang_the_silent_rank_counts_though_torchrun_names_another(log: Pat
     assert first(log, text) == ("rank-missing-from-collective", 2, "high")
 
 
-def test_sequence_numbers_tell_who_is_behind(log: Path) -> None:
-    line = "[rank{0}]:[E1115 01:00:00.1 ProcessGroupNCCL.cpp:1] [Rank {0}] {1}\n"
+@pytest.mark.parametrize(
+    ("group", "sure"),
+    [
+        ("PG ID 0 PG GUID 0(default_pg) ", "high"),
+        ("PG 0 ", "high"),
+        ("PG 3 ", "medium"),
+        ("", "medium"),
+    ],
+)
+def test_sequence_numbers_tell_who_is_behind(log: Path, group: str, sure: str) -> None:
+    line = "[rank{0}]:[E1115 01:00:00.1 ProcessGroupNCCL.cpp:1] [{2}Rank {0}] {1}\n"
     caught = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=45, OpType=ALLREDUCE)"
-    text = line.format(0, caught) + line.format(2, caught)
+    text = line.format(0, caught, group) + line.format(2, caught, group)
     for rank, number in enumerate((96, 44, 95)):
-        text += line.format(
-            rank, f"Last enqueued NCCL work: {number}, last completed NCCL work: 44."
-        )
+        said = f"Last enqueued NCCL work: {number}, last completed NCCL work: 44."
+        text += line.format(rank, said, group)
     text += (
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 1 got signal: 15\n"
     )
+    assert first(log, text) == ("rank-missing-from-collective", 1, sure)
+
+
+def test_only_the_group_that_timed_out_is_compared(log: Path) -> None:
+    line = "[rank{0}]:[E1115 01:00:00.1 ProcessGroupNCCL.cpp:1] [PG ID 1 PG GUID {1}(tp) Rank 0] "
+    caught = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=45, OpType=ALLREDUCE)\n"
+    text = line.format(0, "7") + caught
+    for rank, group, number in ((0, "7", 45), (1, "7", 44), (2, "8", 12), (3, "8", 10)):
+        text += line.format(rank, group) + f"Last enqueued NCCL work: {number}, last completed\n"
     assert first(log, text) == ("rank-missing-from-collective", 1, "high")
 
 

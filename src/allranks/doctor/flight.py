@@ -15,6 +15,7 @@ from allranks.doctor.scan import Source
 
 MAX_BYTES = 1 << 28
 MAX_ENTRIES = 100_000
+MAX_SIZES = 16  # dimensions of a tensor
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -37,9 +38,9 @@ def is_ours(path: Path) -> bool:
 
 def read_dump(path: Path) -> dict[str, Any] | None:
     """The content of a dump; None if it is not ours, too large, or more than plain data."""
-    if not is_ours(path) or path.stat().st_size > MAX_BYTES:
-        return None
     with suppress(Exception):  # whatever a broken pickle may raise
+        if not is_ours(path) or path.stat().st_size > MAX_BYTES:
+            return None
         content = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         return content if isinstance(content, dict) else None
     return None
@@ -58,8 +59,11 @@ def flight_source(path: Path) -> Source | None:
     dump = read_dump(path) if is_dump(path) else None
     if dump is None:
         return None
-    rank = rank_of(path, dump)
-    return Source(path, shown_path(path), rank, None, "\n".join(lines_of(dump)).encode())
+    lines: list[str] = []
+    # It may hold anything where torch writes lists and numbers.
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError):
+        lines = lines_of(dump)
+    return Source(path, shown_path(path), rank_of(path, dump), None, "\n".join(lines).encode())
 
 
 def rank_of(path: Path, dump: dict[str, Any]) -> int | None:
@@ -69,33 +73,53 @@ def rank_of(path: Path, dump: dict[str, Any]) -> int | None:
 
 
 def lines_of(dump: dict[str, Any]) -> list[str]:
-    """How far the rank came, and what it waited in."""
+    """How far the rank came in each of its process groups, and what it waited in."""
     entries = [one for one in (dump.get("entries") or [])[-MAX_ENTRIES:] if isinstance(one, dict)]
-    numbers = [one["collective_seq_id"] for one in entries if _is_number(one, "collective_seq_id")]
-    done = [one["collective_seq_id"] for one in entries if one.get("state") == "completed"]
-    if not numbers:
-        return []
-    lines = [
-        f"Flight Recorder: last enqueued work: {max(numbers)}, "
-        f"last completed work: {max(done, default=-1)}"
-    ]
+    groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for one in entries:
-        is_stuck = one.get("state") != "completed" and _is_number(one, "collective_seq_id")
-        if is_stuck:
-            sizes = one.get("input_sizes") or [[]]
-            count = 1
-            for size in sizes[0] if isinstance(sizes[0], list | tuple) else []:
-                count *= int(size)
-            operation = str(one.get("profiling_name", "")).rpartition(":")[2].upper()
-            lines.append(
-                f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
-                f"{one['collective_seq_id']}, OpType={operation}, NumelIn={count})"
-                if one.get("state") in ("scheduled", "started")
-                else f"{operation} {one.get('state')}"
-            )
-            break
+        number = one.get("collective_seq_id", one.get("seq_id"))
+        if isinstance(number, int):
+            groups.setdefault(_group(one), []).append((number, one))
+    lines = []
+    for group, numbered in groups.items():
+        begun = max(number for number, _ in numbered)
+        done = [number for number, one in numbered if one.get("state") == "completed"]
+        lines.append(
+            f"{group}Flight Recorder: last enqueued work: {begun}, "
+            f"last completed work: {max(done, default=-1)}"
+        )
+        stuck = [(number, one) for number, one in numbered if one.get("state") != "completed"]
+        if stuck:
+            lines.append(group + _waits(*stuck[0]))
     return lines
 
 
-def _is_number(entry: dict[str, Any], key: str) -> bool:
-    return isinstance(entry.get(key), int)
+def _waits(number: int, entry: dict[str, Any]) -> str:
+    """The collective that did not end, in NCCL's words."""
+    sizes = entry.get("input_sizes") or [[]]
+    count = 1
+    for size in sizes[0][:MAX_SIZES] if isinstance(sizes[0], list | tuple) else []:
+        count *= int(size)
+    operation = _word(entry.get("profiling_name")).rpartition(":")[2].upper()
+    state = _word(entry.get("state"))
+    if state not in ("scheduled", "started"):
+        return f"{operation} {state}"
+    return (
+        f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
+        f"OpType={operation}, NumelIn={count})"
+    )
+
+
+def _group(entry: dict[str, Any]) -> str:
+    """The process group of an entry, as NCCL's lines begin with it; nothing if it has none."""
+    named = entry.get("process_group")
+    name, *more = named if isinstance(named, list | tuple) and named else [named]
+    if name is None:
+        return ""
+    described = f"({_word(more[0])})" if more else ""
+    return f"[PG GUID {_word(name)}{described}] "
+
+
+def _word(value: object) -> str:
+    """A short text or number of a dump; it must not begin another line."""
+    return re.sub(r"[^\w.:-]", "_", str(value)[:64]) if isinstance(value, str | int) else ""

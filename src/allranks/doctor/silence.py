@@ -10,6 +10,8 @@ from allranks.doctor.facts import Facts
 from allranks.doctor.finding import Confidence
 from allranks.doctor.scan import Hit
 
+# [PG ID 1 PG GUID 3(tp) Rank 0], [PG 1 Rank 0]
+GROUP = re.compile(r"\[PG (?:ID )?(?:(?P<id>\d+) ?)?(?:PG )?(?:GUID (?P<guid>[^\s\]()]+))?")
 ECHOES = ("collective-timeout", "peer-closed", "store-lost")
 
 
@@ -52,20 +54,16 @@ def _died(facts: Facts, echoes: Sequence[Hit]) -> int | None:
 
 def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
     """Some waited until their time was over."""
-    progress = _progress(facts)
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
     fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
     tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
-    if len(progress) > 1 and min(progress.values()) < max(progress.values()):
-        slowest = min(progress, key=lambda one: (progress[one], one))
-        return Suspect("rank-missing-from-collective", slowest, "high", tellers, fields)
-    sequences = {
-        (hit.fields["seq"], hit.fields["op"], hit.fields.get("numel"))
-        for hit in timeouts
-        if "seq" in hit.fields
-    }
-    if len({one[0] for one in sequences}) == 1 and len(sequences) > 1:
-        return Suspect("collective-mismatch", None, "high", tellers, fields)
+    behind = _behind(facts, timeouts)
+    if behind is not None:
+        slowest, sure = behind
+        return Suspect("rank-missing-from-collective", slowest, sure, tellers, fields)
+    differs = _differs(timeouts)
+    if differs is not None:
+        return Suspect("collective-mismatch", None, differs, tellers, fields)
     apart = _apart(facts, echoes, tellers)
     if apart is not None:
         return apart
@@ -75,7 +73,7 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
         return Suspect("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
     is_seen = len(silent) == 1 and silent[0] in facts.ranks
-    sure: Confidence = "high" if is_seen else "medium"
+    sure = "high" if is_seen else "medium"
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
@@ -133,10 +131,59 @@ def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
     return silent
 
 
-def _progress(facts: Facts) -> dict[int, int]:
-    """The last collective that each rank has begun."""
-    found: dict[int, int] = {}
+def _behind(facts: Facts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | None:
+    """The rank that began fewer collectives than others of the group that timed out.
+
+    Each process group counts its own: numbers of two groups say nothing about each other.
+    """
+    progress = _progress(facts)
+    caught = [hit for hit in timeouts if "seq" in hit.fields]
+    waiting = {hit.rank for hit in caught}
+    caught += [hit for hit in facts.of("collective-progress") if "watchdog" in hit.line.text]
+    timed_out = {group_of(hit) for hit in caught} - {None}
+    found: list[tuple[bool, int]] = []
+    for group in timed_out or set(progress):
+        ranks = progress.get(group, {})
+        if len(set(ranks.values())) > 1:
+            # A rank that waits in one group is late in another: it is not the one to blame.
+            _, *blamed = min((number, rank in waiting, rank) for rank, number in ranks.items())
+            found.append((bool(blamed[0]), int(blamed[1])))
+    if not found:
+        return None
+    return min(found)[1], "high" if timed_out else "medium"
+
+
+def _differs(timeouts: Sequence[Hit]) -> Confidence | None:
+    """How sure it is that ranks of a group called different things at the same place."""
+    groups: dict[str | None, set[tuple[str, str, str | None]]] = {}
+    for hit in timeouts:
+        if "seq" in hit.fields:
+            call = (hit.fields["seq"], hit.fields["op"], hit.fields.get("numel"))
+            groups.setdefault(group_of(hit), set()).add(call)
+    apart = [
+        group
+        for group, calls in groups.items()
+        if len(calls) > 1 and len({call[0] for call in calls}) == 1
+    ]
+    if not apart:
+        return None
+    return "medium" if apart == [None] else "high"
+
+
+def group_of(hit: Hit) -> str | None:
+    """The process group that a line of NCCL's is about: the name that all its ranks know."""
+    named = GROUP.search(hit.line.text)
+    if named is None:
+        return None
+    # Without that name there is only a rank's own number; 0 is the group of all ranks everywhere.
+    return named["guid"] or (named["id"] if named["id"] == "0" else None)
+
+
+def _progress(facts: Facts) -> dict[str | None, dict[int, int]]:
+    """The last collective that each rank has begun, by process group."""
+    found: dict[str | None, dict[int, int]] = {}
     for hit in facts.of("collective-progress"):
         if hit.rank is not None:
-            found[hit.rank] = max(found.get(hit.rank, -1), int(hit.fields["enqueued"]))
+            ranks = found.setdefault(group_of(hit), {})
+            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["enqueued"]))
     return found
