@@ -10,9 +10,9 @@ import pytest
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.plain import clean
 from allranks.watch.columns import shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, screen, window
-from allranks.watch.lines import clean
 from allranks.watch.loglines import MAX_REST_BYTES
 from allranks.watch.logs import KEPT_BYTES, LogPage
 from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
