@@ -68,12 +68,12 @@ def running(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_hang(tmp_path: Path) -> RunDir:
-    """Until both ranks have made their last step, and a sign of life after it."""
+    """Until both ranks have made their last step, and have shown twice that they stand still."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for run in list_runs(tmp_path / "runs"):
             texts = [p.read_text() for p in run.path.glob("attempts/0/rank-*.jsonl")]
-            if len(texts) == 2 and all('"step":20,"doing"' in text for text in texts):
+            if len(texts) == 2 and all(text.count('"step":20,"doing"') > 1 for text in texts):
                 return run
         time.sleep(0.1)
     raise AssertionError("the ranks never came to the place where they hang")
@@ -117,7 +117,8 @@ def asked(run: RunDir) -> Finding:
 
 def check_finding(found: Finding) -> None:
     assert (found.cause, found.rank) == ("rank-missing-from-collective", 1)
-    assert found.confidence == "high" and found.node == os.uname().nodename
+    # Sure only after a minute, or when the run was ended for it.
+    assert found.confidence in ("medium", "high") and found.node == os.uname().nodename
     assert f"train.py:{LINE} in gone_astray" in found.title
     first, second, *rest = found.evidence
     assert (Path(first.file).name, first.line) == ("train.py", LINE)

@@ -91,6 +91,7 @@ def judge(
         if seconds < max(LONG_SILENCE, 2 * usual) and not all(waits):
             return []
         return [nobody_to_blame(states, seconds, run, is_live=is_live)]
+    has_passed = seconds >= SURE_SECONDS  # what an evaluation or a checkpoint may take
     by_rank = {state.rank: state for state in states}
     culprit = by_rank[found.ranks[0]]
     place = culprit.stack.place if culprit.stack else None
@@ -115,7 +116,7 @@ def judge(
             fix(culprit, run, is_live=is_live),
             rank=culprit.rank,
             node=culprit.node,
-            confidence="high" if found.is_sure and seconds >= SURE_SECONDS else "medium",
+            confidence="high" if found.is_sure and (has_passed or not is_live) else "medium",
             evidence=evidence(states, found, run),
         )
     ]
