@@ -209,6 +209,7 @@ def probe_of(me: Rank) -> Switch:
     """The probe as every rank has it; out of torch while the hand loops have their turns."""
     recorder = Recorder(me.run.events(me.attempt, me.rank).parent, me.rank)
     timeline.current = recorder.timeline
+    timeline.take()  # as rank.py does: steps are those of the training
     Surroundings(recorder, os.environ).begin_with_steps()
     return Switch(recorder)
 
