@@ -132,15 +132,30 @@ def status(
     page = status_page(found, resources(), marks, time.time())
     is_file = md is not None and str(md) != "-"
     if is_file and md is not None:
-        from allranks.rundir import write_atomically
-
-        write_atomically(md, page)
+        write_page(md, page)
     if as_json:
         written = str(md.absolute()) if is_file and md is not None else None
         described = [one.view.as_json() for one in found]
         print(to_json({"md": written, "page": page, "runs": described}))
     else:
         print(f"wrote {md}" if is_file else page, end="\n" if is_file else "")
+
+
+def write_page(path: Path, page: str) -> None:
+    """Whole or not at all; into a device or a pipe as into any other."""
+    from allranks.errors import AllranksError
+    from allranks.rundir import write_atomically
+
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(page)  # a file renamed onto a device would take its place
+        else:
+            write_atomically(path, page)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise AllranksError(
+            f"cannot write {path}: {why}", fix="name another file after --md", exit_code=1
+        ) from error
 
 
 def resources() -> dict[str, Any]:
