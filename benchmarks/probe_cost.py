@@ -117,16 +117,15 @@ def block_seconds(loop: Iterator[None], num_steps: int) -> float:
 def width_of_step(seconds: float) -> int:
     """The width at which a step takes so long, by rank 0's clock; the same on all ranks."""
     width = torch.tensor(128)
-    for _ in range(40):
+    while True:
         loop = training(int(width))
-        took = [block_seconds(loop, 5) / 5 for _ in range(5)]
-        step = torch.tensor(min(took))
+        block_seconds(loop, WARM_UP_STEPS)
+        step = torch.tensor(statistics.median(block_seconds(loop, 5) / 5 for _ in range(20)))
         if dist.is_initialized():
             dist.broadcast(step, src=0)
         if float(step) >= 0.95 * seconds:
-            break
-        width += 64
-    return int(width)
+            return int(width)
+        width += 64 if float(step) < 0.8 * seconds else 16
 
 
 def step_pairs(

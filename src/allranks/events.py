@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -47,21 +47,27 @@ class LateFields(Protocol):
     def text(self) -> str: ...  # as JSON, without braces
 
 
+WhatIsLate = Literal["hold", "wait", "drop"]  # hold back, wait for, or write without it
+
+
 class EventLog:
     """Buffers events and writes them twice a second from a thread of its own.
 
     Recording an event costs one append: formatting and the file are off the training path. An
     event with a `Late` value holds back itself and those behind it until the value is there.
+    `more` is asked for further lines whenever any are written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, more: Callable[[WhatIsLate], Iterable[str]] | None = None
+    ) -> None:
         self.path = path
+        self._more = more
         self.error: OSError | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        # Events, or what makes one when it is written: a function and its arguments.
-        self._buffer: list[dict[str, Any] | tuple[Any, ...]] = []
-        # For those that have their `v`, `t` and `event`, or will: cheaper than `write`.
+        self._buffer: list[dict[str, Any]] = []
+        # For events that have their `v`, `t` and `event`: cheaper than `write`.
         self.append = self._buffer.append
         self._unwritten = b""
         self._writing = threading.Lock()
@@ -79,11 +85,6 @@ class EventLog:
         with self._writing:
             self._paused = paused
 
-    @property
-    def is_held(self) -> bool:
-        """Whether anything is left to be written."""
-        return bool(self._buffer)
-
     def write_past(self, event: str, **fields: Any) -> None:
         """Write one event now, past those that are held back: it tells that the rank lives."""
         record = {"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields}
@@ -91,20 +92,12 @@ class EventLog:
             self._unwritten += format_event(record).encode()
             self._write()
 
-    def flush(
-        self, late: Literal["hold", "wait", "drop"] = "hold", *, last_step: float = math.inf
-    ) -> None:
-        """Write what is there, up to `last_step`.
-
-        Events whose value is late are held back, waited for, or written without it.
-        """
+    def flush(self, late: WhatIsLate = "hold", *, last_step: float = math.inf) -> None:
+        """Write what is there, up to `last_step`."""
         with self._writing:
+            lines = [] if self._more is None else [*self._more(late)]
             count = 0
-            lines = []
-            for index, event in enumerate(self._buffer):
-                if isinstance(event, tuple):
-                    make, *about = event
-                    event = self._buffer[index] = make(*about)
+            for event in self._buffer:
                 if event.get("step", 0) > last_step:
                     break
                 loss: Any = event.get("loss")

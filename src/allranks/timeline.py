@@ -20,19 +20,23 @@ WAIT = "wait"  # for other ranks: for them to come, and for the bytes to be exch
 OPTIMIZER = "optimizer"
 OTHER = "other"
 AFTER = "after"  # after backward: what it was shows when the next mark comes
-END = "end"
+BEGIN = "begin"  # of a step: what came before it belongs to none
+END = "end"  # of a step, and the beginning of the next
 
 PHASES = (DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
 _TEXT = ",".join(f'"{name}":%.7f' for name in ("seconds", *PHASES))
 # What time was spent on shows only by what came next: preparing an exchange belongs to it, clipping
 # and unscaling belong to the update, and a script may take its batches from no loader.
-_UNCERTAIN = (AFTER, OTHER)
+_UNCERTAIN = (AFTER, OTHER, END, BEGIN)
 _MEANINGS = {
     (AFTER, WAIT): WAIT,
     (AFTER, OPTIMIZER): OPTIMIZER,
+    (AFTER, OTHER): OPTIMIZER,  # of an optimizer whose steps are not those of the training
     (AFTER, END): OPTIMIZER,
     (AFTER, BACKWARD): FORWARD,
     (OTHER, BACKWARD): FORWARD,
+    (END, BACKWARD): FORWARD,
+    (BEGIN, BACKWARD): FORWARD,
 }
 MAX_MARKS = 50_000  # of a step
 MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
@@ -48,66 +52,84 @@ class DeviceEvent(Protocol):
 
 # From a time on (perf_counter), time belongs to a label; with the DeviceEvent that was recorded at
 # the same place, and what else there is to say about that moment: a function and its arguments,
-# called by whoever reads the step. Plain, and nothing is done at once: a dozen marks are made at
-# every step, between kernels that leave little in a processor's caches.
+# called by whoever reads the step; for END, the number of the step. Plain, and nothing is done at
+# once: a dozen marks are made at every step, between kernels that leave little in a processor's
+# caches.
 Note = tuple[Any, ...]
-Mark = tuple[str, float, DeviceEvent | None, Note | None]
+Mark = tuple[str, float, DeviceEvent | None, Any]
 
 
 class Timeline:
-    """The marks of one rank's current step. Only the thread that trains makes any."""
+    """The marks of one rank's steps. Only the thread that trains makes any."""
 
     def __init__(self) -> None:
         self.label = OTHER
         self.is_taken = False  # by a loop of our own, which says where its steps end
-        self.num_steps = 0  # that were closed
+        self.num_steps = 0  # that were ended
         self.thread = threading.get_ident()
         self.record_event: Callable[[], DeviceEvent | None] | None = None
-        self._marks: list[Mark] = []  # the first step begins with its first mark
+        # Of the step under way, behind those of the steps that nobody has taken yet. The first step
+        # begins with its first mark. It is always the same list, so that hooks may append to it.
+        self.marks: list[Mark] = []
+        self._num_taken = 0  # steps
+        self._cutting = threading.Lock()
         # Where the clock of marks stands in the world's time: read once, so that steps add up.
         self.unix = time.time() - perf_counter()
 
     def mark(self, label: str, note: Note | None = None) -> None:
         self.label = label
         event = None if self.record_event is None else self.record_event()
-        self._marks.append((label, perf_counter(), event, note))
+        self.marks.append((label, perf_counter(), event, note))
 
     def restart(self) -> None:
         """Begin the step here: what came before belongs to none."""
-        self._marks = []
-        self.mark(OTHER)
+        self.mark(BEGIN)
+        self.label = OTHER
+
+    def end(self) -> None:
+        """End the step here, and begin the next."""
+        self.label = OTHER
+        self.num_steps = step = self.num_steps + 1
+        event = None if self.record_event is None else self.record_event()
+        self.marks.append((END, perf_counter(), event, step))
+
+    def close(self) -> Step:
+        """The same, and take the step."""
+        self.end()
+        return Step(self.take_steps()[-1], self.unix)
+
+    def take_steps(self) -> list[list[Mark]]:
+        """The marks of all steps that have ended since the last time. Any thread may ask."""
+        marks, steps = self.marks, []
+        with self._cutting:
+            first = 0
+            for index in range(len(marks)):
+                label, _, _, step = marks[index]
+                if label == BEGIN:
+                    first = index
+                elif label == END and step != self._num_taken:
+                    steps.append(marks[first : index + 1])
+                    first, self._num_taken = index, step
+            del marks[:first]
+        return steps
 
     def shorten(self) -> None:
         """Keep to so many marks in a script that does anything but step: what is dropped is other.
 
         Somebody must call it now and then where marks are made.
         """
-        if len(self._marks) > MAX_MARKS:
-            _, began, event, _ = self._marks[0]
-            self._marks = [(OTHER, began, event, None), *self._marks[-MAX_MARKS // 2 :]]
-
-    def close(self) -> Step:
-        """End the step here, and begin the next."""
-        return Step(self.end(), self.unix)
-
-    def end(self) -> list[Mark]:
-        """The same; only the marks of the step."""
-        event = None if self.record_event is None else self.record_event()
-        now = perf_counter()
-        marks = self._marks
-        marks.append((END, now, event, None))
-        self._marks = [(OTHER, now, event, None)]
-        self.label = OTHER
-        self.num_steps += 1
-        return marks
+        if len(self.marks) > MAX_MARKS:
+            with self._cutting:
+                _, began, event, _ = self.marks[0]
+                self.marks[: -MAX_MARKS // 2] = [(OTHER, began, event, None)]
 
     def doing(self) -> tuple[str, float]:
         """What the rank does, and since how many seconds. Any thread may ask."""
-        marks = self._marks
-        if not marks:
+        try:
+            label, since, _, _ = self.marks[-1]
+        except IndexError:
             return OTHER, 0.0
-        label, since, _, _ = marks[-1]
-        return OTHER if label in (AFTER, END) else label, perf_counter() - since
+        return label if label in PHASES else OTHER, perf_counter() - since
 
 
 current: Timeline | None = None  # of this process, if it has a probe
@@ -146,19 +168,23 @@ class Step:
 
     def value(self) -> dict[str, Any]:
         """The fields of a step event that tell where its time went."""
+        self._wait_for_device()
+        return phases(self._marks, self._unix)
+
+    def _wait_for_device(self) -> None:
         event = self._marks[-1][2]
         if event is not None and not event.query():
             event.synchronize()  # the script has ended, and somebody waits for the rest
-        return phases(self._marks, self._unix)
 
     def text(self) -> str:
         """The same as JSON, without its braces. There is one of them a step: it is made fast."""
-        fields = self.value()
-        text = _TEXT % tuple(fields.values())[: 1 + len(PHASES)]
-        if "arrive" in fields:
-            text += f',"arrive":{fields["arrive"]:.6f}'
-        if "waits" in fields:
-            text += f',"waits":[{",".join(f"{seconds:.7f}" for seconds in fields["waits"])}]'
+        self._wait_for_device()
+        sums, waits, arrive = _read(self._marks)
+        text = _TEXT % (sum(sums.values()), *sums.values())
+        if arrive is not None:
+            text += f',"arrive":{self._unix + arrive:.6f}'
+        if 1 < len(waits) <= MAX_WAITS:
+            text += f',"waits":[{",".join(f"{seconds:.7f}" for seconds in waits)}]'
         return text
 
 
@@ -168,6 +194,17 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     `arrive`: when the longest wait began, in UNIX time by the host's clock. `waits`: each of them,
     where there were several.
     """
+    sums, waits, arrive = _read(marks)
+    fields: dict[str, Any] = {"seconds": sum(sums.values()), **sums}
+    if arrive is not None:
+        fields["arrive"] = unix + arrive
+    if 1 < len(waits) <= MAX_WAITS:
+        fields["waits"] = waits
+    return fields
+
+
+def _read(marks: Sequence[Mark]) -> tuple[dict[str, float], list[float], float | None]:
+    """Seconds by phase; of each wait; and when the longest one began."""
     sums = dict.fromkeys(PHASES, 0.0)
     waits: list[float] = []
     longest, arrive = -1.0, None
@@ -183,16 +220,13 @@ def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
         if phase == WAIT:
             if not is_open:
                 waits.append(0.0)
+                is_open = True
             waits[-1] += seconds
             if seconds > longest:
                 longest, arrive = seconds, begin
-        # The exchanges of one backward pass are one: a rank that prepares its gradients longer
-        # in a hook of DDP's communicates longer, and does not compute longer.
-        is_open = phase == WAIT or (is_open and label == BACKWARD)
+        elif label != BACKWARD:
+            # The exchanges of one backward pass are one: a rank that prepares its gradients longer
+            # in a hook of DDP's communicates longer, and does not compute longer.
+            is_open = False
         label, begin, event = following, end, end_event
-    fields: dict[str, Any] = {"seconds": sum(sums.values()), **sums}
-    if arrive is not None:
-        fields["arrive"] = unix + arrive
-    if 1 < len(waits) <= MAX_WAITS:
-        fields["waits"] = waits
-    return fields
+    return sums, waits, arrive

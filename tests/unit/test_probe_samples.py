@@ -307,20 +307,35 @@ def test_the_length_of_a_batch(given_batch: Any, expected: int) -> None:
     assert num_samples(given_batch) == expected
 
 
-def test_a_step_is_counted_when_it_is_read_and_once() -> None:
+def test_steps_are_counted_when_they_are_taken() -> None:
     counter, loader = SampleCounter(), Loader()
     timeline = Timeline()
     timeline.restart()
-    steps = []
     for samples in (8, 5):
         timeline.mark(FORWARD, (SampleCounter.fetched, loader, samples))
         timeline.mark(BACKWARD, (SampleCounter.trained,))
-        steps.append(CountedStep(timeline.end(), timeline.unix, counter))
+        timeline.end()
     assert counter.training is None  # nothing was done yet
-    assert [step.count() for step in steps] == [(0, 8), (0, 5)]
-    fields = json.loads(f"{{{steps[0].text()}}}")
-    assert fields["samples"] == 8
-    assert fields["seconds"] == pytest.approx(steps[0].host_seconds, abs=1e-6)
+    taken = [CountedStep(marks, timeline.unix, counter) for marks in timeline.take_steps()]
+    assert [(step.epoch, step.samples) for step in taken] == [(0, 8), (0, 5)]
+    first, second = (json.loads(step.line()) for step in taken)
+    assert (first["event"], first["step"], first["samples"]) == ("step", 1, 8)
+    assert first["seconds"] == pytest.approx(taken[0].host_seconds, abs=1e-6)
+    assert second["t"] - first["t"] == pytest.approx(second["seconds"], abs=1e-5)
+
+
+def test_a_device_that_never_comes_to_a_step_leaves_its_number() -> None:
+    class Lost:
+        def query(self) -> bool:
+            return False
+
+    timeline = Timeline()
+    timeline.record_event = Lost  # type: ignore[assignment]
+    timeline.mark(FORWARD)
+    timeline.end()
+    (marks,) = timeline.take_steps()
+    event = json.loads(CountedStep(marks, timeline.unix, SampleCounter()).line("drop"))
+    assert list(event) == ["v", "t", "event", "step"] and event["step"] == 1
 
 
 def test_a_batch_that_holds_itself_has_an_end() -> None:

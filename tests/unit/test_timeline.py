@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from allranks.timeline import (
     AFTER,
     BACKWARD,
+    BEGIN,
     DATA,
     END,
     FORWARD,
@@ -220,6 +222,42 @@ def test_what_is_written_of_a_step_is_what_was_read(step_marks: list[Mark]) -> N
         assert written[name] == pytest.approx(value, abs=1e-6)
 
 
+def test_steps_are_taken_once_and_lose_nothing_to_a_thread_that_takes_them() -> None:
+    timeline, taken, is_over = Timeline(), [], threading.Event()
+
+    def take() -> None:
+        while not is_over.is_set():
+            taken.extend(timeline.take_steps())
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    timeline.restart()
+    for _ in range(3000):
+        timeline.mark(DATA)
+        timeline.mark(BACKWARD)
+        timeline.end()
+    is_over.set()
+    taker.join()
+    taken += timeline.take_steps()
+    assert [step[-1][3] for step in taken] == list(range(1, 3001))
+    assert all([label for label, *_ in step[1:]] == [DATA, BACKWARD, END] for step in taken)
+    assert all(one[-1] == following[0] for one, following in itertools.pairwise(taken))
+    assert timeline.take_steps() == []
+
+
+def test_what_a_restart_leaves_out_costs_no_step_before_it() -> None:
+    timeline = Timeline()
+    timeline.mark(DATA)
+    timeline.end()
+    timeline.mark(DATA)
+    timeline.restart()
+    timeline.mark(FORWARD)
+    timeline.end()
+    first, second = timeline.take_steps()
+    assert [label for label, *_ in first] == [DATA, END]
+    assert [label for label, *_ in second] == [BEGIN, FORWARD, END]
+
+
 def test_a_script_that_only_reads_its_data_keeps_few_marks() -> None:
     timeline = Timeline()
     timeline.restart()
@@ -227,7 +265,8 @@ def test_a_script_that_only_reads_its_data_keeps_few_marks() -> None:
         timeline.mark(DATA)
         timeline.mark(FORWARD)
         timeline.shorten()
-    began = timeline.end()
+    timeline.end()
+    (began,) = timeline.take_steps()
     assert len(began) < MAX_MARKS + 3
     fields = phases(began)
     assert fields["seconds"] == pytest.approx(began[-1][1] - began[0][1], abs=1e-3)

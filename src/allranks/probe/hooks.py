@@ -11,13 +11,14 @@ import gc
 import sys
 from collections.abc import Callable
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 from allranks.probe.loading import hook_loader
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter, num_samples
 from allranks.probe.traced import Called, unless_compiled, unseen_by_compilers
-from allranks.timeline import AFTER, BACKWARD, FORWARD, OPTIMIZER, OTHER, WAIT
+from allranks.timeline import AFTER, BACKWARD, FORWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
 Hook = Callable[..., Any]
 
@@ -33,7 +34,8 @@ def install(recorder: Recorder) -> Arrival:
     from torch.optim import optimizer
 
     arrival = Arrival(recorder)
-    hook_optimizer(recorder, arrival, optimizer)
+    recorder.at_first_step.append(functools.partial(after_first_step, recorder, arrival))
+    hook_optimizer(recorder, optimizer)
     hook_backward(recorder, arrival)
     hook_loader(recorder)
     hook_waiting(recorder)
@@ -43,9 +45,9 @@ def install(recorder: Recorder) -> Arrival:
     return arrival
 
 
-def hook_optimizer(recorder: Recorder, arrival: Arrival, optimizer_module: Any) -> None:
+def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
     timeline = recorder.timeline
-    around: list[str] = []  # what the steps that are under way interrupt
+    around: list[str] = []  # what the steps that are under way interrupt, where it is not the end
 
     @unseen_by_compilers
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,7 +58,6 @@ def hook_optimizer(recorder: Recorder, arrival: Arrival, optimizer_module: Any) 
             label = timeline.label
             if label == AFTER:  # the rest of the step is the update's: no mark is needed
                 timeline.label = OPTIMIZER
-                around.append(OTHER)
                 return
             around.append(label if label in (BACKWARD, OPTIMIZER) else OTHER)
             if len(args) == 1 and not kwargs:  # a closure computes the gradients first
@@ -68,10 +69,7 @@ def hook_optimizer(recorder: Recorder, arrival: Arrival, optimizer_module: Any) 
     def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.is_on:
             try:
-                is_first = recorder.step == 0
                 recorder.stepped(optimizer)
-                if is_first:
-                    after_first_step(recorder, arrival, optimizer)
                 label = around.pop() if around else OTHER
                 if timeline.label != label:
                     timeline.mark(label)
@@ -165,6 +163,7 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
     import torch
 
     original, timeline = torch.autograd.backward, recorder.timeline
+    append = timeline.marks.append
 
     @unseen_by_compilers
     @functools.wraps(original)
@@ -174,20 +173,24 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
             return original(tensors, *args, **kwargs)
         handle = None
         try:
-            peers = recorder.peers
-            if peers or (peers is None and recorder.has_peers()):
+            if recorder.peers is not False and recorder.has_peers():
                 handle = arrival.expect(tensors)
-            timeline.mark(BACKWARD, TRAINED)
+            timeline.label = BACKWARD  # marks, without the calls
+            event = None if timeline.record_event is None else timeline.record_event()
+            append((BACKWARD, perf_counter(), event, TRAINED))
         except Exception as error:
             recorder.switch_off(error)
         try:
             return original(tensors, *args, **kwargs)
         finally:
             try:
-                timeline.mark(AFTER)
-                timeline.shorten()
+                timeline.label = AFTER
+                event = None if timeline.record_event is None else timeline.record_event()
+                append((AFTER, perf_counter(), event, None))
                 if handle is not None:
                     handle.remove()
+                if len(timeline.marks) > MAX_MARKS:
+                    timeline.shorten()
             except Exception as error:
                 recorder.switch_off(error)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import fcntl
 import functools
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from allranks.events import SCHEMA_VERSION, EventLog
+from allranks.events import EventLog, WhatIsLate
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
-from allranks.timeline import Mark, Timeline
+from allranks.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps
@@ -35,10 +37,13 @@ class Recorder:
         self.fingerprints = Fingerprints()
         self.guarded = _Guard(self)
         self.device: Any = None  # the GPU that is trained on
+        self.at_first_step: list[Callable[[Any], None]] = []  # called with the optimizer
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script is to end here
         self._log: EventLog | None = None
+        self._ended: deque[CountedStep] = deque()  # steps that are to be written
+        self._taking = threading.Lock()
         self._leader = 0  # id of the optimizer whose steps are counted, while there is one
         self._end_of_leader: weakref.ref[Any] | None = None
         self._others: dict[int, int] = {}  # steps of each other one since its last
@@ -65,18 +70,18 @@ class Recorder:
         if id(optimizer) != self._leader and not self._takes_over(optimizer):
             return
         timeline = self.timeline
-        self.step = step = timeline.num_steps + 1
-        if not timeline.is_taken:
-            log = self._log or self._open()
-            if self.fingerprints.seen:
-                self._write_seen(log)
-            told = (self._event, step, time.time(), timeline.end())
-            log.append(told if step > 1 else self._first_event(log, *told[1:]))
+        if timeline.is_taken:
+            self.step = timeline.num_steps + 1
+        else:
+            timeline.end()
+            self.step = timeline.num_steps
+        if self.step == 1:
+            self._begin(optimizer)
         if self._others:
             self._others.clear()
         if self.at_step:
             for call in list(self.at_step):
-                call(step)
+                call(self.step)
 
     def _takes_over(self, optimizer: Any) -> bool:
         """Whether this optimizer's steps are those of the training from here on."""
@@ -94,31 +99,33 @@ class Recorder:
         self._end_of_leader = weakref.ref(optimizer, gone)
         return True
 
-    def _event(self, step: int, now: float, marks: list[Mark]) -> dict[str, Any]:
-        """Made of a step when it is written."""
-        counted = CountedStep(marks, self.timeline.unix, self.counter)
-        return {"v": SCHEMA_VERSION, "t": now, "event": "step", "step": step, "phases": counted}
+    def _begin(self, optimizer: Any) -> None:
+        """After the first step: what the script trains on is asked for now."""
+        if not self.timeline.is_taken:
+            log = self._open()
+            self._take_steps()
+            training = self.counter.training
+            if training is not None and training.dataset_samples is not None:
+                log.write("dataset", samples_per_epoch=training.dataset_samples)
+        for call in self.at_first_step:
+            call(optimizer)
 
-    def _first_event(
-        self, log: EventLog, step: int, now: float, marks: list[Mark]
-    ) -> dict[str, Any]:
-        """The same at once: what the script trains on is asked for now."""
-        event = self._event(step, now, marks)
-        event["phases"].count()
-        training = self.counter.training
-        if training is not None and training.dataset_samples is not None:
-            log.write("dataset", samples_per_epoch=training.dataset_samples)
-        return event
+    def _take_steps(self) -> None:
+        with self._taking:
+            for marks in self.timeline.take_steps():
+                self._ended.append(CountedStep(marks, self.timeline.unix, self.counter))
 
-    def _write_seen(self, log: EventLog) -> None:
-        for seen in self.fingerprints.seen:
-            log.write("batch", **seen)
-        self.fingerprints.seen.clear()
+    def _lines(self, late: WhatIsLate) -> Iterator[str]:
+        """What is to be written: of steps that are over, and that the device is through with."""
+        self._take_steps()
+        while self._ended and (late != "hold" or self._ended[0].ready()):
+            yield self._ended.popleft().line(late)
+        if self._log is not None:
+            for seen in self.fingerprints.take():
+                self._log.write("batch", **seen)
 
     def _follow(self, optimizer: Any) -> None:
         """The thread and the device of the optimizer are those of the training."""
-        import threading
-
         self.timeline.thread = threading.get_ident()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and parameters[0].is_cuda:
@@ -144,7 +151,7 @@ class Recorder:
             pass  # a disk without locks
         # Not atexit: a rank that the script has started with multiprocessing never comes to it.
         Finalize(None, self.flush, exitpriority=0)
-        self._log = EventLog(path)
+        self._log = EventLog(path, self._lines)
         return self._log
 
     def forget(self) -> None:
@@ -170,7 +177,7 @@ class Recorder:
             return
         self._log.flush("hold")
         deadline = time.monotonic() + EXIT_SECONDS
-        while self._log.is_held and time.monotonic() < deadline:
+        while self._ended and time.monotonic() < deadline:
             time.sleep(0.01)
             self._log.flush("hold")
         self._log.flush("drop")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.events import SCHEMA_VERSION, WhatIsLate
 from allranks.timeline import Mark, Step
 
 FINGERPRINTS = 4  # batches of an epoch that are looked at
@@ -73,6 +74,11 @@ class Fingerprints:
             with suppress(Exception):  # not every tensor can be read as bytes
                 found["content"] = content(tensor)
         self.seen.append(found)
+
+    def take(self) -> list[dict[str, Any]]:
+        """What was seen since the last time."""
+        seen, self.seen = self.seen, []
+        return seen
 
 
 class SampleCounter:
@@ -142,38 +148,34 @@ class SampleCounter:
 
 
 class CountedStep(Step):
-    """A step that is over, and what it trained on."""
+    """A step that is over, and what it trained on. To be made of one step after the other."""
 
-    __slots__ = ("_counted", "_counter")
+    __slots__ = ("epoch", "samples")
 
     def __init__(self, marks: list[Mark], unix: float, counter: SampleCounter) -> None:
-        self._marks = marks
-        self._unix = unix
-        self._counter = counter
-        self._counted: tuple[int | None, int] | None = None
+        super().__init__(marks, unix)
+        self.epoch: int | None = None
+        self.samples = 0
+        try:
+            for _, _, _, note in marks:
+                if note.__class__ is tuple:
+                    note[0](counter, *note[1:])
+            self.samples = counter.take()
+            self.epoch = counter.training.epoch if counter.training else None
+        except Exception as error:
+            if counter.switch_off is None:
+                raise
+            counter.switch_off(error)
 
-    def count(self) -> tuple[int | None, int]:
-        """The epoch, and its samples. Steps are counted one after the other, each once."""
-        if self._counted is None:
-            try:
-                self._counted = self._count(self._counter)
-            except Exception as error:
-                self._counted = (None, 0)
-                if self._counter.switch_off is None:
-                    raise
-                self._counter.switch_off(error)
-        return self._counted
-
-    def _count(self, counter: SampleCounter) -> tuple[int | None, int]:
-        for _, _, _, note in self._marks:
-            if note is not None:
-                note[0](counter, *note[1:])
-        return (counter.training.epoch if counter.training else None), counter.take()
-
-    def text(self) -> str:
-        epoch, samples = self.count()
-        known = "" if epoch is None else f'"epoch":{epoch},'
-        return f'{known}"samples":{samples},{super().text()}'
+    def line(self, late: WhatIsLate = "wait") -> str:
+        """Its event; without what the device never came to tell."""
+        _, end, _, step = self._marks[-1]
+        line = f'{{"v":{SCHEMA_VERSION},"t":{self._unix + end:.6f},"event":"step","step":{step}'
+        with suppress(Exception):  # a device that was lost has nothing more to say
+            if late == "wait" or self.ready():
+                epoch = "" if self.epoch is None else f'"epoch":{self.epoch},'
+                line += f',{epoch}"samples":{self.samples},{self.text()}'
+        return line + "}\n"
 
 
 def content(tensor: Any) -> int:
