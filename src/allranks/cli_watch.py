@@ -233,8 +233,8 @@ def look_once(watcher: Watcher, marks: dict[str, Mark], *, ranks: bool, as_json:
 
 
 def watch_in_terminal(watcher: Watcher, marks: dict[str, Mark], notifier: Notifier | None) -> None:
+    from allranks.watch.screen import show
     from allranks.watch.terminal import View
-    from allranks.watch.terminal import watch as show
 
     show(View(watcher, marks, stopper(watcher), notifier))
 
@@ -303,7 +303,7 @@ def watch_job(job: str, marks: dict[str, Mark], *, once: bool, stacks: bool, as_
     from allranks.events import to_json
     from allranks.watch import jobs
     from allranks.watch.job_screen import JobView, job_lines
-    from allranks.watch.job_screen import watch_job as show
+    from allranks.watch.screen import show
 
     facts = jobs.find_job(job)
     if not (once or stacks or as_json):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,13 +32,14 @@ from allranks.watch.words import duration, hours, sparkline
 KEYS = (
     ("up, down, k, j", "move; page up and down, home and end too"),
     ("tab", "to the ranks of the run, and back"),
-    ("enter, l", "logs: of the run, or of the selected rank"),
+    ("enter, l", "logs: of the run, or of the selected rank; / searches them"),
     ("s", "stop the run at a checkpoint (asks first)"),
     ("q", "leave; the runs go on"),
     ("?", "this page"),
 )
-LOG_KEYS = "up/down scroll  left/right other rank  end follow  q back"
+LOG_KEYS = "↑↓ scroll  ←→ other rank  / search  end follow  q back"
 NO_RUNS = "no runs here: allranks run job.yaml starts one, allranks submit queues one"
+TAKING_TURNS = 0.1  # of a step, spent waiting for slower ranks
 MAIN_KEYS = "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help"
 
 
@@ -128,6 +130,8 @@ def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: fl
     before = {key: size for key, size in widths.items() if key not in UNDER_REASON}
     line = join(RUN_COLUMNS, before, row)
     room = sum(widths.values()) + len(widths) - 1 - line.cell_len - 1
+    if room < 1:
+        return line
     style = STATE_STYLES.get(state_word(run), "") if run.state != "queued" else ""
     text = Text(said, style=style)
     text.truncate(max(0, room), overflow="ellipsis", pad=True)
@@ -157,15 +161,18 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     unit = "GPU-hours" if run.is_gpu else "rank-hours"
     facts.append(f"{hours(run.rank_hours)} {unit}")
     if run.efficiency is not None:
-        facts.append(f"{run.efficiency:.0%} of {run.world_size} times {run.baseline}")
+        one = shortened(clean(run.baseline or ""), 24)
+        facts.append(f"{run.efficiency:.0%} efficiency beside {one}")
     facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
     if said := reason(run, day(scene.now)):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))
+    if run.state == "failed" or run.stalled:
+        lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
     if scene.parts is not None:
         shares, slowest = parts_lines(scene.parts)
         fits = shares.cell_len + slowest.cell_len + 2 <= width
-        lines += [shares + Text("  ") + slowest] if fits else [shares, slowest]
+        lines += [shares + Text("  ") + slowest] if fits or not slowest else [shares, slowest]
     for line in lines[1:]:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -175,13 +182,16 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
     """Where a step's time goes, and whom the ranks wait for."""
     whole = sum(parts.seconds.values()) or 1.0
     by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
-    shares = "  ".join(f"{name} {seconds / whole:.0%}" for name, seconds in by_size)
+    shares = "  ".join(
+        f"{name} {seconds / whole:.0%}" for name, seconds in by_size if seconds >= 0.005 * whole
+    )
     slowest = Text()
-    if parts.slowest_rank is not None:
+    if parts.slowest_rank is None and parts.seconds["straggler"] >= TAKING_TURNS * whole:
+        slowest = Text("no rank is the slowest: they take turns")
+    elif parts.slowest_rank is not None:
         by = f", longer in {parts.slowest_part}" if parts.slowest_part else ""
         often = f"last in {parts.slowest_share:.0%} of {parts.steps} steps"
-        style = "yellow" if parts.slowest_share > 0.5 else ""
-        slowest = Text(f"slowest: rank {parts.slowest_rank}, {often}{by}", style=style)
+        slowest = Text(f"slowest: rank {parts.slowest_rank}, {often}{by}", style="yellow")
     return Text(f"step {duration(whole)}: {shares}"), slowest
 
 
@@ -240,7 +250,8 @@ def help_screen(marks: Mapping[str, Mark], width: int, height: int) -> list[Text
         Text(),
         Text("marks: + is good, ! asks for a look (--mark NAME=LIMITS)", style="bold"),
     ]
-    lines += [Text(f"  {mark_in_words(name, mark)}") for name, mark in marks.items()]
+    typed = [mark_in_words(name, mark) for name, mark in marks.items()]
+    lines += [Text(f"  {words:<16}{meaning}") for words, meaning in typed]
     lines += [
         Text(),
         Text("took, data, wait: means over the last steps; wait is for other ranks and bytes"),
@@ -250,11 +261,15 @@ def help_screen(marks: Mapping[str, Mark], width: int, height: int) -> list[Text
     return framed(lines, width, height, "any key goes back")
 
 
-def log_screen(title: str, lines: Sequence[str], width: int, height: int, state: str) -> list[Text]:
-    """A page of a log."""
+def log_screen(
+    title: str, lines: Sequence[str], width: int, height: int, bottom: str, wanted: str = ""
+) -> list[Text]:
+    """A page of a log, with what is searched for made visible."""
     head = Text(clean(title), style="bold")
     body = [Text(clean(line)) for line in lines[-(height - 2) :]] if height > 2 else []
-    return framed([head, *body], width, height, f"{state}  {LOG_KEYS}")
+    for line in body if wanted else []:
+        line.highlight_regex(f"(?i){re.escape(wanted)}", "reverse")
+    return framed([head, *body], width, height, bottom)
 
 
 def framed(lines: list[Text], width: int, height: int, keys: str) -> list[Text]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,13 +14,19 @@ from allranks.plain import clean
 from allranks.watch import columns
 from allranks.watch.columns import Column, fit, join
 from allranks.watch.draw import framed
-from allranks.watch.jobs import JobFacts, Sample, Sampling, collect, stack_lines
+from allranks.watch.jobs import (
+    SAMPLE_SECONDS,
+    JobFacts,
+    Sample,
+    Sampling,
+    collect,
+    stack_lines,
+)
 from allranks.watch.lines import marked
 from allranks.watch.marks import Mark, share
-from allranks.watch.screen import Terminal
-from allranks.watch.words import num_bytes
+from allranks.watch.screen import LETTERS
+from allranks.watch.words import duration, num_bytes, whole_duration
 
-TICK_SECONDS = 1.0
 KEYS = "↑↓ scroll  d stack dumps  q quit"
 STACK_KEYS = "↑↓ scroll  q back"
 
@@ -41,16 +49,26 @@ PROCESS_COLUMNS = (
     Column(key="state", title="", rank=4, width=8, right=False),
     Column(key="command", title="command", rank=3, width=12, right=False, most=120),
 )
+OLD_SAMPLES = 3  # after so many that did not come, a node is silent
 STATES = {"R": "runs", "S": "sleeps", "D": "on disk", "T": "stopped", "t": "traced"}
 
 
 def job_lines(
-    facts: JobFacts, samples: Sequence[Sample], marks: Mapping[str, Mark], width: int
+    facts: JobFacts,
+    samples: Sequence[Sample],
+    marks: Mapping[str, Mark],
+    width: int,
+    *,
+    passed: float = 0.0,
+    now: float | None = None,
 ) -> list[Text]:
-    """Everything that is known of a job's nodes, as one long page."""
+    """Everything that is known of a job's nodes, as one long page, so long after SLURM was asked.
+
+    With `now`, samples that are old by then are said to be.
+    """
     title = Text(f"job {facts.job} {clean(facts.name)}", style="bold")
-    title.append(f"  {facts.state.lower()} for {facts.elapsed}, {facts.left} left", style="")
-    lines = [title, *(node_line(sample) for sample in samples)]
+    title.append(f"  {times(facts, passed)}", style="not bold")
+    lines = [title, *(node_line(sample, now) for sample in samples)]
     gpus = [gpu_cells(s["node"], gpu, marks) for s in samples for gpu in s.get("gpus", [])]
     processes = [
         process_cells(sample["node"], one)
@@ -72,14 +90,38 @@ def in_order(process: Mapping[str, object]) -> tuple[float, int]:
     return (int(rank) if rank.isdigit() else float("inf"), int(str(process["pid"])))
 
 
-def node_line(sample: Sample) -> Text:
+def times(facts: JobFacts, passed: float) -> str:
+    """How long it has run, and how long it may."""
+    elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
+    said = facts.state.lower()
+    if elapsed is not None:
+        said += f" for {whole_duration(elapsed + passed)}"
+    if left is not None:
+        return f"{said}, {whole_duration(max(0.0, left - passed))} left of its time limit"
+    return f"{said}, without a time limit" if facts.left == "UNLIMITED" else said
+
+
+def clock_seconds(text: str) -> float | None:
+    """SLURM's 1-02:03:04, 2:03:04 and 3:04; None for its words."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def node_line(sample: Sample, now: float | None = None) -> Text:
     if "memory_total" not in sample:
         return Text(f"{sample['node']}: no answer", style="yellow")
     used = sample["memory_total"] - sample["memory_available"]
     said = f"{num_bytes(used)} of {num_bytes(sample['memory_total'])} memory in use"
     busy = sum(process.get("cpu") or 0.0 for process in sample["processes"])
     cpus = f"{busy:.1f} of {sample['cpus']} CPUs in use by the job"
-    return Text(f"{sample['node']}: {cpus}, {said}")
+    line = Text(f"{sample['node']}: {cpus}, {said}")
+    age = now - sample["t"] if now is not None else 0.0
+    if age > OLD_SAMPLES * SAMPLE_SECONDS:
+        line.append(f", {duration(age)} ago", style="yellow")
+    return line
 
 
 def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) -> dict[str, Text]:
@@ -124,11 +166,14 @@ class JobView:
         self.top = 0
         self.is_over = False
         self.problem = ""
+        self.is_asking = False  # for stacks
+        self._begin = time.monotonic()
+        self._sampling = Sampling(facts)
 
-    def look(self, sampling: Sampling) -> None:
+    def look(self) -> None:
         try:
-            self.samples |= {sample["node"]: sample for sample in sampling.new()}
-            if sampling.is_over and not self.problem:
+            self.samples |= {sample["node"]: sample for sample in self._sampling.new()}
+            if self._sampling.is_over and not self.problem:
                 self.problem = "the job has ended"
         except AllranksError as error:
             self.problem = error.what
@@ -137,49 +182,44 @@ class JobView:
         if self.stacks is not None:
             return [Text(clean(line)) for line in self.stacks]
         known = [self.samples[name] for name in sorted(self.samples)]
-        lines = job_lines(self.facts, known, self.marks, width)
-        return lines if known else [*lines, Text("waiting for the job's nodes to answer")]
+        passed = time.monotonic() - self._begin
+        lines = job_lines(self.facts, known, self.marks, width, passed=passed, now=time.time())
+        silent = [node for node in self.facts.nodes if node not in self.samples]
+        if silent and not self.problem:
+            named = f"{', '.join(silent[:4])}{', …' if len(silent) > 4 else ''}"
+            lines.insert(1 + len(known), Text(f"waiting for {named} to answer", style="yellow"))
+        return lines
 
-    def draw(self, terminal: Terminal) -> None:
-        width, height = terminal.size()
+    def draw(self, width: int, height: int) -> list[Text]:
         lines = self.lines(width)
         self.top = max(0, min(self.top, len(lines) - (height - 1)))
         keys = STACK_KEYS if self.stacks is not None else KEYS
         keys = f"! {clean(self.problem)}  {keys}" if self.problem else keys
-        terminal.draw(framed(lines[self.top : self.top + height - 1], width, height, keys))
+        keys = f"asking every node where its processes are  {keys}" if self.is_asking else keys
+        return framed(lines[self.top : self.top + height - 1], width, height, keys)
 
     def press(self, key: str, rows: int) -> None:
+        key = LETTERS.get(key, key)
         moves = {"up": -1, "down": 1, "page up": 2 - rows, "page down": rows - 2}
         moves |= {"home": -(1 << 30), "end": 1 << 30}
         if key in moves:
             self.top += moves[key]
-        elif key == "d" and self.stacks is None:
-            self.take_stacks()
+        elif key == "d" and self.stacks is None and not self.is_asking:
+            self.is_asking = True
+            threading.Thread(target=self._take_stacks, name="stacks", daemon=True).start()
         elif key in ("q", "escape") and self.stacks is not None:
             self.stacks, self.top = None, 0
         elif key == "q":
             self.is_over = True
 
-    def take_stacks(self) -> None:
+    def _take_stacks(self) -> None:
+        """Takes seconds, more where nodes are busy: beside the screen."""
         try:
             self.stacks, self.top = stack_lines(collect(self.facts, "stacks")), 0
         except AllranksError as error:
             self.problem = error.what
+        self.is_asking = False
 
-
-def watch_job(view: JobView) -> None:
-    """Until the user leaves. The step on the job's nodes ends with it."""
-    sampling = Sampling(view.facts)
-    try:
-        with Terminal() as terminal:
-            due = 0.0
-            while not view.is_over:
-                if time.monotonic() >= due:
-                    view.look(sampling)
-                    due = time.monotonic() + TICK_SECONDS
-                view.draw(terminal)
-                key = terminal.key(max(0.0, due - time.monotonic()))
-                if key is not None and key != "resize":
-                    view.press(key, terminal.size()[1])
-    finally:
-        sampling.close()
+    def close(self) -> None:
+        """The step on the job's nodes ends with the view."""
+        self._sampling.close()

@@ -12,7 +12,7 @@ from allranks.plain import clean
 from allranks.watch.columns import Column
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView
-from allranks.watch.words import count, duration, hours, num_bytes, sparkline
+from allranks.watch.words import count, duration, hours, num_bytes, sparkline, whole_duration
 
 STATE_STYLES = {
     "running": "green",
@@ -126,7 +126,7 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
     of_link = share(traffic, rank.link)
     busy = share(rank.workers_cpu, rank.num_workers)
     age = max(0.0, now - rank.heartbeat) if rank.heartbeat is not None else None
-    seen = rank.state or ("" if age is None else duration(max(1.0, round(age))))
+    seen = rank.state or ("" if age is None else whole_duration(age))
     return {
         "rank": Text(str(rank.rank)),
         "node": Text(clean(rank.node or "")),

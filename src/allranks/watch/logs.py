@@ -21,6 +21,7 @@ class LogPage:
         self.path = path
         self.lines: list[str] = []  # as they are in the file, but for the bodies of private keys
         self.above: int | None = None  # lines above the last shown; None: follows the end
+        self.found: int | None = None  # the line that a search has come to
         self.is_cut = False  # there is more before what is kept
         self._offset = 0
         self._rest = b""
@@ -58,6 +59,7 @@ class LogPage:
             self.lines, self.is_cut = self.lines[half:], True
             self._num_bytes //= 2
             self.above = max(0, self.above - half) if self.above is not None else None
+            self.found = max(0, self.found - half) if self.found is not None else None
         return True
 
     def page(self, rows: int) -> list[str]:
@@ -76,6 +78,23 @@ class LogPage:
         end = len(self.lines) if self.above is None else self.above
         end = max(min(rows, len(self.lines)), end + lines)
         self.above = None if end >= len(self.lines) else end
+
+    def find(self, wanted: str, rows: int, *, up: bool) -> bool:
+        """Scroll to the next line that holds it, into the middle of the page; whether there is one.
+
+        From the line that was found last, or from the end of the page.
+        """
+        here = self.found if self.found is not None else self.above or len(self.lines)
+        low = wanted.casefold()
+        places = range(here - 1, -1, -1) if up else range(here + 1, len(self.lines))
+        for at in places:
+            line = self.lines[at]
+            # What is not shown is not found: no secret can be guessed letter by letter.
+            if low in line.casefold() and low in shown(line.encode()).casefold():
+                self.found = at
+                self.above = min(len(self.lines), max(rows, at + 1 + rows // 2))
+                return True
+        return False
 
     def state(self) -> str:
         if self.above is None:

@@ -77,12 +77,12 @@ def parse_marks(texts: Iterable[str]) -> dict[str, Mark]:
     return marks
 
 
-def mark_in_words(name: str, mark: Mark) -> str:
-    """`gpu_util=80,90  GPU utilisation: ! under 80%, + from 90%`."""
+def mark_in_words(name: str, mark: Mark) -> tuple[str, str]:
+    """`gpu_util=80,90` as it is typed, and `GPU utilisation: ! under 80%, + from 90%`."""
     signs = {"warn_under": "! under", "good_from": "+ from", "warn_over": "! over"}
     typed = ",".join(f"{limit:g}" for limit in mark.limits.values())
     said = ", ".join(f"{signs[key]} {limit:g}%" for key, limit in mark.limits.items())
-    return f"{name}={typed}  {mark.about}: {said}"
+    return f"{name}={typed}", f"{mark.about}: {said}"
 
 
 def share(part: float | None, whole: float | None) -> float | None:

@@ -18,7 +18,11 @@ from allranks.watch.tail import Event, EventTail
 from allranks.watch.views import History, Parts, RankView
 
 RECENT_STEPS = 32
-SPLIT_STEPS = 16
+MOMENTS, MOMENT_SECONDS = 120, 5.0  # ten minutes of a run, by which its time left is told
+MIN_CLOCK_SECONDS = 20.0
+MIN_ROWS = 4  # steps, to tell a slow rank from chance
+WORTH_A_MARK = 0.02  # of a step
+CLEARLY = 4.0  # standard errors: the last of 64 equal ranks is seldom so far off
 CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
 DEVICE_KEYS = (
     *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
@@ -38,9 +42,10 @@ class RankReader:
     network: Mapping[str, float] = field(default_factory=dict)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     curves: dict[str, Series] = field(default_factory=dict)
+    moments: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOMENTS))
     first_time: float | None = None
     last_time: float | None = None
-    longest_gap: float = 0.0  # between two steps
+    longest_pause: float = 0.0  # seconds between two steps
     _past: Iterator[list[Event]] | None = None  # places in what was written before
 
     def look(self) -> list[Event]:
@@ -88,11 +93,14 @@ class RankReader:
             self.end = event
 
     def _take_step(self, event: Event) -> None:
-        before = self.recent[-1] if self.recent else self.start
-        # Between steps of a thinned file lies more than one step.
-        if "t" in before and event["step"] - before.get("step", 0) == 1:
-            self.longest_gap = max(self.longest_gap, event["t"] - before["t"])
+        before = self.recent[-1] if self.recent else {}
+        # Between steps of a thinned file lies more than one step. The way to the first step is no
+        # pause: whoever waits for it waits for imports and compilers.
+        if event["step"] - before.get("step", event["step"]) == 1:
+            self.longest_pause = max(self.longest_pause, event["t"] - before["t"])
         self.recent.append(event)
+        if not self.moments or event["t"] - self.moments[-1][0] >= MOMENT_SECONDS:
+            self.moments.append((event["t"], event["step"]))
         self._draw(event)
 
     def _draw(self, event: Event) -> None:
@@ -112,6 +120,14 @@ class RankReader:
     @property
     def step(self) -> int | None:
         return int(self.recent[-1]["step"]) if self.recent else None
+
+    def clock_seconds(self) -> float | None:
+        """Of a step by the clock, over ten minutes: with what lies between steps, as validation."""
+        if not self.moments or not self.recent:
+            return None
+        (begin, first), last = self.moments[0], self.recent[-1]
+        passed, steps = last["t"] - begin, last["step"] - first
+        return passed / steps if steps > 0 and passed >= MIN_CLOCK_SECONDS else self.mean("seconds")
 
     def mean(self, key: str) -> float | None:
         """Of the last steps."""
@@ -149,6 +165,7 @@ class RunReader:
         self.ranks: dict[int, RankReader] = {}
         self.lead: RankReader | None = None
         self._past_hours = 0.0  # of attempts that are over
+        self._past_pause = 0.0
         self._parts: Parts | None = None
         self._has_parts = False
 
@@ -178,7 +195,7 @@ class RunReader:
         return is_new
 
     def _begin(self, number: int) -> None:
-        self._past_hours = self.rank_hours(None)
+        self._past_hours, self._past_pause = self.rank_hours(None), self.longest_pause
         self.attempt, self.ranks, self.lead = number, {}, None
 
     def _add(self, rank: int) -> RankReader:
@@ -213,6 +230,11 @@ class RunReader:
             self.losses.go_back(event["step"])
         elif kind == "end" and isinstance(event.get("metrics"), dict):
             self.metrics |= event["metrics"]
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds between two steps of one attempt; a resumed run pauses as it did before."""
+        return max(self._past_pause, self.lead.longest_pause if self.lead else 0.0)
 
     @property
     def start(self) -> Event:
@@ -265,8 +287,9 @@ class RunReader:
         if len(means) < 2:
             return None
         longest = max(means, key=lambda rank: means[rank])
-        is_longer = means[longest] > 1.05 * statistics.median(means.values())
-        return longest if is_longer else None
+        usual = statistics.median(mean for rank, mean in means.items() if rank != longest)
+        steps = [e["seconds"] for e in self.ranks[longest].recent if "seconds" in e]
+        return longest if stands_out([took - usual for took in steps], usual) else None
 
     def parts(self) -> Parts | None:
         """Where the last steps' time went; None where not all ranks' phases are known."""
@@ -276,14 +299,17 @@ class RunReader:
 
     def _split(self) -> Parts | None:
         ranks = sorted(self.ranks)
-        rows = common_rows([self.ranks[rank].recent for rank in ranks])[-SPLIT_STEPS:]
+        rows = common_rows([self.ranks[rank].recent for rank in ranks])
         if not rows or not all(key in event for row in rows for event in row for key in PHASES):
             return None
         split = split_waits(rows)
+        last = split.slowest
+        if last is None or not stands_out(lateness(rows, last), math.fsum(split.parts.values())):
+            return Parts(seconds=split.parts, steps=len(rows))
         return Parts(
             seconds=split.parts,
             steps=len(rows),
-            slowest_rank=ranks[split.slowest] if split.slowest is not None else None,
+            slowest_rank=ranks[last],
             slowest_share=split.slowest_share,
             slowest_part=split.slowest_part,
         )
@@ -315,6 +341,26 @@ class RunReader:
             (batch or n * world) / took if took and n else None
             for n, took in zip(samples, seconds, strict=False)
         )
+
+
+def lateness(rows: Sequence[Sequence[Event]], last: int) -> list[float]:
+    """How much longer the others wait in each step than the rank that comes last."""
+    return [
+        statistics.median(event[WAIT] for r, event in enumerate(row) if r != last) - row[last][WAIT]
+        for row in rows
+    ]
+
+
+def stands_out(differences: Sequence[float], whole: float) -> bool:
+    """Whether a rank's steps differ by something that matters, and by more than chance.
+
+    Of equal ranks one always comes last most often: it is not to be called the slowest.
+    """
+    mean = statistics.fmean(differences)
+    if len(differences) < MIN_ROWS or mean < WORTH_A_MARK * whole:
+        return False
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean > CLEARLY * error
 
 
 def common_rows(ranks: Sequence[Sequence[Event]]) -> list[list[Event]]:

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 import tty
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -29,8 +30,11 @@ KEYS = {
     **{"\x1b[5~": "page up", "\x1b[6~": "page down", "\x1b[H": "home", "\x1b[F": "end"},
     **{"\x1b[1~": "home", "\x1b[4~": "end", "\x1bOH": "home", "\x1bOF": "end"},
     **{"\r": "enter", "\n": "enter", "\t": "tab", "\x1b[Z": "tab", "\x1b": "escape"},
-    **{"k": "up", "j": "down", "h": "left", "g": "home", "G": "end", "l": "enter"},
+    **{"\x7f": "backspace", "\b": "backspace"},
 }
+# What these mean where no text is typed.
+LETTERS = {"k": "up", "j": "down", "h": "left", "g": "home", "G": "end", "l": "enter"}
+TICK_SECONDS = 1.0
 SEQUENCE_SECONDS = 0.05  # in which the rest of an arrow key comes, over a slow line too
 
 # Waits for a word. None comes if its parent is killed: then it gives the terminal back.
@@ -190,6 +194,41 @@ class Terminal:
         signal.signal(signal.SIGTSTP, self._suspend)
         self._take()
         self._wake(number, frame)
+
+
+class View(Protocol):
+    """What is shown until the user leaves."""
+
+    is_over: bool
+
+    def look(self) -> None:
+        """Read what is new."""
+
+    def draw(self, width: int, height: int) -> list[Text]:
+        """The screen: `height` lines of at most `width` cells."""
+
+    def press(self, key: str, rows: int) -> None:
+        """What a key does; `rows` of the screen are a page."""
+
+    def close(self) -> None:
+        """Whatever becomes of the terminal, this is called last."""
+
+
+def show(view: View) -> None:
+    """Look, draw and take keys until the user leaves."""
+    try:
+        with Terminal() as terminal:
+            due = 0.0
+            while not view.is_over:
+                if time.monotonic() >= due:
+                    view.look()
+                    due = time.monotonic() + TICK_SECONDS
+                terminal.draw(view.draw(*terminal.size()))
+                key = terminal.key(max(0.0, due - time.monotonic()))
+                if key is not None and key != "resize":
+                    view.press(key, terminal.size()[1])
+    finally:
+        view.close()
 
 
 def start_guard(terminal: int) -> subprocess.Popen[bytes] | None:

@@ -74,8 +74,17 @@ class Points:
         self.steps.append(step)
         self.values.append(value)
         if len(self.steps) > MAX_POINTS:
-            self.steps, self.values = self.steps[::2], self.values[::2]
+            self._thin()
             self._stride *= 2
+
+    def _thin(self) -> None:
+        """Of every two points one; the one that is not a number, if there is one."""
+        values = self.values
+        kept = [
+            at + 1 if at + 1 < len(values) and values[at + 1] is None else at
+            for at in range(0, len(values), 2)
+        ]
+        self.steps, self.values = [self.steps[at] for at in kept], [values[at] for at in kept]
 
     def go_back(self, step: int) -> None:
         """Forget what came after `step`: a later attempt makes these steps anew."""

@@ -74,6 +74,7 @@ def run_view(
     world = start.get("world_size") or ranks_of(layout)
     step, steps = lead.step if lead else None, start.get("steps")
     took = lead.mean("seconds") if lead else None
+    by_clock = lead.clock_seconds() if lead else None
     pace = reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
     one_rank, one_pace = baseline if baseline and (world or 1) > 1 else (None, None)
@@ -104,7 +105,9 @@ def run_view(
         samples_per_second=pace,
         efficiency=pace / (world * one_pace) if pace and world and one_pace else None,
         baseline=one_rank,
-        seconds_left=(steps - step) * took if is_running and steps and step and took else None,
+        seconds_left=(steps - step) * by_clock
+        if is_running and steps and step and by_clock
+        else None,
         rank_hours=reader.rank_hours(now if is_running else None),
         checkpoint=reader.checkpoint,
         started=lead.first_time if lead else None,
@@ -122,7 +125,7 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
         passed, limit = now - lead.first_time, stalled or FIRST_STEP_SECONDS
         return f"stalled: no first step for {duration(passed)}" if passed > limit else None
     passed = now - lead.recent[-1]["t"]
-    limit = stalled or max(STALLED_SECONDS, STALLED_TIMES * lead.longest_gap)
+    limit = stalled or max(STALLED_SECONDS, STALLED_TIMES * reader.longest_pause)
     if passed <= limit:
         return None
     before = f"; steps before took {duration(took)}" if (took := lead.mean("seconds")) else ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ CHUNK_BYTES = 4 << 20
 # Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those
 # of a second are taken whole, and of a file that is a day long every n-th.
 MAX_STEPS = 1000
+LAST_STEPS = 32  # of a chunk, taken whole: all ranks' last steps are laid side by side
 # Of a file that is longer than this when it is first opened, head and tail are read, and the rest
 # is looked at later, in some places.
 WHOLE_BYTES = 512 << 10
@@ -23,6 +26,7 @@ PLACE_BYTES = 2 << 10
 
 STEP = b'"event":"step"'
 LOSS = b'"loss":'
+TIME = re.compile(rb'"t":([0-9.]+)')
 
 _decode = json.JSONDecoder().decode
 
@@ -78,17 +82,33 @@ class EventTail:
 
 
 def thin(lines: list[bytes]) -> list[bytes]:
-    """All lines that are not steps, and at most MAX_STEPS steps with a loss and as many without."""
+    """All lines that are not steps, and a fair part of the others.
+
+    Of steps with a loss at most MAX_STEPS, of those without as many; the first, the last ones, and
+    the two around the longest pause: how long a run may be silent is judged by it.
+    """
     if len(lines) <= MAX_STEPS:
         return lines
-    plain = [at for at, line in enumerate(lines) if STEP in line and LOSS not in line]
-    with_loss = [at for at, line in enumerate(lines) if LOSS in line and STEP in line]
-    if len(plain) + len(with_loss) <= MAX_STEPS:
+    steps = [at for at, line in enumerate(lines) if STEP in line]
+    if len(steps) <= MAX_STEPS:
         return lines
-    last = max(plain[-1:] + with_loss[-1:])
-    kept = {last, *every(plain), *every(with_loss)}
-    dropped = {*plain, *with_loss} - kept
+    plain = [at for at in steps if LOSS not in lines[at]]
+    with_loss = [at for at in steps if LOSS in lines[at]]
+    kept = {steps[0], *steps[-LAST_STEPS:], *every(plain), *every(with_loss)}
+    kept.update(around_longest_pause(lines, steps))
+    dropped = set(steps) - kept
     return [line for at, line in enumerate(lines) if at not in dropped]
+
+
+def around_longest_pause(lines: list[bytes], steps: list[int]) -> tuple[int, int]:
+    """The two steps next to each other with the most time between them."""
+    found = [(at, TIME.search(lines[at])) for at in steps]
+    times = [(at, float(match[1])) for at, match in found if match is not None]
+    pauses = (
+        (after - before, first, second) for (first, before), (second, after) in pairwise(times)
+    )
+    _, first, second = max(pauses, default=(0.0, steps[0], steps[0]))
+    return first, second
 
 
 def every(places: list[int]) -> list[int]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rich.text import Text
+
 from allranks.errors import AllranksError
-from allranks.watch.draw import Scene, help_screen, log_screen, screen
+from allranks.watch.draw import LOG_KEYS, Scene, help_screen, log_screen, screen
 from allranks.watch.live import Watcher
 from allranks.watch.logs import JOB, LogPage, log_path, log_ranks
 from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier
-from allranks.watch.screen import Terminal
+from allranks.watch.screen import LETTERS
 from allranks.watch.views import RankView, RunView
 
-TICK_SECONDS = 1.0
 MESSAGE_SECONDS = 6.0
 
 Stop = Callable[[str], str]  # a run's name; what was done to it, in words
@@ -29,6 +31,35 @@ class OpenLog:
     run: str
     rank: int
     page: LogPage
+    wanted: str = ""  # what is searched for
+    is_typed: bool = False  # it is being typed
+    is_found: bool = True
+
+    def draw(self, width: int, height: int) -> list[Text]:
+        title = f"{self.run}  {'the job' if self.rank == JOB else f'rank {self.rank}'}"
+        lines = self.page.page(height - 2) or ["(this log is empty)"]
+        bottom = f"{self.page.state()}  {LOG_KEYS}"
+        if self.is_typed:
+            bottom = f"search: {self.wanted}_  enter finds, escape leaves"
+        elif self.wanted:
+            none = "" if self.is_found else "no more "
+            bottom = f"{none}{self.wanted!r}  n: further up  N: further down  {bottom}"
+        return log_screen(title, lines, width, height, bottom, self.wanted)
+
+    def type(self, key: str, rows: int) -> None:
+        """One more key of what is searched for."""
+        if key in ("enter", "escape"):
+            self.is_typed = False
+            self.wanted = self.wanted if key == "enter" else ""
+            self.page.found = None
+            self.find(rows, up=True)
+        elif key == "backspace":
+            self.wanted = self.wanted[:-1]
+        elif len(key) == 1 and key.isprintable():
+            self.wanted += key
+
+    def find(self, rows: int, *, up: bool) -> None:
+        self.is_found = not self.wanted or self.page.find(self.wanted, rows, up=up)
 
 
 class View:
@@ -71,20 +102,12 @@ class View:
             while self.notifier.problems:
                 self.say(self.notifier.problems.pop())
 
-    def draw(self, terminal: Terminal) -> None:
-        width, height = terminal.size()
+    def draw(self, width: int, height: int) -> list[Text]:
         if self.shows_help:
-            terminal.draw(help_screen(self.marks, width, height))
-        elif self.log is not None:
-            log = self.log
-            whose = "the job" if log.rank == JOB else f"rank {log.rank}"
-            lines = log.page.page(height - 2)
-            if not lines:
-                lines = ["(nothing yet)"]
-            title = f"{log.run}  {whose}"
-            terminal.draw(log_screen(title, lines, width, height, log.page.state()))
-        else:
-            terminal.draw(screen(self.scene(), width, height))
+            return help_screen(self.marks, width, height)
+        if self.log is not None:
+            return self.log.draw(width, height)
+        return screen(self.scene(), width, height)
 
     def scene(self) -> Scene:
         message = self._message if time.monotonic() < self._message_until else ""
@@ -106,6 +129,9 @@ class View:
 
     def press(self, key: str, rows: int) -> None:
         """What a key does, on whichever screen is shown; `rows` of it are a page."""
+        if self.log is not None and self.log.is_typed:
+            return self.log.type(key, max(1, rows - 2))
+        key = LETTERS.get(key, key)
         if self.shows_help:
             self.shows_help = False
         elif self.asked:
@@ -161,8 +187,10 @@ class View:
         if not known:
             self.say(f"{run.name} has no logs yet")
             return
-        if rank is None:  # of a run: what ended it, where that is known, else its first rank
-            rank = next((one for one in known if one != JOB), known[0])
+        if rank is None:  # of a run: who ended it, where that is known, else its first rank
+            culprit = re.match(r"rank (\d+)\b", self._reason())
+            first = next((one for one in known if one != JOB), known[0])
+            rank = int(culprit[1]) if culprit and int(culprit[1]) in known else first
         path = log_path(run, rank)
         if path is None:
             self.say(f"rank {rank} has no log")
@@ -170,12 +198,19 @@ class View:
         self.log = OpenLog(run.name, rank, LogPage(path))
         self.log.page.look()
 
+    def _reason(self) -> str:
+        return next((run.reason or "" for run in self.runs if run.run == self.selected), "")
+
     def _press_in_log(self, log: OpenLog, key: str, rows: int) -> None:
         page = max(1, rows - 2)
         moves = {"up": -1, "down": 1, "page up": -page, "page down": page, " ": page}
         moves |= {"home": -(1 << 60), "end": 1 << 60}
         if key in moves:
             log.page.scroll(moves[key], page)
+        elif key == "/":
+            log.wanted, log.is_typed = "", True
+        elif key in ("n", "N"):
+            log.find(page, up=key == "n")
         elif key in ("left", "right"):
             run = self.watcher.run_dir(log.run)
             known = log_ranks(run) if run else []
@@ -209,21 +244,3 @@ class View:
         thread = threading.Thread(target=stop, name="stop", daemon=True)
         thread.start()
         self._stopping.append(thread)
-
-
-def watch(view: View) -> None:
-    """Until the user leaves."""
-    try:
-        with Terminal() as terminal:
-            due = 0.0
-            while not view.is_over:
-                now = time.monotonic()
-                if now >= due:
-                    view.look()
-                    due = time.monotonic() + TICK_SECONDS
-                view.draw(terminal)
-                key = terminal.key(max(0.0, due - time.monotonic()))
-                if key is not None and key != "resize":
-                    view.press(key, terminal.size()[1])
-    finally:
-        view.close()

@@ -96,9 +96,9 @@ class Parts:
 
     seconds: dict[str, float]  # of a step: compute, comm, straggler, data, other
     steps: int  # that were looked at
-    slowest_rank: int | None
-    slowest_share: float  # of these steps in which it came last
-    slowest_part: str | None  # what it does longer than the others
+    slowest_rank: int | None = None  # None: no rank is clearly slower than the others
+    slowest_share: float = 0.0  # of these steps in which it came last
+    slowest_part: str | None = None  # what it does longer than the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

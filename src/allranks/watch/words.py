@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{days}d{rest // 3600:02d}h"
 
 
+def whole_duration(seconds: float) -> str:
+    """Without parts of a second, for what ticks: 1s, 45s, 2m05s."""
+    return f"{max(1, round(seconds))}s" if seconds < 59.5 else duration(seconds)
+
+
 def count(number: float) -> str:
     """1.2, 850, 12.3k, 4.5M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
