@@ -133,7 +133,7 @@ def measure(
         page.goto(url)
         page.wait_for_function("() => /\\d/.test(document.getElementById('tiles').textContent)")
         worded = time.perf_counter() - begin
-        page.wait_for_selector("#heat .heatmaplayer image", timeout=60_000)
+        page.wait_for_selector("#heat canvas", timeout=60_000)
         opened = time.perf_counter() - begin
         page.wait_for_timeout(1500)
         opening = frames(page.evaluate(TAKE))

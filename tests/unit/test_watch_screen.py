@@ -203,7 +203,7 @@ def test_marks_are_set_by_name() -> None:
     assert judged(busy, DEFAULT_MARKS)["gpu_util"] == "warn"
     assert judged(busy, DEFAULT_MARKS)["workers"] == "warn"
     assert judged(RankView(rank=0), marks) == dict.fromkeys(marks, "")
-    assert mark_in_words("gpu_util", marks["gpu_util"]).startswith("gpu_util=50,60  GPU util")
+    assert mark_in_words("gpu_util", marks["gpu_util"])[0] == "gpu_util=50,60"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib.metadata
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from tests.page_runs import LiveRun, held
 
 from allranks.errors import AllranksError
 from allranks.rundir import RunDir
-from allranks.watch import app, server
+from allranks.watch import app, server, uplot
 from allranks.watch.app import FOLDER, Place, make_app
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
@@ -35,7 +36,7 @@ from allranks.watch.views import RunView
 TOKEN = "a-token-that-nobody-knows"
 HOME = "http://127.0.0.1:8888"
 PATHS = [
-    *("/", "/events", "/api/log", "/api/stop", "/static/page.js", "/static/plotly.js", "/nothing"),
+    *("/", "/events", "/api/log", "/api/stop", "/static/page.js", "/static/uplot.js", "/nothing"),
     *("/static/../../etc/passwd", "/static/%2e%2e/app.py", "//", "/?token=", "/?token=wrong"),
 ]
 
@@ -159,14 +160,22 @@ def test_every_file_of_the_page_is_served_and_nothing_else(let_in: TestClient) -
         assert let_in.get(f"/static/{name}").status_code in (404, 405), name
 
 
-def test_plotly_is_the_packages_own(let_in: TestClient) -> None:
-    from plotly.offline import get_plotlyjs
+def test_uplot_is_the_packages_own(let_in: TestClient) -> None:
+    for name, file in uplot.FILES.items():
+        own = importlib.metadata.distribution("uplot-python").locate_file(f"uplot/static/{file}")
+        plain = let_in.get(f"/static/{name}", headers={"accept-encoding": "identity"})
+        packed = let_in.get(f"/static/{name}", headers={"accept-encoding": "gzip"})
+        assert plain.content == Path(str(own)).read_bytes()
+        assert packed.headers["content-encoding"] == "gzip" and packed.content == plain.content
 
-    plain = let_in.get("/static/plotly.js", headers={"accept-encoding": "identity"})
-    packed = let_in.get("/static/plotly.js", headers={"accept-encoding": "gzip"})
-    assert plain.text.removeprefix(app.COMPILE_HINT.decode()) == get_plotlyjs()
-    assert packed.headers["content-encoding"] == "gzip" and packed.content == plain.content
-    assert "immutable" in plain.headers["cache-control"]
+
+def test_another_package_of_uplots_name_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uplot").mkdir()
+    (tmp_path / "uplot" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert uplot.find("uplot.js") is None
 
 
 def test_scripts_import_only_what_there_is() -> None:

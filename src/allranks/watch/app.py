@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from allranks.errors import AllranksError
 from allranks.events import to_json
 from allranks.redact import redact
-from allranks.watch import loglines
+from allranks.watch import loglines, uplot
 from allranks.watch.gate import Gate
 from allranks.watch.hub import Hub
 from allranks.watch.picture import METRICS, Wish
@@ -37,15 +37,14 @@ SCRIPTS = (
     "runs.js",
     "detail.js",
     "charts.js",
+    "plot.js",
     "frames.js",
     "logs.js",
 )
+STATIC = (*SCRIPTS, "page.css", *uplot.FILES)
 MAX_BESIDE = 9
 MAX_QUERY = 200
 MAX_BODY = 4096
-
-# V8 compiles it while it is loaded, not when it is called: the page stands still half as long.
-COMPILE_HINT = b"//# allFunctionsCalledOnLoad\n"
 
 Stop = Callable[[str], str]
 
@@ -95,7 +94,6 @@ class Answers:
         )
         text = environment.get_template("page.html.j2").render(
             version=static_version(),
-            plotly_version=_version(static_file("plotly.js")),
             user=self._place.user,
             host=self._place.host,
             folder=self._place.folder,
@@ -105,12 +103,10 @@ class Answers:
 
     async def static(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in (*SCRIPTS, "page.css", "plotly.js"):
+        if name not in STATIC:
             return Response("No such file.\n", 404, media_type="text/plain")
         kind = "text/css" if name.endswith(".css") else "text/javascript"
         headers = {"vary": "accept-encoding"}
-        if name == "plotly.js":  # large, and named by its content
-            headers["cache-control"] = "private, max-age=31536000, immutable"
         if "gzip" in request.headers.get("accept-encoding", ""):
             headers["content-encoding"] = "gzip"
             return Response(await run_in_threadpool(_packed, name), 200, headers, kind)
@@ -195,11 +191,9 @@ def _count(text: str | None) -> int | None:
 @cache
 def static_file(name: str) -> bytes:
     """By its bare name, which the caller has looked up: never a path from outside."""
-    if name == "plotly.js":
-        from plotly.offline import get_plotlyjs
-
-        return COMPILE_HINT + str(get_plotlyjs()).encode()
-    return (FOLDER / name).read_bytes()
+    path = uplot.find(name) if name in uplot.FILES else FOLDER / name
+    assert path is not None, "the server does not start without it"
+    return path.read_bytes()
 
 
 @cache
@@ -208,8 +202,5 @@ def _packed(name: str) -> bytes:
 
 
 def static_version() -> str:
-    return _version(b"".join(static_file(name) for name in (*SCRIPTS, "page.css")))
-
-
-def _version(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:10]
+    """Changes with any file of the page, so that no browser shows an old one."""
+    return hashlib.sha256(b"".join(static_file(name) for name in STATIC)).hexdigest()[:10]

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 # By any port: ssh may forward another one of the laptop's.
 HOSTS = {b"127.0.0.1", b"localhost", b"[::1]"}
 HEADERS = {
-    # Plotly writes styles into elements, and draws its heat maps as data: images.
-    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    # The icon is a data: image.
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",

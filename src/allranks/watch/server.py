@@ -12,6 +12,7 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.rundir import RunDir
+from allranks.watch import uplot
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.views import RunView
@@ -136,14 +137,19 @@ def host_name() -> str:
 
 
 def _uvicorn() -> Any:
+    missing = None
     try:
-        import plotly
         import starlette
         import uvicorn
+
+        assert starlette
     except ImportError as error:
+        missing = error.name
+    if missing is None and not all(uplot.find(name) for name in uplot.FILES):
+        missing = "uplot-python"
+    if missing is not None:
         raise AllranksError(
-            f"the page needs the package {error.name}, which is not installed",
+            f"the page needs the package {missing}, which is not installed",
             fix="pip install 'allranks[web]'; or leave out --web for the terminal",
-        ) from None
-    assert plotly and starlette
+        )
     return uvicorn

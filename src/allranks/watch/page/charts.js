@@ -1,24 +1,10 @@
-// The plots.
-import {byId, make, number, say} from "./words.js";
+// What the plots of the chosen run show.
+import {byId, count, make, number, say} from "./words.js";
+import {colour, show, showNote, tick} from "./plot.js";
 import {plan} from "./frames.js";
-
-const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-// Plotly reads a little HTML in names: none of theirs is meant as such.
-const inert = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+import {nameParts} from "./runs.js";
 
 const CURVES_MS = 1000, HEAT_MS = 2000, SAME_MS = 10000;
-let onPlotly = null, hasPlotly = false;
-/** Called when Plotly is there. It is large, and the words do not need it: it is loaded after them. */
-export function whenReady(draw) { onPlotly = draw; }
-function loadPlotly() {
-  if (document.getElementById("plotly")) return;
-  const script = document.createElement("script");
-  script.id = "plotly";
-  script.src = "static/plotly.js?" + document.body.dataset.plotly;
-  script.async = true;
-  script.onload = () => { hasPlotly = true; onPlotly(); };
-  document.head.append(script);
-}
 
 // Of a long run a column or a point is many steps, and changes slowly: the same picture is not drawn again.
 const drawn = new Map();
@@ -30,51 +16,53 @@ function isSame(id, sign, isUrgent) {
 }
 const signOf = list => list.map(({x, y}) => `${x.length} ${x[x.length - 1]} ${number(y[y.length - 1])}`).join();
 
-function show(id, traces, layout, why) {
-  const element = byId(id);
-  const note = element.querySelector(":scope > .empty");
-  if (note) note.remove();
-  if (!traces.length) {
-    if (element.data) Plotly.purge(element);
-    element.replaceChildren(make("p", "empty", why));
-    element.setAttribute("aria-label", why);
-    return;
-  }
-  Plotly.react(element, traces, dressed({height: element.clientHeight, ...layout}), {displayModeBar: false, responsive: true});
-}
-function dressed(layout) {
-  const axis = {gridcolor: colour("line"), linecolor: colour("line"), zeroline: false, ticks: "", fixedrange: true};
-  return {
-    ...layout,
-    font: {family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 12, color: colour("quiet")},
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: {l: 46, r: 10, t: 8, b: 24, ...layout.margin},
-    hoverlabel: {bgcolor: colour("card"), bordercolor: colour("line"), font: {color: colour("ink")}},
-    showlegend: false, hovermode: "closest",
-    xaxis: {...axis, showgrid: false, ...layout.xaxis}, yaxis: {...axis, nticks: 5, ...layout.yaxis},
-  };
-}
-
 // ---------------------------------------------------------------- loss and throughput, of several runs
 
-function lines(state, page, key, axis) {
-  return page.shown().filter(name => state.curves[name] && state.curves[name][key].x.length).map(name => {
-    const run = state.runs[name], curve = state.curves[name][key];
-    const last = run.steps || run.step || 1;
-    // Copies: Plotly takes a list that has grown for one that it has drawn.
-    return {x: curve.x.map(x => axis === "share" ? x / last * 100 : x), y: curve.y.slice(), name: inert(name), mode: "lines",
-      line: {color: colour(page.colour(name)), width: name === page.chosen ? 2.2 : 1.5}, connectgaps: false,
-      hovertemplate: "%{y:.5~g} at %{x:,.3~r}<extra>" + (page.shown().length > 1 ? inert(name) : "") + "</extra>"};
-  }).reverse();
+/** A little more than the values, so that no curve touches the frame. */
+function around(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const more = (high - low || Math.abs(high) || 1) * 0.06;
+  return [low - more, high + more];
+}
+const short = name => { const [job, stamp] = nameParts(name); return stamp ? `${job} …${stamp.slice(-4)}` : name; };
+const fromZero = (_, high) => [0, high === null || high <= 0 ? 1 : high * 1.06];
+
+/** The value of a curve at a place, or at the nearest where it has one. */
+function nearest(values, place) {
+  for (let by = 0; by < values.length; by++) {
+    for (const i of [place - by, place + by]) if (values[i] !== undefined && values[i] !== null) return values[i];
+  }
+  return null;
+}
+function drawLines(id, state, page, key, range, why) {
+  const names = page.shown().filter(name => state.curves[name] && state.curves[name][key].x.length).reverse();
+  if (!names.length) return showNote(id, why);
+  const isShare = page.axis === "share";
+  const tables = names.map(name => {
+    const {x, y} = state.curves[name][key], last = state.runs[name].steps || state.runs[name].step || 1;
+    return [isShare ? x.map(step => step / last * 100) : x, y];
+  });
+  // Where one run has no value and another has one, a line goes on; where a loss is not a number, it is broken.
+  const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
+  const series = names.map(name => ({
+    stroke: colour(page.colour(name)), width: name === page.chosen ? 2.2 : 1.5, points: {size: 4}}));
+  show(id, [page.axis, page.chosen, ...names.map(name => page.colour(name) + name)].join("\n"), data, {
+    series, x: (_, high) => [0, isShare ? 100 : high || 1], y: range, xaxis: {values: (_, splits) => splits.map(at => tick(at) + (isShare ? "%" : ""))},
+    words: u => {
+      const at = u.cursor.idx;
+      if (at === null || at === undefined) return null;
+      const where = isShare ? `${number(u.data[0][at])}%` : `step ${count(u.data[0][at])}`;
+      return [where, ...names.map((name, i) => number(nearest(u.data[i + 1], at), 5) + (names.length > 1 ? `  ${short(name)}` : "")).reverse()];
+    },
+  });
 }
 function drawCurves(state, page, isUrgent) {
-  const axis = page.axis, xaxis = {rangemode: "tozero", ticksuffix: axis === "share" ? "%" : "", tickformat: axis === "share" ? "" : ",~r"};
-  const run = state.runs[page.chosen], curves = state.curves[page.chosen];
+  const run = state.runs[page.chosen], curves = state.curves[page.chosen], axis = page.axis;
   const shown = page.shown().map(name => state.curves[name]).filter(Boolean);
-  if (!isSame("loss", axis + signOf(shown.map(one => one.loss)), isUrgent)) plan("loss", () => show("loss", lines(state, page, "loss", axis), {xaxis, yaxis: {tickformat: "~g"}},
-    "No loss recorded: a script of your own does not tell it."), {gap: CURVES_MS, isUrgent});
-  if (!isSame("pace", axis + signOf(shown.map(one => one.pace)), isUrgent)) plan("pace", () => show("pace", lines(state, page, "pace", axis), {xaxis, yaxis: {rangemode: "tozero", tickformat: "~s"}},
-    "No step yet."), {gap: CURVES_MS, isUrgent});
+  if (!isSame("loss", axis + signOf(shown.map(one => one.loss)), isUrgent)) plan("loss", () =>
+    drawLines("loss", state, page, "loss", around, "No loss recorded: a script of your own does not tell it."), {gap: CURVES_MS, isUrgent});
+  if (!isSame("pace", axis + signOf(shown.map(one => one.pace)), isUrgent)) plan("pace", () =>
+    drawLines("pace", state, page, "pace", fromZero, "No step yet."), {gap: CURVES_MS, isUrgent});
   say(byId("loss-now"), run.loss === null ? "" : number(run.loss, 4));
   say(byId("pace-now"), run.samples_per_second === null ? "" : `${number(run.samples_per_second)} samples/s`);
   byId("loss").setAttribute("aria-label", `Loss by step, now ${number(run.loss, 4)}`);
@@ -94,6 +82,40 @@ function drawLegend(page) {
   }));
 }
 
+// ---------------------------------------------------------------- utilisation
+
+const READING = "Reading what all ranks have written.";
+const isRead = state => Object.keys(state.ranks).length > 0 || state.runs[state.chosen].step === null;
+
+function drawBand(use) {
+  const isGpu = use.unit === "%", line = colour("c0");
+  show("use", "use" + use.unit, [use.x, use.low, use.high, use.mean], {
+    series: [{width: 0, points: {show: false}}, {width: 0, points: {show: false}}, {stroke: line, width: 2, points: {size: 4}}],
+    bands: [{series: [2, 1], fill: line + "2e"}],
+    x: (_, high) => [0, high || 1], y: isGpu ? () => [0, 104] : fromZero,
+    yaxis: isGpu ? {splits: () => [0, 50, 80, 100], values: (_, splits) => splits.map(at => at + "%")} : {},
+    words: u => {
+      const at = u.cursor.idx;
+      if (at === null || at === undefined) return null;
+      const [x, low, high, mean] = u.data.map(values => values[at]);
+      return [`step ${count(x)}`, `${number(mean)}${use.unit} in the mean`, `${number(low)} to ${number(high)}${use.unit}`];
+    },
+  });
+}
+let hadUse = false;
+function drawUse(state, isUrgent) {
+  isUrgent ||= hadUse !== Boolean(state.use);
+  hadUse = Boolean(state.use);
+  const use = state.use, isGpu = use && use.unit === "%";
+  const sign = use ? use.unit + signOf([{x: use.x, y: use.mean}]) : String(isRead(state));
+  if (!isSame("use", sign, isUrgent)) plan("use", () => use && use.x.length ? drawBand(use)
+    : showNote("use", isRead(state) ? "No use of devices was recorded." : READING), {gap: HEAT_MS, isUrgent});
+  say(byId("use-head"), !use ? "Utilisation" : isGpu ? "GPU utilisation" : "CPU use");
+  const last = use && use.mean.length ? use.mean[use.mean.length - 1] : null;
+  say(byId("use-now"), last === null ? "" : `${number(last)}${isGpu ? "%" : " CPUs"} a rank, in the mean; the band is from the least to the most`);
+  byId("use").setAttribute("aria-label", `Use of devices by step, now ${number(last)}`);
+}
+
 // ---------------------------------------------------------------- ranks over time
 
 const HEAT = {work: "step without waits", seconds: "step", data: "waits for data",
@@ -107,74 +129,82 @@ export function limits(values) {
   const low = at(0.3);
   return [low, Math.max(at(0.995), low * 1.2, low + 1e-6)];
 }
-function heatTrace(heat) {
-  const isUse = heat.metric === "utilization", scale = isUse ? 1 : 1000;
-  const columns = heat.columns, rows = heat.ranks.map(() => new Array(columns.length));
-  const values = new Float64Array(columns.length * heat.ranks.length);
+function limitsOf(heat) {
+  if (heat.unit === "%") return [0, 100];
+  const values = new Float64Array(heat.columns.length * heat.ranks.length);
   let known = 0;
-  columns.forEach((column, c) => column.forEach((value, r) => {
-    rows[r][c] = value === null ? null : value * scale;
-    if (value !== null) values[known++] = value * scale;
-  }));
-  const [zmin, zmax] = isUse && heat.unit === "%" ? [0, 100] : limits(values.subarray(0, known));
-  const ramp = isUse ? "use" : "slow", unit = isUse ? heat.unit : " ms";
-  // A colour bar of Plotly's takes a third of the time of the whole drawing.
-  say(byId("heat-low"), number(zmin) + unit);
-  say(byId("heat-high"), number(zmax) + unit);
-  byId("heat-scale").className = "scale " + ramp;
-  return {type: "heatmap", z: rows, x0: heat.width / 2, dx: heat.width, y: heat.ranks, zmin, zmax, zsmooth: false,
-    colorscale: [0, 1, 2, 3, 4].map(i => [i / 4, colour(ramp + i)]), hoverongaps: false,
-    showscale: false, hovertemplate: `rank %{y}, around step %{x:,.0f}: %{z:.3~g}${unit}<extra></extra>`};
+  for (const column of heat.columns) for (const value of column) if (value !== null) values[known++] = value;
+  return limits(values.subarray(0, known));
 }
-const READING = "Reading what all ranks have written.";
-const isRead = state => Object.keys(state.ranks).length > 0 || state.runs[state.chosen].step === null;
+/** 256 colours from the first of a ramp's five to its last, as [red, green, blue]. */
+function ramp(name) {
+  const stops = [0, 1, 2, 3, 4].map(i => colour(name + i)).map(hex => [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16)));
+  return Array.from({length: 256}, (_, i) => {
+    const at = i / 255 * 4, from = Math.min(3, Math.floor(at));
+    return stops[from].map((value, c) => Math.round(value + (stops[from + 1][c] - value) * (at - from)));
+  });
+}
+/** A pixel for each column and rank; what is not known is left out. */
+function image(heat, low, high, colours) {
+  const canvas = make("canvas", ""), width = heat.columns.length, height = heat.ranks.length;
+  Object.assign(canvas, {width, height});
+  const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
+  heat.columns.forEach((column, x) => column.forEach((value, y) => {
+    if (value === null) return;
+    const part = Math.max(0, Math.min(255, Math.round((value - low) / (high - low || 1) * 255)));
+    pixels.data.set([...colours[part], 255], (y * width + x) * 4);
+  }));
+  context.putImageData(pixels, 0, 0);
+  return canvas;
+}
+function drawCells(heat) {
+  const isUse = heat.metric === "utilization", scale = isUse ? 1 : 1000, unit = isUse ? heat.unit : " ms";
+  const [low, high] = limitsOf(heat), kind = isUse ? "use" : "slow", size = heat.ranks.length;
+  const cells = image(heat, low, high, ramp(kind)), end = heat.columns.length * heat.width;
+  say(byId("heat-low"), number(low * scale) + unit);
+  say(byId("heat-high"), number(high * scale) + unit);
+  byId("heat-scale").className = "scale " + kind;
+  const every = Math.ceil(size / 9);
+  const plot = show("heat", `heat ${size}`, [[0, end], [null, null]], {
+    series: [{points: {show: false}}], cursor: {y: true, points: {show: false}},
+    // Ranks go down from the first: rank i lies around -i.
+    x: () => [0, end], y: () => [0.5 - size, 0.5],
+    yaxis: {grid: {show: false}, label: "rank", labelSize: 18, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 36,
+      splits: () => heat.ranks.map((_, i) => -i).filter(i => i % every === 0), values: (_, splits) => splits.map(at => String(heat.ranks[-at]))},
+    draw: u => {
+      const {left, top, width, height} = u.bbox;
+      u.ctx.imageSmoothingEnabled = false;
+      u.ctx.drawImage(cells, left, top, width, height);
+    },
+    words: u => {
+      const c = Math.floor(u.posToVal(u.cursor.left, "x") / heat.width), r = Math.round(-u.posToVal(u.cursor.top, "y"));
+      const value = heat.columns[c] ? heat.columns[c][r] : undefined;
+      if (value === undefined || value === null) return null;
+      const [first, last] = [c * heat.width + 1, (c + 1) * heat.width];
+      return [`rank ${heat.ranks[r]}`, first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`, number(value * scale) + unit];
+    },
+  });
+  plot.heat = {...heat, low, high};
+}
 let drawnRanks = -1;
 function drawHeat(state, isUrgent) {
   const heat = state.heat;
   isUrgent ||= drawnRanks !== (heat ? heat.ranks.length : 0);
   drawnRanks = heat ? heat.ranks.length : 0;
   const size = heat ? heat.ranks.length : state.runs[state.chosen].world_size || 1;
-  const height = Math.max(150, Math.min(380, 60 + size * 14));
-  byId("heat").style.height = height + "px";
+  byId("heat").style.height = Math.max(110, Math.min(380, 44 + size * 20)) + "px";
   const known = heat ? heat.columns.reduce((sum, column) => sum + column.filter(value => value !== null).length, 0) : 0;
   const sign = heat ? [heat.metric, heat.width, heat.columns.length, known].join() : String(isRead(state));
-  if (!isSame("heat", sign, isUrgent)) plan("heat", () => show("heat", heat && heat.columns.length ? [heatTrace(heat)] : [],
-    {xaxis: {tickformat: ",~r"}, yaxis: {autorange: "reversed", showgrid: false,
-      nticks: 9, tickformat: "d", title: {text: "rank", standoff: 4, font: {size: 12}}, dtick: heat && heat.ranks.length <= 8 ? 1 : undefined}},
-    isRead(state) ? "Nothing of the kind was recorded." : READING), {gap: HEAT_MS, isUrgent});
+  if (!isSame("heat", sign, isUrgent)) plan("heat", () => heat && heat.columns.length ? drawCells(heat)
+    : showNote("heat", isRead(state) ? "Nothing of the kind was recorded." : READING), {gap: HEAT_MS, isUrgent});
   byId("heat-scale").hidden = !heat;
   const words = heat ? HEAT[heat.metric] : "";
   say(byId("heat-now"), heat && heat.width > 1 ? `${words} · ${heat.width} steps a column` : words);
   byId("heat").setAttribute("aria-label", `Heat map of ${heat ? heat.ranks.length : 0} ranks by step: ${words}`);
 }
 
-// ---------------------------------------------------------------- utilisation
-
-function useTraces(use) {
-  const band = {mode: "lines", line: {width: 0}, hoverinfo: "skip", x: use.x.slice()};
-  const main = {x: use.x.slice(), y: use.mean.slice(), mode: "lines", line: {color: colour("c0"), width: 2},
-    customdata: use.x.map((_, i) => [use.low[i], use.high[i]]),
-    hovertemplate: `%{y:.3~g}${use.unit} in the mean, %{customdata[0]:.3~g} to %{customdata[1]:.3~g}<extra></extra>`};
-  return [{...band, y: use.low.slice()}, {...band, y: use.high.slice(), fill: "tonexty", fillcolor: colour("c0") + "2e"}, main];
-}
-let hadUse = false;
-function drawUse(state, isUrgent) {
-  isUrgent ||= hadUse !== Boolean(state.use);
-  hadUse = Boolean(state.use);
-  const use = state.use, isGpu = use && use.unit === "%";
-  const sign = use ? signOf([{x: use.x, y: use.mean}]) : String(isRead(state));
-  if (!isSame("use", sign, isUrgent)) plan("use", () => show("use", use && use.x.length ? useTraces(use) : [], {xaxis: {tickformat: ",~r", rangemode: "tozero"},
-    yaxis: {rangemode: "tozero", nticks: 4, ...(isGpu ? {range: [0, 104], tickvals: [0, 50, 80, 100], ticktext: ["0", "50", "80%", "100%"]} : {})}},
-    isRead(state) ? "No use of devices was recorded." : READING), {gap: HEAT_MS, isUrgent});
-  say(byId("use-head"), use && !isGpu ? "CPU use" : "GPU utilisation");
-  const last = use && use.mean.length ? use.mean[use.mean.length - 1] : null;
-  say(byId("use-now"), last === null ? "" : `${number(last)}${isGpu ? "%" : " CPUs"} a rank, in the mean; the band is from the least to the most`);
-  byId("use").setAttribute("aria-label", `Use of devices by step, now ${number(last)}`);
-}
-
 /** All plots of the chosen run. `isUrgent`: somebody waits for it (a click), do not save frames. */
 export function drawCharts(state, page, isUrgent) {
-  if (!hasPlotly) return loadPlotly();
   drawCurves(state, page, isUrgent);
   drawHeat(state, isUrgent);
   drawUse(state, isUrgent);

@@ -20,6 +20,7 @@ export function drawHead(run, state) {
   if (what.dataset.text !== text) { what.dataset.text = text; what.replaceChildren(...words); }
   const part = share(run), progress = byId("progress");
   dress(progress, "progress " + run.state);
+  progress.hidden = !run.steps && run.state !== "finished"; // a script does not say how many there will be
   progress.firstElementChild.style.width = part * 100 + "%";
   progress.setAttribute("aria-valuenow", String(Math.round(part * 100)));
   drawTiles(run);
@@ -57,7 +58,7 @@ function drawTiles(run) {
     ["a step takes", step(run.step_seconds), ""],
     [run.state === "running" ? "time left" : "time", run.state === "running" ? duration(run.seconds_left)
       : duration(run.last_step !== null && run.started !== null ? run.last_step - run.started : null), ""],
-    [hours, number(run.rank_hours), ""],
+    [hours, run.rank_hours < 1 ? fixed(run.rank_hours, 3) : number(run.rank_hours), ""],
     ...Object.entries(run.metrics).slice(0, 4).map(([name, value]) => [name.replaceAll("_", " "), number(value, 4), ""]),
   ];
   const list = byId("tiles");
@@ -90,7 +91,8 @@ function finding(found) {
     found.confidence && `${found.confidence} confidence`, found.cause].filter(Boolean).join(" · ");
   const box = make("div", "finding " + (found.confidence || ""), make("b", "", found.title || found.cause || ""), make("p", "now", who));
   for (const one of (found.evidence || []).slice(0, 4)) {
-    const place = [one.file, one.line].filter(part => part !== null && part !== undefined).join(":");
+    const file = one.file && one.file.replace(/^.*\/(?=attempts\/\d+\/)/, ""); // as it lies in the run's folder
+    const place = [file, one.line].filter(part => part !== null && part !== undefined).join(":");
     box.append(make("pre", "", make("span", "place", place + "  "), one.text || ""));
   }
   if (found.fix) {
@@ -113,7 +115,8 @@ const COLUMNS = [
   ["GPU", "", rank => rank.utilization === null ? NOTHING : fixed(rank.utilization, 0) + "%", rank => rank.marks.gpu_util],
   ["memory, GB", "", rank => rank.memory === null ? NOTHING : `${gigabytes(rank.memory)} of ${gigabytes(rank.memory_total)}`,
     rank => rank.marks.memory],
-  ["power, W", "", rank => count(rank.power), rank => rank.marks.power],
+  ["power, W", "", rank => rank.power === null ? NOTHING : count(rank.power) + (rank.power_limit ? ` of ${count(rank.power_limit)}` : ""),
+    rank => rank.marks.power],
   ["°C", "", rank => count(rank.temperature), rank => rank.temperature !== null && rank.temperature >= 85 ? "warn" : ""],
   ["CPUs", "", rank => number(rank.cpu, 2)],
   ["workers", "", rank => rank.num_workers ? `${number(rank.workers_cpu, 2)} of ${rank.num_workers}` : NOTHING, rank => rank.marks.workers],

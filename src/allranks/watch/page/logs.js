@@ -24,7 +24,7 @@ export class Logs {
     setInterval(() => this.look(), LOOK_MS);
   }
   /** The files of the chosen run; the one that is shown stays if it is still there. */
-  offer(run, files) {
+  offer(run, files, reason) {
     const select = byId("file"), text = files.join("\n");
     if (select.dataset.files !== text || run !== this.run) {
       select.dataset.files = text;
@@ -32,7 +32,10 @@ export class Logs {
         (_, attempt, rank) => `rank ${rank}` + (attempt === "0" && !/attempts\/[1-9]/.test(text) ? "" : `, attempt ${attempt}`)), file)));
       if (files.includes(this.file)) select.value = this.file;
     }
-    const file = run === this.run && files.includes(this.file) ? this.file : files[0] || "";
+    // Of a run that failed, the log of the rank that ended it.
+    const [, rank] = /^rank (\d+)\b/.exec(reason || "") || [];
+    const first = files.find(name => name.endsWith(`/rank-${rank}.log`)) || files[0] || "";
+    const file = run === this.run && files.includes(this.file) ? this.file : first;
     if (run !== this.run || file !== this.file) this.show(run, file);
   }
   show(run, file) {

@@ -3,7 +3,7 @@ import {byId, say} from "./words.js";
 import {Line} from "./state.js";
 import {beside, drawRuns, focusRun} from "./runs.js";
 import {drawFindings, drawHead, drawRanks} from "./detail.js";
-import {drawCharts, whenReady} from "./charts.js";
+import {drawCharts} from "./charts.js";
 import {plan} from "./frames.js";
 import {Logs} from "./logs.js";
 
@@ -67,7 +67,7 @@ function draw() {
   numRanks = Object.keys(state.ranks).length;
   plan("table", () => drawRanks(line.state, line.now()), {isUrgent: isUrgent || isTableNew});
   drawCharts(state, page, isUrgent);
-  logs.offer(page.chosen, state.files);
+  logs.offer(page.chosen, state.files, run.reason);
 }
 function query() {
   const words = new URLSearchParams({metric: page.metric});
@@ -82,7 +82,6 @@ const line = new Line(query, (_, isAll) => {
   byId("link").dataset.state = link;
   say(byId("link"), LINK[link]);
 });
-whenReady(() => { isWhole = true; draw(); });
 // Time goes by without news, too: what was last heard of each rank grows older.
 setInterval(() => { if (line.state && line.state.runs[page.chosen]) plan("table", () => drawRanks(line.state, line.now())); }, 1000);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { isWhole = true; draw(); });
