@@ -129,7 +129,7 @@ def status(
         found = gather(watcher)
     finally:
         watcher.close()
-    page = status_page(found, resources(), marks, time.time())
+    page = status_page(found, resources(), marks, time.time(), runs.absolute())
     is_file = md is not None and str(md) != "-"
     if is_file and md is not None:
         write_page(md, page)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.slurm.live import Cluster, unavailable
+from tests.terminal.conftest import terminal as terminal  # a fixture here, too
 
 
 @pytest.fixture(scope="session")

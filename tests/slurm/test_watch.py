@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tests.commandline import run_allranks
 from tests.slurm.live import Cluster
+from tests.terminal.conftest import Terminal
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -48,6 +50,41 @@ def test_a_foreign_job_is_sampled_and_its_stacks_are_dumped(
     assert cluster.job(job)["JobState"] == "RUNNING"
     steps = cluster.read("squeue", "-h", "-s", "-j", job, "-o", "%i").split()
     assert [step for step in steps if step.rpartition(".")[2].isdigit()] == [f"{job}.0"]
+
+
+def test_a_foreign_job_is_watched_live(
+    cluster: Cluster, terminal: Terminal, tmp_path: Path
+) -> None:
+    """In a real terminal: samples as they come, stacks when asked, and the job's end."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    script = "#!/bin/sh\nsrun python3 train.py\n"
+    options = ("--nodes=2", "--ntasks=2", "--job-name=foreign", "--time=10")
+    job = cluster.sbatch(*options, cwd=tmp_path, script=script)
+    cluster.wait(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 60, "both tasks")
+
+    terminal.start("watch", job)
+    screen = terminal.wait(lambda screen: screen.count("CPUs in use by the job") == 2)
+    assert f"job {job} foreign  running for " in screen and "left of its time limit" in screen
+    tasks = [line.split()[:2] for line in screen.splitlines() if " runs " in line]
+    assert sorted(rank for _, rank in tasks) == ["0", "1"], screen
+    assert len(screen.splitlines()) == 24
+    clock = re.compile(r"running for (\w+),")
+    before = clock.search(screen)
+    assert before is not None
+    terminal.wait(lambda screen: clock.findall(screen) not in ([], [before[1]]))  # it goes on
+
+    terminal.press("d")
+    terminal.wait("asking every node where its processes are")
+    screen = terminal.wait("stuck_in_a_collective (train.py:4)")
+    assert "samples" not in screen  # the step that looks is not what is looked for
+    terminal.press("q")
+    terminal.wait("CPUs in use by the job")
+    cluster.read("scancel", job)
+    screen = terminal.wait("! the job has ended")
+    assert f"job {job} foreign  ended after " in screen
+    terminal.press("q")
+    terminal.wait("left 0")
+    terminal.check_sane()
 
 
 def test_a_job_that_is_not_there_is_told_in_words(cluster: Cluster, tmp_path: Path) -> None:

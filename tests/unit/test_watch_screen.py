@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from allranks.errors import AllranksError
 from allranks.plain import clean
 from allranks.watch.columns import shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, screen, window
+from allranks.watch.lines import rank_cells
 from allranks.watch.loglines import MAX_REST_BYTES
 from allranks.watch.logs import KEPT_BYTES, LogPage
 from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
+from allranks.watch.terminal import OpenLog
 from allranks.watch.views import Parts, RankView, RunView
 from allranks.watch.words import count, duration, sparkline
 
@@ -91,14 +94,14 @@ def test_the_screen_at_80_columns() -> None:
         "  language-…42500-77aa queued   2x8              waits for its turn: other jobs…",
         "  digits-20…10000-bbbb failed   1x4      77/2000 rank 3: CUDA out of memory",
         "── digits-20261115-142301-3f9a " + 49 * "─",
-        "running  1x4  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU-hours  94% of 4 t…",
+        "running  1x4  94% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU-h…",
         "step 106ms: compute 75%  comm 11%  straggler 8%  data 4%  other 2%",
         "slowest: rank 3, last in 94% of 16 steps, longer in backward",
         "   rank node    gpu% memory power  °C   took   data   wait  cpu  seen",
-        "      0 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s",
-        "      1 node1    75! 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s",
-        "      2 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s",
-        "      3 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0  1.0s < slowest",
+        "      0 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
+        "      1 node1    75! 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
+        "      2 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
+        "      3 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s < slowest",
         *[""] * 3,
         "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help",
     ]
@@ -280,3 +283,48 @@ def test_a_log_in_the_terminal_has_no_secrets_and_no_endless_lines(tmp_path: Pat
         file.write("x" * 300_000)
     page.look()
     assert len(page._rest) <= MAX_REST_BYTES
+
+
+def test_a_log_is_searched_up_and_down(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    secret = "hf_" + "aB3" * 12
+    words = ["Error one", *["filler"] * 50, "an ERROR two", *["filler"] * 50, f"TOKEN={secret}"]
+    path.write_text("\n".join(words) + "\n")
+    page = LogPage(path)
+    page.look()
+    assert page.find("error", 10, up=True) and "an ERROR two" in page.page(10)
+    assert page.find("error", 10, up=True) and "Error one" in page.page(10)
+    assert not page.find("error", 10, up=True) and "Error one" in page.page(10)
+    assert page.find("error", 10, up=False) and "an ERROR two" in page.page(10)
+    page.found = None
+    assert not page.find(secret[:8], 10, up=True)  # what is not shown is not found
+
+
+def test_keys_in_a_log_are_letters_while_a_word_is_typed(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("hello\njkl\n")
+    log = OpenLog("a run", 0, LogPage(path))
+    log.page.look()
+    log.is_typed = True
+    for key in ("j", "k", "x", "backspace", "l"):
+        log.type(key, 10)
+    assert log.draw(80, 5)[-1].plain.startswith("search: jkl_")
+    log.type("enter", 10)
+    assert log.is_found and any(span.style == "reverse" for span in log.draw(80, 5)[2].spans)
+    assert "n: further up" in log.draw(80, 5)[-1].plain
+
+
+def test_gpus_by_what_a_rank_writes_of_them() -> None:
+    """Utilisation, memory, power beside its limit and heat, each with its mark."""
+    full = RankView(rank=0, utilization=95, memory=85 << 30, memory_total=100 << 30)
+    hot = replace(full, utilization=79, memory=91 << 30, power=690.0, power_limit=700.0)
+    idle = replace(full, utilization=85, memory=10 << 30, power=100.0, power_limit=700.0)
+    keys = ("gpu", "memory", "power", "temperature")
+
+    def said(one: RankView) -> list[str]:
+        cells = rank_cells(one, DEFAULT_MARKS, 0.0)
+        return [cells[key].plain.strip() for key in keys]
+
+    assert said(full) == ["95+", "85.0G+", "", ""]
+    assert said(replace(hot, temperature=83)) == ["79!", "91.0G!", "690W+", "83"]
+    assert said(idle) == ["85", "10.0G", "100W", ""]

@@ -16,7 +16,7 @@ from tests.watch_runs import GrowingRun
 
 from allranks.standing import Queue, QueuedJob
 from allranks.watch import sampler
-from allranks.watch.job_screen import job_lines
+from allranks.watch.job_screen import job_lines, times
 from allranks.watch.jobs import (
     SAMPLER,
     JobFacts,
@@ -29,14 +29,8 @@ from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.notify import Changes, News, Notifier, call
 from allranks.watch.plain import follow, plain_line
-from allranks.watch.status import (
-    RunStatus,
-    gather,
-    job_setting,
-    next_steps,
-    status_page,
-    typed,
-)
+from allranks.watch.settings import job_setting, typed
+from allranks.watch.status import RunStatus, commands, gather, next_steps, status_page
 from allranks.watch.views import Parts, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
@@ -157,7 +151,7 @@ def test_the_status_page(tmp_path: Path) -> None:
     watcher = Watcher(tmp_path, old=True, ask=lambda runs: Queue(jobs={"77": job}))
     found = gather(watcher)
     watcher.close()
-    page = status_page(found, RESOURCES, DEFAULT_MARKS, BEGIN)
+    page = status_page(found, RESOURCES, DEFAULT_MARKS, BEGIN, Path("/home/ada/my runs/runs"))
     head, page = page.split("\n", 1)
     assert re.fullmatch(r"# Status, 2026-11-1\d \d\d:\d\d", head)
     assert "hf_abc" not in page
@@ -173,6 +167,17 @@ def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
     steps = next_steps(RunStatus(view=run, parts=parts))
     assert "50% of its steps for data" in steps[0] and "bench data" in steps[0]
     assert "25% of its steps for rank 3" in steps[1] and "--layout 1x1" in steps[2]
+
+
+def test_ranks_that_take_turns_are_not_called_by_a_number() -> None:
+    seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.0, "other": 0.0}
+    steps = next_steps(RunStatus(view=view("finished"), parts=Parts(seconds=seconds, steps=32)))
+    assert "50% of its steps for whichever rank is last" in steps[0] and "None" not in steps[0]
+
+
+def test_commands_say_where_the_runs_are() -> None:
+    assert commands([], Path("/data/my runs/runs"))[:2] == ["cd '/data/my runs'", "allranks watch"]
+    assert "allranks ls --runs old" in commands([], Path("/data/old"))
 
 
 def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path) -> None:
@@ -228,6 +233,31 @@ def test_a_line_of_squeue_about_one_job() -> None:
     assert parse_job("") is None
 
 
+@pytest.mark.parametrize(
+    ("elapsed", "left", "said"),
+    [
+        ("1:05", "58:55", "running for 1m15s, 58m45s left of its time limit"),
+        ("1-02:03:04", "UNLIMITED", "running for 1d02h, without a time limit"),
+        ("0:00", "0:05", "running for 10s, 1s left of its time limit"),
+        ("", "INVALID", "running"),
+    ],
+)
+def test_the_clock_of_a_job_goes_on(elapsed: str, left: str, said: str) -> None:
+    facts = JobFacts("7", "RUNNING", "", ("n1",), elapsed, left, "ada", "train")
+    assert times(facts, passed=10.0) == said
+
+
+def test_a_node_that_has_gone_silent_is_seen() -> None:
+    facts = JobFacts("7", "RUNNING", "", ("n1",), "1:00", "1:00", "ada", "train")
+    sample = {"node": "n1", "t": 1000.0, "cpus": 8, "memory_total": 4 << 30} | {
+        "memory_available": 1 << 30,
+        "processes": [],
+    }
+    fresh = job_lines(facts, [sample], DEFAULT_MARKS, 80, now=1006.0)
+    silent = job_lines(facts, [sample], DEFAULT_MARKS, 80, now=1060.0)
+    assert "ago" not in fresh[1].plain and silent[1].plain.endswith("1m00s ago")
+
+
 def test_the_step_beside_a_job() -> None:
     command = srun_command("42", 2, "/venv/bin/python", interval=5, count=10, mode="samples")
     assert command[:6] == [
@@ -269,7 +299,7 @@ def test_a_sample_of_this_machine() -> None:
     process = next(one for one in sample["processes"] if one["pid"] == busy.pid)
     assert process["rank"] == "3" and process["cpu"] > 0.1 and process["memory"] > 1 << 20
     lines = [line.plain for line in job_lines(FACTS, [sample, {"node": "n2"}], DEFAULT_MARKS, 80)]
-    assert lines[0] == "job 42 train|it  running for 1:02, 58:58 left"
+    assert lines[0] == "job 42 train|it  running for 1m02s, 58m58s left of its time limit"
     assert lines[2] == "n2: no answer" and max(map(len, lines)) <= 80
     assert any(f"{busy.pid}" in line and "while True" in line for line in lines)
 

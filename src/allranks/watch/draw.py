@@ -150,6 +150,8 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")
     facts = [word, run.layout]
+    if run.efficiency is not None:
+        facts.append(f"{run.efficiency:.0%} efficiency")
     if run.device:
         facts.append(clean(run.device))
     if run.attempts > 1:
@@ -160,10 +162,9 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
         facts.append(f"checkpoint {run.checkpoint}")
     unit = "GPU-hours" if run.is_gpu else "rank-hours"
     facts.append(f"{hours(run.rank_hours)} {unit}")
-    if run.efficiency is not None:
-        one = shortened(clean(run.baseline or ""), 24)
-        facts.append(f"{run.efficiency:.0%} efficiency beside {one}")
     facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
+    if run.efficiency is not None:
+        facts.append(f"one rank: {shortened(clean(run.baseline or ''), 24)}")
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
     if said := reason(run, day(scene.now)):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from allranks.watch.jobs import (
     Sample,
     Sampling,
     collect,
+    has_ended,
     stack_lines,
 )
 from allranks.watch.lines import marked
@@ -94,6 +96,8 @@ def times(facts: JobFacts, passed: float) -> str:
     """How long it has run, and how long it may."""
     elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
     said = facts.state.lower()
+    if facts.state == "ENDED":
+        return f"ended after {whole_duration((elapsed or 0.0) + passed)}"
     if elapsed is not None:
         said += f" for {whole_duration(elapsed + passed)}"
     if left is not None:
@@ -166,24 +170,40 @@ class JobView:
         self.top = 0
         self.is_over = False
         self.problem = ""
+        self.has_ended = False
+        self.silent_since: float | None = None  # samples ceased to come
         self.is_asking = False  # for stacks
+        self._ask_due = 0.0
         self._begin = time.monotonic()
         self._sampling = Sampling(facts)
 
     def look(self) -> None:
         try:
             self.samples |= {sample["node"]: sample for sample in self._sampling.new()}
-            if self._sampling.is_over and not self.problem:
-                self.problem = "the job has ended"
         except AllranksError as error:
             self.problem = error.what
+        if self._sampling.is_over:
+            self._ask_for_the_end()
+
+    def _ask_for_the_end(self) -> None:
+        """Why do no samples come? A job that is cancelled takes SLURM some seconds to end."""
+        now = time.monotonic()
+        self.silent_since = self.silent_since or now
+        self.problem = self.problem or "no more samples come"
+        if not self.has_ended and now >= self._ask_due:
+            self._ask_due = now + SAMPLE_SECONDS
+            self.has_ended = has_ended(self.facts.job)
+        if self.has_ended:
+            self.facts = replace(self.facts, state="ENDED")
+            self.problem = "the job has ended"
 
     def lines(self, width: int) -> list[Text]:
         if self.stacks is not None:
             return [Text(clean(line)) for line in self.stacks]
         known = [self.samples[name] for name in sorted(self.samples)]
-        passed = time.monotonic() - self._begin
-        lines = job_lines(self.facts, known, self.marks, width, passed=passed, now=time.time())
+        passed = (self.silent_since or time.monotonic()) - self._begin
+        now = None if self.has_ended else time.time()
+        lines = job_lines(self.facts, known, self.marks, width, passed=passed, now=now)
         silent = [node for node in self.facts.nodes if node not in self.samples]
         if silent and not self.problem:
             named = f"{', '.join(silent[:4])}{', …' if len(silent) > 4 else ''}"
@@ -192,11 +212,14 @@ class JobView:
 
     def draw(self, width: int, height: int) -> list[Text]:
         lines = self.lines(width)
-        self.top = max(0, min(self.top, len(lines) - (height - 1)))
-        keys = STACK_KEYS if self.stacks is not None else KEYS
-        keys = f"! {clean(self.problem)}  {keys}" if self.problem else keys
-        keys = f"asking every node where its processes are  {keys}" if self.is_asking else keys
-        return framed(lines[self.top : self.top + height - 1], width, height, keys)
+        note = f"! {clean(self.problem)}" if self.problem else ""
+        note = "asking every node where its processes are" if self.is_asking else note
+        rows = max(1, height - (2 if note else 1))
+        self.top = max(0, min(self.top, len(lines) - rows))
+        page = lines[self.top : self.top + rows]
+        if note:
+            page += [Text() for _ in range(rows - len(page))] + [Text(note, style="bold")]
+        return framed(page, width, height, STACK_KEYS if self.stacks is not None else KEYS)
 
     def press(self, key: str, rows: int) -> None:
         key = LETTERS.get(key, key)

@@ -17,6 +17,7 @@ from allranks.plain import clean
 from allranks.redact import redact, redact_all
 from allranks.slurm_reasons import waiting_reason
 from allranks.standing import RUNNING
+from allranks.watch.sampler import MARK
 
 SAMPLER = Path(__file__).with_name("sampler.py")
 JOB_FORMAT = "%i|%T|%r|%N|%M|%L|%u|%j"
@@ -69,13 +70,22 @@ def find_job(job: str) -> JobFacts:
     return facts
 
 
+def has_ended(job: str) -> bool:
+    """Whether SLURM no longer runs it; a SLURM that does not answer has not said so."""
+    try:
+        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
+    except slurm.SlurmError as error:
+        return "invalid job id" in error.words.lower()
+    return facts is None or facts.state not in RUNNING
+
+
 def srun_command(
     job: str, num_nodes: int, python: str, *, interval: float, count: int, mode: str
 ) -> list[str]:
     """One task on each node of the job, beside what runs there; the sampler is its input."""
     words = f"- {job} {interval:g} {count} {mode}"
     # The Python of this command if the nodes share its disk, else whatever they have.
-    script = f'test -x "$0" && exec "$0" {words}; exec python3 {words}'
+    script = f'export {MARK}=1; test -x "$0" && exec "$0" {words}; exec python3 {words}'
     return [
         *("srun", f"--jobid={job}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"),
         *("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet", "--unbuffered"),

@@ -149,6 +149,10 @@ class Watcher:
         """The content of its run.json."""
         return self._followed[name].info if name in self._followed else {}
 
+    def start(self, name: str) -> dict[str, Any]:
+        """What its first rank said at the start of its newest attempt."""
+        return self._followed[name].reader.start if name in self._followed else {}
+
     def ranks(self, name: str) -> list[RankView]:
         """Of a run that was in `detail`."""
         one = self._followed.get(name)

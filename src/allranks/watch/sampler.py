@@ -29,6 +29,7 @@ GPU_FIELDS = {
     "temperature.gpu": "temperature",
 }
 MEBIBYTE = 1 << 20
+MARK = "ALLRANKS_SAMPLER"  # set for the steps that look
 DUMP_SECONDS = 20
 
 
@@ -42,7 +43,7 @@ def environment_of(pid: str) -> dict[str, str]:
 
 
 def processes_of(job: str) -> dict[str, dict[str, str]]:
-    """The job's processes on this node, with their variables; not this step's own."""
+    """The job's processes on this node, with their variables; not those of such steps as this."""
     node, step = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_STEP_ID")
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -52,9 +53,15 @@ def processes_of(job: str) -> dict[str, dict[str, str]]:
         # Nodes may share a machine, in tests.
         if node and env.get("SLURMD_NODENAME", node) != node:
             continue
-        if step is None or env.get("SLURM_STEP_ID") != step:
+        if MARK not in env and (step is None or env.get("SLURM_STEP_ID") != step):
             found[folder.name] = env
     return found
+
+
+def rank_of(env: dict[str, str]) -> str | None:
+    """Its rank, if it has one: the job's own script counts as process 0 of nothing."""
+    task = env.get("SLURM_PROCID") if "SLURM_STEP_ID" in env else None
+    return env.get("RANK", task)
 
 
 def usage(pid: str) -> dict[str, Any] | None:
@@ -126,8 +133,7 @@ def sample(job: str, before: dict[str, tuple[float, float]]) -> dict[str, Any]:
         before[pid] = (used["cpu_seconds"], now)
         if now > moment:
             used["cpu"] = round((used["cpu_seconds"] - seconds) / (now - moment), 2)
-        rank = env.get("RANK", env.get("SLURM_PROCID"))
-        found.append({"pid": int(pid), "rank": rank, **used})
+        found.append({"pid": int(pid), "rank": rank_of(env), **used})
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "t": time.time(),
@@ -146,8 +152,8 @@ def stacks(job: str) -> dict[str, Any]:
         used = usage(pid)
         if used is None or "python" not in used["command"].split(" ")[0]:
             continue
-        rank = env.get("RANK", env.get("SLURM_PROCID"))
-        found.append({"pid": int(pid), "rank": rank, "command": used["command"], **dump(pid)})
+        whose = {"pid": int(pid), "rank": rank_of(env), "command": used["command"]}
+        found.append({**whose, **dump(pid)})
     return {"node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "stacks": found}
 
 

@@ -32,6 +32,10 @@ class Series:
         self.sums[index] += value
         self.counts[index] += 1
 
+    def mean(self) -> float | None:
+        """Of all."""
+        return sum(self.sums) / sum(self.counts) if self.counts else None
+
     def means(self, width: int | None = None) -> list[float | None]:
         """The mean of each stretch of `width` steps, a doubling of this one's or its own."""
         factor = (width or self.width) // self.width

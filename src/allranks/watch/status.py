@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from allranks.plain import clean
@@ -12,17 +14,11 @@ from allranks.redact import redact
 from allranks.watch.lines import day, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
+from allranks.watch.settings import Settings, settings_lines, table
 from allranks.watch.views import Parts, RankView, RunView
 from allranks.watch.words import count, duration, hours, num_bytes
 
 DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look
-SHOWN_SETTINGS = (
-    *("task", "command", "batch_size", "batch_size_per_rank", "micro_batch_size", "epochs"),
-    *("steps", "seed", "precision", "compile", "activation_checkpointing", "lr_scaling"),
-    *("compress", "optimizer", "data", "checkpoint", "slurm", "env"),
-)
-# Variables of the environment whose values may be told.
-OPEN_VARIABLES = ("NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +28,7 @@ class RunStatus:
     view: RunView
     job: Mapping[str, Any] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)  # what its first rank said at its start
     parts: Parts | None = None
     ranks: Sequence[RankView] = ()
 
@@ -46,6 +43,7 @@ def gather(watcher: Watcher) -> list[RunStatus]:
             view=run,
             job=watcher.job(run.run),
             info=watcher.info(run.run),
+            start=watcher.start(run.run),
             parts=watcher.parts(run.run),
             ranks=watcher.ranks(run.run),
         )
@@ -58,6 +56,7 @@ def status_page(
     resources: Mapping[str, Any],
     marks: Mapping[str, Mark],
     created: float,
+    folder: Path | None = None,
 ) -> str:
     """The page, in Markdown. Secrets in settings and reasons are taken out."""
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
@@ -65,17 +64,11 @@ def status_page(
     lines += ["## Resources", "", *resource_lines(resources), ""]
     lines += ["## Runs", "", *run_table(runs, day(created)), ""]
     lines += ["## Performance", "", *performance_lines(runs, marks), ""]
-    lines += ["## Settings", "", *settings_lines(runs)]
+    described = [Settings(one.view.run, one.view.job, one.job, one.info, one.start) for one in runs]
+    lines += ["## Settings", "", *settings_lines(described)]
     lines += ["## Next steps", "", *next_lines(runs), ""]
-    lines += ["## To follow it", "", "```", *commands(runs), "```", ""]
+    lines += ["## To follow it", "", "```", *commands(runs, folder), "```", ""]
     return redact("\n".join(lines))
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table; a bar in a cell would end it."""
-    text = [[clean(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
-    body = ["| " + " | ".join(cell or "-" for cell in row) + " |" for row in text]
-    return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *body]
 
 
 def resource_lines(resources: Mapping[str, Any]) -> list[str]:
@@ -113,24 +106,38 @@ def partition_rows(resources: Mapping[str, Any]) -> list[list[object]]:
 def run_table(runs: Sequence[RunStatus], today: str) -> list[str]:
     if not runs:
         return ["None."]
-    titles = ("run", "state", "layout", "on", "progress", "time left", "why")
+    has_jobs = any(one.view.jobs for one in runs)
+    titles = ["run", "state", "layout", "on", "batch", "progress", "time left", "why"]
     rows = []
     for one in runs:
-        view = one.view
-        on = ", ".join(view.nodes) or one.info.get("hardware", {}).get("host", "")
-        done = f"step {view.step}" + (f" of {view.steps}" if view.steps else "")
-        if view.epoch is not None:
-            done += f", epoch {view.epoch}" + (f" of {view.epochs}" if view.epochs else "")
+        view, batch = one.view, one.start.get("global_batch") or one.job.get("batch_size")
+        row = [view.run, state_word(view), view.layout, place_of(one), batch or ""]
         left = duration(view.seconds_left) if view.seconds_left is not None else ""
-        why = reason(view, today)
-        rows.append(
-            [view.run, state_word(view), view.layout, on, done if view.step else "", left, why]
-        )
+        rows.append([*row, progress(view), left, reason(view, today)])
+        if has_jobs:
+            rows[-1].insert(1, ", ".join(view.jobs))
+    if has_jobs:
+        titles.insert(1, "SLURM job")
     return table(titles, rows)
 
 
+def place_of(one: RunStatus) -> str:
+    """Which machines, and what on them."""
+    host = ", ".join(one.view.nodes) or str(one.info.get("hardware", {}).get("host", ""))
+    return f"{host} ({one.view.device})" if one.view.device and host else host
+
+
+def progress(view: RunView) -> str:
+    if not view.step:
+        return ""
+    done = f"step {view.step:,}" + (f" of {view.steps:,}" if view.steps else "")
+    if view.epoch is not None:
+        done += f", epoch {view.epoch:,}" + (f" of {view.epochs:,}" if view.epochs else "")
+    return done
+
+
 def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> list[str]:
-    """Predicted beside measured; there is no prediction without a plan."""
+    """Predicted beside measured, where one rank of the same job was measured too."""
     measured = [one for one in runs if one.view.samples_per_second]
     if not measured:
         return ["Nothing is measured yet."]
@@ -140,12 +147,12 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     ]
     rows = []
     for one in measured:
-        view, steps = one.view, one.view.step_seconds or 0.0
+        view, steps = one.view, mean([rank.step_seconds for rank in one.ranks]) or 0.0
         rows.append(
             [
-                *(view.run, view.layout, "none", count(view.samples_per_second or 0)),
+                *(view.run, view.layout, predicted(view), count(view.samples_per_second or 0)),
                 f"{view.efficiency:.0%}" if view.efficiency is not None else "",
-                duration(steps),
+                duration(view.step_seconds or steps),
                 share_of(mean([rank.data for rank in one.ranks]), steps),
                 share_of(mean([rank.wait for rank in one.ranks]), steps),
                 gpu_use(one.ranks, marks),
@@ -155,12 +162,25 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     notes = [
         "",
-        "Measured over the last steps of each run; nothing was predicted: there is no plan.",
+        "Measured over the last steps of a run that goes on, "
+        "over all of one that has told its pace.",
     ]
     bases = dict.fromkeys(one.view.baseline for one in measured if one.view.baseline)
     if bases:
-        notes.append(f"Efficiency is against the pace of one rank in {', '.join(map(str, bases))}.")
+        notes.append(
+            "Predicted is as many times the pace of one rank as there are ranks, the most that "
+            f"can be had; that pace was measured in {', '.join(map(str, bases))}."
+        )
+    else:
+        notes.append("Nothing is predicted: no run of these jobs on one rank was measured.")
     return [*table(titles, rows), *notes]
+
+
+def predicted(view: RunView) -> str:
+    """What as many ranks would do that cost each other nothing."""
+    if view.efficiency is None or not view.samples_per_second:
+        return ""
+    return count(view.samples_per_second / view.efficiency)
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -180,67 +200,11 @@ def gpu_use(ranks: Sequence[RankView], marks: Mapping[str, Mark]) -> str:
     return f"{use:.0f}%" + (f" (low: rank {', '.join(map(str, low[:8]))})" if low else "")
 
 
-def settings_lines(runs: Sequence[RunStatus]) -> list[str]:
-    """What each run was started with: the job as resolved, what was typed, versions."""
-    lines = []
-    for one in runs:
-        lines += [f"### {one.view.run}", ""]
-        rows = [
-            [key, job_setting(key, one.job[key])]
-            for key in SHOWN_SETTINGS
-            if is_set(one.job.get(key))
-        ]
-        if one.info.get("overrides"):
-            rows.append(["typed", " ".join(typed(str(word)) for word in one.info["overrides"])])
-        code, packages = one.info.get("code") or {}, one.info.get("packages") or {}
-        if code.get("commit"):
-            rows.append(["code", str(code["commit"])[:12] + (", changed" if code["dirty"] else "")])
-        versions = [
-            f"{name} {packages[name]}" for name in ("allranks", "torch") if name in packages
-        ]
-        if versions:
-            rows.append(["versions", ", ".join(versions)])
-        lines += [*(table(("setting", "value"), rows) if rows else ["None is known."]), ""]
-    return lines or ["None.", ""]
-
-
-def is_set(value: object) -> bool:
-    return value not in (None, "", [], {})
-
-
-def job_setting(key: str, value: object) -> str:
-    """A setting of the job; of its variables only the values that are known to be no secrets."""
-    if key != "env":
-        return setting(value)
-    if not isinstance(value, Mapping):
-        return ""
-    return ", ".join(
-        f"{name}={setting(item)}" if is_open(str(name)) else str(name)
-        for name, item in value.items()
-    )
-
-
-def typed(word: str) -> str:
-    """What was typed; `env.NAME=VALUE` as in the job."""
-    name, sign, _ = word.removeprefix("env.").partition("=")
-    return f"env.{name}" if sign and word.startswith("env.") and not is_open(name) else word
-
-
-def is_open(name: str) -> bool:
-    return name.startswith(OPEN_VARIABLES)
-
-
-def setting(value: object) -> str:
-    """A value in one line; of a mapping, what is set in it."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={setting(item)}" for key, item in value.items() if is_set(item))
-    if isinstance(value, list):
-        return ", ".join(map(setting, value))
-    return str(value)
-
-
 def next_lines(runs: Sequence[RunStatus]) -> list[str]:
     lines = [f"- {line}" for one in runs for line in next_steps(one)]
+    finished = [one.view.run for one in runs if one.view.state == "finished"]
+    if finished:
+        lines.append(f"- Compare what has finished: `allranks report {' '.join(finished)}`.")
     return lines or ["- Start a run: `allranks run job.yaml`."]
 
 
@@ -263,21 +227,26 @@ def next_steps(one: RunStatus) -> list[str]:
             said = f"{one.parts.seconds['data'] / whole:.0%} of its steps for data"
             found.append(f"{name} waits {said}: `allranks bench data`.")
         if one.parts.seconds["straggler"] > STRAGGLING * whole:
-            said = f"{one.parts.seconds['straggler'] / whole:.0%} of its steps"
-            found.append(f"{name} waits {said} for rank {one.parts.slowest_rank}.")
+            said = f"{name} waits {one.parts.seconds['straggler'] / whole:.0%} of its steps for"
+            rank = one.parts.slowest_rank
+            whom = f"rank {rank}" if rank is not None else "whichever rank is last, by turns"
+            found.append(f"{said} {whom}: `allranks doctor {name}`.")
     if (view.world_size or 1) > 1 and view.efficiency is None and view.step:
         found.append(
             f"{name} has nothing to be compared with: run its job with `--layout 1x1` too."
         )
-    if view.state == "finished":
-        found.append(f"{name} finished: `allranks report {name}`.")
     return found
 
 
-def commands(runs: Sequence[RunStatus]) -> list[str]:
-    """What to type to follow the runs of this page."""
+def commands(runs: Sequence[RunStatus], folder: Path | None = None) -> list[str]:
+    """What to type to follow the runs of this page, and where."""
     active = [one.view.run for one in runs if one.view.is_active]
-    lines = ["allranks watch", "allranks ls"]
-    lines += [f"allranks logs {name} -f" for name in active]
+    option = ""
+    lines = []
+    if folder is not None:
+        option = "" if folder.name == "runs" else f" --runs {folder.name}"
+        lines.append(f"cd {shlex.quote(str(folder.parent))}")
+    lines += [f"allranks {what}{option}" for what in ("watch", "watch --web", "ls")]
+    lines += [f"allranks logs {name} -f{option}" for name in active]
     jobs = [job for one in runs if one.view.is_active for job in one.view.jobs]
     return lines + ([f"squeue -j {','.join(jobs)}"] if jobs else [])

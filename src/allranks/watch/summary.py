@@ -10,7 +10,7 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.rundir import RunDir
 from allranks.standing import RUNNING, Queue, reason_of, state_of
-from allranks.watch.reader import RunReader
+from allranks.watch.reader import RankReader, RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
 
@@ -73,8 +73,7 @@ def run_view(
     layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
     world = start.get("world_size") or ranks_of(layout)
     step, steps = lead.step if lead else None, start.get("steps")
-    took = lead.mean("seconds") if lead else None
-    by_clock = lead.clock_seconds() if lead else None
+    took, by_clock = step_seconds(lead, is_running), lead.clock_seconds() if lead else None
     pace = reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
     one_rank, one_pace = baseline if baseline and (world or 1) > 1 else (None, None)
@@ -114,6 +113,13 @@ def run_view(
         last_step=lead.recent[-1].get("t") if lead and lead.recent else None,
         heartbeat=lead.last_time if lead else None,
     )
+
+
+def step_seconds(lead: RankReader | None, is_running: bool) -> float | None:
+    """Of the last steps; of a run that has ended, of all, as is the pace that it told."""
+    if lead is None or is_running or "seconds" not in lead.curves:
+        return lead.mean("seconds") if lead else None
+    return lead.curves["seconds"].mean()
 
 
 def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | None:

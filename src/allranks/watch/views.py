@@ -34,11 +34,11 @@ class RunView:
     metrics: dict[str, float] = field(default_factory=dict)
     loss_steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
-    step_seconds: float | None = None  # of the last steps, in the mean
+    step_seconds: float | None = None  # in the mean: of the last steps, or of all when it ended
     samples_per_second: float | None = None  # of all ranks: of the last steps, or as it ended
     efficiency: float | None = None  # against as many times the pace of one rank
     baseline: str | None = None  # the run that this pace is from
-    seconds_left: float | None = None
+    seconds_left: float | None = None  # by the clock of the last ten minutes
     rank_hours: float = 0.0  # GPU-hours on GPUs, of all attempts
     checkpoint: int | None = None  # the step of the newest
     started: float | None = None  # UNIX time, of the newest attempt
