@@ -312,6 +312,9 @@ def test_keys_in_a_log_are_letters_while_a_word_is_typed(tmp_path: Path) -> None
     log.type("enter", 10)
     assert log.is_found and any(span.style == "reverse" for span in log.draw(80, 5)[2].spans)
     assert "n: further up" in log.draw(80, 5)[-1].plain
+    log.wanted, log.is_typed = "nowhere", True
+    log.type("enter", 10)
+    assert log.draw(80, 5)[-1].plain.startswith("'nowhere' is not in this log")
 
 
 def test_gpus_by_what_a_rank_writes_of_them() -> None:

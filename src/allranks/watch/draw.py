@@ -110,9 +110,7 @@ def run_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
     for run, row in zip(shown, rows, strict=True):
         is_selected = run.run == scene.selected
         line = Text("> " if is_selected else "  ") + run_line(run, row, widths, scene.now)
-        if is_selected:
-            line.stylize("reverse" if scene.selected_rank is None else "bold")
-        lines.append(line)
+        lines.append(chosen(line, scene.selected_rank is None) if is_selected else line)
     hidden = len(names) - len(shown)
     return mention(lines, f"{hidden} more runs" if hidden else "", width)
 
@@ -208,10 +206,16 @@ def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
         is_selected = rank.rank == scene.selected_rank
         line = Text("> " if is_selected else "  ")
         line += join(RANK_COLUMNS, widths, by_rank[rank.rank])
-        if is_selected:
-            line.stylize("reverse")
-        lines.append(line)
+        lines.append(chosen(line, True) if is_selected else line)
     return lines
+
+
+def chosen(line: Text, has_focus: bool) -> Text:
+    """The selected line, reversed where keys act on it: without colours, which would be too."""
+    if has_focus:
+        return Text(line.plain, style="reverse", no_wrap=True)
+    line.stylize("bold")
+    return line
 
 
 def visible_ranks(scene: Scene, num_rows: int) -> list[RankView]:

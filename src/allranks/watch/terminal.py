@@ -41,6 +41,8 @@ class OpenLog:
         bottom = f"{self.page.state()}  {LOG_KEYS}"
         if self.is_typed:
             bottom = f"search: {self.wanted}_  enter finds, escape leaves"
+        elif self.wanted and not self.is_found and self.page.found is None:
+            bottom = f"{self.wanted!r} is not in this log  {bottom}"
         elif self.wanted:
             none = "" if self.is_found else "no more "
             bottom = f"{none}{self.wanted!r}  n: further up  N: further down  {bottom}"
