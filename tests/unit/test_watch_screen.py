@@ -13,7 +13,7 @@ from rich.text import Text
 from allranks.errors import AllranksError
 from allranks.plain import clean
 from allranks.watch.columns import shortened
-from allranks.watch.draw import Scene, help_screen, log_screen, screen, window
+from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.lines import rank_cells
 from allranks.watch.loglines import MAX_REST_BYTES
 from allranks.watch.logs import KEPT_BYTES, LogPage
@@ -283,6 +283,15 @@ def test_a_log_in_the_terminal_has_no_secrets_and_no_endless_lines(tmp_path: Pat
         file.write("x" * 300_000)
     page.look()
     assert len(page._rest) <= MAX_REST_BYTES
+
+
+def test_ranks_that_take_turns_have_no_slowest_among_them() -> None:
+    seconds = {"compute": 0.08, "comm": 0.0, "straggler": 0.02, "data": 0.0, "other": 0.0}
+    shares, turns = parts_lines(Parts(seconds=seconds, steps=32))
+    assert shares.plain == "step 100ms: compute 80%  straggler 20%"
+    assert turns.plain == "no rank is the slowest: they take turns"
+    calm = parts_lines(Parts(seconds=seconds | {"straggler": 0.002}, steps=32))
+    assert calm[1].plain == ""
 
 
 def test_a_log_is_searched_up_and_down(tmp_path: Path) -> None:
