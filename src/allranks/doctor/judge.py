@@ -8,6 +8,7 @@ from pathlib import Path
 
 from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
+from allranks.doctor.event_words import event_in_words
 from allranks.doctor.facts import Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.scan import Hit, read_around
@@ -288,7 +289,8 @@ def _shown_hit(hit: Hit) -> str:
     """Its line; if that stands in a private key, nothing of it."""
     start = max(0, hit.offset - MAX_KEY_CHARACTERS)
     before = read_around(hit.source, start, hit.offset - start) if hit.offset else ""
-    return _shown(KeyLines(before).hide(hit.line.text))
+    text = KeyLines(before).hide(hit.line.text)
+    return _shown(event_in_words(text) if hit.source.path.suffix == ".jsonl" else text)
 
 
 def _shown(text: str) -> str:

@@ -1,0 +1,66 @@
+"""Events that are evidence are shown as sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.doctor.catalogue import load
+from allranks.doctor.diagnose import read_logs
+from allranks.doctor.event_words import event_in_words
+from allranks.doctor.facts import gather
+from allranks.doctor.judge import judge
+from allranks.doctor.scan import Source
+from allranks.events import format_event
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ({"event": "step", "step": 41, "loss": 0.51234567, "seconds": 0.1}, "step 41: loss 0.512346"),
+        (
+            {"event": "step", "step": 41, "loss": float("nan"), "seconds": 0.1},
+            "step 41: loss nan (not a number)",
+        ),
+        ({"event": "step", "step": 7, "seconds": 0.125}, "step 7: took 0.125 s"),
+        (
+            {"event": "metric", "step": 9, "name": "val_loss", "value": float("inf")},
+            "step 9: val_loss inf",
+        ),
+        (
+            {"event": "end", "state": "failed", "exit": -9, "signal": "SIGKILL"},
+            "the rank's end: failed by SIGKILL",
+        ),
+        (
+            {"event": "end", "state": "failed", "exit": 1, "error": {"what": "OSError: full"}},
+            "the rank's end: failed with exit code 1: OSError: full",
+        ),
+        (
+            {"event": "device", "step": 3, "doing": "wait", "doing_seconds": 4.0},
+            "step 3: at wait for 4.0 s",
+        ),
+        ({"event": "dataset", "samples_per_epoch": 60}, "dataset: samples_per_epoch 60"),
+    ],
+)
+def test_an_event_in_words(event: dict[str, object], words: str) -> None:
+    assert event_in_words(format_event({"v": 1, "t": 1.0, **event})) == words
+
+
+@pytest.mark.parametrize("line", ['{"v":1,"t":1.0,"event":"st', "no event", "[1]", '{"event":"step"}'])
+def test_what_is_no_event_stays_as_it_is(line: str) -> None:
+    assert event_in_words(line) == line
+
+
+def test_evidence_of_events_keeps_its_file_and_line(tmp_path: Path) -> None:
+    losses = [0.5, 0.4, float("nan")]
+    events = [
+        {"v": 1, "t": 1.0, "event": "step", "step": number, "loss": loss, "seconds": 0.1}
+        for number, loss in enumerate(losses, 1)
+    ]
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("".join(map(format_event, events)))
+    (found,) = judge(gather(read_logs([Source(path, "rank-0.jsonl", 0)])), load())
+    (line,) = found.evidence
+    assert found.cause == "nan-loss" and "at step 3" in found.title
+    assert (line.file, line.line, line.text) == ("rank-0.jsonl", 3, "step 3: loss nan (not a number)")
