@@ -385,6 +385,36 @@ def disk_full_log() -> None:
             file.write(f"step {step}\n")
 
 
+def small_disk(at: Path, size: str) -> None:
+    """A small disk at a path, that this process and its children alone see. Takes root."""
+    import ctypes
+    import subprocess
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000):  # CLONE_NEWNS; os.unshare is of Python 3.12
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", at], check=True)
+
+
+def disk_full_saving() -> None:
+    init(5)
+    if RANK == 1:
+        small_disk(SCRATCH, "1m")
+        torch.save({"w": torch.zeros(1_000_000)}, SCRATCH / "model.pt")
+    dist.barrier()
+
+
+def shared_memory() -> None:
+    class Large(Items):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.zeros(1 << 20)
+
+    small_disk(Path("/dev/shm"), "1m")
+    for _ in DataLoader(Large(""), 4, num_workers=1):
+        pass
+
+
 def file_limit() -> None:
     import resource
 
@@ -427,6 +457,20 @@ def nan_clip() -> None:
     model = Net()
     (model(torch.randn(4, 8)) * float("nan")).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def scaler_underflow() -> None:
+    """What a script with an overflow in every step does, and says when it gives up."""
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while scaler.get_scale() > 1e-4:
+        loss = model(torch.randn(4, 8)).sum() * torch.inf
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        print(f"Gradient overflow. Skipping step, reducing loss scale to {scaler.get_scale()}")
+    raise FloatingPointError(f"Minimum loss scale reached ({scaler.get_scale():g})")
 
 
 def label_range() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "inventory",
     "local_gpus",
     "memory_allotted",
+    "memory_kills",
     "package_versions",
 ]
 
@@ -68,6 +69,17 @@ def memory_allotted() -> int:
     """The bytes of memory this process may use: the least of the machine's and the cgroups'."""
     limits = [_memory_limit(folder) for folder in _own_cgroups("memory")]
     return min([memory_total(), *(limit for limit in limits if limit is not None)])
+
+
+def memory_kills() -> int | None:
+    """Processes of this one's cgroup that the kernel has killed for memory; None if uncounted."""
+    for folder in _own_cgroups("memory"):
+        for name in ("memory.events", "memory.oom_control"):  # of v2, of v1
+            with suppress(OSError, ValueError):
+                words = dict(line.split() for line in (folder / name).read_text().splitlines())
+                if "oom_kill" in words:
+                    return int(words["oom_kill"])
+    return None
 
 
 def memory_total() -> int:

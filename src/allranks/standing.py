@@ -45,6 +45,7 @@ class EndedJob:
     job: str
     state: str
     exit_code: str
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -78,9 +79,12 @@ def parse_ended(printed: str) -> dict[str, EndedJob]:
     """What `sacct -n -P -X -o ENDED_FIELDS` printed; the last line on a job counts."""
     found = {}
     for line in printed.splitlines():
-        job, state, exit_code, *_ = [*line.split("|"), "", "", ""]
-        if job.isdigit():
-            found[job] = EndedJob(job, state, exit_code)
+        job, state, exit_code, _, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
+        if not job.isdigit():
+            continue
+        found[job] = EndedJob(job, state, exit_code)
+        with suppress(AllranksError):  # "None assigned"
+            found[job] = EndedJob(job, state, exit_code, tuple(nodelist.expand(nodes)))
     return found
 
 

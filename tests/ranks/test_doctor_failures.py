@@ -57,8 +57,12 @@ MADE_HERE: list[tuple[str, int, str, int | None]] = [
     ("truncated_empty", 0, "checkpoint-truncated", NOBODY),
     ("dcp_shape", 0, "checkpoint-shape", NOBODY),
     ("disk_full_log", 0, "disk-full", NOBODY),
+    ("disk_full_saving", 2, "disk-full", 1),
+    ("shared_memory", 0, "shared-memory-full", NOBODY),
+    ("open_files_plain", 0, "too-many-open-files", NOBODY),
     ("host_memory", 0, "host-out-of-memory", NOBODY),
     ("nan_loss", 0, "nan-loss", NOBODY),
+    ("scaler_underflow", 0, "loss-scale-underflow", NOBODY),
     ("label_range", 0, "label-out-of-range", NOBODY),
 ]
 BY_TORCHRUN: list[tuple[str, int, str, int | None]] = [

@@ -22,7 +22,8 @@
 #   --no-install       for up: fail where a package is missing
 #
 # Nodes node1 to node4: 4 CPUs, 4000 MB and 2 GPUs of type a100 each; features a100,ib on the first
-# two and a100,eth on the others. Partitions gpu (default), cpu, debug (5 minutes, 2 nodes).
+# two and a100,eth on the others. Partitions gpu (default), cpu, debug (5 minutes, 2 nodes), spare
+# (its jobs are cancelled when one of another partition needs the node).
 # Accounts main (default) and alt. All nodes share the file system. Files: /var/tmp/allranks-slurm[-K].
 set -u -o pipefail
 PATH=$PATH:/usr/sbin:/sbin
@@ -294,6 +295,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=2
+# Without cgroups a step that takes more memory than it asked for is ended by SLURM itself.
+JobAcctGatherParams=OverMemoryKill
 SwitchType=switch/none
 MpiDefault=none
 MailProg=/bin/true
@@ -304,6 +307,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=$((MEMORY / CPUS))
 PriorityType=priority/multifactor
+# Only partition spare is below the others.
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,bf_resolution=10,bf_continue,sched_interval=5,batch_sched_delay=0,sched_min_interval=10000
 # Everything as soon as possible: tests wait for it.
@@ -340,6 +346,7 @@ END
 PartitionName=gpu Nodes=node[1-$NODES] Default=YES MaxTime=1-00:00:00 DefaultTime=10 State=UP
 PartitionName=cpu Nodes=node[1-$NODES] MaxTime=1-00:00:00 DefaultTime=10 State=UP
 PartitionName=debug Nodes=node[1-$NODES] MaxTime=5 DefaultTime=2 MaxNodes=2 State=UP
+PartitionName=spare Nodes=node[1-$NODES] MaxTime=1-00:00:00 DefaultTime=10 PriorityTier=0 State=UP
 END
 }
 

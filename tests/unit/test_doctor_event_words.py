@@ -18,7 +18,10 @@ from allranks.events import format_event
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        ({"event": "step", "step": 41, "loss": 0.51234567, "seconds": 0.1}, "step 41: loss 0.512346"),
+        (
+            {"event": "step", "step": 41, "loss": 0.51234567, "seconds": 0.1},
+            "step 41: loss 0.512346",
+        ),
         (
             {"event": "step", "step": 41, "loss": float("nan"), "seconds": 0.1},
             "step 41: loss nan (not a number)",
@@ -47,7 +50,9 @@ def test_an_event_in_words(event: dict[str, object], words: str) -> None:
     assert event_in_words(format_event({"v": 1, "t": 1.0, **event})) == words
 
 
-@pytest.mark.parametrize("line", ['{"v":1,"t":1.0,"event":"st', "no event", "[1]", '{"event":"step"}'])
+@pytest.mark.parametrize(
+    "line", ['{"v":1,"t":1.0,"event":"st', "no event", "[1]", '{"event":"step"}']
+)
 def test_what_is_no_event_stays_as_it_is(line: str) -> None:
     assert event_in_words(line) == line
 
@@ -63,4 +68,8 @@ def test_evidence_of_events_keeps_its_file_and_line(tmp_path: Path) -> None:
     (found,) = judge(gather(read_logs([Source(path, "rank-0.jsonl", 0)])), load())
     (line,) = found.evidence
     assert found.cause == "nan-loss" and "at step 3" in found.title
-    assert (line.file, line.line, line.text) == ("rank-0.jsonl", 3, "step 3: loss nan (not a number)")
+    assert (line.file, line.line, line.text) == (
+        "rank-0.jsonl",
+        3,
+        "step 3: loss nan (not a number)",
+    )

@@ -16,6 +16,7 @@ from typing import Any
 from allranks import slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.lines import num_lines
 from allranks.plain import plain
 from allranks.redact import redact
 from allranks.rundir import RunDir
@@ -231,14 +232,6 @@ def heartbeat(state: RankState, run: RunDir, why: str | None) -> Evidence:
 def source(place: Frame) -> str:
     line = linecache.getline(place.file, place.line).strip()
     return f": {redact(plain(line))}" if line else ""
-
-
-def num_lines(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    except OSError:
-        return 0
 
 
 def in_words(seconds: float) -> str:

@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,15 +17,20 @@ from typing import Any
 
 import yaml
 
+from allranks import claims
 from allranks.doctor.ends import End
+from allranks.doctor.finding import Evidence
 from allranks.doctor.flight import is_ours
 from allranks.doctor.judge import shown_path
 from allranks.doctor.scan import Source
 from allranks.events import read_events, read_last_events
 from allranks.rundir import RunDir
+from allranks.slurm import SlurmError, call
+from allranks.standing import EndedJob
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
 MAX_JOB_LOGS = 3
+MAX_JOB_LOG_BYTES = 64 << 20
 DMESG_SECONDS = 5.0
 
 
@@ -62,10 +67,25 @@ def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
             sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
     for rank in run.ranks(attempt):
         sources += _tail(run.events(attempt, rank), rank, starts.node(rank))
-    jobs = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
-    sources += [Source(path, shown_path(path)) for path in jobs[-MAX_JOB_LOGS:]]
+    sources += job_logs(run)
     sources += [error for path in run.path.rglob("error.json") if (error := error_file(path))]
     return sources
+
+
+def job_logs(run: RunDir) -> list[Source]:
+    """What the job that trained the run last said, since it last began."""
+    holder = claims.newest(run.claims)
+    own = run.path / f"slurm-{holder.job}.log" if holder is not None else None
+    if own is None or not own.is_file():  # no job got as far as that
+        logs = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+        return [Source(path, shown_path(path)) for path in logs[-MAX_JOB_LOGS:]]
+    if own.stat().st_size > MAX_JOB_LOG_BYTES:
+        return [Source(own, shown_path(own))]
+    # A job that was requeued goes on in the same file: why it was is over and done with.
+    content = own.read_bytes()
+    start = max(0, content.rfind(f"allranks: {run.name}: job {holder.job} on ".encode()))
+    first = content.count(b"\n", 0, start) + 1
+    return [Source(own, shown_path(own), None, None, content[start:], first)]
 
 
 def _rank_in(path: Path) -> int:
@@ -126,10 +146,44 @@ def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
     return found
 
 
-def accounting(states: dict[str, tuple[str, str]]) -> list[Source]:
-    """What SLURM remembers of the run's jobs: id, state and exit code."""
-    lines = [f"JobID={job} State={state} ExitCode={code}" for job, (state, code) in states.items()]
-    return [Source(Path("sacct"), "sacct", content="\n".join(lines).encode())] if lines else []
+def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
+    """Processes that the kernel killed for memory, as the launcher counted when a rank ended."""
+    count = (run.end(attempt, rank) or {}).get("memory_kills")
+    return count if isinstance(count, int) else 0
+
+
+def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
+    """Where that count stands."""
+    path, count = run.events(attempt, rank), memory_kills(run, attempt, rank)
+    with path.open("rb") as file:
+        lines = [number for number, line in enumerate(file, 1) if b'"memory_kills"' in line]
+    processes = "one process" if count == 1 else f"{count} processes"
+    text = f"the kernel killed {processes} of the run's cgroup for want of memory"
+    return Evidence(shown_path(path), lines[-1] if lines else 0, text)
+
+
+def accounting(ended: Mapping[str, EndedJob]) -> list[Source]:
+    """What SLURM remembers of the run's jobs, and of nodes that it lost."""
+    sources, lost = [], set()
+    for job in ended.values():
+        state = job.state.split()[0] if job.state else "UNKNOWN"
+        text = f"JobID={job.job} State={state} ExitCode={job.exit_code}"
+        is_lost = state == "NODE_FAIL"
+        lost |= set(job.nodes if is_lost else ())
+        node = job.nodes[0] if is_lost and len(job.nodes) == 1 else None
+        sources.append(Source(Path("sacct"), "sacct", None, node, text.encode()))
+    return [*node_states(sorted(lost)), *sources]
+
+
+def node_states(nodes: Sequence[str]) -> list[Source]:
+    """What SLURM says now of nodes of which it lost one."""
+    if not nodes:
+        return []
+    with suppress(SlurmError):
+        lines = call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T %E").splitlines()
+        content = "\n".join(dict.fromkeys(lines)).encode()
+        return [Source(Path("sinfo"), "sinfo", None, None, content)]
+    return []
 
 
 def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from allranks.plain import plain, without_escapes
 
@@ -89,3 +90,12 @@ def _is_warning(text: str) -> bool:
     if _ERROR.match(text) or "NCCL WARN" in text:  # NCCL's warnings are its errors
         return False
     return _WARNING.search(text[:200]) is not None
+
+
+def num_lines(path: Path) -> int:
+    """How many lines a file has; 0 if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError:
+        return 0

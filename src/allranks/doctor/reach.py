@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.doctor.ports import OpenPort
 from allranks.rundir import write_atomically
 
 CONNECT_SECONDS = 2.0
@@ -29,22 +30,13 @@ class Listener:
     def __init__(self, node: str, clock: Callable[[], float] = time.time) -> None:
         self._node = node
         self._clock = clock
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._port = OpenPort(self._take)
+        self.port = self._port.port
+        self.close = self._port.close
+        self._port.begin()
 
-    def close(self) -> None:
-        with suppress(OSError):  # wakes the thread that accepts
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+    def _take(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:

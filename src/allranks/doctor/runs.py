@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from allranks import standing
+from allranks import claims, standing
 from allranks.doctor import layouts, left
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
 from allranks.doctor.facts import Facts, gather
-from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.flight import flight_source
 from allranks.doctor.judge import LEVELS, Candidate, judge, shown_path
 from allranks.doctor.left import MemoryCurve, Starts, job_of
@@ -21,6 +21,8 @@ from allranks.slurm_reasons import waiting_reason
 
 FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
 SOFT = ("nan-loss", "loss-scale-underflow")
+BY_USER = "stopped by its user"
+STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-cancelled")
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
 
 
@@ -36,10 +38,12 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     attempt = attempts[-1]
     facts, curves = read_attempt(run, attempt, queue)
     about_data = layouts.data_findings(run, attempt)
+    if row["state"] == "stopped" and (by_slurm := _stopped_by_slurm(run, queue)):
+        return [*by_slurm, *about_data]
     if row["state"] in ("finished", "running", "stopped"):
         # Words of errors in the log of a run that goes on, or went well, were not its end.
         return [*_soft_alone(facts), *about_data]
-    extra = _memory_candidates(run, facts, curves)
+    extra = _memory_candidates(run, attempt, facts, curves)
     found = judge(facts, load(), extra)
     return [*(_with_memory(one, curves) for one in found), *about_data]
 
@@ -51,9 +55,7 @@ def read_attempt(
     starts = left.starts_of(run, attempt)
     sources = left.logs_of(run, attempt, starts)
     sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
-    sources += left.accounting(
-        {job: (ended.state.split()[0], ended.exit_code) for job, ended in queue.ended.items()}
-    )
+    sources += left.accounting(_of_last_job(run, queue))
     sources += left.kernel_messages(starts, *left.span_of(run, attempt))
     facts = gather(
         read_logs(sources),
@@ -64,6 +66,26 @@ def read_attempt(
         pids=starts.pids,
     )
     return facts, list(left.memory_curves(run, attempt))
+
+
+def _of_last_job(run: RunDir, queue: standing.Queue) -> dict[str, standing.EndedJob]:
+    """How the job ended that trained the run last; all jobs where none is known to have."""
+    holder = claims.newest(run.claims)
+    if holder is not None and holder.job in queue.ended:
+        return {holder.job: queue.ended[holder.job]}
+    return queue.ended
+
+
+def _stopped_by_slurm(run: RunDir, queue: standing.Queue) -> list[Finding]:
+    """Of a run whose ranks stopped in order: why, unless its user wanted it."""
+    ended = str((run.info().get("ended") or {}).get("reason", ""))
+    if run.info().get("backend") != "slurm" or ended.startswith(BY_USER):
+        return []
+    sources = [*left.accounting(_of_last_job(run, queue)), *left.job_logs(run), *_reason(run)]
+    facts = gather(read_logs(sources), known=_known(run, Starts({})), situations=_situations(run))
+    facts.hits = [hit for hit in facts.hits if hit.cause.slug in STOPPERS]
+    facts.raised, facts.ends = [], {}
+    return judge(facts, load())
 
 
 def _soft_alone(facts: Facts) -> list[Finding]:
@@ -111,30 +133,42 @@ def _waiting(run: RunDir, row: dict[str, Any], queue: standing.Queue) -> list[Fi
 def _never_started(run: RunDir) -> list[Finding]:
     """A job that never ran a rank: what it said, or why it was refused."""
     jobs = [Path(path) for path in sorted(run.path.glob("slurm-*.log"))]
-    ended = (run.info().get("ended") or {}).get("reason")
-    sources = [Source(path, shown_path(path)) for path in jobs]
-    if ended:
-        path = run.path / "run.json"
-        sources.append(Source(path, shown_path(path), content=str(ended).encode()))
+    sources = [*(Source(path, shown_path(path)) for path in jobs), *_reason(run)]
     return judge(gather(read_logs(sources), situations=("slurm",)), load())
 
 
-def _memory_candidates(run: RunDir, facts: Facts, curves: list[MemoryCurve]) -> list[Candidate]:
-    """A rank killed by SIGKILL while the ranks of its node had nearly all of its memory."""
-    killed = [end for end in facts.ends.values() if end.signal == "SIGKILL"]
+def _reason(run: RunDir) -> list[Source]:
+    """Why nobody goes on with it, as whoever gave it up wrote it into its folder."""
+    ended, path = (run.info().get("ended") or {}).get("reason"), run.path / "run.json"
+    return [Source(path, shown_path(path), content=str(ended).encode())] if ended else []
+
+
+def _memory_candidates(
+    run: RunDir, attempt: int, facts: Facts, curves: list[MemoryCurve]
+) -> list[Candidate]:
+    """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
+    killed = [end.rank for end in facts.ends.values() if end.signal == "SIGKILL"]
+    counted = [rank for rank in facts.ends if left.memory_kills(run, attempt, rank)]
+    suspects = killed or counted
+    if not suspects:
+        return []
+    # Of several that were killed, the kernel took first the one that had most.
+    at_last = {curve.rank: curve.last for curve in curves}
+    rank = max(suspects, key=lambda one: at_last.get(one, 0))
+    node = facts.ends[rank].node
+    beside = {one for one in at_last if (run.start(attempt, one) or {}).get("host") == node}
+    used = sum(at_last[one] for one in beside)
     hardware = run.info().get("hardware") or {}
-    allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes")
-    if not killed or not isinstance(allotted, int) or not curves:
+    allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes") or 0
+    if not counted and (not beside or used < FULL_SHARE * allotted):
         return []
-    used = sum(curve.last for curve in curves)
-    if used < FULL_SHARE * allotted:
-        return []
-    end = killed[0]
-    words = f": the ranks had {used / 2**30:.1f} of {allotted / 2**30:.1f} GiB"
-    fields = {"limit_words": words, **facts.known}
-    lines = tuple(Evidence(shown_path(one.path), 0, one.in_words) for one in curves[:2])
+    words = f": the ranks had {used / 2**30:.1f} of {allotted / 2**30:.1f} GiB when last seen"
+    fields = {"limit_words": words if beside and allotted else "", **facts.known}
+    lines = [left.kill_evidence(run, attempt, one) for one in counted[:1]]
+    lines += [Evidence(shown_path(one.path), 0, one.in_words) for one in curves if one.rank == rank]
     cause = load()["host-out-of-memory"]
-    return [Candidate(cause, [], end.rank, "medium", fields, LEVELS["root"], lines)]
+    sure: Confidence = "high" if counted else "medium"
+    return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
 
 
 def _with_memory(found: Finding, curves: list[MemoryCurve]) -> Finding:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.finding import Evidence
+from allranks.doctor.lines import num_lines
 from allranks.events import read_last_events
 from allranks.rundir import RunDir
 from allranks.timeline import DATA
@@ -118,7 +119,7 @@ def rank_facts(
         rank=rank,
         node=start.get("host"),
         events=str(path),
-        last_line=_num_lines(path),
+        last_line=num_lines(path),
         step_samples=statistics.fmean(e.get("samples", 0) for e in steps) if steps else 0.0,
         data_seconds=statistics.fmean(e.get(DATA, 0.0) for e in steps) if steps else 0.0,
         means=means,
@@ -142,11 +143,3 @@ def nccl_lines(logs: Iterable[Path]) -> list[Evidence]:
         if found:
             return found
     return []
-
-
-def _num_lines(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    except OSError:
-        return 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.events import append_event, disk_error
+from allranks.hardware import memory_kills
 from allranks.job import load_job
 from allranks.launch import prepare
 from allranks.launch.prepare import Prepared
@@ -139,6 +140,7 @@ class Launch:
         self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
         self._stalled = StallWatch(self.run, self.prepared.job, self.first_rank)
+        self._memory_kills = memory_kills() or 0
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
@@ -266,6 +268,8 @@ class Launch:
     def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
         attempt = self.agent.attempt
+        # The kernel's own count: its messages are mostly not for users to read.
+        kills = (memory_kills() or 0) - self._memory_kills
         for rank, code in exit_codes.items():
             if self.run.end(attempt, rank) is not None:
                 continue
@@ -275,6 +279,8 @@ class Launch:
                 end = self._stalled.end_of(rank) or end_of(
                     code, is_command=is_command, stopped=self._interrupted()
                 )
+                if code and kills > 0:
+                    end["memory_kills"] = kills
                 append_event(path, "end", **end)
             except OSError as error:
                 self._disk_error = disk_error(error, path)

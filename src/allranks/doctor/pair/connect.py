@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 from allranks.doctor.pair import talk
 from allranks.doctor.pair.facts import PairFacts, from_fields, path_mtu, plain, side_of, to_fields
 from allranks.doctor.pair.talk import Moved, Stranger
+from allranks.doctor.ports import OpenPort
 
 CONNECT_SECONDS = 3.0
 KNOCK_SECONDS = 1.5  # the other side is known to be there
@@ -179,22 +179,13 @@ class EchoPort:
     """A port of this machine that the other one may knock at."""
 
     def __enter__(self) -> EchoPort:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._port = OpenPort(socket.socket.close)
+        self.port = self._port.port
+        self._port.begin()
         return self
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                self._socket.accept()[0].close()
-
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._port.close()
 
 
 def _rate(moved: list[Moved | None]) -> float | None:

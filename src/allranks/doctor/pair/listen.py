@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from allranks.doctor.pair import talk
@@ -22,6 +21,7 @@ from allranks.doctor.pair.facts import (
     to_fields,
 )
 from allranks.doctor.pair.talk import Stranger
+from allranks.doctor.ports import OpenPort
 from allranks.errors import AllranksError
 
 MOST_AT_ONCE = 32
@@ -31,17 +31,15 @@ class Listening:
     """A port that waits for `doctor --connect`. `told`: says what happens, for people."""
 
     def __init__(self, port: int, told: Callable[[str], None]) -> None:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            self._socket = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            self._port = OpenPort(self._take, port)
         except OSError as error:
             raise AllranksError(
                 f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
                 fix=f"ss -ltnp 'sport = :{port}' shows who does; or name another: --listen 29501",
                 exit_code=1,
             ) from None
-        self.port = int(self._socket.getsockname()[1])
+        self.port = self._port.port
         self._told = told
         self._session = ""  # of the machine that is being served
         self._taking = threading.Lock()
@@ -51,7 +49,7 @@ class Listening:
 
     def wait(self, seconds: float | None = None) -> PairFacts | None:
         """Serve until one test is over; None if none was within so many seconds."""
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._port.begin()
         until = None if seconds is None else time.monotonic() + seconds
         while not self._done.wait(0.2):
             if until is not None and time.monotonic() > until:
@@ -61,18 +59,13 @@ class Listening:
 
     def close(self) -> None:
         self._done.set()
-        with suppress(OSError):  # wakes the thread that accepts
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._port.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = self._socket.accept()
-                if not self._room.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+    def _take(self, connection: socket.socket) -> None:
+        if self._room.acquire(blocking=False):
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        else:
+            connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         peer = plain(str(connection.getpeername()[0]))

@@ -166,6 +166,7 @@ class Allocation(Held):
         for _ in range(STEP_TRIES):
             command = step_command(self.job, self.place, prepared, self.claim)
             code = self.relay.run_step(command, attempt=prepared.attempt)
+            self.at_limit = self.relay.at_limit
             if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
                 break
             say(f"srun ended with code {code} before any rank had begun: once more")

@@ -43,6 +43,7 @@ class Held:
         self.claim = claim
         self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
         self.said: deque[str] = deque(maxlen=3)  # srun's last lines
+        self.at_limit = False  # its ranks were stopped because its time is over
 
     def last_words(self) -> str:
         return "; ".join(self.said) or "it said nothing"
@@ -123,7 +124,11 @@ class Held:
             self._continue(may_requeue=not is_over)
             return 0
         native = self.job.command is None
-        give_up(self.run, why_it_ends(self.run, prepared), "stopped" if native else "failed")
+        why = why_it_ends(self.run, prepared)
+        if self.at_limit:
+            why = f"the job reached its time limit; {why}"
+        say(why)
+        give_up(self.run, why, "stopped" if native else "failed")
         return 1
 
     def _tries(self, prepared: Prepared) -> int:

@@ -57,7 +57,9 @@ class Relay:
         self._stop_at = FOR_EVER  # by the monotonic clock
         self._ask_at = FOR_EVER  # again, where SLURM has not said when the limit is
         self._next_look = 0.0
+        self._is_limit = False  # what a signal warned of
         self._is_warned = False
+        self.at_limit = False  # the ranks were told to stop because the job's time is over
 
     def run_step(
         self, command: Sequence[str], *, attempt: int | None = None, seconds: float = FOR_EVER
@@ -100,7 +102,9 @@ class Relay:
             self._watch_limit()
         if now >= self._stop_at:
             # Asked again: somebody may have given the job more time.
-            return bool(self.signals) or not self._watch_limit()
+            is_time = bool(self.signals) or not self._watch_limit()
+            self.at_limit = is_time and (not self.signals or self._is_limit)
+            return is_time
         return False
 
     def _take_warning(self) -> None:
@@ -109,6 +113,7 @@ class Relay:
         is_warning = left is not None and left < grace + EARLY_SECONDS
         wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
         self._stop_at = time.monotonic() + wait
+        self._is_limit = is_warning
         say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
 
     def _watch_limit(self) -> bool:
