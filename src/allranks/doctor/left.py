@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from allranks import claims
+from allranks import claims, slurm
 from allranks.doctor.ends import End
 from allranks.doctor.finding import Evidence
 from allranks.doctor.flight import is_ours
@@ -25,7 +25,6 @@ from allranks.doctor.judge import shown_path
 from allranks.doctor.scan import Source
 from allranks.events import read_events, read_last_events
 from allranks.rundir import RunDir
-from allranks.slurm import SlurmError, call
 from allranks.standing import EndedJob
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
@@ -179,9 +178,9 @@ def node_states(nodes: Sequence[str]) -> list[Source]:
     """What SLURM says now of nodes of which it lost one."""
     if not nodes:
         return []
-    with suppress(SlurmError):
-        lines = call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T %E").splitlines()
-        content = "\n".join(dict.fromkeys(lines)).encode()
+    with suppress(slurm.SlurmError):
+        said = slurm.call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T %E")
+        content = "\n".join(dict.fromkeys(said.splitlines())).encode()
         return [Source(Path("sinfo"), "sinfo", None, None, content)]
     return []
 
