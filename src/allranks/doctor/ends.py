@@ -64,12 +64,33 @@ def ends_of(hits: Iterable[Hit]) -> dict[int, End]:
     """The last end of each rank that the marks of one or several logs tell."""
     found: dict[int, End] = {}
     marks = list(hits)
+    own = list(_own_ends(marks))
+    if own:  # then srun's tasks are launchers, one a node, and torchrun has no part in it
+        return {end.rank: end for end in reversed(own)}
     for end in [*_agent_ends(marks), *_block_ends(marks), *_task_ends(marks)]:
         before = found.get(end.rank)
         # srun calls an exit of a shell 128 + signal; the block says it better than the line above.
         if before is None or before.hit is None or end.hit is None or not before.is_first:
             found[end.rank] = end
     return found
+
+
+def _own_ends(marks: list[Hit]) -> Iterator[End]:
+    """`error: rank 1 was killed by SIGKILL`: what allranks says of the rank that failed first."""
+    nodes: list[str] = []
+    ranks_per_node = 1
+    for hit in marks:
+        fields = hit.fields
+        if hit.cause.slug == "allranks-job":
+            nodes = [node.strip() for node in fields["nodes"].split(",")]
+            ranks_per_node = int(fields["layout"].partition("x")[2])
+        if hit.cause.slug != "allranks-end":
+            continue
+        rank = int(fields["rank"])
+        index = rank // ranks_per_node
+        node = nodes[index] if index < len(nodes) else None
+        code = int(fields["code"]) if "code" in fields else None if "how" in fields else 1
+        yield End(rank, code, fields.get("how"), node, hit, is_first=True)
 
 
 def _agent_ends(marks: list[Hit]) -> Iterator[End]:

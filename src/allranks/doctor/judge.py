@@ -281,6 +281,8 @@ def _node(one: Candidate, rank: int | None, facts: Facts) -> str | None:
         return named[0]
     if rank is not None and rank in facts.ends and facts.ends[rank].node:
         return facts.ends[rank].node
+    if one.cause.culprit == "none":
+        return None  # where its line was printed says nothing
     of_rank = [hit.node for hit in one.hits if hit.node and hit.rank == rank]
     return of_rank[0] if of_rank else None
 

@@ -21,7 +21,7 @@ _IN_LINE = (
     re.compile(r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\]"),  # ProcessGroupNCCL
     re.compile(r"^\[Rank (?P<rank>\d+)\]"),
     re.compile(r"\(RANK (?P<rank>\d+)\)"),  # a CheckpointException's parts
-    re.compile(r"^rank (?P<rank>\d+) "),
+    re.compile(r"^(?:error: )?rank (?P<rank>\d+)[ :]"),
 )
 _NCCL = re.compile(r"(?:^|[\] ])(?P<node>[\w.-]+):(?P<pid>\d+):\d+ \[-?\d+\] ")
 _SLURMSTEPD = re.compile(r"slurmstepd-(?P<node>[\w.-]+): ")

@@ -59,7 +59,19 @@ def tracebacks(scanned: Scanned) -> list[Raised]:
             raised = replace(raised, rank=_rank_above(mark, scanned), is_launchers=False)
         if raised is not None:
             found.append(raised)
-    return found
+    return found + [one for hit in scanned.hits if (one := _told(hit)) is not None]
+
+
+def _told(hit: Hit) -> Raised | None:
+    """What the launcher says of a rank that raised, where the rank's own log is not at hand."""
+    what = hit.fields.get("what", "") if hit.cause.slug == "allranks-end" else ""
+    raised = _RAISED.match(what)
+    if raised is None or not _is_type(raised["type"]):
+        return None
+    place = re.search(r"\((\S+:\d+)\)?$", what)
+    where, message = place[1] if place else "", (raised["message"] or "").strip()
+    rank = int(hit.fields["rank"])
+    return Raised(hit, hit.number, raised["type"], message, where, (), rank, False)
 
 
 def _is_in_block(mark: Hit) -> bool:
