@@ -66,7 +66,7 @@ def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     found = []
     for slug in dict.fromkeys(hit.cause.slug for hit in facts.hits if hit.cause.is_finding):
         cause = catalogue[slug]
-        hits = [hit for hit in facts.of(slug) if facts.is_final(hit)]
+        hits = [hit for hit in facts.of(slug) if facts.is_final(hit) and not _is_sruns(hit, facts)]
         plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
         if not plain and not (hits and facts.has_failed):
             continue
@@ -80,6 +80,14 @@ def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
         fields = {**_merged(shown), **facts.known}
         found.append(Candidate(cause, shown, rank, sure, fields, level, order=order))
     return found
+
+
+def _is_sruns(hit: Hit, facts: Facts) -> bool:
+    """A step that srun cancelled itself, because one of its tasks had failed before."""
+    if hit.cause.slug != "job-cancelled" or " STEP " not in hit.line.text:
+        return False
+    own = [end.hit for end in facts.ends.values() if end.is_own]
+    return any(end is None or (end.source is hit.source and end.number < hit.number) for end in own)
 
 
 def _is_raised(hit: Hit, facts: Facts) -> bool:

@@ -235,6 +235,10 @@ class MemoryCurve:
         return self.points[-1][1]
 
     @property
+    def grown(self) -> int:
+        return self.last - self.points[0][1]
+
+    @property
     def in_words(self) -> str:
         minutes = (self.points[-1][0] - self.points[0][0]) / 60
         first, last = (bytes_ / 2**30 for bytes_ in (self.points[0][1], self.last))

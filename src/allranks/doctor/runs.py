@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ def diagnose_run(run: RunDir) -> list[Finding]:
         return [*_soft_alone(facts), *about_data]
     extra = _memory_candidates(run, attempt, facts, curves)
     found = judge(facts, load(), extra)
-    return [*(_with_memory(one, curves) for one in found), *about_data]
+    return [
+        *(_with_memory(_of_hungriest(run, attempt, one, curves), curves) for one in found),
+        *about_data,
+    ]
 
 
 def read_attempt(
@@ -169,6 +173,17 @@ def _memory_candidates(
     cause = load()["host-out-of-memory"]
     sure: Confidence = "high" if counted else "medium"
     return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
+
+
+def _of_hungriest(run: RunDir, attempt: int, found: Finding, curves: list[MemoryCurve]) -> Finding:
+    """Where SLURM ended all ranks for the memory of one: the one that grew most of all."""
+    if found.cause != "host-out-of-memory" or found.rank is not None or not curves:
+        return found
+    hungriest = max(curves, key=lambda curve: curve.grown)
+    if 2 * hungriest.grown <= sum(curve.grown for curve in curves):
+        return found
+    node = (run.start(attempt, hungriest.rank) or {}).get("host")
+    return replace(found, rank=hungriest.rank, node=node)
 
 
 def _with_memory(found: Finding, curves: list[MemoryCurve]) -> Finding:
