@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +150,12 @@ def test_a_job_that_another_one_takes_the_node_of(cluster: Cluster, tmp_path: Pa
 @pytest.mark.soak
 def test_jobs_that_reach_their_limit_or_lose_their_node(cluster: Cluster, tmp_path: Path) -> None:
     """All at once: SLURM looks at limits every 30 seconds, and misses a node after as long."""
-    (tmp_path / "train.py").write_text(STUBBORN)
-    settings = ["preflight=false", "slurm.requeue=false"]
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    (tmp_path / "plain.py").write_text("import time\nwhile True: time.sleep(1)\n")
+    limit = ["preflight=false", "slurm.time=1"]
     native = send(cluster, tmp_path, *TASK, "name=native", "slurm.time=1")
-    script = send(
-        cluster, tmp_path, *settings, "name=script", "slurm.time=1", "--", "python", "train.py"
-    )
+    stubborn = send(cluster, tmp_path, *limit, "name=stubborn", "--", "python", "stubborn.py")
+    plain = send(cluster, tmp_path, *limit, "name=plain", "--", "python", "plain.py")
     lost = send(cluster, tmp_path, *TASK, "name=lost", "slurm.exclusive=true")
     part = send(cluster, tmp_path, *TASK, "--layout", "2x1", "name=part", "slurm.exclusive=true")
     lost.wait_for_step(5)
@@ -172,9 +171,9 @@ def test_jobs_that_reach_their_limit_or_lose_their_node(cluster: Cluster, tmp_pa
     assert first(lost) == ("slurm-node-failure", None, node)
     assert first(part) == ("slurm-node-failure", None, gone)
     assert first(part, job_log(part))[0] == "slurm-node-failure"
-    native.wait_for_end(120)
-    script.wait_for_end(150)
-    time.sleep(2)  # sacct is late
-    for sent in (native, script):
+    for sent in (native, plain, stubborn):
+        sent.wait_for_end(150)
+    wait_for_state(stubborn, "TIMEOUT", 20)
+    for sent in (native, plain, stubborn):
         assert first(sent) == ("slurm-time-limit", None, None)
         assert first(sent, job_log(sent))[0] == "slurm-time-limit"
