@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ PY_SPY_SECONDS = 5.0
 DUMP_SECONDS = 2.0
 QUIET_SECONDS = 0.1  # without another byte: the dump is whole
 MOST_AT_ONCE = 8
+MAX_NAME = 300  # characters of a file's or a function's name that other nodes are told
 OURS = f"{Path(__file__).parent}/"
 INSTALLED = ("site-packages", "dist-packages", "/lib/python3", "<frozen", OURS)
 # Frames of torch in which a rank waits for others, by file; a backward pass may compute, or wait.
@@ -237,7 +238,29 @@ def main() -> None:
     run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     processes = processes_of(run, attempt)
     found = take(processes, {rank: run.log(attempt, rank) for rank in processes})
-    print(json.dumps({rank: asdict(stack) for rank, stack in found.items()}))
+    for rank, stack in found.items():
+        print(to_lines(rank, stack))
+
+
+def to_lines(rank: int, stack: Stack) -> str:
+    """A stack for `from_lines`: a line for each call, since srun mixes nodes' lines over 1 KiB."""
+    common = {"rank": rank, "process": stack.process, "source": stack.source}
+    calls = ((one.file[-MAX_NAME:], one.line, one.function[-MAX_NAME:]) for one in stack.frames)
+    return "\n".join(json.dumps({**common, "call": call}) for call in calls)
+
+
+def from_lines(text: str) -> dict[int, Stack]:
+    """What `to_lines` wrote, of several nodes mixed with each other and with anything else."""
+    found: dict[int, Stack] = {}
+    for line in text.splitlines():
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            said: Mapping[str, Any] = json.loads(line)
+            file, number, function = said["call"]
+            call = Frame(str(file), int(number), str(function))
+            rank = int(said["rank"])
+            before = found[rank].frames if rank in found else ()
+            found[rank] = Stack(int(said["process"]), (*before, call), str(said["source"]))
+    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@
 #                      ports: only its own slurmd. auto (the default): netns where that is allowed
 #   --no-install       for up: fail where a package is missing
 #
-# Nodes node1 to node4: 4 CPUs, 4000 MB and 2 GPUs of type a100 each; features a100,ib on the first
+# Nodes node1 to node4: 4 CPUs, 16000 MB and 2 GPUs of type a100 each; features a100,ib on the first
 # two and a100,eth on the others. Partitions gpu (default), cpu, debug (5 minutes, 2 nodes), spare
 # (its jobs are cancelled when one of another partition needs the node).
 # Accounts main (default) and alt. All nodes share the file system. Files: /var/tmp/allranks-slurm[-K].
@@ -29,7 +29,7 @@ set -u -o pipefail
 PATH=$PATH:/usr/sbin:/sbin
 SELF=$(realpath "$0")
 
-NODES=4 GPUS=2 CPUS=4 MEMORY=4000
+NODES=4 GPUS=2 CPUS=4 MEMORY=16000
 PACKAGES=(
   slurmctld slurmd slurmdbd slurm-client slurm-wlm-basic-plugins slurm-wlm-mysql-plugin
   mariadb-server munge iproute2 procps util-linux

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from allranks.doctor.hang import hang, hung, judge, parse, stack_in_log
+from allranks.doctor.hang import hang, hung, judge, stack_in_log
 from allranks.events import append_event
 from allranks.job import parse_job
 from allranks.job_types import Duration
 from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
 from allranks.rundir import RunDir
-from allranks.stacks import FOLLOW, Frame, Stack
+from allranks.stacks import FOLLOW, Frame, Stack, from_lines, to_lines
 from allranks.stalls import (
     FIRST_STEP_SECONDS,
     RankState,
@@ -219,12 +219,16 @@ def test_a_run_that_got_on_after_its_stacks_were_printed_did_not_hang(tmp_path: 
     assert stack_in_log(tmp_path / "missing.log") is None
 
 
-def test_another_node_s_answer_is_read_and_noise_is_not() -> None:
-    frames = '[{"file": "a.py", "line": 2, "function": "f"}]'
-    line = f'{{"3": {{"process": 9, "frames": {frames}, "source": "py-spy"}}}}'
-    assert parse(line)[3].place == Frame("a.py", 2, "f")
-    assert parse("srun: error: something") == {}
-    assert parse('["no", "mapping"]') == {}
+def test_other_nodes_answers_are_read_as_srun_mixes_them_and_noise_is_not() -> None:
+    here = Stack(9, tuple(Frame("/me/a.py", line, "f") for line in range(60)), "py-spy")
+    there = Stack(9, tuple(Frame("b" * 4000, line, "g" * 4000) for line in range(60)), "its log")
+    one, other = to_lines(0, here).splitlines(), to_lines(1, there).splitlines()
+    assert max(map(len, [*one, *other])) < 1024  # longer ones srun cuts, and mixes
+    mixed = [line for pair in zip(one, other, strict=True) for line in pair]
+    found = from_lines("\n".join(["srun: error: something", '["no", "mapping"]', "{", *mixed]))
+    assert found[0] == here
+    assert [call.line for call in found[1].frames] == list(range(60))
+    assert found[1].frames[0].file.startswith("b") and len(found) == 2
 
 
 def test_the_ends_of_a_run_that_was_ended_tell_the_cause_from_its_echoes() -> None:

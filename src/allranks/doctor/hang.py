@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from allranks import slurm, stacks
 from allranks.claims import newest
@@ -261,25 +259,8 @@ def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
     command += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     command += [sys.executable, "-m", "allranks.stacks", str(run.path), str(attempt)]
     try:
-        printed = slurm.call(*command, seconds=OTHER_NODES_SECONDS)
+        return stacks.from_lines(slurm.call(*command, seconds=OTHER_NODES_SECONDS))
     except slurm.SlurmError:
-        return {}
-    return {rank: stack for line in printed.splitlines() for rank, stack in parse(line).items()}
-
-
-def parse(line: str) -> dict[int, Stack]:
-    """One node's answer: what `python -m allranks.stacks` prints."""
-    try:
-        answer: Mapping[str, Any] = json.loads(line)
-        return {
-            int(rank): Stack(
-                int(each["process"]),
-                tuple(Frame(f["file"], f["line"], f["function"]) for f in each["frames"]),
-                str(each["source"]),
-            )
-            for rank, each in answer.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
