@@ -10,6 +10,7 @@ from tests.unit.test_doctor_runs import STEP, failed, make_run, write_rank
 
 from allranks import claims, slurm
 from allranks.claims import Claim
+from allranks.doctor.diagnose import diagnose_logs
 from allranks.doctor.left import job_logs
 from allranks.doctor.runs import diagnose_run
 from allranks.rundir import RunDir
@@ -123,7 +124,47 @@ def test_a_rank_that_the_kernel_killed_by_its_own_count(tmp_path: Path) -> None:
     (found,) = diagnose_run(run)
     assert (found.cause, found.rank, found.node) == ("host-out-of-memory", 1, "node1")
     assert found.confidence == "high"
-    assert (found.evidence[0].line, found.evidence[0].text) == (
+    assert found.evidence[0].text.startswith("host memory of rank 1: 1.00 GiB to 5.00 GiB")
+    assert (found.evidence[1].line, found.evidence[1].text) == (
         5,
         "the kernel killed one process of the run's cgroup for want of memory",
     )
+
+
+TASK_GONE = "srun: error: node2: task 1: Exited with exit code 3"
+STEP_GONE = "slurmstepd-node1: error: *** STEP 4.0 ON node1 CANCELLED AT 2026-11-15T16:08:45 ***"
+JOB_GONE = "slurmstepd-node1: error: *** JOB 4 ON node1 CANCELLED AT 2026-11-15T16:08:45 ***"
+TOLD = "srun: error: node1: task 0: Terminated"
+BEGUN = "allranks: digits-20261115-142301-3f9a: job 4 on node1, node2 (layout 2x2, restart 0)"
+LAUNCHER = "srun: error: node1: task 0: Exited with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "rank", "node"),
+    [
+        ([TASK_GONE, STEP_GONE, TOLD], "rank-died", 1, "node2"),  # srun --kill-on-bad-exit
+        ([JOB_GONE, STEP_GONE, TOLD], "job-cancelled", None, None),
+        ([STEP_GONE, TOLD], "job-cancelled", None, None),  # scancel 4.0
+        ([BEGUN, "error: rank 3 was killed by SIGKILL", LAUNCHER], "rank-died", 3, "node2"),
+        ([BEGUN, "error: rank 1 ended with code 3", LAUNCHER], "rank-died", 1, "node1"),
+        (
+            [BEGUN, "error: rank 2 failed: ValueError: no label (train.py:9)", LAUNCHER],
+            "rank-raised",
+            2,
+            "node2",
+        ),
+        (
+            [BEGUN, "error: rank 3: /scratch/runs: No space left on device", LAUNCHER],
+            "disk-full",
+            3,
+            "node2",
+        ),
+    ],
+)
+def test_the_log_of_a_job_alone(
+    lines: list[str], cause: str, rank: int | None, node: str | None, tmp_path: Path
+) -> None:
+    log = tmp_path / "slurm-4.log"
+    log.write_text("\n".join(["training", *lines]) + "\n")
+    found = diagnose_logs([log])[0]
+    assert (found.cause, found.rank, found.node) == (cause, rank, node)

@@ -74,15 +74,16 @@ def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
 def job_logs(run: RunDir) -> list[Source]:
     """What the job that trained the run last said, since it last began."""
     holder = claims.newest(run.claims)
-    own = run.path / f"slurm-{holder.job}.log" if holder is not None else None
-    if own is None or not own.is_file():  # no job got as far as that
+    job = holder.job if holder is not None else ""
+    own = run.path / f"slurm-{job}.log"
+    if not own.is_file():  # no job got as far as that
         logs = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
         return [Source(path, shown_path(path)) for path in logs[-MAX_JOB_LOGS:]]
     if own.stat().st_size > MAX_JOB_LOG_BYTES:
         return [Source(own, shown_path(own))]
     # A job that was requeued goes on in the same file: why it was is over and done with.
     content = own.read_bytes()
-    start = max(0, content.rfind(f"allranks: {run.name}: job {holder.job} on ".encode()))
+    start = max(0, content.rfind(f"allranks: {run.name}: job {job} on ".encode()))
     first = content.count(b"\n", 0, start) + 1
     return [Source(own, shown_path(own), None, None, content[start:], first)]
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from allranks import claims, standing
-from allranks.doctor import layouts, left
+from allranks.doctor import layouts, left, memory
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
 from allranks.doctor.facts import Facts, gather
-from allranks.doctor.finding import Confidence, Evidence, Finding
+from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.flight import flight_source
-from allranks.doctor.judge import LEVELS, Candidate, judge, shown_path
+from allranks.doctor.judge import judge, shown_path
 from allranks.doctor.left import MemoryCurve, Starts, job_of
 from allranks.doctor.scan import Source
 from allranks.rundir import RunDir
 from allranks.slurm_reasons import waiting_reason
 
-FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
 SOFT = ("nan-loss", "loss-scale-underflow")
 BY_USER = "stopped by its user"
 STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-cancelled")
-KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
 
 
 def diagnose_run(run: RunDir) -> list[Finding]:
@@ -44,12 +41,9 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     if row["state"] in ("finished", "running", "stopped"):
         # Words of errors in the log of a run that goes on, or went well, were not its end.
         return [*_soft_alone(facts), *about_data]
-    extra = _memory_candidates(run, attempt, facts, curves)
+    extra = memory.candidates(run, attempt, facts, curves)
     found = judge(facts, load(), extra)
-    return [
-        *(_with_memory(_of_hungriest(run, attempt, one, curves), curves) for one in found),
-        *about_data,
-    ]
+    return [*(memory.explained(run, attempt, one, curves) for one in found), *about_data]
 
 
 def read_attempt(
@@ -145,53 +139,3 @@ def _reason(run: RunDir) -> list[Source]:
     """Why nobody goes on with it, as whoever gave it up wrote it into its folder."""
     ended, path = (run.info().get("ended") or {}).get("reason"), run.path / "run.json"
     return [Source(path, shown_path(path), content=str(ended).encode())] if ended else []
-
-
-def _memory_candidates(
-    run: RunDir, attempt: int, facts: Facts, curves: list[MemoryCurve]
-) -> list[Candidate]:
-    """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
-    killed = [end.rank for end in facts.ends.values() if end.signal == "SIGKILL"]
-    counted = [rank for rank in facts.ends if left.memory_kills(run, attempt, rank)]
-    suspects = killed or counted
-    if not suspects:
-        return []
-    # Of several that were killed, the kernel took first the one that had most.
-    at_last = {curve.rank: curve.last for curve in curves}
-    rank = max(suspects, key=lambda one: at_last.get(one, 0))
-    node = facts.ends[rank].node
-    beside = {one for one in at_last if (run.start(attempt, one) or {}).get("host") == node}
-    used = sum(at_last[one] for one in beside)
-    hardware = run.info().get("hardware") or {}
-    allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes") or 0
-    if not counted and (not beside or used < FULL_SHARE * allotted):
-        return []
-    words = f": the ranks had {used / 2**30:.1f} of {allotted / 2**30:.1f} GiB when last seen"
-    fields = {"limit_words": words if beside and allotted else "", **facts.known}
-    lines = [left.kill_evidence(run, attempt, one) for one in counted[:1]]
-    lines += [Evidence(shown_path(one.path), 0, one.in_words) for one in curves if one.rank == rank]
-    cause = load()["host-out-of-memory"]
-    sure: Confidence = "high" if counted else "medium"
-    return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
-
-
-def _of_hungriest(run: RunDir, attempt: int, found: Finding, curves: list[MemoryCurve]) -> Finding:
-    """Where SLURM ended all ranks for the memory of one: the one that grew most of all."""
-    if found.cause != "host-out-of-memory" or found.rank is not None or not curves:
-        return found
-    hungriest = max(curves, key=lambda curve: curve.grown)
-    if 2 * hungriest.grown <= sum(curve.grown for curve in curves):
-        return found
-    node = (run.start(attempt, hungriest.rank) or {}).get("host")
-    return replace(found, rank=hungriest.rank, node=node)
-
-
-def _with_memory(found: Finding, curves: list[MemoryCurve]) -> Finding:
-    """The memory curve of the culprit, where memory may be the cause."""
-    if found.cause not in KILLED or found.rank is None:
-        return found
-    for curve in curves:
-        line = Evidence(shown_path(curve.path), 0, curve.in_words)
-        if curve.rank == found.rank and line not in found.evidence:
-            return found.with_evidence(line)
-    return found

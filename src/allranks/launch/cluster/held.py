@@ -110,9 +110,9 @@ class Held:
                 why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
                 give_up(self.run, "; ".join(why), state)
             return 0
-        of_job, reason = self._state()
+        of_job, slurms = self._state()
         is_over = of_job not in ("RUNNING", "UNKNOWN")
-        if is_over and reason != "TimeLimit":
+        if is_over and slurms != "TimeLimit":
             return 0  # SLURM is ending this job itself, and knows what comes next
         if state != "stopped":
             return 1
@@ -124,11 +124,11 @@ class Held:
             self._continue(may_requeue=not is_over)
             return 0
         native = self.job.command is None
-        why = why_it_ends(self.run, prepared)
+        reason = why_it_ends(self.run, prepared)
         if self.at_limit:
-            why = f"the job reached its time limit; {why}"
-        say(why)
-        give_up(self.run, why, "stopped" if native else "failed")
+            reason = f"the job reached its time limit; {reason}"
+        say(reason)
+        give_up(self.run, reason, "stopped" if native else "failed")
         return 1
 
     def _tries(self, prepared: Prepared) -> int:
