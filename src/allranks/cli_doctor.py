@@ -36,6 +36,7 @@ Threshold = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=NUMBER", help="When slowness is told, such as data=0.2."),
 ]
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 ListCauses = Annotated[bool, typer.Option("--list", help="Print the causes that are known.")]
 
 
@@ -77,6 +78,7 @@ def diagnosis(
     """What is wrong with what was named: files are logs of one run, anything else is a run."""
     from allranks.doctor.diagnose import diagnose_logs, log_files
     from allranks.doctor.layouts import compare
+    from allranks.errors import AllranksError
     from allranks.rundir import find_run
 
     logs, references = [], []
@@ -84,6 +86,11 @@ def diagnosis(
         path = Path(one).expanduser()
         if path.exists() and not (path / "run.json").is_file():
             logs += log_files(path)
+        elif path.suffix in LOG_SUFFIXES:
+            raise AllranksError(
+                f"there is no file {one}",
+                fix="name a log that is there, a folder of logs, or a run",
+            )
         else:
             references.append(one)
     found = diagnose_logs(logs) if logs else []

@@ -175,3 +175,5 @@ def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
     wrong = allranks("doctor", "nothing-here")
     assert wrong.returncode == 2 and "nothing-here" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+    missing = allranks("doctor", "slurm-9.out")
+    assert missing.returncode == 2 and "there is no file slurm-9.out" in missing.stderr
