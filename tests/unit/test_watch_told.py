@@ -20,8 +20,8 @@ from allranks.watch.job_screen import job_lines, times
 from allranks.watch.jobs import (
     SAMPLER,
     JobFacts,
+    Pieces,
     parse_job,
-    parse_sample,
     srun_command,
     stack_lines,
 )
@@ -294,7 +294,8 @@ def test_a_sample_of_this_machine() -> None:
     finally:
         busy.kill()
         busy.wait()
-    sample = parse_sample(done.stdout)
+    pieces = Pieces()
+    *_, sample = [pieces.take(line) for line in done.stdout.splitlines()]
     assert sample is not None, done.stderr
     process = next(one for one in sample["processes"] if one["pid"] == busy.pid)
     assert process["rank"] == "3" and process["cpu"] > 0.1 and process["memory"] > 1 << 20
@@ -343,11 +344,26 @@ def test_variables_are_told_by_name_unless_they_are_known_to_be_settings() -> No
     ]
 
 
+def test_samples_of_several_nodes_that_come_mixed_are_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    samples = [{"node": node, "processes": [{"command": node * 900}]} for node in ("n1", "n2")]
+    told = []
+    for sample in samples:
+        sampler.tell(sample)
+        told.append(capsys.readouterr().out.splitlines())
+    assert all(len(line) < 1024 for lines in told for line in lines)
+    pieces = Pieces()
+    mixed = ["Welcome to the cluster", *(line for pair in zip(*told, strict=True) for line in pair)]
+    assert [found for line in mixed if (found := pieces.take(line))] == samples
+    assert pieces.take("n1 2/2 the end of one whose beginning is lost") is None
+
+
 def test_command_lines_and_stacks_of_a_job_have_no_secrets() -> None:
     process = {"pid": 7, "rank": "0", "command": "python train.py --api-key k9-very-long"}
     stack = {**process, "by": "py-spy", "stack": "main (a.py:3)\n  password: 'a b'\n\x1b]0;x\x07"}
-    line = json.dumps({"node": "n1", "processes": [process], "stacks": [stack]})
-    sample = parse_sample(line)
+    text = json.dumps({"node": "n1", "processes": [process], "stacks": [stack]})
+    sample = Pieces().take(f"n1 1/1 {text}\n")
     assert sample is not None and sample["node"] == "n1" and sample["processes"][0]["pid"] == 7
     said = json.dumps(sample) + "\n".join(stack_lines([sample]))
     assert "k9-very" not in said and "a b" not in said and "main (a.py:3)" in said

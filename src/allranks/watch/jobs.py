@@ -88,7 +88,7 @@ def srun_command(
     script = f'export {MARK}=1; test -x "$0" && exec "$0" {words}; exec python3 {words}'
     return [
         *("srun", f"--jobid={job}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"),
-        *("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet", "--unbuffered"),
+        *("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet"),
         *("sh", "-c", script, python),
     ]
 
@@ -140,8 +140,9 @@ class Sampling:
 
     def _read(self) -> None:
         assert self._running.stdout is not None
+        pieces = Pieces()
         for line in self._running.stdout:
-            sample = parse_sample(line)
+            sample = pieces.take(line)
             if sample is not None:
                 self._samples.put(sample)
         self._samples.put(None)
@@ -153,16 +154,33 @@ class Sampling:
             raise slurm.refusal("srun", said)
 
 
-def parse_sample(line: str) -> Sample | None:
-    """One line of the sampler's; a site's own words between them are passed over."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or "node" not in found:
-        return None
-    sample: Sample = redact_all(found)  # command lines and stacks may hold passwords
-    return sample
+class Pieces:
+    """Puts together what the samplers of several nodes tell at the same time."""
+
+    def __init__(self) -> None:
+        self._of_node: dict[str, list[str]] = {}
+
+    def take(self, line: str) -> Sample | None:
+        """The sample that this line is the end of. A site's own words are passed over."""
+        node, _, rest = line.rstrip("\n").partition(" ")
+        place, _, piece = rest.partition(" ")
+        number, _, count = place.partition("/")
+        if not (number.isdigit() and count.isdigit()):
+            return None
+        pieces = self._of_node.setdefault(node, [])
+        if number == "1":
+            pieces.clear()
+        pieces.append(piece)
+        if number != count:
+            return None
+        try:
+            found = json.loads("".join(pieces))
+        except ValueError:
+            return None
+        if not isinstance(found, dict) or "node" not in found:
+            return None
+        sample: Sample = redact_all(found)  # command lines and stacks may hold passwords
+        return sample
 
 
 def collect(facts: JobFacts, mode: str) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""What one node of a job is doing: a JSON line on stdout for every sample.
+"""What one node of a job is doing: JSON on stdout for every sample.
 
 Sent to the job's nodes as text (`python - JOB INTERVAL COUNT MODE`), where allranks need not be
 installed and Python may be old: only the standard library, and nothing newer than Python 3.7.
@@ -31,6 +31,7 @@ GPU_FIELDS = {
 MEBIBYTE = 1 << 20
 MARK = "ALLRANKS_SAMPLER"  # set for the steps that look
 DUMP_SECONDS = 20
+PIECE = 700  # characters of a line, so that it has less than 1 KiB
 
 
 def environment_of(pid: str) -> dict[str, str]:
@@ -184,9 +185,17 @@ def dump(pid: str) -> dict[str, str]:
     return {"by": "kernel", "trouble": trouble, "stack": "\n".join(threads)}
 
 
+def tell(found: dict[str, Any]) -> None:
+    """In pieces: srun mixes longer lines of several nodes. Each says whose it is, and which."""
+    text = json.dumps(found)
+    pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+    for number, piece in enumerate(pieces, 1):
+        print(f"{found['node']} {number}/{len(pieces)} {piece}", flush=True)
+
+
 def main(job: str, interval: float, count: int, mode: str) -> None:
     if mode == "stacks":
-        print(json.dumps(stacks(job)), flush=True)
+        tell(stacks(job))
         return
     before: dict[str, tuple[float, float]] = {}
     sample(job, before)  # rates are known from the second one on
@@ -194,7 +203,7 @@ def main(job: str, interval: float, count: int, mode: str) -> None:
     for number in range(count):
         if number:
             time.sleep(interval)
-        print(json.dumps(sample(job, before)), flush=True)
+        tell(sample(job, before))
 
 
 if __name__ == "__main__":
