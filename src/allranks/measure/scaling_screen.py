@@ -74,11 +74,11 @@ def speed_table(rows: list[Mapping[str, Any]], mode: str, *, wide: bool) -> Tabl
         if rows[0]["cost_per_epoch"] is not None:
             table.add_column("cost of\nan epoch", justify="right")
     for row in rows:
-        low, high = row["ci95"]
+        between = "-" if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"])
         cells = [
             row["layout"],
             f"{row['samples_per_second']:,.1f}",
-            f"{low:,.0f}-{high:,.0f}",
+            between,
             f"{row['speedup']:.2f}x",
             f"{row['efficiency']:.0%}",
         ]
