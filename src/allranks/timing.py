@@ -131,7 +131,8 @@ def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
         after = statistics.median(times[start + block : start + 2 * block])
         if abs(after - before) <= STEADY_CHANGE * before:
             return seconds[start + block][0], True
-    return seconds[min(1, len(seconds) - 1)][0], False
+    # Between the first two steps the probe looks for what the script trains.
+    return seconds[min(2 if len(seconds) > 3 else 1, len(seconds) - 1)][0], False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from allranks.measure.scaling import (
     as_json,
     fit_of,
     mode_of,
+    nothing_measured,
     rows_of,
 )
 from allranks.timing import PARTS, Timing
@@ -187,6 +188,28 @@ def test_the_verdict_names_the_rank_that_is_slow_in_a_part(part: str, doing: str
 def test_what_scales_is_said_to_scale() -> None:
     found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.051)]))
     assert "it scales; try more ranks" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "words"),
+    [
+        ("finished", {}, "no optimizer step was seen"),
+        ("finished", {0: 0, 1: 0}, "no optimizer step was seen: the script"),
+        ("finished", {0: 200, 1: 0}, "rank 0 made 200, rank 1 none"),
+        ("finished", {0: 0, 1: 9, 2: 0}, "rank 1 made 9, 2 other ranks none"),
+        ("finished", {0: 1, 1: 1}, "only one step"),
+        ("finished", {0: 30}, "no samples were seen"),
+        ("stopped", {0: 0}, "it was stopped"),
+    ],
+)
+def test_why_nothing_was_measured(state: str, steps: dict[int, int], words: str) -> None:
+    assert words in nothing_measured(state, steps)
+
+
+def test_what_failed_beside_what_was_measured_is_said() -> None:
+    broken = Repeat("run-1x2", Layout.parse("1x2"), None, "rank 1 ended with code 1")
+    verdict = as_json(rows_of([repeat("1x1", 0.1), broken]))["verdict"]
+    assert verdict == "1x1 makes 1,000 samples/s; 1x2 could not be measured"
 
 
 def test_the_json_has_the_promised_keys_and_keeps_what_was_measured() -> None:

@@ -314,7 +314,8 @@ def test_warm_up_is_left_out(slow: int) -> None:
 
 def test_steps_that_get_ever_slower_are_not_steady() -> None:
     first, is_steady = steady_from([(n, 1.5**n) for n in range(1, 40)])
-    assert not is_steady and first == 2
+    assert not is_steady and first == 3
+    assert steady_from([(1, 1.0), (2, 2.0), (3, 9.0)]) == (2, False)
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=80))

@@ -102,6 +102,25 @@ def around(value: float, interval: tuple[float, float] | None) -> tuple[float, f
     return interval and (min(interval[0], value), max(interval[1], value))
 
 
+def nothing_measured(state: str, steps: Mapping[int, int]) -> str:
+    """Why a run that did not fail has no timing; `steps`: how many each rank has made."""
+    if state == "stopped":
+        return "it was stopped before there was enough to measure"
+    most = max(steps, key=lambda rank: steps[rank], default=0)
+    if not steps.get(most):
+        return "no optimizer step was seen: the script must train with a torch optimizer, in Python"
+    none = [rank for rank in steps if not steps[rank]]
+    if none:
+        ranks = f"rank {none[0]}" if len(none) == 1 else f"{len(none)} other ranks"
+        return (
+            f"no optimizer step was seen on every rank: rank {most} made {steps[most]}, {ranks} "
+            "none, so there is nothing to measure"
+        )
+    if min(steps.values()) < 2:
+        return "only one step was made: the first one is no measure of the others"
+    return "no samples were seen: the batches have no length"
+
+
 def interval_within(timing: Timing) -> tuple[float, float] | None:
     """95% from the spread of the steps of one run: it cannot know how runs differ."""
     if timing.num_steps < 2:
@@ -288,7 +307,9 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
         return f"nothing could be measured: {why}"
     top = measured[-1]
     if len(measured) == 1:
-        return f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; name more layouts"
+        others = ", ".join(str(row.layout) for row in rows if row.problem)
+        said = f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; "
+        return said + (f"{others} could not be measured" if others else "name more layouts")
     assert top.efficiency is not None and top.speedup is not None
     said = (
         f"{top.layout} is {top.speedup:.2f}x as fast as {measured[0].layout} "
