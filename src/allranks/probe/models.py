@@ -54,7 +54,8 @@ def hide_from_copies(module: Any, hook: int) -> None:
 
     def __getstate__() -> Any:
         module = known()
-        state = type(module).__getstate__(module)
+        kind: Any = type(module)
+        state = kind.__getstate__(module)
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != "__getstate__"}
             for name in HOOKS:
