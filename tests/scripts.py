@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from allranks.events import read_events
 from allranks.processes import die_with_parent
 from allranks.rundir import RunDir
+from allranks.timeline import PHASES
 from allranks.timing import Timing, timing
 
 
@@ -69,6 +72,7 @@ def run_script(
     script.write_text(textwrap.dedent(text))
     run = RunDir(folder)
     run.attempt(0).mkdir(parents=True)
+    (folder / "run.json").write_text(f'{{"layout": "1x{num_ranks}"}}')
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
     with socket.socket() as free:
@@ -121,3 +125,39 @@ def _be_rank(script: Path, log: Path, env: dict[str, str]) -> None:
     start()
     sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
+
+
+# What most scripts here begin with: a model, 40 samples, an optimizer.
+MODEL = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+def train(x, y):
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+"""
+
+
+def run(tmp_path: Path, text: str, num_ranks: int = 1, **env: str) -> Recorded:
+    """A script that begins as all do, and must not fail nor hear of the probe."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    body = "\n".join(line[indent:] for line in lines)
+    found = run_script(tmp_path, MODEL + body + "\n", num_ranks, env=env)
+    for rank in range(num_ranks):
+        assert found.exits[rank] == 0, found.log(rank)
+        assert "allranks" not in found.log(rank)
+        for event in found.steps(rank):
+            phases = sum(event[phase] for phase in PHASES)
+            assert phases == pytest.approx(event["seconds"], abs=1e-6)
+    return found

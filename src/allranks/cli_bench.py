@@ -178,19 +178,23 @@ def remember(run: RunDir, bench_record: dict[str, Any]) -> None:
 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
-    from allranks.measure.scaling import Repeat
-    from allranks.results import failure, failure_in_words, samples_per_epoch
+    from allranks.measure.scaling import Repeat, nothing_measured
+    from allranks.results import (
+        failure,
+        failure_in_words,
+        last_words,
+        samples_per_epoch,
+        steps_by_rank,
+    )
     from allranks.timing import timing
 
     measured = timing(run)
     broken = failure(run)
     problem = None
     if broken is not None:
-        problem = f"{failure_in_words(broken)}: see {broken['log']}"
-    elif measured is None:
-        problem = "no optimizer step was seen on every rank, so there is nothing to measure"
-    elif not measured.samples:
-        problem = "no samples were seen: the batches have no length"
+        problem = f"{failure_in_words(broken)}{last_words(broken)}: see {broken['log']}"
+    elif measured is None or not measured.samples:
+        problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None
     return Repeat(run.name, layout, kept, problem, samples_per_epoch(run))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from allranks.events import read_events, read_last_events
+from allranks.plain import clean
 from allranks.rundir import RunDir, State
 from allranks.timing import timing
 
+LAST_WORDS = 160  # characters
 EARLY_EVENTS = 200  # what is said once is among these
 
 
@@ -68,6 +71,25 @@ def failure_in_words(failed: dict[str, Any]) -> str:
     return f"rank {failed['rank']} ended with code {failed['exit']}"
 
 
+def last_words(failed: dict[str, Any]) -> str:
+    """What a rank that failed without a word of its own has last written, in brackets."""
+    if failed.get("error"):
+        return ""
+    lines = [clean(line).strip() for line in tail(Path(failed["log"]))]
+    last = next((line for line in reversed(lines) if line), "")
+    return f" ({last[:LAST_WORDS]})" if last else ""
+
+
+def steps_by_rank(run: RunDir) -> dict[int, int]:
+    """How many steps each rank of the last attempt has made."""
+    attempt = max(run.attempts(), default=0)
+    found = {}
+    for rank in run.ranks(attempt):
+        events = read_last_events(run.events(attempt, rank))
+        found[rank] = max((e["step"] for e in events if e["event"] == "step"), default=0)
+    return found
+
+
 def samples_per_epoch(run: RunDir) -> int | None:
     """Samples in the data set that a run trains on; of a script, what its probe has seen."""
     attempt = max(run.attempts(), default=0)
@@ -78,6 +100,16 @@ def samples_per_epoch(run: RunDir) -> int | None:
             said = event
     size = said.get("samples_per_epoch")
     return size if isinstance(size, int) else None
+
+
+def tail(path: Path, size: int = 1 << 14) -> list[str]:
+    """The last lines of a log, as text; none of a file that is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _first_rank(run: RunDir, attempt: int) -> int:

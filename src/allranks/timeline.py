@@ -19,6 +19,7 @@ BACKWARD = "backward"
 WAIT = "wait"  # for other ranks: for them to come, and for the bytes to be exchanged
 OPTIMIZER = "optimizer"
 OTHER = "other"
+AROUND = "around"  # in the code around an exchange: waiting, as far as the others are concerned
 AFTER = "after"  # after backward: what it was shows when the next mark comes
 BEGIN = "begin"  # of a step: what came before it belongs to none
 END = "end"  # of a step, and the beginning of the next
@@ -29,7 +30,8 @@ _TEXT = ",".join(f'"{name}":%.7f' for name in ("seconds", *PHASES))
 # and unscaling belong to the update, and a script may take its batches from no loader.
 _UNCERTAIN = (AFTER, OTHER, END, BEGIN)
 _MEANINGS = {
-    (AFTER, WAIT): WAIT,
+    (AFTER, WAIT): AROUND,
+    (AFTER, AROUND): AROUND,
     (AFTER, OPTIMIZER): OPTIMIZER,
     (AFTER, OTHER): OPTIMIZER,  # of an optimizer whose steps are not those of the training
     (AFTER, END): OPTIMIZER,
@@ -129,6 +131,8 @@ class Timeline:
             label, since, _, _ = self.marks[-1]
         except IndexError:
             return OTHER, 0.0
+        if label == AROUND:
+            label = WAIT
         return label if label in PHASES else OTHER, perf_counter() - since
 
 
@@ -179,34 +183,47 @@ class Step:
     def text(self) -> str:
         """The same as JSON, without its braces. There is one of them a step: it is made fast."""
         self._wait_for_device()
-        sums, waits, arrive = _read(self._marks)
+        sums, waits, own, arrive, left = _read(self._marks)
         text = _TEXT % (sum(sums.values()), *sums.values())
         if arrive is not None:
             text += f',"arrive":{self._unix + arrive:.6f}'
+        if left is not None:
+            text += f',"left":{self._unix + left:.6f}'
         if 1 < len(waits) <= MAX_WAITS:
             text += f',"waits":[{",".join(f"{seconds:.7f}" for seconds in waits)}]'
+        if own:
+            text += f',"own":[{",".join(f"{seconds:.7f}" for seconds in own)}]'
         return text
 
 
 def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
     """Seconds of each phase, exclusive; they sum to `seconds`. `marks` end with END.
 
-    `arrive`: when the longest wait began, in UNIX time by the host's clock. `waits`: each of them,
-    where there were several.
+    `arrive`: when the longest wait began, in UNIX time by the host's clock; `left`: when it ended,
+    unless it is a device that waits. `waits`: each of them, where there were several. `own`: what
+    of each the rank spent in code of its own around the exchange, where it did; only their sum
+    where there are too many.
     """
-    sums, waits, arrive = _read(marks)
+    sums, waits, own, arrive, left = _read(marks)
     fields: dict[str, Any] = {"seconds": sum(sums.values()), **sums}
     if arrive is not None:
         fields["arrive"] = unix + arrive
+    if left is not None:
+        fields["left"] = unix + left
     if 1 < len(waits) <= MAX_WAITS:
         fields["waits"] = waits
+    if own:
+        fields["own"] = own
     return fields
 
 
-def _read(marks: Sequence[Mark]) -> tuple[dict[str, float], list[float], float | None]:
-    """Seconds by phase; of each wait; and when the longest one began."""
+def _read(
+    marks: Sequence[Mark],
+) -> tuple[dict[str, float], list[float], list[float], float | None, float | None]:
+    """Seconds by phase; of each wait, and of what is own in it; the longest's begin and end."""
     sums = dict.fromkeys(PHASES, 0.0)
     waits: list[float] = []
+    own: list[float] = []
     longest, arrive = -1.0, None
     is_open = False  # whether more waiting would belong to the same exchange
     label, begin, event, _ = marks[0]
@@ -216,12 +233,17 @@ def _read(marks: Sequence[Mark]) -> tuple[dict[str, float], list[float], float |
         else:
             seconds = event.elapsed_time(end_event) / 1e3
         phase = _MEANINGS.get((label, following), OTHER) if label in _UNCERTAIN else label
+        is_own = phase == AROUND
+        phase = WAIT if is_own else phase
         sums[phase] += seconds
         if phase == WAIT:
             if not is_open:
                 waits.append(0.0)
+                own.append(0.0)
                 is_open = True
             waits[-1] += seconds
+            if is_own:
+                own[-1] += seconds
             if seconds > longest:
                 longest, arrive = seconds, begin
         elif label != BACKWARD:
@@ -229,4 +251,11 @@ def _read(marks: Sequence[Mark]) -> tuple[dict[str, float], list[float], float |
             # in a hook of DDP's communicates longer, and does not compute longer.
             is_open = False
         label, begin, event = following, end, end_event
-    return sums, waits, arrive
+    left = None
+    if arrive is not None and marks[-1][2] is None:  # a device waits at other times than its host
+        left = arrive + longest
+    if not any(own):
+        own = []
+    elif len(own) > MAX_WAITS:
+        own = [sum(own)]
+    return sums, waits, own, arrive, left

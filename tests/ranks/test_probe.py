@@ -5,58 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.commandline import run_allranks
-from tests.scripts import Recorded, run_script
+from tests.scripts import MODEL, Recorded, run, run_script
 
 from allranks.results import samples_per_epoch
 from allranks.rundir import RunDir, list_runs
-from allranks.timeline import PHASES
 from allranks.timing import timing
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
-
-DELAY = 0.05  # seconds
-# The machine may be busy: what a rank computes while the other one sleeps, it does not wait.
-MOST = 0.8 * DELAY
-
-# What most scripts here begin with: a model, 40 samples, an optimizer.
-MODEL = """
-import os, time, torch, torch.distributed as dist
-from torch import nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.manual_seed(0)
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-optimizer = torch.optim.AdamW(model.parameters())
-def train(x, y):
-    loss = mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-"""
-
-
-def run(tmp_path: Path, text: str, num_ranks: int = 1, **env: str) -> Recorded:
-    """A script that begins as all do, and must not fail nor hear of the probe."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    body = "\n".join(line[indent:] for line in lines)
-    found = run_script(tmp_path, MODEL + body + "\n", num_ranks, env=env)
-    for rank in range(num_ranks):
-        assert found.exits[rank] == 0, found.log(rank)
-        assert "allranks" not in found.log(rank)
-        for event in found.steps(rank):
-            phases = sum(event[phase] for phase in PHASES)
-            assert phases == pytest.approx(event["seconds"], abs=1e-6)
-    return found
-
 
 # What a step is, and on how many samples.
 
@@ -308,6 +266,70 @@ def test_a_script_computes_the_same_with_and_without(tmp_path: Path) -> None:
         assert probed.said("loss", rank) == bare.said("loss", rank) != []
 
 
+def test_a_watched_model_is_copied_saved_and_scripted_as_without(tmp_path: Path) -> None:
+    """A script without a loader: its model has a hook of the probe's."""
+    script = """
+        import copy, io, pickle, warnings
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            train(torch.randn(6, 8), torch.randn(6, 1))
+        torch.set_grad_enabled(False)
+        x, hooks = torch.randn(2, 8), []
+        for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            print("same", torch.equal(one(x), model(x)), sorted(vars(one)), one._forward_pre_hooks,
+                  one._forward_pre_hooks_with_kwargs)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        loaded.register_forward_pre_hook(lambda module, args: hooks.append(len(args)))
+        print("loaded", torch.equal(loaded(x), model(x)), hooks)
+        for make in (torch.jit.script, lambda one: torch.jit.trace(one, x)):
+            for one in (model, copy.deepcopy(model)):
+                print("script", torch.equal(make(one)(x), model(x)))
+        torch.set_grad_enabled(True)
+        for _ in range(2):
+            train(torch.randn(6, 8), torch.randn(6, 1))
+        """
+    probed = run(tmp_path, script)
+    bare = run(tmp_path, script, ALLRANKS_PROBE="off")
+    assert probed.samples()[1:] == [6] * 4
+    for word, times in (("same", 2), ("loaded", 1), ("script", 4)):
+        assert probed.said(word) == bare.said(word)
+        assert len(bare.said(word)) == times and "False" not in "".join(bare.said(word))
+
+
+def test_loaders_stay_as_the_script_made_them(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        import copy, pickle
+        class Strict(DataLoader):
+            is_made = False
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.is_made = True
+            def __setattr__(self, name, value):
+                if self.is_made and name != "_iterator":
+                    raise AttributeError(name)
+                super().__setattr__(name, value)
+            def __eq__(self, other):  # and so it has no hash
+                return self is other
+        loader = Strict(data, batch_size=8)
+        before = sorted(vars(loader))
+        for epoch in range(2):
+            for x, y in loader:
+                train(x, y)
+        print("same", sorted(vars(loader)) == before)
+        usual = DataLoader(data, batch_size=8)
+        next(iter(usual))
+        print("same", b"allranks" not in pickle.dumps(usual), len(copy.deepcopy(usual)))
+        """,
+    )
+    assert found.said("same") == ["True", "True 5"]
+    assert found.samples() == [8] * 10
+
+
 # Scripts that are not as they should be.
 
 
@@ -392,147 +414,7 @@ if __name__ == "__main__":
     assert found.samples(1) == [9, 9, 9, 9, 4]
 
 
-# Ranks that wait for each other.
-
-DDP_LOOP = """
-        dist.init_process_group("gloo")
-        class Slow(Dataset):
-            def __len__(self):
-                return 40 * world
-            def __getitem__(self, n):
-                if {late_data}:
-                    time.sleep({delay} / 4)
-                return data[n % 40]
-        def hook(state, bucket):
-            if {late_hook}:
-                time.sleep({delay})
-            work = dist.all_reduce(bucket.buffer(), async_op=True)
-            return work.get_future().then(lambda done: done.value()[0] / world)
-        model = DDP(model)
-        if {hooked}:
-            model.register_comm_hook(None, hook)
-        def train(x, y):
-            if {late_forward}:
-                time.sleep({delay})
-            loss = mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-        sampler = torch.utils.data.DistributedSampler(Slow())
-        for epoch in range(3):
-            for x, y in DataLoader(Slow(), batch_size=4, sampler=sampler):
-                train(x, y)
-        dist.destroy_process_group()
-        """
-
-
-def delayed(tmp_path: Path, **where: str) -> dict[str, Any]:
-    """Parts of a step of a run on two ranks that is slow somewhere, and who is to blame."""
-    nowhere = dict.fromkeys(("late_data", "late_hook", "late_forward"), "False")
-    places = {**nowhere, **where}
-    hooked = places["late_hook"] != "False"
-    found = run(tmp_path, DDP_LOOP.format(delay=DELAY, hooked=hooked, **places), 2)
-    assert found.samples(0) == found.samples(1) == [4] * 30
-    told = found.timing()
-    assert told.parts is not None
-    assert sum(told.parts.values()) == pytest.approx(told.step_seconds)
-    return {**told.parts, "rank": told.slowest_rank, "share": told.slowest_share}
-
-
-def test_a_rank_that_computes_longer_is_a_straggler(tmp_path: Path) -> None:
-    parts = delayed(tmp_path, late_forward="rank == 1")
-    assert parts["straggler"] >= MOST
-    assert parts["rank"] == 1 and parts["share"] > 0.9
-
-
-def test_data_that_comes_late_to_one_rank_or_to_all(tmp_path: Path) -> None:
-    parts = delayed(tmp_path, late_data="rank == 1")
-    assert parts["data"] >= MOST
-    assert parts["rank"] == 1 and parts["share"] > 0.9
-    assert delayed(tmp_path, late_data="True")["data"] >= MOST
-
-
-def test_an_exchange_that_takes_longer(tmp_path: Path) -> None:
-    for late in ("True", "rank == 1"):
-        parts = delayed(tmp_path, late_hook=late)
-        assert parts["comm"] >= MOST
-
-
-def test_arriving_is_seen_when_a_parameter_gets_no_more_gradients(tmp_path: Path) -> None:
-    found = run(
-        tmp_path,
-        """
-        dist.init_process_group("gloo")
-        class Heads(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.first, self.last = nn.Linear(8, 1), nn.Linear(8, 1)
-            def forward(self, x, both):
-                return self.first(x) + self.last(x) if both else self.first(x)
-        model = DDP(Heads(), find_unused_parameters=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step, (x, y) in enumerate(DataLoader(data, batch_size=2)):
-            mse_loss(model(x, step < 10), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        """,
-        2,
-    )
-    missing = [event["step"] for event in found.steps() if "arrive" not in event]
-    assert missing in ([], [11])  # the one that shows it
-
-
-def test_gradients_that_a_script_exchanges_itself(tmp_path: Path) -> None:
-    found = run(
-        tmp_path,
-        """
-        dist.init_process_group("gloo")
-        for x, y in DataLoader(data, batch_size=2):
-            loss = mse_loss(model(x), y)
-            if rank == 1:
-                time.sleep(0.05)
-            loss.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= world
-            optimizer.step()
-            optimizer.zero_grad()
-        dist.destroy_process_group()
-        """,
-        2,
-    )
-    told = found.timing()
-    assert told.parts is not None
-    assert told.parts["straggler"] >= MOST
-    assert told.slowest_rank == 1
-    assert found.samples(1) == [2] * 20
-
-
-def test_sharded_parameters(tmp_path: Path) -> None:
-    found = run(
-        tmp_path,
-        """
-        from torch.distributed.fsdp import fully_shard
-        dist.init_process_group("gloo")
-        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for x, y in DataLoader(data, batch_size=4):
-            if rank == 1:
-                time.sleep(0.05)
-            mse_loss(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        dist.destroy_process_group()
-        """,
-        2,
-    )
-    assert found.samples(0) == found.samples(1) == [4] * 10
-    told = found.timing()
-    assert told.parts is not None and told.slowest_rank == 1
-    assert told.parts["straggler"] >= MOST
+# Ranks that never meet, or do not all step.
 
 
 def test_ranks_that_never_meet(tmp_path: Path) -> None:

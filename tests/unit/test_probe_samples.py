@@ -221,6 +221,17 @@ def fingerprints(indices: list[list[int]], values: list[float]) -> list[dict[str
     return script.fingerprints.seen
 
 
+def test_a_batch_with_nothing_in_it_has_no_samples_whatever_its_indices() -> None:
+    script = Script()
+    loader = script.epoch()
+    for nothing in ([torch.empty(0, 8)], {"x": torch.empty(0, 3), "y": torch.empty(0)}):
+        loader.indices.append([1, 2, 3, 4])
+        script.give(loader, nothing)
+        assert script.step() == 0
+    script.give(loader, [torch.empty(5, 8)])
+    assert script.step() == 5
+
+
 def test_equal_batches_have_equal_fingerprints_and_others_do_not() -> None:
     once = fingerprints([[0, 1], [2, 3]], [0.5, 0.7])
     assert once == fingerprints([[0, 1], [2, 3]], [0.5, 0.7])

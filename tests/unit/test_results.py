@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.events import append_event
-from allranks.results import failure, result
+from allranks.results import failure, last_words, result, steps_by_rank
 from allranks.rundir import RunDir
 
 START = {
@@ -158,3 +158,23 @@ def test_only_the_last_attempt_counts(run: RunDir) -> None:
     for rank in range(2):
         append_event(run.events(1, rank), "end", state="finished")
     assert failure(run) is None
+
+
+def test_the_last_words_of_a_rank_that_failed(run: RunDir) -> None:
+    log = run.log(0, 0)
+    log.parent.mkdir(parents=True)
+    failed = {"rank": 0, "exit": 1, "log": str(log)}
+    assert last_words(failed) == ""  # there is no log
+    log.write_bytes(b"epoch 1\n\x1b[31mValueError: no such data\x1b[0m\n\n")
+    assert last_words(failed) == " (ValueError: no such data)"
+    log.write_bytes(b"x" * 100_000)
+    assert len(last_words(failed)) < 200
+    assert last_words({**failed, "error": {"what": "said already"}}) == ""
+
+
+def test_steps_of_each_rank(run: RunDir) -> None:
+    assert steps_by_rank(run) == {}
+    start(run)
+    step(run, 1)
+    step(run, 2)
+    assert steps_by_rank(run) == {0: 2, 1: 0}

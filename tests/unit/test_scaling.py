@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from allranks.measure.scaling import (
     as_json,
     fit_of,
     mode_of,
+    nothing_measured,
     rows_of,
 )
 from allranks.timing import PARTS, Timing
@@ -88,14 +90,41 @@ def test_of_several_repeats_the_one_in_the_middle_is_shown_with_their_interval()
     rows = rows_of([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125)])
     assert rows[0].samples_per_second == pytest.approx(800)
     assert rows[0].parts is not None and sum(rows[0].parts.values()) == pytest.approx(0.125)
+    assert rows[0].ci95 is not None
     low, high = rows[0].ci95
     assert low < 800 < high
 
 
+def test_of_an_even_number_of_repeats_the_two_in_the_middle_are_averaged() -> None:
+    (row,) = rows_of([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125, 0.01)])
+    assert row.samples_per_second == pytest.approx(900)
+    assert row.step_seconds == pytest.approx(0.1125)
+    assert row.parts is not None and sum(row.parts.values()) == pytest.approx(0.1125)
+
+
+def test_an_interval_holds_what_it_is_shown_with() -> None:
+    (row,) = rows_of([repeat("1x1", 1.0)] * 60 + [repeat("1x1", 0.5)] * 40)
+    assert row.ci95 is not None
+    assert row.ci95[0] == row.samples_per_second == pytest.approx(100)
+    assert row.ci95[1] > 140
+
+
 def test_a_single_repeat_has_the_interval_of_its_steps() -> None:
     (row,) = rows_of([repeat("1x1", 0.1)])
+    assert row.ci95 is not None
     low, high = row.ci95
     assert (high - low) / 2 == pytest.approx(1000 * 1.984 * 0.1 / 10, rel=1e-3)
+
+
+def test_a_single_step_has_no_interval() -> None:
+    one = repeat("1x1", 0.1)
+    assert one.timing is not None
+    (row,) = rows_of([replace(one, timing=replace(one.timing, last_step=one.timing.first_step))])
+    assert row.ci95 is None
+    assert as_json([row])["rows"][0]["ci95"] is None
+    console = Console(width=120, record=True, file=io.StringIO())
+    scaling_screen.show(console, as_json([row]))
+    assert "1x1" in console.export_text()
 
 
 @given(st.floats(0, 0.5), st.floats(0, 0.01))
@@ -147,9 +176,40 @@ def test_the_verdict_names_the_greatest_loss_and_what_to_try(
     assert "Predicted for 4 ranks: " in found["verdict"]
 
 
+@pytest.mark.parametrize(("part", "doing"), [("comm", "communication"), ("data", "data")])
+def test_the_verdict_names_the_rank_that_is_slow_in_a_part(part: str, doing: str) -> None:
+    slow = repeat("1x2", 0.08, **{part: 0.03})  # type: ignore[arg-type]
+    assert slow.timing is not None
+    slow = replace(slow, timing=replace(slow.timing, slowest_part=part))
+    found = as_json(rows_of([repeat("1x1", 0.1), slow]))
+    assert f"{doing} (longest on rank 1): " in found["verdict"]
+
+
 def test_what_scales_is_said_to_scale() -> None:
     found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.051)]))
     assert "it scales; try more ranks" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "words"),
+    [
+        ("finished", {}, "no optimizer step was seen"),
+        ("finished", {0: 0, 1: 0}, "no optimizer step was seen: the script"),
+        ("finished", {0: 200, 1: 0}, "rank 0 made 200, rank 1 none"),
+        ("finished", {0: 0, 1: 9, 2: 0}, "rank 1 made 9, 2 other ranks none"),
+        ("finished", {0: 1, 1: 1}, "only one step"),
+        ("finished", {0: 30}, "no samples were seen"),
+        ("stopped", {0: 0}, "it was stopped"),
+    ],
+)
+def test_why_nothing_was_measured(state: str, steps: dict[int, int], words: str) -> None:
+    assert words in nothing_measured(state, steps)
+
+
+def test_what_failed_beside_what_was_measured_is_said() -> None:
+    broken = Repeat("run-1x2", Layout.parse("1x2"), None, "rank 1 ended with code 1")
+    verdict = as_json(rows_of([repeat("1x1", 0.1), broken]))["verdict"]
+    assert verdict == "1x1 makes 1,000 samples/s; 1x2 could not be measured"
 
 
 def test_the_json_has_the_promised_keys_and_keeps_what_was_measured() -> None:

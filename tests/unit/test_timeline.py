@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from allranks.timeline import (
     AFTER,
+    AROUND,
     BACKWARD,
     BEGIN,
     DATA,
@@ -32,7 +33,7 @@ from allranks.timeline import (
     phases,
 )
 
-LABELS = [DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER, AFTER]
+LABELS = [DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER, AFTER, AROUND]
 
 
 def step(*labels: str, seconds: float = 1.0) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def test_waits_sum_to_the_wait(step_marks: list[Mark]) -> None:
         assert sum(fields["waits"]) == pytest.approx(fields[WAIT], abs=1e-5)
         assert 1 < len(fields["waits"]) <= MAX_WAITS
     assert ("arrive" in fields) == any(
-        label == WAIT or (label == AFTER and following == WAIT)
+        label in (WAIT, AROUND) or (label == AFTER and following in (WAIT, AROUND))
         for (label, *_), (following, *_) in itertools.pairwise(step_marks)
     )
 
@@ -108,6 +109,19 @@ def test_preparing_an_exchange_belongs_to_it() -> None:
     assert "waits" not in found  # one exchange
 
 
+def test_what_a_rank_does_around_an_exchange_is_its_own() -> None:
+    found = step(BACKWARD, AROUND, WAIT, AROUND, BACKWARD, WAIT, AFTER, OPTIMIZER)
+    assert found[WAIT] == 4 and "waits" not in found
+    assert found["own"] == [2]
+    by_hand = step(BACKWARD, AFTER, AROUND, WAIT, AROUND, AFTER, OPTIMIZER)
+    assert by_hand[WAIT] == 4 and by_hand["own"] == [3]
+    assert "own" not in step(BACKWARD, WAIT, AFTER, OPTIMIZER)
+    two = step(AROUND, WAIT, FORWARD, BACKWARD, WAIT, AFTER)
+    assert (two["waits"], two["own"]) == ([2, 1], [1, 0])
+    many = step(*[AROUND, WAIT, FORWARD] * (MAX_WAITS + 1))
+    assert many["own"] == [MAX_WAITS + 1] and "waits" not in many
+
+
 def test_the_exchanges_of_one_backward_pass_are_one() -> None:
     found = step(FORWARD, BACKWARD, WAIT, BACKWARD, WAIT, BACKWARD, WAIT, AFTER, OPTIMIZER)
     assert found[WAIT] == 3
@@ -128,7 +142,8 @@ def test_arrive_is_when_the_longest_wait_began() -> None:
         (OTHER, 7.0, None, None),
         (END, 8.0, None, None),
     ]
-    assert phases(told, unix=100.0)["arrive"] == 102.0
+    found = phases(told, unix=100.0)
+    assert (found["arrive"], found["left"]) == (102.0, 107.0)
 
 
 def test_too_many_waits_are_known_as_a_sum() -> None:

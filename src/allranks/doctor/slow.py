@@ -145,17 +145,20 @@ def unbalanced(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fi
 def slow_rank(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
     """One that the others wait for, though it has no more to do."""
     share, timing = share_of(facts, "straggler", limits), facts.timing
-    if share < limits.straggler or timing.slowest_rank is None:
+    if share < limits.straggler:
         return
     if next(unbalanced(facts, limits), None) or next(throttled(facts, limits), None):
         return
     text = (
         f"waiting for slower ranks takes {share:.0%} of a step of "
-        f"{timing.step_seconds * 1e3:.1f} ms; rank {timing.slowest_rank} comes last in "
-        f"{timing.slowest_share:.0%} of the steps, {_window(facts)}"
+        f"{timing.step_seconds * 1e3:.1f} ms; "
     )
-    culprit = facts.of(timing.slowest_rank)
-    if timing.slowest_share < limits.slowest:
+    slowest = timing.slowest_rank
+    culprit = facts.of(slowest) if slowest is not None else facts.ranks[0]
+    last = f"rank {slowest} comes last in {timing.slowest_share:.0%} of the steps"
+    text += (last if slowest is not None else "no rank is slower than the others") + ", "
+    text += _window(facts)
+    if slowest is None or timing.slowest_share < limits.slowest:
         title = f"ranks wait for whichever is slowest {share:.0%} of each step"
         fix = "samples of different length? Group them by length; else other work on the nodes"
         yield share, _finding("uneven-steps", title, fix, None, "medium", text, shown=culprit)

@@ -36,7 +36,7 @@ class Row:
     layout: Layout
     repeats: list[Repeat]
     samples_per_second: float = 0.0
-    ci95: tuple[float, float] = (0.0, 0.0)
+    ci95: tuple[float, float] | None = None  # None: a single step tells nothing of it
     step_seconds: float = 0.0
     samples_per_step: float = 0.0
     parts: dict[str, float] | None = None
@@ -76,13 +76,18 @@ def row_of(layout: Layout, repeats: list[Repeat]) -> Row:
     if not timings:
         return row
     speeds = [timing.samples_per_second for timing in timings]
-    row.ci95 = spread(speeds, lowest=0.0).ci95 or interval_within(timings[0])
-    # The numbers of one run, so that they fit together: the one in the middle.
-    middle = sorted(timings, key=lambda timing: timing.samples_per_second)[(len(timings) - 1) // 2]
-    row.samples_per_second = middle.samples_per_second
-    row.step_seconds = middle.step_seconds
-    row.samples_per_step = middle.samples / middle.num_steps
-    row.parts = middle.parts
+    row.samples_per_second = statistics.median(speeds)
+    row.ci95 = around(row.samples_per_second, spread(speeds, lowest=0.0).ci95)
+    if len(timings) == 1:
+        row.ci95 = interval_within(timings[0])
+    # The numbers of one run, so that they fit together: the one in the middle, or the two.
+    timings.sort(key=lambda timing: timing.samples_per_second)
+    middle = timings[(len(timings) - 1) // 2 : len(timings) // 2 + 1]
+    row.step_seconds = statistics.fmean(timing.step_seconds for timing in middle)
+    row.samples_per_step = statistics.fmean(each.samples / each.num_steps for each in middle)
+    parts = [timing.parts for timing in middle if timing.parts is not None]
+    if len(parts) == len(middle):
+        row.parts = {part: statistics.fmean(each[part] for each in parts) for part in PARTS}
     row.steady = all(timing.steady for timing in timings)
     named = [t.slowest_rank for t in timings if t.slowest_rank is not None]
     if named:
@@ -92,8 +97,34 @@ def row_of(layout: Layout, repeats: list[Repeat]) -> Row:
     return row
 
 
-def interval_within(timing: Timing) -> tuple[float, float]:
+def around(value: float, interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    """The interval is the mean's: it is widened to what it is shown with."""
+    return interval and (min(interval[0], value), max(interval[1], value))
+
+
+def nothing_measured(state: str, steps: Mapping[int, int]) -> str:
+    """Why a run that did not fail has no timing; `steps`: how many each rank has made."""
+    if state == "stopped":
+        return "it was stopped before there was enough to measure"
+    most = max(steps, key=lambda rank: steps[rank], default=0)
+    if not steps.get(most):
+        return "no optimizer step was seen: the script must train with a torch optimizer, in Python"
+    none = [rank for rank in steps if not steps[rank]]
+    if none:
+        ranks = f"rank {none[0]}" if len(none) == 1 else f"{len(none)} other ranks"
+        return (
+            f"no optimizer step was seen on every rank: rank {most} made {steps[most]}, {ranks} "
+            "none, so there is nothing to measure"
+        )
+    if min(steps.values()) < 2:
+        return "only one step was made: the first one is no measure of the others"
+    return "no samples were seen: the batches have no length"
+
+
+def interval_within(timing: Timing) -> tuple[float, float] | None:
     """95% from the spread of the steps of one run: it cannot know how runs differ."""
+    if timing.num_steps < 2:
+        return None
     factor = t_975(timing.num_steps - 1) / math.sqrt(timing.num_steps)
     error = factor * timing.step_deviation / timing.step_seconds
     return timing.samples_per_second * max(0.0, 1 - error), timing.samples_per_second * (1 + error)
@@ -210,7 +241,7 @@ def as_json(
                 "layout": str(row.layout),
                 "ranks": row.ranks,
                 "samples_per_second": row.samples_per_second,
-                "ci95": list(row.ci95),
+                "ci95": list(row.ci95) if row.ci95 is not None else None,
                 "repeats": [
                     {
                         "run": one.run,
@@ -276,7 +307,9 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
         return f"nothing could be measured: {why}"
     top = measured[-1]
     if len(measured) == 1:
-        return f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; name more layouts"
+        others = ", ".join(str(row.layout) for row in rows if row.problem)
+        said = f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; "
+        return said + (f"{others} could not be measured" if others else "name more layouts")
     assert top.efficiency is not None and top.speedup is not None
     said = (
         f"{top.layout} is {top.speedup:.2f}x as fast as {measured[0].layout} "
@@ -288,9 +321,13 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
         return f"{said}{_beyond(fit, top)}"
     part = max(top.lost, key=lambda name: top.lost[name])
     where = ""
-    if part in ("straggler", "data") and top.slowest_rank is not None and top.lost["straggler"] > 0:
-        doing = f" (its {top.slowest_part} takes longer)" if top.slowest_part else ""
-        where = f" for rank {top.slowest_rank}{doing}" if part == "straggler" else ""
+    if top.slowest_rank is not None:
+        doing = WORDS.get(top.slowest_part or "", top.slowest_part)
+        if part == "straggler":
+            longer = f" (its {doing} takes longer)" if doing else ""
+            where = f" for rank {top.slowest_rank}{longer}"
+        elif part == top.slowest_part:
+            where = f" (longest on rank {top.slowest_rank})"
     return (
         f"{said}; {top.lost[part]:.0%} is lost to {WORDS[part]}{where}: "
         f"{NEXT[part]}{_beyond(fit, top)}"

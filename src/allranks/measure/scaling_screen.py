@@ -14,7 +14,7 @@ from rich.text import Text
 from allranks.measure.scaling import WORDS, Repeat
 from allranks.timing import PARTS
 
-NARROW = 80
+NARROW = 92
 
 
 class Progress:
@@ -60,12 +60,14 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
                 console.print(lost_table(rows))
     if found["fit"] is not None:
         console.print(Text(fit_words(found["fit"]), style="cyan"), soft_wrap=True)
-    console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+    if rows:  # else the reason is told with the error
+        console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
 
 
 def speed_table(rows: list[Mapping[str, Any]], mode: str, *, wide: bool) -> Table:
     means = {"strong": "same global batch", "weak": "same batch a rank"}.get(mode, mode)
-    table = Table(box=box.SIMPLE_HEAD, title=f"{mode} scaling ({means}), measured")
+    title = f"{mode} scaling ({means}), measured" if means != mode else f"{mode}, measured"
+    table = Table(box=box.SIMPLE_HEAD, title=title)
     for name in ("layout", "samples/s", "95%", "speedup", "efficiency"):
         table.add_column(name, justify="left" if name == "layout" else "right")
     if wide:
@@ -74,11 +76,11 @@ def speed_table(rows: list[Mapping[str, Any]], mode: str, *, wide: bool) -> Tabl
         if rows[0]["cost_per_epoch"] is not None:
             table.add_column("cost of\nan epoch", justify="right")
     for row in rows:
-        low, high = row["ci95"]
+        between = "-" if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"])
         cells = [
             row["layout"],
             f"{row['samples_per_second']:,.1f}",
-            f"{low:,.0f}-{high:,.0f}",
+            between,
             f"{row['speedup']:.2f}x",
             f"{row['efficiency']:.0%}",
         ]

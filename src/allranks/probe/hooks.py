@@ -7,7 +7,6 @@ on as if it had never been there. Hooks run cold between a model's kernels, so t
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections.abc import Callable
 from threading import get_ident
@@ -15,16 +14,24 @@ from time import perf_counter
 from typing import Any
 
 from allranks.probe.loading import hook_loader
+from allranks.probe.models import watch_model
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import SampleCounter, num_samples
-from allranks.probe.traced import Called, unless_compiled, unseen_by_compilers
-from allranks.timeline import AFTER, BACKWARD, FORWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
+from allranks.probe.samples import SampleCounter
+from allranks.probe.traced import hide_from_compilers, unless_compiled, unseen_by_compilers
+from allranks.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
 Hook = Callable[..., Any]
 
 SYNCHRONOUS = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "broadcast", "reduce", "all_to_all", "all_to_all_single", "barrier"),
+)
+# The same, and others, as a process group calls them.
+EXCHANGES = (
+    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "broadcast", "reduce", "alltoall", "alltoall_base"),
+    *("barrier", "gather", "scatter"),
 )
 TRAINED = (SampleCounter.trained,)
 
@@ -38,7 +45,8 @@ def install(recorder: Recorder) -> Arrival:
     hook_optimizer(recorder, optimizer)
     hook_backward(recorder, arrival)
     hook_loader(recorder)
-    hook_waiting(recorder)
+    arrival.later.append(hook_waiting(recorder))
+    hook_groups(recorder)
     hook_ddp(recorder)
     hook_graphs(recorder)
     hide_from_compilers()
@@ -85,6 +93,8 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
 def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> None:
     """What can be hooked into only now that the script has shown what it uses."""
     hook_tensor_waits(recorder)
+    for call in arrival.later:
+        call()
     if recorder.peers:
         arrival.settle(optimizer)
     if recorder.counter.training is None and not recorder.timeline.is_taken:
@@ -98,6 +108,9 @@ class Arrival:
     queued. One that is queued before the last gradient is there runs before DDP waits in its own.
     A hook on the loss can do that, but making one for every loss takes 40 us: once a parameter is
     known to get a gradient, a hook that stays on it does. If it ever gets none, losses do again.
+
+    A pass within a pass, which recomputes activations, has callbacks of its own; DDP waits in those
+    of the pass that the last gradient comes from. So each of them may be waiting at its end.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -111,6 +124,8 @@ class Arrival:
         self._parameter: Any = None
         self._on_parameter: Any = None  # the hook that stays on it
         self._is_queued = False
+        self.depth = 0  # of passes within passes
+        self.later: list[Callable[[], None]] = []  # hooks to be made when a step has been made
 
     def expect(self, tensors: Any) -> Any:
         """A backward pass begins; the hook to be removed after it, if any."""
@@ -119,9 +134,13 @@ class Arrival:
             if was_queued:
                 return None
             self.let_go()
+        return self.watch(tensors, self.queue)
+
+    def watch(self, tensors: Any, queue: Hook) -> Any:
+        """A hook on what a pass begins with."""
         root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if isinstance(root, self._tensor_type) and root.grad_fn is not None:
-            return root.grad_fn.register_prehook(self.queue)
+            return root.grad_fn.register_prehook(queue)
         return None
 
     def settle(self, optimizer: Any) -> None:
@@ -145,9 +164,15 @@ class Arrival:
 
     def queue(self, gradients: Any) -> None:
         try:
-            if not self._is_queued:
+            if not self._is_queued and self.depth == 1:
                 self._is_queued = True
                 self._queue(self._arrive)
+        except Exception as error:
+            self.recorder.switch_off(error)
+
+    def queue_within(self, gradients: Any) -> None:
+        try:
+            self._queue(self._arrive)
         except Exception as error:
             self.recorder.switch_off(error)
 
@@ -158,20 +183,47 @@ class Arrival:
             self.recorder.switch_off(error)
 
 
+def pass_within(recorder: Recorder, arrival: Arrival, original: Hook) -> Hook:
+    """A backward pass within another one; what it waits for at its end is waited for there."""
+    timeline = recorder.timeline
+
+    def within(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        handle, before = None, timeline.label
+        arrival.depth += 1
+        try:
+            if recorder.is_on and recorder.peers:
+                handle = arrival.watch(tensors, arrival.queue_within)
+        except Exception as error:
+            recorder.switch_off(error)
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            arrival.depth = max(0, arrival.depth - 1)
+            if handle is not None:
+                handle.remove()
+                if timeline.label != before:
+                    timeline.mark(before)
+
+    return within
+
+
 def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
     """Every backward pass."""
     import torch
 
     original, timeline = torch.autograd.backward, recorder.timeline
     append = timeline.marks.append
+    within = pass_within(recorder, arrival, original)
 
     @unseen_by_compilers
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        # A backward pass within another one recomputes activations.
-        if not recorder.is_on or timeline.label == BACKWARD or get_ident() != timeline.thread:
+        if arrival.depth:
+            return within(tensors, *args, **kwargs)
+        if not recorder.is_on or get_ident() != timeline.thread:
             return original(tensors, *args, **kwargs)
         handle = None
+        arrival.depth = 1
         try:
             if recorder.peers is not False and recorder.has_peers():
                 handle = arrival.expect(tensors)
@@ -183,6 +235,7 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
         try:
             return original(tensors, *args, **kwargs)
         finally:
+            arrival.depth = 0
             try:
                 timeline.label = AFTER
                 event = None if timeline.record_event is None else timeline.record_event()
@@ -197,21 +250,49 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
     torch.autograd.backward = backward
 
 
-def hook_waiting(recorder: Recorder) -> None:
-    """Waiting for an exchange that the script has started itself."""
+def hook_waiting(recorder: Recorder) -> Callable[[], None]:
+    """Waiting for an exchange that the script has started itself.
+
+    What is returned hooks into those that the script has put its own in the place of.
+    """
+    import torch
+
+    if not torch.distributed.is_available():
+        return lambda: None
+    from torch.distributed.distributed_c10d import Work
+
+    Work.wait = waiting(recorder, Work.wait)  # type: ignore[method-assign]
+    hooked: dict[tuple[Any, str], Hook] = {}
+
+    def hook() -> None:
+        for name in SYNCHRONOUS:
+            for module in (torch.distributed, torch.distributed.distributed_c10d):
+                function = getattr(module, name, None)
+                if function is not None and function is not hooked.get((module, name)):
+                    timed = unless_compiled(function, around(recorder, function))
+                    hooked[module, name] = timed
+                    setattr(module, name, timed)
+
+    hook()
+    return hook
+
+
+def hook_groups(recorder: Recorder) -> None:
+    """Process groups that the script makes of its own, in Python."""
     import torch
 
     if not torch.distributed.is_available():
         return
-    from torch.distributed.distributed_c10d import Work
+    from torch.distributed import ProcessGroup
 
-    Work.wait = waiting(recorder, Work.wait)  # type: ignore[method-assign]
-    # With NCCL these wait on the stream, and give no Work to wait for.
-    for name in SYNCHRONOUS:
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            function = getattr(module, name, None)
-            if function is not None:
-                setattr(module, name, unless_compiled(function, waiting(recorder, function)))
+    def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
+        super(ProcessGroup, cls).__init_subclass__(**kwargs)
+        with recorder.guarded:
+            for name in EXCHANGES:
+                if name in vars(cls):
+                    setattr(cls, name, around(recorder, vars(cls)[name]))
+
+    ProcessGroup.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
 
 
 def hook_tensor_waits(recorder: Recorder) -> None:
@@ -237,7 +318,7 @@ def hook_ddp(recorder: Recorder) -> None:
 
     @functools.wraps(register)
     def register_comm_hook(self: Any, state: object, hook: Hook) -> Any:
-        return register(self, state, waiting(recorder, hook) if callable(hook) else hook)
+        return register(self, state, around(recorder, hook) if callable(hook) else hook)
 
     ddp.register_comm_hook = register_comm_hook
     ddp._sync_buffers = waiting(recorder, ddp._sync_buffers)
@@ -267,7 +348,16 @@ def hook_graphs(recorder: Recorder) -> None:
     graph.capture_begin, graph.capture_end = capture_begin, capture_end
 
 
-def waiting(recorder: Recorder, function: Hook) -> Hook:
+def around(recorder: Recorder, function: Hook) -> Hook:
+    """The same function, the time in which counts as waiting, but not all of it as exchanging.
+
+    What it does before and after the exchange itself is the doing of this rank. With NCCL a call
+    waits on the stream, and gives nothing to wait for: there nobody can tell one from the other.
+    """
+    return waiting(recorder, function, AROUND)
+
+
+def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
     """The same function, the time in which counts as waiting for other ranks."""
 
     timeline = recorder.timeline
@@ -276,60 +366,19 @@ def waiting(recorder: Recorder, function: Hook) -> Hook:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = timeline.label
-        if not recorder.is_on or before == WAIT:
+        if not recorder.is_on or before in (WAIT, label):
             return function(*args, **kwargs)
         # In a backward pass on a GPU torch calls from a thread of its own; the training waits.
-        if get_ident() != timeline.thread and before != BACKWARD:
+        if get_ident() != timeline.thread and before not in (BACKWARD, AROUND):
             return function(*args, **kwargs)
         if not recorder.has_peers():  # DDP exchanges with itself, too
             return function(*args, **kwargs)
         if before == OPTIMIZER:  # it may have begun without a mark
             timeline.mark(OPTIMIZER)
-        timeline.mark(WAIT)
+        timeline.mark(label if recorder.device is None else WAIT)
         try:
             return function(*args, **kwargs)
         finally:
             timeline.mark(before)
 
     return call
-
-
-def watch_model(recorder: Recorder, optimizer: Any) -> None:
-    """Count samples by what the model is called with, in a script that trains on no DataLoader."""
-    import torch
-
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    is_module: dict[type, bool] = {}  # there are a million objects, and few types
-    modules: list[Any] = []
-    for one in gc.get_objects():
-        kind = type(one)
-        if kind not in is_module:
-            is_module[kind] = issubclass(kind, torch.nn.Module)
-        if is_module[kind]:
-            modules.append(one)
-    # Whatever holds all that is trained lies in the outermost module that does: look at no other.
-    inner = {id(child) for one in modules for child in one._modules.values()}
-    outermost = [
-        one
-        for one in modules
-        if id(one) not in inner and trained <= {id(p) for p in one.parameters()}
-    ]
-
-    @unseen_by_compilers
-    def called(inputs: list[Any]) -> None:
-        with recorder.guarded:
-            if recorder.is_on and torch.is_grad_enabled():
-                recorder.timeline.mark(FORWARD, (SampleCounter.computed, num_samples(inputs)))
-
-    for module in outermost:
-        module.register_forward_pre_hook(Called(called), with_kwargs=True)
-
-
-def hide_from_compilers() -> None:
-    """Have torch.compile skip what the hooks call, once it is imported: it is big."""
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None:
-        for part in ("hooks", "loading", "recorder", "samples", "surroundings", "window"):
-            rules.add(f"allranks.probe.{part}")
-        rules.add("allranks.timeline")
-        rules.add("allranks.events")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from threading import get_ident
 from typing import Any
@@ -20,6 +21,8 @@ class Loaders:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.starting: Loader | None = None  # an iterator asks for batches while it is being made
+        # Not on the loaders themselves: scripts copy and send them, or forbid new attributes.
+        self._known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
 
     def of(self, iterator: Any) -> Loader:
         try:
@@ -27,6 +30,12 @@ class Loaders:
         except AttributeError:
             loader = iterator._allranks_loader = self.starting or Loader(starts=1, epoch=1)
         return loader
+
+    def of_script(self, data_loader: Any) -> Loader:
+        try:
+            return self._known.setdefault(data_loader, Loader())
+        except TypeError:  # no hash, or no weak references
+            return Loader()
 
     def indices_of(self, iterator: Any) -> deque[Any] | None:
         """Where to put the indices of its batches."""
@@ -98,7 +107,7 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
         if not recorder.is_on or before == DATA or get_ident() != recorder.timeline.thread:
             return start(self)
         with recorder.guarded:
-            loader = loaders.starting = vars(self).setdefault("_allranks_loader", Loader())
+            loader = loaders.starting = loaders.of_script(self)
             loader.started()
             if loader.starts == 1:
                 loader.dataset_samples = length(self.dataset)

@@ -47,6 +47,8 @@ class Loader:
         indices = self.indices.popleft() if self.indices else None
         samples = num_samples(batch) if indices is None else len(indices)
         if self.batches < FINGERPRINTS and self.starts <= FINGERPRINT_EPOCHS:
+            if samples and is_empty(batch):
+                samples, self.indices = 0, deque(maxlen=0)  # indices do not tell what is in it
             fingerprints.look(self, batch, indices, samples)
         self.batches += 1
         return samples
@@ -195,6 +197,12 @@ def num_samples(batch: Any) -> int:
         return len(batch)
     except TypeError:
         return 0
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether there are tensors in a batch, and nothing in any of them."""
+    found = list(tensors(batch))
+    return bool(found) and all(0 in tensor.shape for tensor in found)
 
 
 def tensors(batch: Any, depth: int = 4) -> Iterator[Any]:

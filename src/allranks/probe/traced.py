@@ -1,7 +1,7 @@
 """What torch.compile makes of hooks. To a compiler those here are not there: it goes on as without.
 
 A hook that it may not look into breaks a graph, and fails a script that asks for a whole one. All
-other files of the probe are hidden from it (see hooks.hide_from_compilers).
+other files of the probe are hidden from it (see hide_from_compilers).
 """
 
 from __future__ import annotations
@@ -44,3 +44,13 @@ class Called:
         # Scripts copy models, and save them whole: the copy gets a hook that does nothing and
         # that any Python can load.
         return functools.partial, (sys.audit, "allranks.called")
+
+
+def hide_from_compilers() -> None:
+    """Have torch.compile skip what the hooks call, once it is imported: it is big."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        for part in ("hooks", "loading", "models", "recorder", "samples", "surroundings", "window"):
+            rules.add(f"allranks.probe.{part}")
+        rules.add("allranks.timeline")
+        rules.add("allranks.events")
