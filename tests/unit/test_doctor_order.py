@@ -37,7 +37,8 @@ def traceback(rank: int, error: str, where: str = "train.py", function: str = "s
         f'  File "/home/u/{where}", line 7, in {function}',
     ]
     return (
-        "\n".join(f"[rank{rank}]: {line}" for line in [*lines, f"    {function}()", error]) + "\n"
+        "\n".join(f"[rank{rank}]: {line}" for line in [*lines, f"    raise {function}()", error])
+        + "\n"
     )
 
 

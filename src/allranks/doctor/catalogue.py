@@ -13,7 +13,7 @@ Each cause of a family's file has
     unless           expressions that must not be found in the line
     raised           tracebacks that tell it: `exception` (type and message) and `within`, the files
                      and functions of its frames, as expressions
-    where            a comparison of sizes that were captured: "unused >= tried"
+    where            comparisons of sizes that were captured: "unused + free >= tried and …"
     culprit          line (the default), none (the same for all ranks), or the number of a rank
     on_warning       true: a line that is only a warning counts too
     confidence       high (the default), medium, low
@@ -151,7 +151,10 @@ def fill(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def holds(where: str, fields: Mapping[str, str]) -> bool:
-    """Whether a comparison such as `reserved - allocated >= tried` is true of sizes."""
+    """Whether a comparison such as `unused + free >= tried`, or several of them, is true."""
+    first, *more = where.split(" and ")
+    if more:
+        return all(holds(part, fields) for part in (first, *more))
     left, comparison, right = re.split(r"\s*(>=|<|!=)\s*", where)
     try:
         one, other = _sum(left, fields), _sum(right, fields)
@@ -163,8 +166,11 @@ def holds(where: str, fields: Mapping[str, str]) -> bool:
 
 
 def _sum(text: str, fields: Mapping[str, str]) -> float:
-    first, *rest = text.split(" - ")
-    return _size(first, fields) - sum(_size(name, fields) for name in rest)
+    total = 0.0
+    for part in text.split(" + "):
+        factor, _, name = part.rpartition(" * ")
+        total += float(factor or 1) * _size(name, fields)
+    return total
 
 
 def _size(name: str, fields: Mapping[str, str]) -> float:

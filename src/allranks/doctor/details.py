@@ -104,7 +104,11 @@ def _signal(fields: Fields, facts: Facts) -> Fields:
 
 
 def _nan(fields: Fields, facts: Facts) -> Fields:
-    return {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
+    more = {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
+    # The losses of most scripts are printed by one rank for all: only an exception is its own.
+    told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
+    own = any((id(one.mark.source), one.number) in told for one in facts.raised)
+    return more if own else {**more, "rank": "none"}
 
 
 def _label(fields: Fields, facts: Facts) -> Fields:
@@ -135,6 +139,7 @@ _REFINE: Mapping[str, Callable[[Fields, Facts], Fields]] = {
     "not-launched-with-launcher": _launcher,
     "wrong-network-interface": _interface,
     "gloo-connect-failed": _interface,
+    "nccl-connect-failed": _interface,
     "host-out-of-memory": _memory,
     "cuda-out-of-memory": _cuda_memory,
     "disk-full": _path,

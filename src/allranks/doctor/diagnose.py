@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def log_files(path: Path) -> list[Path]:
 
 def read_logs(sources: Sequence[Source]) -> list[Scanned]:
     """Every file, and the error files that they name and that are still there."""
-    scanned = [scan(source, words()) for source in sources]
+    scanned = [_scan(source) for source in sources]
     named = {
         Path(match["path"])
         for one in scanned
@@ -58,6 +59,14 @@ def read_logs(sources: Sequence[Source]) -> list[Scanned]:
     }
     files = [error for path in sorted(named) if (error := error_file(path)) is not None]
     return scanned + [scan(source, words()) for source in files]
+
+
+def _scan(source: Source) -> Scanned:
+    """One file; a name that says a rank counts only where its lines do not name others."""
+    found = scan(source, words())
+    if source.rank is not None and found.ranks - {source.rank}:
+        found = scan(replace(source, rank=None), words())
+    return found
 
 
 @cache

@@ -6,10 +6,12 @@ import re
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from allranks.doctor.scan import Hit
 
 SENT_BY_LAUNCHER = ("SIGTERM", "SIGCONT", "SIGINT")
+GRACE = timedelta(seconds=20)  # torchrun waits 30 s for ranks to end before it kills them
 # What srun writes in place of a signal's name.
 _WORDS = {
     "killed": "SIGKILL",
@@ -67,7 +69,14 @@ def ends_of(hits: Iterable[Hit]) -> dict[int, End]:
     own = list(_own_ends(marks))
     if own:  # then srun's tasks are launchers, one a node, and torchrun has no part in it
         return {end.rank: end for end in reversed(own)}
-    for end in [*_agent_ends(marks), *_block_ends(marks), *_task_ends(marks)]:
+    closed = {int(hit.fields["pid"]) for hit in marks if "closing" in hit.fields}
+    # A signal to the launcher itself goes on to all ranks, and then none of them is the first.
+    closed_all = any(hit.cause.slug == "terminated-by-signal" for hit in marks)
+    for end in [
+        *_agent_ends(marks, closed, closed_all),
+        *_block_ends(marks, closed, closed_all),
+        *_task_ends(marks),
+    ]:
         before = found.get(end.rank)
         # srun calls an exit of a shell 128 + signal; the block says it better than the line above.
         if before is None or before.hit is None or end.hit is None or not before.is_first:
@@ -93,42 +102,82 @@ def _own_ends(marks: list[Hit]) -> Iterator[End]:
         yield End(rank, code, fields.get("how"), node, hit, is_first=True)
 
 
-def _agent_ends(marks: list[Hit]) -> Iterator[End]:
+def _agent_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
     """`failed (exitcode: -11) local_rank: 1`: the local rank is the rank on a single node."""
     for hit in marks:
         if hit.cause.slug == "agent-block" and "local" in hit.fields and "code" in hit.fields:
-            yield _end(int(hit.fields["local"]), int(hit.fields["code"]), hit, None, True)
+            code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
+            by_launcher = _is_by_launcher(code, closed_all or pid in closed, True)
+            yield _end(int(hit.fields["local"]), code, hit, None, True, by_launcher)
 
 
-def _block_ends(marks: list[Hit]) -> Iterator[End]:
-    """The list that torchrun prints last: host, rank, exitcode, one line each."""
+@dataclass(slots=True)
+class _Entry:
+    """One rank in torchrun's list, as it is read line by line."""
+
+    time: datetime | None = None
     node: str | None = None
     rank: int | None = None
-    is_first = False
+    is_first: bool = False
+
+
+def _block_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
+    """The list that torchrun prints last: time, host, rank, exitcode, one line each."""
+    found: list[tuple[_Entry, Hit]] = []
+    entry = _Entry()
     for hit in marks:
         if hit.cause.slug != "agent-block":
             continue
         fields = hit.fields
-        if "local" in fields and "rank" in fields:
-            rank = int(fields["rank"])
+        if "time" in fields:
+            entry.time = _time(fields["time"])
+        elif "local" in fields and "rank" in fields:
+            entry.rank = int(fields["rank"])
         elif "node" in fields:
-            node = fields["node"]
+            entry.node = fields["node"]
         elif "Root Cause" in hit.line.text:
-            is_first = True
-        elif "code" in fields and rank is not None and "local" not in fields:
-            yield _end(rank, int(fields["code"]), hit, node, is_first)
-            rank, is_first = None, False
+            entry.is_first = True
+        elif "code" in fields and entry.rank is not None and "local" not in fields:
+            found.append((entry, hit))
+            entry = _Entry(node=entry.node)
+    first = next((entry.time for entry, _ in found if entry.is_first), None)
+    for entry, hit in found:
+        code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
+        late = first is not None and entry.time is not None and entry.time - first >= GRACE
+        sent = closed_all or pid in closed or (late and not entry.is_first)
+        by_launcher = _is_by_launcher(code, sent, entry.is_first)
+        yield _end(entry.rank or 0, code, hit, entry.node, entry.is_first, by_launcher)
 
 
-def _end(rank: int, code: int, hit: Hit, node: str | None, is_first: bool) -> End:
+def _is_by_launcher(code: int, sent: bool, is_first: bool) -> bool:
+    """Whether torchrun ended a rank: by the signal it sends, or later by SIGKILL."""
     name = signal_name(-code) if code < 0 else None
-    by_launcher = name in SENT_BY_LAUNCHER
+    if name == "SIGKILL":
+        return sent and not is_first
+    # The first failure is nobody's consequence, unless torchrun says that it sent the signal.
+    return name in SENT_BY_LAUNCHER and (sent or not is_first)
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d_%H:%M:%S")
+    except ValueError:
+        return None
+
+
+def _end(
+    rank: int, code: int, hit: Hit, node: str | None, is_first: bool, by_launcher: bool
+) -> End:
+    name = signal_name(-code) if code < 0 else None
     place = None if node in (None, "localhost") else node
     return End(rank, code, name, place, hit, is_first, by_launcher)
 
 
 def _task_ends(marks: list[Hit]) -> Iterator[End]:
+    """What srun says of its tasks; those that it ends itself are killed after it says so."""
+    is_ending = False
     for hit in marks:
+        is_ending |= hit.cause.slug == "step-ended"
         if hit.cause.slug != "task-ended":
             continue
         how = hit.fields["how"].lower()
@@ -147,7 +196,7 @@ def _task_ends(marks: list[Hit]) -> Iterator[End]:
                 name,
                 None if "[" in node else node,
                 hit,
-                is_by_launcher=name in SENT_BY_LAUNCHER,
+                is_by_launcher=name in SENT_BY_LAUNCHER or (is_ending and name == "SIGKILL"),
             )
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from allranks.doctor.catalogue import Catalogue, load
 from allranks.doctor.ends import End, ends_of
 from allranks.doctor.scan import Hit, Scanned
-from allranks.doctor.tracebacks import Raised, tracebacks
+from allranks.doctor.tracebacks import Raised, has_progress, tracebacks
 
 GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
+OUTSIDE = ("slurm", "kernel")  # what they tell of does not end with the lines of a rank
 NEAR_LINES = 8  # a message may have several lines
 
 
@@ -41,8 +42,12 @@ class Facts:
 
     def is_final(self, hit: Hit) -> bool:
         """Whether a run may have ended by this line, rather than gone on after it."""
+        if any(one.goes_on and is_near(hit, one) for one in self.raised):
+            return False
         if self.has_failed or hit.cause.on_warning or hit.cause.kind == "soft":
             return True
+        if hit.cause.family not in OUTSIDE and has_progress(hit):
+            return False
         lines = next(one.num_lines for one in self.scanned if one.source is hit.source)
         return lines - hit.number <= GOES_ON_LINES
 
@@ -93,6 +98,7 @@ def _has_failed(facts: Facts) -> bool:
     return any(
         one.mark.source is each.source and each.num_lines - one.number <= GOES_ON_LINES
         for one in facts.raised
+        if not one.goes_on
         for each in facts.scanned
     )
 

@@ -12,15 +12,18 @@ from allranks.doctor.event_words import event_in_words
 from allranks.doctor.facts import Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.scan import Hit, read_around
-from allranks.doctor.silence import suspect
+from allranks.doctor.silence import Suspect, echoes_of, suspect
 from allranks.doctor.tracebacks import Raised
 from allranks.plain import plain
 from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
-GENERIC = ("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "terminated-by-signal")
-WRAPPER = "cause-in-another-log"
+GENERIC = (
+    *("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "nccl-connect-failed"),
+    "terminated-by-signal",
+)
+AROUND = ("cause-in-another-log", "terminated-by-signal")  # they account for no exception
 MAX_FINDINGS = 5
 MAX_EVIDENCE = 4
 
@@ -55,9 +58,21 @@ def judge(facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()) -
     roots = [one for one in left if one.level == LEVELS["root"]]
     if len(roots) > 1 and roots[0].confidence == "high":
         roots[0].confidence = "medium"  # the first of several is likely the one, not surely
+    if left and left[0].confidence == "high" and _has_other_crash(left[0], facts):
+        left[0].confidence = "medium"
     # What is true of many failures is said once, and only where nothing better is known.
     left = [one for one in left if one.level < LEVELS["generic"]] or left[:1]
     return [finding_of(one, facts) for one in left[:MAX_FINDINGS]]
+
+
+def _has_other_crash(first: Candidate, facts: Facts) -> bool:
+    """Whether another rank crashed in silence: then what is said of this one may follow from it."""
+    said = {hit.rank for hit in facts.hits if hit.cause.kind != "mark"}
+    said |= {one.rank for one in facts.raised}
+    return first.rank is not None and any(
+        end.is_crash and end.rank != first.rank and end.rank not in said
+        for end in facts.ends.values()
+    )
 
 
 def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
@@ -135,7 +150,7 @@ def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     """Causes that follow from what several lines say together."""
     found = [_candidate_of_exception(one, facts, catalogue) for one in _unknown(facts)[:1]]
     guess = suspect(facts)
-    if guess is not None:
+    if guess is not None and not (_is_wait(guess) and _raised_alone(facts)):
         cause = catalogue[guess.slug]
         is_hang = guess.slug in ("rank-missing-from-collective", "collective-mismatch")
         order = facts.hits.index(guess.hits[0]) if guess.hits else 0
@@ -149,19 +164,53 @@ def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
         found.append(mismatch)
     if guess is None:
         found += _crashes(facts, catalogue)
-    return found
+    return found or _cancelled_step(facts, catalogue)
+
+
+def _cancelled_step(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+    """A step that was cancelled by itself: srun does so too, but only after a task failed."""
+    hits = [hit for hit in facts.of("step-ended") if "CANCELLED AT" in hit.line.text]
+    if not hits or any(end.is_own for end in facts.ends.values()):
+        return []
+    cause = catalogue["job-cancelled"]
+    return [Candidate(cause, hits, None, "medium", dict(facts.known), LEVELS["generic"])]
+
+
+def _is_wait(guess: Suspect) -> bool:
+    """Whether it only says that ranks waited, or lost each other."""
+    return guess.slug in ("rank-missing-from-collective", "uneven-inputs") or (
+        guess.slug == "rank-died" and guess.confidence != "high"
+    )
+
+
+def _raised_alone(facts: Facts) -> bool:
+    """Whether an exception ended a rank that complains about no other: the others' waiting
+    follows from it."""
+    echoes = echoes_of(facts)
+    complain = {hit.rank for hit in echoes}
+    return any(
+        one.rank is not None and one.rank not in complain
+        for one in facts.raised
+        if not one.is_launchers and facts.is_final(one.mark)
+    )
 
 
 def _unknown(facts: Facts) -> list[Raised]:
-    """Tracebacks that no cause and no echo accounts for."""
-    told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug != WRAPPER]
-    return [
-        one
+    """Tracebacks that no cause and no echo accounts for, nor for what they follow from."""
+    told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug not in AROUND]
+    stopped = facts.of("terminated-by-signal")  # what is raised after it follows from it
+    found = [
+        one.chain[0]
         for one in facts.raised
         if not one.is_launchers
         and facts.is_final(one.mark)
-        and not any(is_near(hit, one) for hit in told)
+        and not one.goes_on
+        and not any(is_near(hit, each) for each in one.chain for hit in told)
+        and not any(hit.source is one.mark.source and hit.number < one.number for hit in stopped)
     ]
+    complain = {hit.rank for hit in echoes_of(facts)}
+    # One of a rank that later waits for others did not end it.
+    return sorted(found, key=lambda one: one.rank is not None and one.rank in complain)
 
 
 def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> Candidate:
@@ -179,7 +228,8 @@ def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> 
     }
     line = Evidence(one.mark.source.name, one.number, _shown(one.text))
     frames = [Evidence(one.mark.source.name, one.mark.number, f"at {one.where}")]
-    sure: Confidence = "high" if facts.has_failed else "medium"
+    # What a library raises is about what it was given; what own code raises is the matter itself.
+    sure: Confidence = "high" if facts.has_failed and one.is_own_code else "medium"
     return Candidate(
         catalogue["rank-raised"],
         [],

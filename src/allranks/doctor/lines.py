@@ -8,14 +8,23 @@ from pathlib import Path
 
 from allranks.plain import plain, without_escapes
 
-MOST_PREFIXES = 3
+MOST_PREFIXES = 4
 # What launchers put before each line; several may stand behind one another.
 _PREFIXES = (
-    re.compile(r"\[rank(?P<rank>\d+)\]:? ?"),  # torch, after init_process_group
+    re.compile(r"\[rank[: =]{0,2}(?P<rank>\d+)\]:? ?"),  # torch, after init_process_group
     re.compile(r"\[(?P<role>[a-z_]\w*?)(?P<local>\d+)\]:"),  # torchrun --tee: role and local rank
-    re.compile(r"\[(?P<rank>\d{1,5})\] (?!NCCL)"),  # allranks logs
+    re.compile(r"\[(?P<rank>\d{1,4})\] (?!NCCL)"),  # allranks logs
     re.compile(r"\s{0,4}(?P<rank>\d{1,5}): "),  # srun --label
     re.compile(r"rank-?(?P<rank>\d+)[:|] "),
+    # What collected the log: a time stamp, Ray, docker compose, kubectl, journalctl, a quote.
+    re.compile(
+        r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t]"
+    ),
+    re.compile(r"\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) "),
+    re.compile(r"[\w.-]+-\d+ +\| "),
+    re.compile(r"\[pod/\S+\] "),
+    re.compile(r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./-]+(?:\[\d+\])?: "),
+    re.compile(r"> "),
 )
 _IN_LINE = (
     re.compile(r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\]"),  # ProcessGroupNCCL
@@ -23,6 +32,7 @@ _IN_LINE = (
     re.compile(r"\(RANK (?P<rank>\d+)\)"),  # a CheckpointException's parts
     re.compile(r"^(?:error: )?rank (?P<rank>\d+)[ :]"),
 )
+_BEGUN = re.compile(r"(?<=[^\s:\d])\s*(?:\[rank\d+\]: ?)?Traceback \(most recent call last\):")
 _NCCL = re.compile(r"(?:^|[\] ])(?P<node>[\w.-]+):(?P<pid>\d+):\d+ \[-?\d+\] ")
 _SLURMSTEPD = re.compile(r"slurmstepd-(?P<node>[\w.-]+): ")
 _WARNING = re.compile(
@@ -55,6 +65,8 @@ def parse(raw: str) -> Line:
     if "\r" in text:  # a progress bar draws over itself: what was drawn last is what one saw
         text = text.rstrip("\r").rpartition("\r")[2]
     text = plain(text)
+    if (begun := _BEGUN.search(text)) is not None:  # behind a progress bar without an end of line
+        text = text[begun.start() :].lstrip()
     text, rank, local = _without_prefixes(text)
     is_prefixed = rank is not None
     if rank is None:
@@ -80,7 +92,7 @@ def _without_prefixes(text: str) -> tuple[str, int | None, int | None]:
         groups = match.groupdict()
         if groups.get("rank") is not None:
             rank = int(groups["rank"])
-        else:
+        elif groups.get("local") is not None:
             local = int(groups["local"])
         text = text[match.end() :]
     return text, rank, local

@@ -22,6 +22,7 @@ import numpy as np
 from allranks.doctor.catalogue import Cause, Pattern
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.literals import LONG, window_cost
+from allranks.plain import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16
@@ -227,7 +228,7 @@ def _lines(
             while index < len(places) and places[index][0] < end:
                 owned += places[index][1]
                 index += 1
-            text = chunk[start:end].decode(errors="replace")
+            text = without_escapes(chunk[start:end].decode(errors="replace"))
             # Most words stand in lines that are about something else.
             causes = {cause.slug: cause for cause, pattern in owned if pattern.may_match(text)}
             if causes:

@@ -12,7 +12,9 @@ from allranks.doctor.scan import Hit
 
 # [PG ID 1 PG GUID 3(tp) Rank 0], [PG 1 Rank 0]
 GROUP = re.compile(r"\[PG (?:ID )?(?:(?P<id>\d+) ?)?(?:PG )?(?:GUID (?P<guid>[^\s\]()]+))?")
-ECHOES = ("collective-timeout", "peer-closed", "store-lost")
+ECHOES = ("collective-timeout", "collective-dumped", "peer-closed", "store-lost")
+# Their ranks may give different numbers of elements to one call.
+UNEQUAL = ("ALLTOALL", "GATHER", "SCATTER", "SEND", "RECV")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class Suspect:
 
 def suspect(facts: Facts) -> Suspect | None:
     """The cause behind the ranks' complaints about each other; None if nobody complains."""
-    echoes = [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
+    echoes = echoes_of(facts)
     if not echoes or not any(facts.is_final(hit) for hit in echoes):
         return None
     timeouts = [hit for hit in echoes if hit.cause.slug == "collective-timeout"]
+    if not any(hit.cause.slug == "peer-closed" for hit in echoes):
+        timeouts += [hit for hit in echoes if hit.cause.slug == "collective-dumped"]
     died = _died(facts, echoes)
-    if died is not None and (not timeouts or facts.ends[died].is_crash):
+    if died is not None:
         end = facts.ends[died]
         hits = [end.hit, *echoes] if end.hit is not None else echoes
         how = {"how": f" {end.in_words}"}
@@ -41,6 +45,11 @@ def suspect(facts: Facts) -> Suspect | None:
     if timeouts:
         return _missing(facts, timeouts, echoes)
     return _left(facts, echoes)
+
+
+def echoes_of(facts: Facts) -> list[Hit]:
+    """What ranks say because another one is in trouble."""
+    return [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
 
 
 def _died(facts: Facts, echoes: Sequence[Hit]) -> int | None:
@@ -57,10 +66,15 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
     fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
     tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
+    if _is_stuck(facts, timeouts):
+        return Suspect("collective-mismatch", None, "medium", tellers, fields)
     behind = _behind(facts, timeouts)
     if behind is not None:
         slowest, sure = behind
         return Suspect("rank-missing-from-collective", slowest, sure, tellers, fields)
+    late = _late(timeouts, echoes)
+    if late is not None:
+        return Suspect("rank-missing-from-collective", late, "medium", tellers, fields)
     differs = _differs(timeouts)
     if differs is not None:
         return Suspect("collective-mismatch", None, differs, tellers, fields)
@@ -73,18 +87,43 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
         return Suspect("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
     is_seen = len(silent) == 1 and silent[0] in facts.ranks
-    sure = "high" if is_seen else "medium"
+    # One that came to its end had nothing more to do: it may be another call that differs.
+    is_gone = bool({hit.rank for hit in facts.of("program-ended")} & set(silent))
+    sure = "high" if is_seen and not is_gone else "medium"
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
-def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect:
+def _late(timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
+    """The one rank that came when those who had waited for it were gone."""
+    waited = {hit.rank for hit in timeouts}
+    came = {hit.rank for hit in echoes if hit.cause.slug == "peer-closed"} - waited
+    last = max((hit.number for hit in timeouts), default=0)
+    after = [hit for hit in echoes if hit.cause.slug == "peer-closed" and hit.number > last]
+    if None in waited | came or len(came) != 1 or not any(hit.rank in came for hit in after):
+        return None
+    return came.pop()
+
+
+def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect | None:
     """Connections broke, and nobody says why."""
     silent = _silent(facts, echoes)
     left = _ended_well(facts, silent, echoes)
+    if left is None and len(silent) == 1 and _is_gone(facts):
+        left = silent[0]
     if left is not None:
         return Suspect("uneven-inputs", left, "medium", echoes[:4], {})
+    if facts.of("nccl-connect-failed"):
+        return None  # nothing says that anybody died
     rank = silent[0] if len(silent) == 1 else None
     return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
+
+
+def _is_gone(facts: Facts) -> bool:
+    """Whether a launcher that was told to stop had fewer ranks to end than there were."""
+    closed = {hit.fields["pid"] for hit in facts.of("agent-block") if "closing" in hit.fields}
+    stopped = bool(facts.of("terminated-by-signal"))
+    # A rank that failed would have made it stop before: those that are gone ended well.
+    return stopped and not facts.ends and 0 < len(closed) < len(facts.ranks | {1})
 
 
 def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
@@ -93,11 +132,13 @@ def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> i
     A launcher lists every rank that failed or that it had to end: one that is not in its list
     ended well. Where all that are known complain, there is one more, or nobody would.
     """
-    if not facts.ends or any(end.is_by_launcher for end in facts.ends.values()):
+    if not facts.ends or _num_closed(facts):  # one that is not in the list was still there
         return None
     left = [rank for rank in silent if rank not in facts.ends]
     if left:
-        return left[0] if len(left) == len(silent) else None
+        return left[0]
+    if any(end.is_by_launcher for end in facts.ends.values()):
+        return None
     spoke = {hit.rank for hit in echoes}
     if not silent and set(facts.ends) <= spoke and None not in spoke and facts.world is None:
         return max(facts.ends) + 1
@@ -126,9 +167,16 @@ def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
     """Ranks that do not complain; where all that are known do, there is one more."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     silent = sorted(rank for rank in facts.ranks if rank not in spoke) if spoke else []
-    if spoke and not silent and facts.world is None and not facts.ends:
+    if spoke and not silent and facts.world is None and (not facts.ends or _num_closed(facts) == 1):
         return [max(spoke) + 1]
     return silent
+
+
+def _num_closed(facts: Facts) -> int:
+    """Processes that torchrun had to end, and that it says no more of."""
+    marks = facts.of("agent-block")
+    told = {hit.fields["pid"] for hit in marks if "code" in hit.fields}
+    return len({hit.fields["pid"] for hit in marks if "closing" in hit.fields} - told)
 
 
 def _behind(facts: Facts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | None:
@@ -153,12 +201,34 @@ def _behind(facts: Facts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | N
     return min(found)[1], "high" if timed_out else "medium"
 
 
+def _is_stuck(facts: Facts, timeouts: Sequence[Hit]) -> bool:
+    """Whether a rank waits in a call that another one of its group is already through with.
+
+    That one needed every rank's part, and had it: so the two meant different things by the call.
+    """
+    done: dict[str | None, dict[int, int]] = {}
+    for hit in facts.of("collective-progress"):
+        if hit.rank is not None and "completed" in hit.fields:
+            ranks = done.setdefault(group_of(hit), {})
+            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["completed"]))
+    waits = {hit.rank: int(hit.fields["seq"]) for hit in timeouts if "seq" in hit.fields}
+    return any(
+        rank in waits and done_by.get(rank, -1) < waits[rank] <= other
+        for done_by in done.values()
+        for rank in done_by
+        for each, other in done_by.items()
+        if each != rank and each in waits
+    )
+
+
 def _differs(timeouts: Sequence[Hit]) -> Confidence | None:
     """How sure it is that ranks of a group called different things at the same place."""
     groups: dict[str | None, set[tuple[str, str, str | None]]] = {}
     for hit in timeouts:
         if "seq" in hit.fields:
-            call = (hit.fields["seq"], hit.fields["op"], hit.fields.get("numel"))
+            op = hit.fields["op"]
+            is_unequal = any(word in op for word in UNEQUAL)
+            call = (hit.fields["seq"], op, None if is_unequal else hit.fields.get("numel"))
             groups.setdefault(group_of(hit), set()).add(call)
     apart = [
         group

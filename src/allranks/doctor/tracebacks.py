@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.scan import Hit, Scanned, read_around
 
 READ_BYTES = 1 << 16
+CONTEXT_BYTES = 300
+MOST_FOREIGN = 4  # lines of other processes in the middle of a traceback
+ENOUGH_PROGRESS = 4  # lines; other ranks may tell one or two more before they notice
 MAX_TRACEBACKS = 400  # of a file; a crowd of ranks says the same thing
-_RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_RAISED = re.compile(r"^(?P<type>[A-Za-z_](?:[\w.]|<locals>)*)(?::(?: (?P<message>.*))?)?$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _INSTALLED = ("site-packages", "dist-packages", "<frozen", "<string>", "/lib/python3")
+_PROGRESS = re.compile(
+    r"\b(?:epoch|step|iter(?:ation)?|batch|loss|it/s)\b\W{0,4}[\w/ ]{0,12}\d|\d(?:it/s|s/it)", re.I
+)
+_RAISES = re.compile(r"\b(?:raise|assert)\b")
+_CHAINED = re.compile(
+    r"direct cause of the following exception|During handling of the above exception"
+)
+# Of torch.multiprocessing.spawn; and a logger's message, above the traceback that it adds.
 _PROCESS = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+_NAMED = re.compile(r"\brank\W{0,2}(?P<rank>\d{1,5})\b", re.I)
 # They tell of a launcher, a signal or an orderly end, not of an error in a rank.
 OF_LAUNCHERS = {
     "ChildFailedError",
@@ -41,10 +53,18 @@ class Raised:
     frames: tuple[str, ...]  # file and function of each
     rank: int | None
     is_launchers: bool
+    is_own_code: bool = False  # raised by a line of the user's own code
+    goes_on: bool = False  # caught: the work goes on after it
+    before: Raised | None = None  # what it was raised from, or while handling it
 
     @property
     def text(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
+
+    @property
+    def chain(self) -> tuple[Raised, ...]:
+        """The exceptions that led to this one, the first of them first."""
+        return (*self.before.chain, self) if self.before is not None else (self,)
 
 
 def tracebacks(scanned: Scanned) -> list[Raised]:
@@ -52,13 +72,13 @@ def tracebacks(scanned: Scanned) -> list[Raised]:
     marks = [hit for hit in scanned.hits if hit.cause.slug == "traceback"]
     if len(marks) > MAX_TRACEBACKS:
         marks = marks[: MAX_TRACEBACKS // 2] + marks[-MAX_TRACEBACKS // 2 :]
-    found = []
+    found: list[Raised] = []
     for mark in marks:
         raised = _read(mark)
         if raised is not None and _is_in_block(mark):
             raised = replace(raised, rank=_rank_above(mark, scanned), is_launchers=False)
         if raised is not None:
-            found.append(raised)
+            found.append(_with_context(raised, found))
     return found + [one for hit in scanned.hits if (one := _told(hit)) is not None]
 
 
@@ -72,6 +92,32 @@ def _told(hit: Hit) -> Raised | None:
     where, message = place[1] if place else "", (raised["message"] or "").strip()
     rank = int(hit.fields["rank"])
     return Raised(hit, hit.number, raised["type"], message, where, (), rank, False)
+
+
+def _with_context(raised: Raised, found: Sequence[Raised]) -> Raised:
+    """With what the lines above it say: the process it is of, the exception it follows from."""
+    mark = raised.mark
+    start = max(0, mark.offset - CONTEXT_BYTES)
+    text = read_around(mark.source, start, mark.offset - start) if mark.offset else ""
+    above = text.rstrip("\n").rpartition("\n")[2]
+    if raised.rank is None and (named := _PROCESS.search(text) or _NAMED.search(above)) is not None:
+        raised = replace(raised, rank=int(named["rank"]))
+    last = next((one for one in reversed(found) if one.rank == raised.rank), None)
+    before = last if _CHAINED.search(text) else None
+    # torch puts the rank before a traceback only where nobody caught the exception.
+    goes_on = not mark.line.is_prefixed and _goes_on(raised)
+    return replace(raised, before=before, goes_on=goes_on)
+
+
+def _goes_on(raised: Raised) -> bool:
+    """Whether steps, epochs or losses are told after it."""
+    return has_progress(raised.mark, raised.number - raised.mark.number + 1)
+
+
+def has_progress(hit: Hit, num_lines: int = 1) -> bool:
+    """Whether the work goes on behind a line, or behind several from it on."""
+    lines = read_around(hit.source, hit.offset, READ_BYTES).split("\n")[num_lines:]
+    return sum(_PROGRESS.search(line[:400]) is not None for line in lines) >= ENOUGH_PROGRESS
 
 
 def _is_in_block(mark: Hit) -> bool:
@@ -92,14 +138,17 @@ def _read(mark: Hit) -> Raised | None:
     frames: list[tuple[str, str]] = []
     functions: list[str] = []
     is_launchers = False
+    num_foreign = 0
+    source_line = ""
     for number, line in _own_lines(mark):
         frame = _FRAME.match(line.text)
         if frame is not None:
             frames.append((frame["file"], frame["line"]))
             functions.append(f"{frame['file']} {frame['function'] or ''}")
             is_launchers |= "torch/distributed/run.py" in frame["file"]
+            source_line = ""
         elif not line.text or line.text[0].isspace() or line.text[0] in "^~":
-            continue
+            source_line = source_line or line.text
         elif (raised := _RAISED.match(line.text)) is not None and _is_type(raised["type"]):
             name = raised["type"].rpartition(".")[2]
             own = [frame for frame in frames if not any(part in frame[0] for part in _INSTALLED)]
@@ -113,9 +162,12 @@ def _read(mark: Hit) -> Raised | None:
                 tuple(functions),
                 mark.rank,
                 is_launchers or name in OF_LAUNCHERS,
+                bool(own) and own[-1] == frames[-1] and bool(_RAISES.search(source_line)),
             )
         elif frames:
-            return None  # lines of another process stand between
+            num_foreign += 1
+            if num_foreign > MOST_FOREIGN or "Traceback (most recent" in line.text:
+                return None
     return None
 
 
