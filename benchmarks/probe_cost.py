@@ -120,7 +120,9 @@ def width_of_step(seconds: float) -> int:
     while True:
         loop = training(int(width))
         block_seconds(loop, WARM_UP_STEPS)
-        step = torch.tensor(statistics.median(block_seconds(loop, 5) / 5 for _ in range(20)))
+        # Long enough that the memory it needs has been asked for: that makes steps shorter.
+        blocks = [block_seconds(loop, STEPS_PER_BLOCK) / STEPS_PER_BLOCK for _ in range(40)]
+        step = torch.tensor(statistics.median(blocks[20:]))
         if dist.is_initialized():
             dist.broadcast(step, src=0)
         if float(step) >= 0.95 * seconds:

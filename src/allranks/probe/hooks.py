@@ -225,7 +225,8 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
         handle = None
         arrival.depth = 1
         try:
-            if recorder.peers is not False and recorder.has_peers():
+            peers = recorder.peers
+            if peers or (peers is None and recorder.has_peers()):
                 handle = arrival.expect(tensors)
             timeline.label = BACKWARD  # marks, without the calls
             event = None if timeline.record_event is None else timeline.record_event()
