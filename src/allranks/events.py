@@ -104,7 +104,7 @@ class EventLog:
                 is_late = hasattr(loss, "ready")
                 phases: LateFields | None = event.get("phases")
                 if late == "hold" and (
-                    (is_late and not loss.ready()) or (phases and not _is_ready(phases))
+                    (is_late and not loss.ready()) or (phases and not is_ready(phases))
                 ):
                     break
                 if is_late:
@@ -220,7 +220,7 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
     )
 
 
-def _is_ready(fields: LateFields) -> bool:
+def is_ready(fields: LateFields) -> bool:
     """A device that was lost has nothing more to say."""
     try:
         return fields.ready()

@@ -41,6 +41,7 @@ _MEANINGS = {
     (BEGIN, BACKWARD): FORWARD,
 }
 MAX_MARKS = 50_000  # of a step
+CLOCK_SECONDS = 1.0  # two clocks drift apart by less, for as long as nobody sets one
 MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
 
 
@@ -75,8 +76,14 @@ class Timeline:
         self.marks: list[Mark] = []
         self._num_taken = 0  # steps
         self._cutting = threading.Lock()
-        # Where the clock of marks stands in the world's time: read once, so that steps add up.
+        # Where the clock of marks stands in the world's time: kept, so that steps add up.
         self.unix = time.time() - perf_counter()
+
+    def follow_clock(self) -> None:
+        """Read the world's time again if the machine has slept, or its clock was set."""
+        unix = time.time() - perf_counter()
+        if abs(unix - self.unix) > CLOCK_SECONDS:
+            self.unix = unix
 
     def mark(self, label: str, note: Note | None = None) -> None:
         self.label = label
@@ -120,10 +127,16 @@ class Timeline:
 
         Somebody must call it now and then where marks are made.
         """
-        if len(self.marks) > MAX_MARKS:
-            with self._cutting:
-                _, began, event, _ = self.marks[0]
-                self.marks[: -MAX_MARKS // 2] = [(OTHER, began, event, None)]
+        if len(self.marks) <= MAX_MARKS:
+            return
+        with self._cutting:
+            marks = self.marks
+            # Steps that have ended stay, however long nobody comes to take them.
+            ends = (at for at in range(len(marks) - 1, 0, -1) if marks[at][0] in (END, BEGIN))
+            first = next(ends, 0)
+            if len(marks) - first > MAX_MARKS:
+                _, began, event, _ = marks[first]
+                marks[first + 1 : -MAX_MARKS // 2] = [(OTHER, began, event, None)]
 
     def doing(self) -> tuple[str, float]:
         """What the rank does, and since how many seconds. Any thread may ask."""

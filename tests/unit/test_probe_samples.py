@@ -221,6 +221,14 @@ def fingerprints(indices: list[list[int]], values: list[float]) -> list[dict[str
     return script.fingerprints.seen
 
 
+def test_an_index_may_be_an_array() -> None:
+    loader, fingerprints = Loader(), Fingerprints()
+    loader.started()
+    loader.indices.append([torch.tensor([3, 1]), torch.tensor([2, 5])])
+    assert loader.fetched([torch.zeros(2, 4)], fingerprints) == 2
+    assert "indices" in fingerprints.seen[0] and "sorted" not in fingerprints.seen[0]
+
+
 def test_a_batch_with_nothing_in_it_has_no_samples_whatever_its_indices() -> None:
     script = Script()
     loader = script.epoch()

@@ -288,6 +288,16 @@ def test_a_script_that_only_reads_its_data_keeps_few_marks() -> None:
     assert fields["other"] > 0
 
 
+def test_steps_that_nobody_takes_for_long_are_kept() -> None:
+    timeline = Timeline()
+    for _ in range(MAX_MARKS):  # a disk that does not answer holds up whoever takes them
+        timeline.mark(BACKWARD)
+        timeline.end()
+        timeline.shorten()
+    taken = timeline.take_steps()
+    assert [step[-1][3] for step in taken] == list(range(1, MAX_MARKS + 1))
+
+
 def test_what_a_rank_does_can_be_asked_at_any_moment() -> None:
     timeline = Timeline()
     assert timeline.doing() == (OTHER, 0.0)

@@ -381,5 +381,7 @@ def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
             return function(*args, **kwargs)
         finally:
             timeline.mark(before)
+            if len(timeline.marks) > MAX_MARKS:  # a script may exchange for ever, and train nothing
+                timeline.shorten()
 
     return call

@@ -26,7 +26,7 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
         kind = type(one)
         if kind not in is_module:
             is_module[kind] = issubclass(kind, torch.nn.Module)
-        if is_module[kind]:
+        if is_module[kind] and "_modules" in vars(one):  # one whose making failed has none
             modules.append(one)
     # Whatever holds all that is trained lies in the outermost module that does: look at no other.
     inner = {id(child) for one in modules for child in one._modules.values()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from allranks.events import EventLog, WhatIsLate
+from allranks.events import EventLog, WhatIsLate, is_ready
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
 from allranks.timeline import Timeline
 
@@ -112,13 +112,15 @@ class Recorder:
 
     def _take_steps(self) -> None:
         with self._taking:
+            self.timeline.follow_clock()
             for marks in self.timeline.take_steps():
                 self._ended.append(CountedStep(marks, self.timeline.unix, self.counter))
 
     def _lines(self, late: WhatIsLate) -> Iterator[str]:
         """What is to be written: of steps that are over, and that the device is through with."""
-        self._take_steps()
-        while self._ended and (late != "hold" or self._ended[0].ready()):
+        if not self.timeline.is_taken:  # else its loop takes them, and writes them itself
+            self._take_steps()
+        while self._ended and (late != "hold" or is_ready(self._ended[0])):
             yield self._ended.popleft().line(late)
         if self._log is not None:
             for seen in self.fingerprints.take():

@@ -69,7 +69,7 @@ class Fingerprints:
         if indices is not None:
             values = list(indices)[:FINGERPRINT_VALUES]
             found["indices"] = zlib.crc32(repr(values).encode())
-            with suppress(TypeError):  # an index may be anything
+            with suppress(Exception):  # an index may be anything, an array too
                 found["sorted"] = values == sorted(values)
         tensor = next(tensors(batch), None)
         if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device

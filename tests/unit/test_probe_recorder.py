@@ -1,0 +1,122 @@
+"""Steps come from a rank's timeline into its file, whatever the device and the disk do."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks import timeline
+from allranks.events import read_events
+from allranks.probe import models
+from allranks.probe.recorder import Recorder
+from allranks.probe.samples import SampleCounter
+from allranks.timeline import FORWARD
+
+
+class Optimizer:
+    """What is used of an optimizer."""
+
+    param_groups: tuple[Any, ...] = ()
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    made = Recorder(tmp_path, 0)
+    yield made
+    log = made._log
+    made.forget()
+    if log is not None:
+        log.close()
+
+
+def steps_in(folder: Path) -> list[int]:
+    events = read_events(folder / "rank-0.jsonl")
+    return [event["step"] for event in events if event["event"] == "step"]
+
+
+def test_steps_before_a_device_was_lost_are_written(recorder: Recorder, tmp_path: Path) -> None:
+    class Event:
+        is_lost = False
+
+        def query(self) -> bool:
+            if Event.is_lost:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return True
+
+        def synchronize(self) -> None:
+            self.query()
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1.0
+
+    optimizer = Optimizer()
+    recorder.timeline.record_event = Event
+    for _ in range(3):
+        recorder.timeline.mark(FORWARD)
+        recorder.stepped(optimizer)
+    Event.is_lost = True
+    recorder.timeline.mark(FORWARD)
+    recorder.stepped(optimizer)
+    recorder.flush()
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_steps_are_told_by_the_world_s_clock_after_the_machine_has_slept(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    optimizer = Optimizer()
+    recorder.timeline.mark(FORWARD)
+    recorder.stepped(optimizer)
+    recorder.flush()
+    recorder.timeline.unix -= 3600  # the clock of marks stood still for an hour
+    recorder.timeline.mark(FORWARD)
+    recorder.stepped(optimizer)
+    recorder.flush()
+    told = [event["t"] for event in read_events(tmp_path / "rank-0.jsonl")]
+    assert told[-1] == pytest.approx(time.time(), abs=5)
+
+
+def test_the_steps_of_a_loop_of_our_own_are_the_loop_s(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "current", recorder.timeline)
+    taken = timeline.take()
+    recorder.step = 1
+    recorder.write("device", cpu=1.0)  # opens the file, beside the loop's own
+    before, is_over = sys.getswitchinterval(), threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            recorder.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        sys.setswitchinterval(1e-6)
+        for _ in range(3000):
+            taken.mark(FORWARD)
+            assert taken.close().host_seconds >= 0
+    finally:
+        sys.setswitchinterval(before)
+        is_over.set()
+        writer.join()
+    assert steps_in(tmp_path) == []
+
+
+def test_a_module_whose_making_failed_is_passed_over(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "hide_from_scripting", lambda: None)
+    half = torch.nn.Linear.__new__(torch.nn.Linear)  # somebody caught what its __init__ raised
+    model = torch.nn.Linear(2, 1)
+    models.watch_model(recorder, torch.optim.SGD(model.parameters()))
+    model(torch.zeros(3, 2))
+    assert recorder.timeline.marks[-1][3] == (SampleCounter.computed, 3)
+    assert recorder.is_on and half is not model
