@@ -24,6 +24,7 @@ STEADY_STEPS, STEADY_CHANGE = 10, 0.05
 # mean is so many times its standard error over blocks of steps: equal ranks are late in turns, and
 # what else a machine does may slow one of them for a while.
 LEAST_LATE, SURE, SURE_BLOCKS = 0.01, 3.5, 10
+LEAST_STEPS = 5  # of fewer, one rank or another is late in most by chance alone
 LEAST_PART = 0.1  # of what others wait for it: what takes a slow rank so much longer is told
 LEAST_AFTER = 0.25  # of the exchange: so much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps, in which all ranks wait longest in the same exchange
@@ -193,10 +194,12 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
 
 def is_longer(differences: Sequence[float], least: float) -> bool:
     """Whether the mean of differences, step by step, is at least so much, and no accident."""
+    if len(differences) < LEAST_STEPS:
+        return False
     num = min(SURE_BLOCKS, len(differences))
     ends = [len(differences) * n // num for n in range(num + 1)]
     means = [statistics.fmean(differences[a:b]) for a, b in itertools.pairwise(ends)]
-    error = statistics.stdev(means) / math.sqrt(num) if num > 1 else 0.0
+    error = statistics.stdev(means) / math.sqrt(num)
     mean = statistics.fmean(differences)
     return mean > 0 and mean >= least and mean >= SURE * error
 

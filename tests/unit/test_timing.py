@@ -160,6 +160,14 @@ def test_of_equal_ranks_none_is_named() -> None:
     assert named.count(None) >= 97
 
 
+def test_of_two_steps_no_rank_is_named() -> None:
+    found = timing_of(
+        same(2, event(forward=0.010, wait=0.002), event(forward=0.011, wait=0.001)), None
+    )
+    assert found is not None and found.parts is not None
+    assert found.slowest_rank is None
+
+
 def test_a_rank_that_is_late_only_now_and_then_is_named() -> None:
     steps = noise(0, 200)
     for number in range(5, 201, 10):
