@@ -303,3 +303,10 @@ def test_progress_bars_and_colours_are_taken_off(log: Path) -> None:
         "  1%| | 1/100\r  2%| | 2/100\r\x1b[31mOSError: [Errno 98] Address already in use\x1b[0m\n"
     )
     assert diagnose(log, text)[0].evidence[0].text == "OSError: [Errno 98] Address already in use"
+
+
+def test_a_rank_that_waited_less_long_for_a_third_one_is_not_the_missing_one(log: Path) -> None:
+    ready = "".join(f"[rank{rank}]: ready\n" for rank in range(3))
+    text = ready + traceback(0, WAITED) + traceback(1, LOST) + block(0, 1, (1, 2))
+    found = diagnose(log, text)[0]
+    assert (found.cause, found.rank) == ("rank-missing-from-collective", 2)

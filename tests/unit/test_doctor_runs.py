@@ -72,6 +72,24 @@ def test_a_rank_killed_with_memory_left(tmp_path: Path) -> None:
     assert "SIGKILL" in found.title
 
 
+def test_a_rank_killed_on_a_machine_of_unknown_memory(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_rank(run, 0, [STEP, ECHO])
+    memory = [{"event": "device", "host_memory": 2 * GIB}]
+    write_rank(run, 1, [STEP, *memory, failed(-9, signal="SIGKILL")])
+    assert diagnose_run(run)[0].cause == "rank-died"
+
+
+def test_memory_of_another_process_does_not_surely_explain_an_exception(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    log = 'Traceback (most recent call last):\n  File "train.py", line 7, in step\n'
+    log += "    raise ShardError(name)\nShardError: shard 3 is not there\n"
+    write_rank(run, 0, [STEP, ECHO])
+    write_rank(run, 1, [STEP, failed(1, memory_kills=1)], log)
+    found = diagnose_run(run)
+    assert ("host-out-of-memory", "high") not in [(one.cause, one.confidence) for one in found]
+
+
 def test_out_of_gpu_memory_says_the_micro_batch_to_write(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -35,13 +35,14 @@ def candidates(
     used = sum(at_last[one] for one in beside)
     hardware = run.info().get("hardware") or {}
     allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes") or 0
-    if not counted and (not beside or used < FULL_SHARE * allotted):
+    if not counted and (not beside or not allotted or used < FULL_SHARE * allotted):
         return []
     words = f": the ranks had {used / 2**30:.1f} of {allotted / 2**30:.1f} GiB when last seen"
     fields = {"limit_words": words if beside and allotted else "", **facts.known}
     lines = [left.kill_evidence(run, attempt, one) for one in counted[:1]]
     cause = load()["host-out-of-memory"]
-    sure: Confidence = "high" if counted else "medium"
+    # A rank that was not killed may have failed of something else: others may share its cgroup.
+    sure: Confidence = "high" if counted and killed else "medium"
     return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
 
 

@@ -72,7 +72,7 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     if behind is not None:
         slowest, sure = behind
         return Suspect("rank-missing-from-collective", slowest, sure, tellers, fields)
-    late = _late(timeouts, echoes)
+    late = _late(facts, timeouts, echoes)
     if late is not None:
         return Suspect("rank-missing-from-collective", late, "medium", tellers, fields)
     differs = _differs(timeouts)
@@ -93,15 +93,17 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
-def _late(timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
+def _late(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
     """The one rank that came when those who had waited for it were gone."""
     waited = {hit.rank for hit in timeouts}
     came = {hit.rank for hit in echoes if hit.cause.slug == "peer-closed"} - waited
-    last = max((hit.number for hit in timeouts), default=0)
-    after = [hit for hit in echoes if hit.cause.slug == "peer-closed" and hit.number > last]
-    if None in waited | came or len(came) != 1 or not any(hit.rank in came for hit in after):
+    # Where another one says nothing, both may have waited for that one, and this one not as long.
+    if None in waited | came or len(came) != 1 or facts.ranks - waited - came:
         return None
-    return came.pop()
+    last = {id(hit.source): hit.number for hit in sorted(timeouts, key=lambda hit: hit.number)}
+    closed = [hit for hit in echoes if hit.cause.slug == "peer-closed" and hit.rank in came]
+    is_after = any(hit.number > last.get(id(hit.source), 0) for hit in closed)
+    return came.pop() if is_after else None
 
 
 def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect | None:
@@ -211,13 +213,17 @@ def _is_stuck(facts: Facts, timeouts: Sequence[Hit]) -> bool:
         if hit.rank is not None and "completed" in hit.fields:
             ranks = done.setdefault(group_of(hit), {})
             ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["completed"]))
-    waits = {hit.rank: int(hit.fields["seq"]) for hit in timeouts if "seq" in hit.fields}
+    waits: dict[str | None, dict[int | None, int]] = {}
+    for hit in timeouts:
+        if "seq" in hit.fields:  # each group counts its own calls
+            waits.setdefault(group_of(hit), {})[hit.rank] = int(hit.fields["seq"])
     return any(
-        rank in waits and done_by.get(rank, -1) < waits[rank] <= other
-        for done_by in done.values()
+        rank in waiting and done_by[rank] < waiting[rank] <= other
+        for group, done_by in done.items()
+        for waiting in [waits.get(group) or waits.get(None, {})]
         for rank in done_by
         for each, other in done_by.items()
-        if each != rank and each in waits
+        if each != rank and each in waiting
     )
 
 
