@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,18 @@ def test_fields_fill_a_text_or_leave_what_stands_behind_the_bar() -> None:
 )
 def test_sizes_are_compared(fields: dict[str, str], truth: bool) -> None:
     assert holds("unused >= tried", fields) is truth
+
+
+LONG_LINES = {
+    "digits": "1" * 65_000 + " requested and x written, reserved by PyTorch but unallocated",
+    "a word": "a" * 65_000 + "]: segfault at 0, not responding, reserved in total by PyTorch",
+    "brackets": "[PG " * 16_000 + " Watchdog caught collective operation timeout",
+}
+
+
+@pytest.mark.parametrize("line", LONG_LINES.values(), ids=LONG_LINES)
+def test_a_very_long_line_is_read_in_no_time(line: str, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"{line}\n")
+    begin = time.process_time()
+    diagnose_logs([tmp_path / "job.log"])
+    assert time.process_time() - begin < 5  # each of these took from 14 to 30 s

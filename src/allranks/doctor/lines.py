@@ -27,7 +27,7 @@ _PREFIXES = (
     re.compile(r"> "),
 )
 _IN_LINE = (
-    re.compile(r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\]"),  # ProcessGroupNCCL
+    re.compile(r"\[(?:PG [^\][]*?)?Rank (?P<rank>\d+)\]"),  # ProcessGroupNCCL
     re.compile(r"^\[Rank (?P<rank>\d+)\]"),
     re.compile(r"\(RANK (?P<rank>\d+)\)"),  # a CheckpointException's parts
     re.compile(r"^(?:error: )?rank (?P<rank>\d+)[ :]"),
