@@ -116,7 +116,9 @@ def test_a_module_whose_making_failed_is_passed_over(
     monkeypatch.setattr(models, "hide_from_scripting", lambda: None)
     half = torch.nn.Linear.__new__(torch.nn.Linear)  # somebody caught what its __init__ raised
     model = torch.nn.Linear(2, 1)
-    models.watch_model(recorder, torch.optim.SGD(model.parameters()))
+    optimizer = Optimizer()
+    optimizer.param_groups = ({"params": [*model.parameters()]},)
+    models.watch_model(recorder, optimizer)
     model(torch.zeros(3, 2))
     assert recorder.timeline.marks[-1][3] == (SampleCounter.computed, 3)
     assert recorder.is_on and half is not model
