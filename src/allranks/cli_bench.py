@@ -98,14 +98,10 @@ def measure_here(
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
     from allranks.errors import AllranksError
     from allranks.launch.local import Place, Signals, run_here
-    from allranks.launch.prepare import check_machine
+    from allranks.launch.prepare import check_measurable
     from allranks.launch.screen import Screen
 
-    remarks = [
-        remark
-        for one in prepared
-        for remark in check_machine(one.layout, here=one.layout.ranks, oversubscribe=False)
-    ]
+    remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)
     done: list[Repeat] = []

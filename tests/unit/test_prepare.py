@@ -22,6 +22,7 @@ from allranks.launch.prepare import (
     Prepared,
     Request,
     check_machine,
+    check_measurable,
     check_supported,
     environment_warnings,
     fill_command,
@@ -400,6 +401,16 @@ def test_more_ranks_than_cores_are_remarked_on(monkeypatch: pytest.MonkeyPatch) 
     assert check_machine(Layout(1, 2), here=2, oversubscribe=False) == []
     (remark,) = check_machine(Layout(1, 4), here=4, oversubscribe=False)
     assert "4 ranks on 2 CPU" in remark
+
+
+def test_a_layout_larger_than_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "local_gpus", lambda: [])
+    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 2)
+    assert check_measurable(Layout(1, 2)) == []
+    assert check_measurable(Layout(2, 4)) == ["8 ranks on 2 CPU core(s): they take turns"]
+    with pytest.raises(AllranksError, match="layout 1x9 is larger than this machine") as refused:
+        check_measurable(Layout(1, 9))
+    assert "at most 1x8" in str(refused.value.fix)
 
 
 def test_more_ranks_than_gpus_are_refused_unless_they_may_share(

@@ -357,6 +357,12 @@ def test_a_device_that_never_comes_to_a_step_leaves_its_number() -> None:
     assert list(event) == ["v", "t", "event", "step"] and event["step"] == 1
 
 
+def test_indices_without_a_length_leave_the_batch_to_tell() -> None:
+    loader = Loader(starts=9)
+    loader.indices.append(iter([1, 2, 3]))
+    assert loader.fetched(torch.zeros(3, 1), Fingerprints()) == 3
+
+
 def test_a_batch_that_holds_itself_has_an_end() -> None:
     loop: list[Any] = [torch.zeros(3)]
     loop.append(loop)

@@ -29,6 +29,7 @@ from allranks.rundir import (
     write_atomically,
 )
 
+MEASURED_PER_CPU = 4  # ranks, at most
 DEFAULT_TIMEOUT = Duration(1800)
 
 
@@ -167,6 +168,19 @@ def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str
         return [shared] if here > len(gpus) else []
     cpus = hardware.cpus_allotted()
     return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
+
+
+def check_measurable(layout: Layout) -> list[str]:
+    """The same for all ranks of a measurement: of too many it would tell nothing, and take long."""
+    remarks = check_machine(layout, here=layout.ranks, oversubscribe=False)
+    most = MEASURED_PER_CPU * hardware.cpus_allotted()
+    if not hardware.local_gpus() and layout.ranks > most:
+        raise AllranksError(
+            f"layout {layout} is larger than this machine: {layout.ranks} ranks would take turns "
+            f"on {hardware.cpus_allotted()} CPU core(s), and that is not how they scale",
+            fix=f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm",
+        )
+    return remarks
 
 
 def check_supported(job: Job) -> None:

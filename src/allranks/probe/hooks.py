@@ -336,7 +336,12 @@ def hook_graphs(recorder: Recorder) -> None:
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recorder.guarded:
             recorder.pause(True)
-        return begin(self, *args, **kwargs)
+        try:
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            with recorder.guarded:
+                recorder.pause(False)
+            raise
 
     @functools.wraps(end)
     def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:

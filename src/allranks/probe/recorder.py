@@ -222,8 +222,11 @@ def record_cuda_event(device: Any) -> Any:
     """On the stream that the device of the training is at; None while a graph is captured."""
     import torch
 
-    if torch.cuda.is_current_stream_capturing():
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+    except RuntimeError:  # the device is lost: the script is to hear of it from its own calls
         return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
     return event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,7 @@ class Loader:
     def fetched(self, batch: Any, fingerprints: Fingerprints) -> int:
         """A batch has come: how many samples it has."""
         indices = self.indices.popleft() if self.indices else None
-        samples = num_samples(batch) if indices is None else len(indices)
+        samples = len(indices) if isinstance(indices, Sized) else num_samples(batch)
         if self.batches < FINGERPRINTS and self.starts <= FINGERPRINT_EPOCHS:
             if samples and is_empty(batch):
                 samples, self.indices = 0, deque(maxlen=0)  # indices do not tell what is in it
