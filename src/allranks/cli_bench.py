@@ -106,6 +106,8 @@ def measure_here(
         screen.console.print(f"note: {remark}", highlight=False)
     done: list[Repeat] = []
     for one in prepared:
+        if any(each.problem and each.layout == one.layout for each in done):
+            continue  # it would only fail again
         signals = Signals()
         quiet = Screen(screen.console, echo=False)
         quiet.mute()

@@ -51,6 +51,7 @@ def comm(
 ) -> None:
     """Measure collectives: latency and bandwidth by size, results checked."""
     from allranks.launch.local import Place, run_here
+    from allranks.launch.prepare import check_measurable
     from allranks.launch.screen import Screen
     from allranks.rundir import find_run
 
@@ -61,6 +62,8 @@ def comm(
     if backend == "slurm":
         send_comm(prepared, as_json=as_json)
         return
+    if not oversubscribe:
+        check_measurable(prepared.layout)
     screen = Screen(people_console(as_json), debug=debug)
     outcome = run_here(prepared, Place(oversubscribe=oversubscribe), screen)
     if outcome.error is not None:

@@ -128,6 +128,13 @@ def test_a_window_that_was_cut_out_is_no_finished_job(tmp_path: Path) -> None:
     assert row["seconds"] == pytest.approx(1000 * 0.1, rel=0.02)
 
 
+def test_a_benchmark_does_not_change_how_long_the_job_is(tmp_path: Path) -> None:
+    bench = {"bench": {"id": "b1", "job": {"epochs": None, "steps": 1000}}}
+    endless = {"steps": 10_000_000}
+    run = make_run(tmp_path, "1x1", step_seconds=0.1, job=endless, batch=64, info=bench)
+    assert read_run(run).target_samples == 1000 * 64
+
+
 def test_a_scripts_time_is_that_of_its_steps(tmp_path: Path) -> None:
     script = {"task": None, "command": "python train.py"}
     facts = read_run(make_run(tmp_path, "1x2", step_seconds=0.1, job=script))

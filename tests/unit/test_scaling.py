@@ -98,8 +98,15 @@ def test_of_several_repeats_the_one_in_the_middle_is_shown_with_their_interval()
 def test_of_an_even_number_of_repeats_the_two_in_the_middle_are_averaged() -> None:
     (row,) = rows_of([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125, 0.01)])
     assert row.samples_per_second == pytest.approx(900)
-    assert row.step_seconds == pytest.approx(0.1125)
-    assert row.parts is not None and sum(row.parts.values()) == pytest.approx(0.1125)
+    assert row.step_seconds == pytest.approx(100 / 900)  # fits the samples a second
+    assert row.parts is not None and sum(row.parts.values()) == pytest.approx(100 / 900)
+
+
+def test_what_parts_cost_sums_to_what_is_missing_however_far_two_repeats_are_apart() -> None:
+    repeats = [repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1), repeat("1x2", 0.2)]
+    _, two = rows_of(repeats)
+    assert two.efficiency is not None
+    assert sum(two.lost.values()) == pytest.approx(1 - two.efficiency, abs=1e-9)
 
 
 def test_an_interval_holds_what_it_is_shown_with() -> None:
@@ -260,6 +267,7 @@ def test_rounds_go_over_all_layouts_and_a_baseline_is_added() -> None:
 def test_a_task_runs_until_the_probe_ends_it() -> None:
     job = parse_job({"task": "spiral", "batch_size": 32})
     plan = plan_runs("1x2", steps="50", repeats=1).for_job(job)
+    assert plan.bench["job"] == {"epochs": job.epochs, "steps": job.steps}
     assert plan.runs[0].overrides == ("env.ALLRANKS_MEASURE='50'", "steps=10000000")
     plan = plan_runs("1x2", steps="all", repeats=1, weak=True).for_job(job)
     assert plan.runs[0].overrides == ("batch_size_per_rank=32",)

@@ -160,6 +160,14 @@ def test_the_status_page(tmp_path: Path) -> None:
     assert page == GOLDEN.read_text()
 
 
+def test_what_was_ended_by_a_benchmark_or_cannot_go_on_is_not_to_be_resumed() -> None:
+    assert "run --resume" in next_steps(RunStatus(view=view("stopped")))[0]
+    assert next_steps(RunStatus(view=view("stopped"), info={"bench": {"id": "b"}})) == []
+    assert "run --resume" in next_steps(RunStatus(view=view("failed")))[0]
+    (said,) = next_steps(RunStatus(view=view("failed"), job={"command": ["python", "train.py"]}))
+    assert "doctor" in said and "resume" not in said
+
+
 def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
     seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.2, "other": 0.0}
     parts = Parts(seconds=seconds, steps=16, slowest_rank=3, slowest_share=1.0, slowest_part="data")

@@ -34,11 +34,13 @@ class RunPlan:
     def for_job(self, job: Job) -> RunPlan:
         """The same runs, with what this job must be told to be measured."""
         overrides: list[str] = []
+        bench = dict(self.bench)
         if self.steps is not None:
             overrides.append(f"env.ALLRANKS_MEASURE='{self.steps}'")
         if job.command is None:
             if self.steps is not None:
                 overrides.append(f"steps={ENDLESS_STEPS}")
+                bench["job"] = {"epochs": job.epochs, "steps": job.steps}  # as it is to train
             if self.weak:
                 overrides.append(f"batch_size_per_rank={job.batch_size or job.batch_size_per_rank}")
         elif self.weak:
@@ -47,7 +49,7 @@ class RunPlan:
                 fix="leave it out; what the batches were is measured, and said",
             )
         runs = tuple(replace(run, overrides=tuple(overrides)) for run in self.runs)
-        return replace(self, runs=runs)
+        return replace(self, runs=runs, bench=bench)
 
 
 def plan_runs(layouts: str, *, steps: str, repeats: int, weak: bool = False) -> RunPlan:

@@ -80,14 +80,21 @@ def row_of(layout: Layout, repeats: list[Repeat]) -> Row:
     row.ci95 = around(row.samples_per_second, spread(speeds, lowest=0.0).ci95)
     if len(timings) == 1:
         row.ci95 = interval_within(timings[0])
-    # The numbers of one run, so that they fit together: the one in the middle, or the two.
+    # The parts of the run in the middle, or of the two, as shares of the step that is shown.
     timings.sort(key=lambda timing: timing.samples_per_second)
     middle = timings[(len(timings) - 1) // 2 : len(timings) // 2 + 1]
-    row.step_seconds = statistics.fmean(timing.step_seconds for timing in middle)
     row.samples_per_step = statistics.fmean(each.samples / each.num_steps for each in middle)
-    parts = [timing.parts for timing in middle if timing.parts is not None]
-    if len(parts) == len(middle):
-        row.parts = {part: statistics.fmean(each[part] for each in parts) for part in PARTS}
+    row.step_seconds = row.samples_per_step / row.samples_per_second
+    shares = [
+        {part: each.parts[part] / each.step_seconds for part in PARTS}
+        for each in middle
+        if each.parts is not None
+    ]
+    if len(shares) == len(middle):
+        row.parts = {
+            part: row.step_seconds * statistics.fmean(share[part] for share in shares)
+            for part in PARTS
+        }
     row.steady = all(timing.steady for timing in timings)
     named = [t.slowest_rank for t in timings if t.slowest_rank is not None]
     if named:

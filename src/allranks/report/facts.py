@@ -96,7 +96,7 @@ def read_run(run: RunDir) -> RunFacts:
         bench=bench_of(info),
         steps=outcome["steps"],
         samples=outcome["samples"] or seen.samples or None,
-        target_samples=target_samples(job, start),
+        target_samples=target_samples({**job, **bench_of(info).get("job", {})}, start),
         is_complete=state == "finished" and not seen.has_window,
         # A script's start and end have its imports between them, a task's measured time has not.
         seconds=(seen.seconds if job.get("command") else outcome["seconds"]) or None

@@ -215,7 +215,11 @@ def next_steps(one: RunStatus) -> list[str]:
     if view.stalled:
         return [f"{name} makes no steps: `allranks doctor {name}` says where it is."]
     if view.state == "failed":
-        return [f"{name} failed: `allranks doctor {name}`, then `allranks {word} {name}`."]
+        # Only the script itself knows whether it can go on, and where.
+        again = "" if one.job.get("command") else f", then `allranks {word} {name}`"
+        return [f"{name} failed: `allranks doctor {name}`{again}."]
+    if view.state == "stopped" and one.info.get("bench"):
+        return []  # it was ended when it had been measured
     if view.state == "stopped":
         return [f"{name} was stopped: `allranks {word} {name}` goes on."]
     if view.state == "queued":
