@@ -25,6 +25,7 @@ from allranks.measure.scaling import (
     mode_of,
     nothing_measured,
     rows_of,
+    verdict,
 )
 from allranks.timing import PARTS, Timing
 
@@ -100,6 +101,13 @@ def test_of_an_even_number_of_repeats_the_two_in_the_middle_are_averaged() -> No
     assert row.samples_per_second == pytest.approx(900)
     assert row.step_seconds == pytest.approx(100 / 900)  # fits the samples a second
     assert row.parts is not None and sum(row.parts.values()) == pytest.approx(100 / 900)
+
+
+def test_repeats_that_differ_too_much_have_no_verdict() -> None:
+    rows = rows_of([repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1)])
+    assert "repeats of 1x1 differ too much" in verdict(rows, None)
+    rows = rows_of([repeat("1x1", 0.11), repeat("1x1", 0.1), repeat("1x2", 0.1)])
+    assert "as fast as 1x1" in verdict(rows, None)
 
 
 def test_what_parts_cost_sums_to_what_is_missing_however_far_two_repeats_are_apart() -> None:

@@ -15,6 +15,7 @@ from allranks.layout import Layout
 from allranks.spread import spread, t_975
 from allranks.timing import PARTS, Timing
 
+ALIKE = 2 / 3  # of the fastest repeat, at least: the others
 SAME = 0.02  # global batches that differ by less are the same
 
 
@@ -317,6 +318,14 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
         others = ", ".join(str(row.layout) for row in rows if row.problem)
         said = f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; "
         return said + (f"{others} could not be measured" if others else "name more layouts")
+    for row in (measured[0], top):
+        speeds = [one.timing.samples_per_second for one in row.repeats if one.timing]
+        if min(speeds) < ALIKE * max(speeds):
+            return (
+                f"the repeats of {row.layout} differ too much to compare it with anything "
+                f"({min(speeds):,.0f} to {max(speeds):,.0f} samples/s): measure again when nothing "
+                "else runs, with more --steps"
+            )
     assert top.efficiency is not None and top.speedup is not None
     said = (
         f"{top.layout} is {top.speedup:.2f}x as fast as {measured[0].layout} "
