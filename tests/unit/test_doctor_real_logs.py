@@ -235,3 +235,24 @@ def test_a_library_that_raises_is_believed_less_than_own_code(tmp_path: Path) ->
     assert diagnose(tmp_path, own)[0].confidence == "high"
     library = raised(1, "KeyError: 'caption'", "/env/site-packages/x/y.py") + ended(1, 1, 0)
     assert diagnose(tmp_path, library)[0].confidence == "medium"
+
+
+def test_ranks_on_one_line_that_call_different_collectives(tmp_path: Path) -> None:
+    def waits(rank: int, call: str) -> str:
+        lines = [
+            "Traceback (most recent call last):",
+            '  File "/home/u/train.py", line 83, in <module>',
+            "    dist.all_reduce(t) if rank != 3 else dist.broadcast(t, 0)",
+            f'  File "/env/torch/distributed/distributed_c10d.py", line 3151, in {call}',
+            "    work.wait()",
+            GLOO_WAITED,
+        ]
+        return "".join(f"[rank{rank}]: {line}\n" for line in lines)
+
+    calls = ["all_reduce", "all_reduce", "all_reduce", "broadcast"]
+    text = "".join(waits(rank, call) for rank, call in enumerate(calls))
+    text += FAILED.format(code=1, rank=0, pid=700)
+    text += "".join(f"[{rank}]:\n" + entry(rank, 1, 700 + rank) for rank in range(4))
+    first, *_ = diagnose(tmp_path, text)
+    assert (first.cause, first.rank) == ("collective-mismatch", None)
+    assert "in broadcast" in first.title

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from allranks.doctor.facts import Facts
 from allranks.doctor.finding import Confidence
 from allranks.doctor.scan import Hit
+from allranks.doctor.tracebacks import Raised
 
 # [PG ID 1 PG GUID 3(tp) Rank 0], [PG 1 Rank 0]
 GROUP = re.compile(r"\[PG (?:ID )?(?:(?P<id>\d+) ?)?(?:PG )?(?:GUID (?P<guid>[^\s\]()]+))?")
@@ -151,7 +152,7 @@ def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspe
     """Every rank came to a collective, but not to the same one."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     last = {one.rank: one for one in facts.raised if one.rank in spoke}
-    if len(last) < 2 or facts.ranks - spoke or len({one.where for one in last.values()}) < 2:
+    if len(last) < 2 or facts.ranks - spoke or len({_call(one) for one in last.values()}) < 2:
         return None
     training = {
         rank: any(re.search(r"backward$|parallel/distributed\.py", frame) for frame in one.frames)
@@ -160,9 +161,16 @@ def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspe
     done = [rank for rank, is_training in training.items() if not is_training]
     if done and any(training.values()):
         return Suspect("uneven-inputs", done[0], "medium", tellers, {})
-    places = [f"rank {rank} at {last[rank].where}" for rank in sorted(spoke)[:4] if rank in last]
+    places = [f"rank {rank} at {_call(last[rank])}" for rank in sorted(spoke)[:4] if rank in last]
     where = ", ".join(places)
     return Suspect("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
+
+
+def _call(raised: Raised) -> str:
+    """The script's line, and the collective of torch's that it calls there."""
+    name = raised.frames[-1].rpartition(" ")[2] if raised.frames else ""
+    is_torch = bool(raised.frames) and "distributed_c10d" in raised.frames[-1]
+    return f"{raised.where} in {name}" if is_torch else raised.where
 
 
 def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
