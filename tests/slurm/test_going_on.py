@@ -74,6 +74,7 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
         assert done == list(range(1, steps + 1))
 
 
+@pytest.mark.soak
 def test_a_running_run_moves_to_another_layout(cluster: Cluster, tmp_path: Path) -> None:
     steps = 600
     common = [*TASK, f"steps={steps}"]
