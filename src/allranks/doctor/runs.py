@@ -54,9 +54,9 @@ def read_attempt(
     sources = left.logs_of(run, attempt, starts)
     sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
     sources += left.accounting(_of_last_job(run, queue))
-    is_stall = left.was_ended_for_a_stall(run, attempt)
+    no_kill = run.ended_state() == "finished" or left.was_ended_for_a_stall(run, attempt)
     span = left.span_of(run, attempt)
-    sources += left.kernel_messages(starts, *span, with_memory=not is_stall)
+    sources += left.kernel_messages(starts, *span, with_memory=not no_kill)
     facts = gather(
         read_logs(sources),
         ends=left.ends_in_events(run, attempt, starts),
