@@ -6,7 +6,9 @@
 An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains in blocks of ten steps, in turns with
 the probe and without it, in the same process: without it means that torch has its own functions
 back, not that hooks are idle. Chance decides which of a pair comes first: machines have rhythms of
-their own. `ratio` is the median of the ratios of the pairs, with a 95% interval by their order;
+their own. Each step of a block has its partner in the other: two ranks that fill their cores wait
+for the scheduler by whole ticks, of the length of a step, and a sum over a block would be one of
+ticks. `ratio` is the median of the ratios, with a 95% interval by drawing pairs of blocks anew;
 `nothing/nothing` is the same without the probe in either block: the noise.
 
 Threads do the rest, seldom: every half second one formats and writes the events, every two seconds
@@ -23,6 +25,7 @@ around functions that do nothing, in every other block, is subtracted and printe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -37,6 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from probe_switch import PLACES, REGISTRIES, Switch
@@ -56,6 +60,7 @@ BATCH_SIZE, NUM_FEATURES = 32, 64
 WARM_UP_STEPS = 50
 WRITINGS = 20
 STEPS_PER_BLOCK = 10
+DRAWS = 1000
 
 
 class Stopwatch:
@@ -105,13 +110,15 @@ def training(width: int) -> Iterator[None]:
             yield
 
 
-def block_seconds(loop: Iterator[None], num_steps: int) -> float:
+def block_seconds(loop: Iterator[None], num_steps: int) -> list[float]:
+    """Seconds of each of the next steps."""
     if dist.is_initialized():
         dist.barrier()
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     for _ in range(num_steps):
         next(loop)
-    return time.perf_counter() - started
+        times.append(time.perf_counter())
+    return [end - begin for begin, end in itertools.pairwise(times)]
 
 
 def width_of_step(seconds: float) -> int:
@@ -121,8 +128,8 @@ def width_of_step(seconds: float) -> int:
         loop = training(int(width))
         block_seconds(loop, WARM_UP_STEPS)
         # Long enough that the memory it needs has been asked for: that makes steps shorter.
-        blocks = [block_seconds(loop, STEPS_PER_BLOCK) / STEPS_PER_BLOCK for _ in range(40)]
-        step = torch.tensor(statistics.median(blocks[20:]))
+        steps = block_seconds(loop, 40 * STEPS_PER_BLOCK)
+        step = torch.tensor(statistics.median(steps[len(steps) // 2 :]))
         if dist.is_initialized():
             dist.broadcast(step, src=0)
         if float(step) >= 0.95 * seconds:
@@ -132,8 +139,8 @@ def width_of_step(seconds: float) -> int:
 
 def step_pairs(
     width: int, switch: Switch, num_pairs: int, *, probe: bool = True
-) -> list[tuple[float, float]]:
-    """Seconds of a step with and without the probe, in the two blocks of each pair."""
+) -> list[tuple[list[float], list[float]]]:
+    """Seconds of the steps with and without the probe, in the two blocks of each pair."""
     loop = training(width)
     pairs = []
     for _ in range(WARM_UP_STEPS):
@@ -143,7 +150,7 @@ def step_pairs(
         took = {}
         for on in (True, False) if first.random() < 0.5 else (False, True):
             switch.turn(on=on and probe)
-            took[on] = block_seconds(loop, STEPS_PER_BLOCK) / STEPS_PER_BLOCK
+            took[on] = block_seconds(loop, STEPS_PER_BLOCK)
         pairs.append((took[True], took[False]))
     return pairs
 
@@ -204,11 +211,18 @@ def nothing_of(*_: Any) -> None:
     pass
 
 
+def pin(rank: int) -> None:
+    """Keep a rank to a core: the longest steps are those of ranks that were moved."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def run_rank(num_pairs: int, folder: Path) -> None:
     """In a rank: measure, and leave the numbers in the folder."""
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > 1:
+        pin(rank)
         dist.init_process_group("gloo")
     recorder = Recorder(folder, rank)
     switch = Switch(recorder)
@@ -259,6 +273,20 @@ def start_ranks(num_ranks: int, num_pairs: int) -> dict[str, Any]:
         return found
 
 
+def median_ratio(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> tuple[float, float, float]:
+    """Median over all steps, and a 95% interval of it: steps of a block are not independent."""
+    with_probe, without = np.array(pairs).swapaxes(0, 1)
+    ratios = with_probe / without
+    draw = np.random.default_rng(0)
+    medians = [
+        np.median(ratios[draw.integers(len(ratios), size=len(ratios))]) for _ in range(DRAWS)
+    ]
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return float(np.median(ratios)), float(low), float(high)
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Median, and a 95% interval of it, by order: nothing is assumed of the noise."""
     ordered = sorted(values)
@@ -282,10 +310,10 @@ def main() -> int:
     holds = True
     for num_ranks in wanted.ranks or (1, 2):
         found = start_ranks(num_ranks, wanted.pairs)
-        step = statistics.median(without for _, without in found["pairs"])
+        step = statistics.median(seconds for _, block in found["pairs"] for seconds in block)
         background = found["look"] / SAMPLE_SECONDS + found["writing"] / step
-        ratio, low, high = median_interval([a / b + background for a, b in found["pairs"]])
-        noise, *_ = median_interval([a / b for a, b in found["noise"]])
+        ratio, low, high = (value + background for value in median_ratio(found["pairs"]))
+        noise, *_ = median_ratio(found["noise"])
         idle = statistics.median(found["idle"])
         own, own_low, own_high = median_interval([1e6 * (took - idle) for took in found["own"]])
         is_met = ratio <= MAX_RATIO and own <= MAX_OWN_MICROSECONDS
