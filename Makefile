@@ -33,7 +33,9 @@ test: lint
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
 	@tests/terminal/tmux.sh install
-	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST)
+	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
+	  [ $$? = 1 ] && echo "the tests that failed beside others, once more on their own:" && \
+	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }
 
 lint: $(DEV)
 	@$(BIN)/python -m ruff check

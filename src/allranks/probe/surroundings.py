@@ -24,6 +24,7 @@ class Surroundings:
         self.speaks_for_node = env.get("LOCAL_RANK", "0") == "0"
         self._cpu: dict[str, float] | None = None
         self._network: dict[str, int] | None = None
+        self._link: int | None = None
         self._time = 0.0
         self._gpu: Any = None
 
@@ -64,8 +65,10 @@ class Surroundings:
                     key: round((self._network.get(key, 0) - count) / passed)
                     for key, count in before.items()
                 }
-                if (link := link_bytes()) is not None:
-                    fields["network"]["link"] = link
+                if self._link is not None:
+                    fields["network"]["link"] = self._link
+            else:
+                self._link = link_bytes()  # once: asking takes as long as all the rest
         if self._gpu is not None:
             fields |= gpu_fields(*self._gpu)
         return fields
