@@ -21,6 +21,9 @@ from allranks.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps
+# The thread that writes holds Python's lock: the training gets it in between. Half a second's
+# lines at once would hold up a step by milliseconds, and with it those of all other ranks.
+LINES_AT_ONCE, BREATH_SECONDS = 10, 0.0002
 MEET_WITHIN = 20  # steps; ranks that have not met by then train each for itself
 
 
@@ -120,8 +123,12 @@ class Recorder:
         """What is to be written: of steps that are over, and that the device is through with."""
         if not self.timeline.is_taken:  # else its loop takes them, and writes them itself
             self._take_steps()
+        num_lines = 0
         while self._ended and (late != "hold" or is_ready(self._ended[0])):
             yield self._ended.popleft().line(late)
+            num_lines += 1
+            if late == "hold" and num_lines % LINES_AT_ONCE == 0:
+                time.sleep(BREATH_SECONDS)
         if self._log is not None:
             for seen in self.fingerprints.take():
                 self._log.write("batch", **seen)
