@@ -112,12 +112,13 @@ def test_a_run_stops_at_a_checkpoint_and_resumes(cluster: Cluster, tmp_path: Pat
     sent = send(cluster, tmp_path, *TASK, f"steps={steps}")
     sent.wait_for_step(50)
     assert "saves a checkpoint" in sent.allranks("stop", sent.run.name)
-    line = sent.wait_for_end(40)
+    line = sent.wait_for_end(120)
     assert (line["state"], line["reason"]) == ("stopped", "stopped by its user")
+    cluster.wait(lambda: not cluster.squeue(), 60, "an empty queue")
     time.sleep(3)
-    assert cluster.squeue() == []
+    assert cluster.squeue() == []  # it does not come back
     sent.allranks("resume", sent.run.name)
-    assert sent.wait_for_end(90)["state"] == "finished", sent.log()
+    assert sent.wait_for_end(200)["state"] == "finished", sent.log()
     first, second = steps_of_attempts(sent)
     assert [*first, *second] == list(range(1, steps + 1))
     assert "finished already" in run_allranks("resume", sent.run.name, cwd=tmp_path).stderr
