@@ -52,6 +52,7 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     steps = 1000
     common = [*TASK, f"steps={steps}"]
     limited = send(cluster, tmp_path, *common, "name=limited", "slurm.time=1")
+    limited.wait_for_step(1)  # of its minute, little is left where five runs start at once
     requeued = send(cluster, tmp_path, *common, "name=requeued")
     signalled = send(cluster, tmp_path, *common, "name=signalled")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
