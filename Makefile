@@ -47,6 +47,7 @@ docs: $(DEV)
 
 soak: $(DEV)
 	@$(BIN)/python -m pytest -m soak $(PYTEST)
+	@$(BIN)/python -m pytest tests/unit --hypothesis-profile=others $(PYTEST)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

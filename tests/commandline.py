@@ -18,12 +18,12 @@ class Allranks(Protocol):
         *args: str | Path,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 55,
+        timeout: float = 150,
     ) -> subprocess.CompletedProcess[str]: ...
 
 
 def run_allranks(
-    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 55
+    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 150
 ) -> subprocess.CompletedProcess[str]:
     """`allranks ARGS` in a folder, with variables on top of this process's own."""
     return subprocess.run(

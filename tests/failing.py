@@ -19,7 +19,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tests.ports import free_port
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,6 +66,12 @@ class Items(Dataset[torch.Tensor]):
 
 
 def init(seconds: float = 20) -> None:
+    """Ranks that meet, however busy the machine is, and then wait so long for each other."""
+    meet(60)
+    _set_pg_timeout(timedelta(seconds=seconds))
+
+
+def meet(seconds: float) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
 
@@ -490,7 +498,7 @@ def wrong_input() -> None:
 
 
 def no_environment() -> None:
-    init()
+    meet(20)
 
 
 def no_local_rank() -> None:
@@ -502,7 +510,7 @@ def no_group() -> None:
 
 
 def only_init() -> None:
-    init(float(os.environ.get("SECONDS", "4")))
+    meet(float(os.environ.get("SECONDS", "4")))
 
 
 def interrupted() -> None:
@@ -522,34 +530,34 @@ def port_taken() -> None:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
-            init(3)
+            meet(3)
 
 
 def rank_absent() -> None:
     if RANK == 0:
-        init(3)
+        meet(3)
 
 
 def master_absent() -> None:
     if RANK == 1:
-        init(3)
+        meet(3)
 
 
 def master_unknown() -> None:
     os.environ["MASTER_ADDR"] = "no-such-host.invalid"
     if RANK == 1:
-        init(3)
+        meet(3)
 
 
 def wrong_interface() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
-    init(3)
+    meet(3)
 
 
 def wrong_world_size() -> None:
     print(f"SLURM_NTASKS=2 WORLD_SIZE={2 * int(os.environ['WORLD_SIZE'])}", flush=True)
     os.environ["WORLD_SIZE"] = str(2 * int(os.environ["WORLD_SIZE"]))
-    init(3)
+    meet(3)
 
 
 def healthy() -> None:
@@ -563,7 +571,7 @@ def run_forked(folder: Path, case: str, num_ranks: int, port: int) -> None:
     log = os.open(folder / f"{case}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     ranks = [fork_rank(case, rank, num_ranks, port, log) for rank in range(max(1, num_ranks))]
     os.close(log)
-    left, deadline = set(ranks), time.monotonic() + 20
+    left, deadline = set(ranks), time.monotonic() + 60
     while left and time.monotonic() < deadline:
         for pid in list(left):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -615,17 +623,13 @@ def main(words: list[str]) -> None:
     if words[0] != "--into":
         globals()[words[0]]()
         return
-    import socket
-
     warm_up()
     running: list[int] = []
     for word in words[2:]:
         case, _, number = word.partition(":")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         if len(running) >= AT_ONCE:  # most of them wait most of the time
             running.remove(os.wait()[0])
+        port = free_port()
         pid = os.fork()
         if pid == 0:
             run_forked(Path(words[1]), case, int(number or 0), port)

@@ -30,7 +30,7 @@ class Live:
     runs: Path
     started: float
 
-    def wait(self, seconds: float = 120) -> tuple[int, dict[str, Any]]:
+    def wait(self, seconds: float = 200) -> tuple[int, dict[str, Any]]:
         """Exit code and the JSON that it printed."""
         out, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, json.loads(out) if out.strip() else {}
@@ -43,7 +43,7 @@ class Live:
         """The launcher, its ranks and whatever they started."""
         return [self.process.pid, *_descendants(self.process.pid)]
 
-    def wait_until(self, condition: Any, seconds: float = 60) -> None:
+    def wait_until(self, condition: Any, seconds: float = 150) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -82,7 +82,7 @@ def kill_the_tree(live: Live) -> None:
     live.process.wait()
 
 
-def gone(processes: list[int], seconds: float = 10) -> bool:
+def gone(processes: list[int], seconds: float = 60) -> bool:
     """Whether all of these processes end within a time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

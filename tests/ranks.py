@@ -23,7 +23,9 @@ from allranks.processes import die_with_parent
 
 Result = TypeVar("Result")
 
+START_SECONDS = 90.0  # for all ranks to meet
 GRACE_SECONDS = 1.0  # for ranks that fail only because another one has
+STACK_SECONDS = 10.0  # for a silent rank to print where it is
 
 
 def run_ranks(
@@ -31,13 +33,13 @@ def run_ranks(
     world_size: int,
     tmp_path: Path,
     *args: Any,
-    timeout: float = 30,
+    timeout: float = 60,
 ) -> list[Result]:
     """What `function(*args)` returns on each of `world_size` ranks.
 
     Raises an AssertionError that says which ranks raised (with their tracebacks, the first to
-    raise first), which died (of what), and which were silent for `timeout` seconds (and where).
-    No process outlives the call. The function and its arguments must be picklable.
+    raise first), which died (of what), and which were silent for `timeout` seconds after all had
+    met (and where). No process outlives the call. The function and its arguments must be picklable.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
@@ -71,21 +73,27 @@ class _Rank:
     process: BaseProcess
     pipe: Connection
     outcome: str = "silent"  # returned, raised or died
+    has_met: bool = False  # the other ranks
     value: Any = None
     when: float = field(default_factory=time.monotonic)
 
     def hear(self) -> None:
         """Take its word, or its death."""
         try:
-            self.outcome, self.value = pickle.loads(self.pipe.recv_bytes())
+            outcome, value = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self.outcome = "died"
-            self.process.join(5)
-        self.when = time.monotonic()
+            outcome, value = "died", None
+            self.process.join(30)
+        if outcome == "met":
+            self.has_met = True
+            return
+        self.outcome, self.value, self.when = outcome, value, time.monotonic()
+        if outcome == "raised":  # by the rank's own word: who looks may hear of several at once
+            self.when, self.value = value
 
     def end(self, *, gently: bool) -> None:
         if gently:
-            self.process.join(5)
+            self.process.join(30)
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -94,9 +102,9 @@ class _Rank:
 
 def _follow(ranks: list[_Rank], timeout: float) -> None:
     """Until every rank has been heard of, or the time is over; it is soon after a failure."""
-    deadline = time.monotonic() + timeout
+    deadline, have_met = time.monotonic() + START_SECONDS, False
     while silent := [rank for rank in ranks if rank.outcome == "silent"]:
-        ready = wait([rank.pipe for rank in silent], deadline - time.monotonic())
+        ready = wait([rank.pipe for rank in silent], max(0.0, deadline - time.monotonic()))
         if not ready:
             return
         for rank in silent:
@@ -104,6 +112,9 @@ def _follow(ranks: list[_Rank], timeout: float) -> None:
                 rank.hear()
                 if rank.outcome in ("raised", "died"):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        has_failed = any(rank.outcome in ("raised", "died") for rank in ranks)
+        if not have_met and not has_failed and all(rank.has_met for rank in ranks):
+            have_met, deadline = True, time.monotonic() + timeout
 
 
 def _order(rank: _Rank) -> tuple[bool, float]:
@@ -132,8 +143,9 @@ def _where(rank: _Rank, folder: Path) -> str:
     if not stack.exists():
         return "(it had not started)"
     os.kill(rank.process.pid, signal.SIGUSR1)
-    end = time.monotonic() + 1
-    while time.monotonic() < end and not stack.read_text().endswith("\n"):
+    end = time.monotonic() + STACK_SECONDS
+    # The outermost call comes last: a busy machine shows a part of it before.
+    while time.monotonic() < end and not stack.read_text().endswith("in <module>\n"):
         time.sleep(0.02)
     return stack.read_text()
 
@@ -158,11 +170,14 @@ def _run(
                 init_method=f"file://{folder / 'store'}",
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=2 * timeout),  # this process's own limit comes first
+                # The limits of the process that follows come first.
+                timeout=timedelta(seconds=START_SECONDS + 2 * timeout),
             )
+            pipe.send_bytes(pickle.dumps(("met", None)))
             message = pickle.dumps(("returned", function(*args)))
         except BaseException:
-            pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
+            told = (time.monotonic(), traceback.format_exc())
+            pipe.send_bytes(pickle.dumps(("raised", told)))
             os._exit(1)  # without waiting for ranks that may never come
         pipe.send_bytes(message)
         # Others may still be reading what this rank sent last.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import textwrap
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import free_port
 
 from allranks.events import read_events
 from allranks.processes import die_with_parent
@@ -63,7 +63,7 @@ def run_script(
     num_ranks: int = 1,
     *,
     env: Mapping[str, str] | None = None,
-    timeout: float = 40,
+    timeout: float = 120,
 ) -> Recorded:
     """Run a script on ranks; none of them outlives the call."""
     folder = tmp_path / f"script-{time.time_ns()}"
@@ -75,15 +75,12 @@ def run_script(
     (folder / "run.json").write_text(f'{{"layout": "1x{num_ranks}"}}')
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     given = {
         "ALLRANKS_RUN_DIR": str(folder),
         "ALLRANKS_ATTEMPT": "0",
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         **(env or {}),
     }

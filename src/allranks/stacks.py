@@ -36,8 +36,9 @@ DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7 if hasattr(signal, "SIGRTM
 VARIABLE = "ALLRANKS_DUMP_SIGNAL"
 FOLLOW = ": the stacks of this rank follow"  # what stands above them in its log
 PY_SPY_SECONDS = 5.0
-DUMP_SECONDS = 2.0
-QUIET_SECONDS = 0.1  # without another byte: the dump is whole
+DUMP_SECONDS = 5.0
+QUIET_SECONDS = 0.5  # without another byte: the dump is whole
+LOOK_SECONDS = 0.02
 MOST_AT_ONCE = 8
 MAX_NAME = 300  # characters of a file's or a function's name that other nodes are told
 OURS = f"{Path(__file__).parent}/"
@@ -210,10 +211,21 @@ def _read_when_quiet(asked: Mapping[int, int], logs: Mapping[int, Path]) -> dict
                 texts[rank] = log.read(1 << 20).decode(errors="replace")
         if texts != before:
             changed = time.monotonic()
+        if texts and all(map(is_whole, texts.values())):
+            break
         if all(texts.values()) and time.monotonic() - changed > QUIET_SECONDS:
             break
-        time.sleep(QUIET_SECONDS / 5)
+        time.sleep(LOOK_SECONDS)
     return texts
+
+
+def is_whole(text: str) -> bool:
+    """Whether a dump has come to the outermost call of the main thread, which it ends with.
+
+    It is written call by call: a rank on a busy machine may stop anywhere in between.
+    """
+    last = text.rpartition("(most recent call first):")[2]
+    return re.search(r" in (<module>|_run_module_as_main)\n", last) is not None
 
 
 def parse_dump(process: int, text: str) -> Stack | None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 SCRIPT = Path(__file__).parent / "chromium.sh"
+WAIT_MS = 120_000  # a busy machine takes long for anything
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +25,14 @@ def browser() -> Iterator[Any]:
     except ImportError:
         unavailable("playwright is not installed")
     with sync_playwright() as playwright:
+        # It starts and ends processes when it likes to: they are not what a test has left behind.
+        env = {name: value for name, value in os.environ.items() if name != "ALLRANKS_TESTS"}
         # Chromium's own sandbox does not work for root, nor in most containers.
         live = playwright.chromium.launch(
-            executable_path=found.stdout.strip(), args=["--no-sandbox", "--disable-gpu"]
+            executable_path=found.stdout.strip(),
+            args=["--no-sandbox", "--disable-gpu"],
+            env=env,  # type: ignore[arg-type]  # it takes numbers, too
+            timeout=WAIT_MS,
         )
         yield live
         live.close()

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.browser.conftest import WAIT_MS
 from tests.colours import contrast
 from tests.commandline import run_allranks
 from tests.report_runs import make_run, scaling_study
 
 from allranks.report.words import FORMATS, NOTHING
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.browser
 
 HOSTILE = "a\"><img src=x onerror=window.broken=1>'`&</script><script>window.broken=2</script>"
 SHOWN = """() => [...document.querySelectorAll('[data-path]')].map(
@@ -47,6 +48,7 @@ class Page:
 @contextmanager
 def opened(browser: Any, file: Path, *, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(WAIT_MS)
     try:
         seen = Page(page)
         page.goto(file.as_uri())
@@ -70,7 +72,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         event = {"v": 1, "t": 1, "event": "metric", "step": 9, "name": HOSTILE, "value": 0.25}
         file.write(json.dumps(event) + "\n")
     done = run_allranks(
-        "report", *(run.path for run in made), "--json", "--out", folder, cwd=folder, timeout=120
+        "report", *(run.path for run in made), "--json", "--out", folder, cwd=folder, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return folder / "report.html", json.loads(done.stdout)

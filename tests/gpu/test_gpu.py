@@ -9,7 +9,7 @@ import pytest
 from tests.commandline import run_allranks
 from tests.faults import losses, newest_weights, same_bits, start
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 
 def trained(cwd: Path, *arguments: str) -> Path:

@@ -15,7 +15,7 @@ from allranks.measure.profile import summarise
 from allranks.rundir import RunDir
 
 # Each starts Python and torch several times.
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.ranks
 
 TASK = """
 from dataclasses import dataclass

@@ -12,8 +12,9 @@ from tests.commandline import run_allranks
 from allranks.rundir import RunDir
 from allranks.timing import timing
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.ranks
 
+DELAY = 0.06  # seconds: many times what else happens on the machine
 # A rank's share of a global batch of 32, or always 8 samples; a delay on the last rank.
 TRAIN = """
 import os, sys, time
@@ -36,7 +37,7 @@ class Model(torch.nn.Module):
 
     def forward(self, inputs):
         if rank == 1:
-            time.sleep(0.02)
+            time.sleep(DELAY)
         return self.layers(inputs)
 
 model = DistributedDataParallel(Model())
@@ -85,7 +86,7 @@ def bench(folder: Path, *args: str, code: int = 0) -> dict[str, Any]:
 def test_an_unchanged_script_is_measured_and_its_straggler_named(
     tmp_path: Path, batch: str, mode: str
 ) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(TRAIN.replace("DELAY", str(DELAY)))
     args = ["--layouts", "1x2", "--repeats", "1", "--steps", "40", "--", "python", "train.py"]
     found = bench(tmp_path, *args, batch)
     assert found["mode"] == mode
@@ -97,7 +98,7 @@ def test_an_unchanged_script_is_measured_and_its_straggler_named(
         assert low < row["samples_per_second"] < high
     two = found["rows"][1]
     assert two["slowest_rank"] == 1 and two["slowest_part"] == "forward"
-    assert two["parts"]["straggler"] >= 0.9 * 0.02
+    assert two["parts"]["straggler"] >= 0.9 * DELAY
     run = RunDir(tmp_path / "runs" / two["repeats"][0]["run"])
     assert run.state() == "finished"
     measured = timing(run)

@@ -97,7 +97,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "SCRATCH": str(folder), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     cases = [f"{case}:{ranks}" for case, ranks, _, _ in [*MADE_HERE, ("healthy", 2, "", None)]]
     command = [sys.executable, "-m", "tests.failing", "--into", str(folder), *cases]
-    subprocess.run(command, env=env, check=True, timeout=110)
+    subprocess.run(command, env=env, check=True, timeout=250)
     return folder
 
 
@@ -131,7 +131,7 @@ def test_a_failure_under_torchrun(
     command = [*launcher, f"--nproc-per-node={ranks}", "-m", "tests.failing", case]
     log = tmp_path / "job.log"
     with log.open("w") as file:
-        done = subprocess.run(command, env=env, stdout=file, stderr=file, check=False, timeout=100)
+        done = subprocess.run(command, env=env, stdout=file, stderr=file, check=False, timeout=250)
     assert done.returncode != 0
     found = diagnose_logs([log])
     assert found, log.read_text()[-2000:]

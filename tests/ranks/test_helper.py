@@ -93,7 +93,7 @@ def test_a_rank_that_died_is_told_with_its_exit_code(tmp_path: Path, how: int, w
     started = time.monotonic()
     with pytest.raises(AssertionError, match=words):
         run_ranks(die_on, 2, tmp_path, 0, how, str(pids))
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50  # before anybody is called silent
     assert len(list(pids.iterdir())) == 2
     assert alive(pids) == []
 

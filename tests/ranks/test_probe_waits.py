@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.scripts import run
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
-DELAY = 0.05  # seconds
+DELAY = 0.1  # seconds: many times what else happens on the machine
 MOST = 0.9 * DELAY
 
 # A loop that is slow in one place, on some ranks: `nap` is called everywhere.
@@ -197,12 +197,12 @@ def test_arriving_is_seen_when_a_parameter_gets_no_more_gradients(tmp_path: Path
 def test_gradients_that_a_script_exchanges_itself(tmp_path: Path) -> None:
     found = run(
         tmp_path,
-        """
+        f"""
         dist.init_process_group("gloo")
         for x, y in DataLoader(data, batch_size=2):
             loss = mse_loss(model(x), y)
             if rank == 1:
-                time.sleep(0.05)
+                time.sleep({DELAY})
             loss.backward()
             for p in model.parameters():
                 dist.all_reduce(p.grad)
@@ -223,7 +223,7 @@ def test_gradients_that_a_script_exchanges_itself(tmp_path: Path) -> None:
 def test_sharded_parameters(tmp_path: Path) -> None:
     found = run(
         tmp_path,
-        """
+        f"""
         from torch.distributed.fsdp import fully_shard
         dist.init_process_group("gloo")
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -231,9 +231,9 @@ def test_sharded_parameters(tmp_path: Path) -> None:
             fully_shard(layer)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
-        for x, y in DataLoader(data, batch_size=4):
+        for x, y in DataLoader(data, batch_size=2):
             if rank == 1:
-                time.sleep(0.05)
+                time.sleep({DELAY})
             mse_loss(model(x), y).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -242,7 +242,7 @@ def test_sharded_parameters(tmp_path: Path) -> None:
         """,
         2,
     )
-    assert found.samples(0) == found.samples(1) == [4] * 10
+    assert found.samples(0) == found.samples(1) == [2] * 20
     told = found.timing()
     assert told.parts is not None and told.slowest_rank == 1
     assert told.parts["straggler"] >= MOST

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.ranks
 
 LISTEN = "import sys; from allranks.cli_doctor_machine import listen as f; sys.exit(f(None"
 CONNECT = "import sys; from allranks.cli_doctor_machine import connect as f; sys.exit(f(sys.argv[1]"
@@ -47,7 +47,7 @@ class Pair:
         try:
             self._wait_for_listener()
             found = self.connect(target)
-            out, errors = listener.communicate(timeout=20)
+            out, errors = listener.communicate(timeout=90)
             assert listener.returncode in (0, 1), errors
             return found, json.loads(out)
         finally:
@@ -56,14 +56,14 @@ class Pair:
 
     def connect(self, target: str) -> dict[str, Any]:
         process = self.start(self.right, CONNECT, target)
-        out, errors = process.communicate(timeout=30)
+        out, errors = process.communicate(timeout=120)
         assert process.returncode in (0, 1), errors
         found: dict[str, Any] = json.loads(out)
         assert found["ok"] == (process.returncode == 0)
         return found
 
     def _wait_for_listener(self) -> None:
-        until = time.monotonic() + 15
+        until = time.monotonic() + 90
         while time.monotonic() < until:
             command = ["ip", "netns", "exec", self.left, "cat", "/proc/net/tcp6"]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -74,7 +74,7 @@ class Pair:
 
 
 def wait_for_carrier(space: str, name: str) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     state = ""
     while state != "up" and time.monotonic() < until:
         command = ["ip", "netns", "exec", space, "cat", f"/sys/class/net/{name}/operstate"]
@@ -132,8 +132,8 @@ def test_a_shaped_link_is_measured_in_the_direction_that_is_slow(pair: Pair) -> 
     subprocess.run(["tc", "-n", pair.left, *shape, *limits], check=True)
     here, there = pair.test("10.77.0.1:29500")
     slow, fast = status(here, "bandwidth in"), status(here, "bandwidth out")
-    assert slow[0] == "warn" and 80 < megabits(slow[1]) < 220, slow
-    assert megabits(fast[1]) > 300, fast  # the other way is not shaped
+    assert slow[0] == "warn" and 20 < megabits(slow[1]) < 220, slow
+    assert megabits(fast[1]) > 1.5 * megabits(slow[1]), (fast, slow)  # that way is not shaped
     assert status(there, "bandwidth out")[1] == slow[1]
     assert status(here, "port")[0] == "pass"
     assert "vb here, va on" in status(here, "interface")[1]

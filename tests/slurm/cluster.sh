@@ -126,13 +126,13 @@ is_gone() { # PID: a zombie is gone too
   [ ! -e "/proc/$1" ] || [ "$(sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -c1)" = Z ]
 }
 
-stop() { # NAME [SIGNAL]: and KILL after 10 s
+stop() { # NAME [SIGNAL]: and KILL after 30 s
   local pid
   if pid=$(pid_of "$1"); then
     kill "-${2:-TERM}" "$pid" 2>/dev/null
-    if ! await 10 "$1 to end" is_gone "$pid"; then
+    if ! await 30 "$1 to end" is_gone "$pid"; then
       kill -KILL "$pid" 2>/dev/null
-      await 5 "$1 to end, though killed" is_gone "$pid"
+      await 20 "$1 to end, though killed" is_gone "$pid"
     fi
   fi
   rm -f "$RUN/$1.process"
@@ -199,7 +199,7 @@ boot_init() { # INDEX: the node's namespaces, kept by a process that reaps orpha
     while :; do sleep 86400 & wait $!; done' \
     "init-$node" "$node" "$HOME_DIR" </dev/null >"$LOG/init-$node.log" 2>&1 &
   outer=$!
-  await 10 "the namespaces of $node" test -e "$RUN/$node.ready" || return 1
+  await 60 "the namespaces of $node" test -e "$RUN/$node.ready" || return 1
   pid=$(pgrep -P "$outer" | head -n 1)
   [ -n "$pid" ] || return 1
   remember "init-$node" "$pid"
@@ -216,7 +216,7 @@ boot_slurmd() { # INDEX
   mkdir -p "$HOME_DIR/spool/$node"
   rm -f "$RUN/slurmd-$node.pid"
   in_node "$index" "${CLEAN[@]}" slurmd -N "$node" </dev/null >>"$LOG/slurmd-$node.log" 2>&1 &&
-    await 10 "slurmd of $node" test -s "$RUN/slurmd-$node.pid" || return 1
+    await 60 "slurmd of $node" test -s "$RUN/slurmd-$node.pid" || return 1
   inner=$(cat "$RUN/slurmd-$node.pid")
   pid=$inner
   if [ "$MODE" = netns ]; then # the file has the pid that the node sees
@@ -373,7 +373,7 @@ END
 # ---------------------------------------------------------------- daemons
 
 remember_daemon() { # NAME: one that has written RUN/NAME.pid
-  await 15 "$1" test -s "$RUN/$1.pid" && remember "$1" "$(cat "$RUN/$1.pid")"
+  await 60 "$1" test -s "$RUN/$1.pid" && remember "$1" "$(cat "$RUN/$1.pid")"
 }
 
 start_munge() {
@@ -395,7 +395,7 @@ start_database() {
     --innodb-buffer-pool-size=32M --innodb-log-file-size=8M --innodb-lock-wait-timeout=900 \
     --innodb-flush-log-at-trx-commit=0 </dev/null >/dev/null 2>&1 &
   remember mariadbd $!
-  await 30 mariadbd mariadb-admin --no-defaults -S "$socket" ping &&
+  await 90 mariadbd mariadb-admin --no-defaults -S "$socket" ping &&
     mariadb --no-defaults -S "$socket" -e "create database slurm_acct_db;
       create user 'slurm'@'127.0.0.1' identified by 'slurm';
       grant all on slurm_acct_db.* to 'slurm'@'127.0.0.1'"
@@ -404,7 +404,7 @@ start_database() {
 start_accounting() {
   start_database || return 1
   "${CLEAN[@]}" slurmdbd </dev/null >>"$LOG/slurmdbd.log" 2>&1 && remember_daemon slurmdbd &&
-    await 30 "an answer of slurmdbd" sacctmgr -n show cluster || return 1
+    await 90 "an answer of slurmdbd" sacctmgr -n show cluster || return 1
   # Before the controller, which then finds them as it starts.
   {
     sacctmgr -iQ add cluster allranks &&
@@ -417,7 +417,7 @@ start_controller() {
   pid_of slurmctld >/dev/null && return
   rm -f "$RUN/slurmctld.pid"
   "${CLEAN[@]}" slurmctld </dev/null >>"$LOG/slurmctld.log" 2>&1 && remember_daemon slurmctld &&
-    await 20 "an answer of slurmctld" scontrol ping
+    await 60 "an answer of slurmctld" scontrol ping
 }
 
 all_idle() { [ "$(sinfo -h -N -p gpu -o %T | grep -cx idle)" = "$NODES" ]; }
@@ -453,7 +453,7 @@ up() { # exits 3 before it has begun anything, and 1 where that must be taken do
   start_accounting || die "the accounting did not start: see $LOG"
   start_controller || die "slurmctld did not start: see $LOG/slurmctld.log"
   for ((index = 1; index <= NODES; index++)); do boot "$index"; done
-  if ! await 30 "idle nodes" all_idle; then
+  if ! await 90 "idle nodes" all_idle; then
     sinfo -N -l >&2
     sinfo -R >&2
     exit 1

@@ -49,7 +49,7 @@ class Sent:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def wait_for_step(self, step: int, seconds: float = 60) -> None:
+    def wait_for_step(self, step: int, seconds: float = 150) -> None:
         self.cluster.wait(lambda: self.last_step() >= step, seconds, f"step {step} of {self.run}")
 
     def last_step(self) -> int:

@@ -12,7 +12,7 @@ from tests.slurm.runs import Sent
 
 from allranks.rundir import RunDir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.soak

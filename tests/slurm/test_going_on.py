@@ -52,6 +52,7 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     steps = 1000
     common = [*TASK, f"steps={steps}"]
     limited = send(cluster, tmp_path, *common, "name=limited", "slurm.time=1")
+    limited.wait_for_step(1)  # of its minute, little is left where five runs start at once
     requeued = send(cluster, tmp_path, *common, "name=requeued")
     signalled = send(cluster, tmp_path, *common, "name=signalled")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
@@ -112,12 +113,13 @@ def test_a_run_stops_at_a_checkpoint_and_resumes(cluster: Cluster, tmp_path: Pat
     sent = send(cluster, tmp_path, *TASK, f"steps={steps}")
     sent.wait_for_step(50)
     assert "saves a checkpoint" in sent.allranks("stop", sent.run.name)
-    line = sent.wait_for_end(40)
+    line = sent.wait_for_end(120)
     assert (line["state"], line["reason"]) == ("stopped", "stopped by its user")
+    cluster.wait(lambda: not cluster.squeue(), 60, "an empty queue")
     time.sleep(3)
-    assert cluster.squeue() == []
+    assert cluster.squeue() == []  # it does not come back
     sent.allranks("resume", sent.run.name)
-    assert sent.wait_for_end(90)["state"] == "finished", sent.log()
+    assert sent.wait_for_end(200)["state"] == "finished", sent.log()
     first, second = steps_of_attempts(sent)
     assert [*first, *second] == list(range(1, steps + 1))
     assert "finished already" in run_allranks("resume", sent.run.name, cwd=tmp_path).stderr

@@ -8,7 +8,7 @@ import pytest
 from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 TASK = ["task=slow:Slow", "steps=300", "log_every=1", "checkpoint.every=20"]
 
@@ -19,7 +19,7 @@ def test_a_node_that_fails_its_check_is_replaced(cluster: Cluster, tmp_path: Pat
     # node2 does not see what is written into the folder, as if its disk were not mounted.
     cluster.exec("node2", "mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path))
     sent = send(cluster, tmp_path, "--layout", "2x1", "slurm.constraint=a100", *TASK)
-    cluster.wait(lambda: sent.run.info().get("failed_nodes") or sent.run.attempts(), 90, "a check")
+    cluster.wait(lambda: sent.run.info().get("failed_nodes") or sent.run.attempts(), 120, "a check")
     try:
         assert list(sent.run.info()["failed_nodes"]) == ["node2"], sent.log()
         line = sent.wait_for_end(150)

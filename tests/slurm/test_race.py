@@ -15,7 +15,7 @@ from tests.faults import sample_of
 from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slurm
 
 SCRIPT = """
 import os, time
@@ -52,7 +52,7 @@ def test_one_of_them_trains_and_the_others_are_gone(
         cluster.start_controller()
     line = sent.wait_for_end(120)
     assert line["state"] == "finished", (line, sent.log())
-    cluster.wait(lambda: not cluster.squeue(), 30, "an empty queue")
+    cluster.wait(lambda: not cluster.squeue(), 90, "an empty queue")
     trained = [entry.split() for entry in (tmp_path / "trained").read_text().splitlines()]
     assert len({job for job, _, _ in trained}) == 1
     (size,) = {int(size) for _, _, size in trained}
@@ -67,13 +67,17 @@ def test_a_further_layout_can_join_while_the_run_waits(cluster: Cluster, tmp_pat
     cluster.wait(lambda: cluster.job(blocker)["JobState"] == "RUNNING", 60, "the blocker")
     options = ["slurm.time=10m", "preflight=false"]
     sent = send(cluster, tmp_path, "--layout", "2x1", *options, "--", "python", "train.py")
-    cluster.wait(lambda: sent.listed()["reason"], 20, "a reason of waiting")
+    cluster.wait(lambda: sent.listed()["reason"], 60, "a reason of waiting")
     told = sent.allranks("ls", sent.run.name)
     assert f"allranks race {sent.run.name} 1x2" in told
     sent.allranks("race", sent.run.name, "1x2")
-    line = sent.wait_for_end(60)
+    line = sent.wait_for_end(150)
     assert (line["state"], line["layout"]) == ("finished", "1x2")
-    assert [job["id"] for job in cluster.squeue()] == [blocker]
+
+    def is_alone() -> bool:
+        return [job["id"] for job in cluster.squeue()] == [blocker]
+
+    cluster.wait(is_alone, 60, "a queue with nothing of the run")
     late = run_allranks("race", sent.run.name, "4x1", cwd=tmp_path)
     assert late.returncode == 2
     assert "does not wait" in late.stderr and "resume" in late.stderr

@@ -12,7 +12,7 @@ from tests.slurm.runs import send
 
 from allranks.rundir import list_runs
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_limit_that_is_only_found_in_the_queue_is_told_there(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     sent = send(cluster, tmp_path, "slurm.partition=debug", "slurm.time=10m")
-    reason = cluster.wait(lambda: sent.listed()["reason"], 20, "a reason")
+    reason = cluster.wait(lambda: sent.listed()["reason"], 60, "a reason")
     assert "time" in reason and "partition" in reason
     assert sent.listed()["state"] == "queued"
     assert "taken out of the queue" in sent.allranks("stop", sent.run.name)

@@ -11,7 +11,7 @@ from tests.faults import losses
 from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slurm
 
 LIGHTNING = """
 import argparse
@@ -57,9 +57,9 @@ def test_a_task_has_the_losses_that_it_has_on_one_machine(
     arguments = ["--layout", layout, "steps=150", "log_every=1"]
     sent = send(cluster, tmp_path, *arguments)
     (tmp_path / "here").mkdir()
-    here = run_allranks("run", "--json", *arguments, cwd=tmp_path / "here", timeout=120)
+    here = run_allranks("run", "--json", *arguments, cwd=tmp_path / "here", timeout=200)
     assert here.returncode == 0, here.stderr
-    line = sent.wait_for_end(120)
+    line = sent.wait_for_end(200)
     assert (line["state"], line["step"], line["layout"]) == ("finished", 150, layout)
     expected = losses(Path(json.loads(here.stdout)["run_dir"]))
     found = sent.losses()
@@ -85,7 +85,7 @@ def test_an_unchanged_lightning_script_trains(
     (tmp_path / "train.py").write_text(LIGHTNING)
     command = ["python", "train.py", "--nodes", "{nodes}", "--gpus", "{gpus}"]
     sent = send(cluster, tmp_path, "--layout", layout, f"launcher={launcher}", "--", *command)
-    line = sent.wait_for_end(150)
+    line = sent.wait_for_end(250)
     assert line["state"] == "finished", sent.log()
     nodes, gpus = (int(number) for number in layout.split("x"))
     ranks = nodes * gpus

@@ -11,7 +11,7 @@ from tests.commandline import run_allranks
 from tests.slurm.live import Cluster
 from tests.terminal.conftest import Terminal
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slurm
 
 TRAIN = """
 def stuck_in_a_collective():
@@ -31,7 +31,7 @@ def test_a_foreign_job_is_sampled_and_its_stacks_are_dumped(
     job = cluster.sbatch(
         "--nodes=2", "--ntasks=2", "--job-name=foreign", cwd=tmp_path, script=script
     )
-    cluster.wait(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 60, "both tasks")
+    cluster.wait(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 120, "both tasks")
 
     seen = json.loads(run_allranks("watch", job, "--json", cwd=tmp_path).stdout)
     assert seen["job"] == job and seen["name"] == "foreign"
@@ -40,7 +40,7 @@ def test_a_foreign_job_is_sampled_and_its_stacks_are_dumped(
         process
         for node in seen["nodes"]
         for process in node["processes"]
-        if process["command"].endswith("python3 train.py") and process["cpu"] > 0.1
+        if process["command"].endswith("python3 train.py") and process["cpu"] > 0.02
     ]
     assert sorted(task["rank"] for task in tasks) == ["0", "1"], seen
 
@@ -48,8 +48,12 @@ def test_a_foreign_job_is_sampled_and_its_stacks_are_dumped(
     assert dumped.stdout.count("stuck_in_a_collective (train.py:4)") == 2, dumped
     # Looking leaves nothing behind in the job but steps that have ended.
     assert cluster.job(job)["JobState"] == "RUNNING"
-    steps = cluster.read("squeue", "-h", "-s", "-j", job, "-o", "%i").split()
-    assert [step for step in steps if step.rpartition(".")[2].isdigit()] == [f"{job}.0"]
+
+    def is_left_alone() -> bool:
+        steps = cluster.read("squeue", "-h", "-s", "-j", job, "-o", "%i").split()
+        return [step for step in steps if step.rpartition(".")[2].isdigit()] == [f"{job}.0"]
+
+    cluster.wait(is_left_alone, 60, "the end of the steps that looked")
 
 
 def test_a_foreign_job_is_watched_live(
@@ -60,13 +64,20 @@ def test_a_foreign_job_is_watched_live(
     script = "#!/bin/sh\nsrun python3 train.py\n"
     options = ("--nodes=2", "--ntasks=2", "--job-name=foreign", "--time=10")
     job = cluster.sbatch(*options, cwd=tmp_path, script=script)
-    cluster.wait(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 60, "both tasks")
+    cluster.wait(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 120, "both tasks")
 
     terminal.start("watch", job)
-    screen = terminal.wait(lambda screen: screen.count("CPUs in use by the job") == 2)
-    assert f"job {job} foreign  running for " in screen and "left of its time limit" in screen
-    tasks = [line.split()[:2] for line in screen.splitlines() if " runs " in line]
-    assert sorted(rank for _, rank in tasks) == ["0", "1"], screen
+
+    def shows_all(screen: str) -> bool:
+        tasks = [line.split()[1] for line in screen.splitlines() if " runs " in line]
+        return (
+            screen.count("CPUs in use by the job") == 2
+            and f"job {job} foreign  running for " in screen
+            and "left of its time limit" in screen
+            and sorted(tasks) == ["0", "1"]
+        )
+
+    screen = terminal.wait(shows_all)
     assert len(screen.splitlines()) == 24
     clock = re.compile(r"running for (\w+),")
     before = clock.search(screen)
@@ -74,14 +85,15 @@ def test_a_foreign_job_is_watched_live(
     terminal.wait(lambda screen: clock.findall(screen) not in ([], [before[1]]))  # it goes on
 
     terminal.press("d")
-    terminal.wait("asking every node where its processes are")
-    screen = terminal.wait("stuck_in_a_collective (train.py:4)")
+    asks, answer = "asking every node where its processes are", "stuck_in_a_collective (train.py:4)"
+    terminal.wait(lambda screen: asks in screen or answer in screen)  # it asks for a moment only
+    screen = terminal.wait(answer)
     assert "samples" not in screen  # the step that looks is not what is looked for
     terminal.press("q")
     terminal.wait("CPUs in use by the job")
     cluster.read("scancel", job)
-    screen = terminal.wait("! the job has ended")
-    assert f"job {job} foreign  ended after " in screen
+    ended = ("! the job has ended", f"job {job} foreign  ended after ")
+    terminal.wait(lambda screen: all(words in screen for words in ended))
     terminal.press("q")
     terminal.wait("left 0")
     terminal.check_sane()

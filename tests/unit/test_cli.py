@@ -38,7 +38,7 @@ def watched(folder: Path, *args: str) -> tuple[subprocess.CompletedProcess[str],
         env={**os.environ, "IMPORTED": str(note)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     return outcome, note.read_text().split()

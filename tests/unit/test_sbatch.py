@@ -471,7 +471,7 @@ def run_script(script: str, stub_folder: Path, watched: Path) -> Seen:
         env={"PATH": f"{stub_folder}:/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=20,
+        timeout=90,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")

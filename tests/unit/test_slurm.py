@@ -281,5 +281,5 @@ def test_a_program_that_does_not_answer_in_time(programs: Path) -> None:
     started = time.monotonic()
     with pytest.raises(SlurmError, match="no answer for 0 seconds") as error:
         call("squeue", seconds=0.3)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 25
     assert error.value.is_silence

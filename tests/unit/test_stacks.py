@@ -59,6 +59,13 @@ def test_a_log_without_a_dump_has_none() -> None:
     assert parse_dump(7, "") is None
 
 
+def test_a_dump_is_whole_when_the_main_thread_is() -> None:
+    assert stacks.is_whole(DUMP) and stacks.is_whole(DUMP + "step 4 done\n")
+    as_module = DUMP.replace("<module>", "_run_module_as_main")
+    assert stacks.is_whole(as_module)
+    assert not any(stacks.is_whole(DUMP[:end]) for end in range(len(DUMP)))
+
+
 def test_py_spy_s_main_thread_is_taken() -> None:
     frames = [{"filename": "/home/me/train.py", "line": 9, "name": "stuck"}]
     threads = [
@@ -143,7 +150,7 @@ def test_a_process_prints_its_stack_and_goes_on(tmp_path: Path) -> None:
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, script], env=env, stderr=output)
     try:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         found: dict[int, Stack] = {}
         while not found and time.monotonic() < until:
             found = stacks.by_signal({0: process.pid}, {0: log})

@@ -883,7 +883,7 @@ def test_logs_of_a_run_that_waits_say_so_and_end_with_json(
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"{run.name} waits: ")
     process.send_signal(signal.SIGINT)
-    assert json.loads(process.communicate(timeout=60)[0]) == {"run": run.name, "lines": []}
+    assert json.loads(process.communicate(timeout=120)[0]) == {"run": run.name, "lines": []}
     assert process.returncode == 130
     for rank in ("2", "-2"):
         done = allranks("logs", run.name, "-f", "--rank", rank, cwd=Path.cwd())
@@ -936,7 +936,7 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
         [sys.executable, "-c", WATCHED, json.dumps(commands)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     seen = [line.split() for line in done.stderr.splitlines() if line[:5] in ("HEAVY", "LIGHT")]

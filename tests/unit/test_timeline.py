@@ -155,22 +155,28 @@ def test_too_many_waits_are_known_as_a_sum() -> None:
 
 def test_steps_follow_each_other_without_a_gap() -> None:
     timeline = Timeline()
+    before = time.perf_counter()
     timeline.mark(DATA)
-    began = time.perf_counter()
+    begun = time.perf_counter()
     took = []
     for _ in range(20):
         timeline.mark(FORWARD)
         timeline.mark(BACKWARD)
+        last = time.perf_counter()
         took.append(timeline.close().value()["seconds"])
-    assert sum(took) == pytest.approx(time.perf_counter() - began, abs=0.02)
+    after = time.perf_counter()
+    # Rounded to tenths of microseconds, each.
+    assert last - begun - 1e-5 <= sum(took) <= after - before + 1e-5
     assert timeline.label == OTHER
 
 
 def test_the_first_step_begins_with_its_first_mark() -> None:
     timeline = Timeline()
     time.sleep(0.05)
+    before = time.perf_counter()
     timeline.mark(FORWARD)
-    assert timeline.close().value()["seconds"] < 0.04
+    seconds = timeline.close().value()["seconds"]
+    assert seconds <= time.perf_counter() - before + 1e-6
 
 
 def test_what_came_before_a_restart_belongs_to_no_step() -> None:
@@ -304,6 +310,6 @@ def test_what_a_rank_does_can_be_asked_at_any_moment() -> None:
     timeline.mark(WAIT)
     time.sleep(0.01)
     doing, seconds = timeline.doing()
-    assert doing == WAIT and 0.01 <= seconds < 5
+    assert doing == WAIT and 0.01 <= seconds < 60
     timeline.mark(AFTER)
     assert timeline.doing()[0] == OTHER

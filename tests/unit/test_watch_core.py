@@ -324,14 +324,14 @@ def test_nobody_waits_for_a_slow_slurm(tmp_path: Path) -> None:
     release = threading.Event()
 
     def ask(runs: Sequence[RunDir]) -> Queue:
-        release.wait(30)
+        release.wait(100)
         return Queue()
 
     watcher = Watcher(tmp_path, ask=ask)
     watcher._is_first = False  # the first screen waits for a moment
     begin = time.monotonic()
     watcher.poll()
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 30.0
     assert watcher.runs()[0].state == "queued" and watcher.silence is not None
     release.set()
     watcher.close()

@@ -293,11 +293,11 @@ def test_a_sample_of_this_machine() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], env=env)
     try:
         done = subprocess.run(
-            [sys.executable, "-", "4242", "0.3", "1", "samples"],
+            [sys.executable, "-", "4242", "1", "1", "samples"],
             input=SAMPLER.read_text(),
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
     finally:
         busy.kill()
@@ -306,7 +306,7 @@ def test_a_sample_of_this_machine() -> None:
     *_, sample = [pieces.take(line) for line in done.stdout.splitlines()]
     assert sample is not None, done.stderr
     process = next(one for one in sample["processes"] if one["pid"] == busy.pid)
-    assert process["rank"] == "3" and process["cpu"] > 0.1 and process["memory"] > 1 << 20
+    assert process["rank"] == "3" and process["cpu"] > 0.02 and process["memory"] > 1 << 20
     lines = [line.plain for line in job_lines(FACTS, [sample, {"node": "n2"}], DEFAULT_MARKS, 80)]
     assert lines[0] == "job 42 train|it  running for 1m02s, 58m58s left of its time limit"
     assert lines[2] == "n2: no answer" and max(map(len, lines)) <= 80

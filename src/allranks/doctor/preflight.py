@@ -165,9 +165,18 @@ def run(preflight: Preflight) -> bool:
         threads += [reach, meet]
     for thread in threads:
         thread.join(max(0.0, preflight.deadline - time.monotonic()))
+    if preflight.store is None:
+        _stay(preflight, listener)
     is_known = _close(preflight)
     listener.close()
     return is_known
+
+
+def _stay(preflight: Preflight, listener: Listener) -> None:
+    """For nodes that came later: they would find nobody here, and this node would be blamed."""
+    until = min(preflight.deadline, time.monotonic() + LEAVING_SECONDS)
+    while len(listener.greeted) < len(preflight.others) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS / 2)
 
 
 def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:

@@ -30,6 +30,7 @@ class Listener:
     def __init__(self, node: str, clock: Callable[[], float] = time.time) -> None:
         self._node = node
         self._clock = clock
+        self.greeted: list[float] = []  # when
         self._port = OpenPort(self._take)
         self.port = self._port.port
         self.close = self._port.close
@@ -42,6 +43,7 @@ class Listener:
         with suppress(OSError), connection:
             connection.settimeout(2 * CONNECT_SECONDS)
             connection.sendall(f"{self._node}\n".encode())
+            self.greeted.append(time.monotonic())
             while connection.recv(1):
                 connection.sendall(TIME.pack(self._clock()))
 

@@ -22,6 +22,7 @@ from allranks.probe.recorder import Recorder
 
 KEY = "allranks/last_step"
 LEFT = "allranks/left"
+HEARD = "allranks/heard"  # and the rank: it leaves after that step, or ends now
 LOOK_SECONDS = 0.2
 HEAR_SECONDS = 3.0  # that all ranks have heard of the last step before it comes
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
@@ -71,6 +72,8 @@ class Window:
             threading.Thread(target=self._listen, name="window", daemon=True).start()
 
     def _listen(self) -> None:
+        import torch.distributed as dist
+
         with suppress(Exception):  # rank 0, and the store with it, may be gone
             known = store()
             while not known.check([KEY]):
@@ -78,9 +81,12 @@ class Window:
             self.last_step = int(known.get(KEY))
             while self.recorder.step == 0 and not known.check([LEFT]):
                 time.sleep(LOOK_SECONDS)
-            if self.recorder.step == 0:
+            has_steps = self.recorder.step > 0
+            if not has_steps:
                 what = f"ends here: rank 0 has made {self.last_step} steps, this one none"
                 print(f"allranks: this rank {what}", file=sys.stderr, flush=True)
+            known.set(f"{HEARD}/{dist.get_rank()}", "1")
+            if not has_steps:
                 os._exit(0)
 
     def _leave(self) -> None:
@@ -97,8 +103,7 @@ class Window:
             threading.Thread(target=_leave_in_any_case, daemon=True).start()
             if recorder.rank == 0 and recorder.has_peers():
                 with suppress(Exception):
-                    store().set(LEFT, "1")
-                    time.sleep(2 * LOOK_SECONDS)  # a rank without steps is to end before this one
+                    _let_others_end()
         sys.exit(0)
 
 
@@ -115,6 +120,18 @@ def store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def _let_others_end() -> None:
+    """A rank without steps is to end before this one, whose store tells it so."""
+    import torch.distributed as dist
+
+    known, until = store(), time.monotonic() + LEAVE_SECONDS / 4
+    known.set(LEFT, "1")
+    others = [f"{HEARD}/{rank}" for rank in range(1, dist.get_world_size())]
+    while not known.check(others) and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS / 4)
+    time.sleep(LOOK_SECONDS / 4)  # from a word to the end it is a moment
 
 
 def _leave_in_any_case() -> None:

@@ -125,10 +125,15 @@ class Test:
         talk.say(control, report=summary(facts))
 
     def _clock(self) -> float:
-        start = time.time()
-        talk.say(self.control, clock=True)
-        theirs = float(talk.hear(self.control)["time"])
-        return theirs - (start + time.time()) / 2
+        """By the quickest of several answers: a slow one may have been slow one way only."""
+        found: list[tuple[float, float]] = []  # seconds that the answer took, offset
+        for _ in range(talk.CLOCKS):
+            asked, start = time.time(), time.perf_counter()
+            talk.say(self.control, clock=True)
+            theirs = float(talk.hear(self.control)["time"])
+            took = time.perf_counter() - start
+            found.append((took, theirs - (asked + took / 2)))
+        return min(found)[1]
 
     def _knock(self, port: int) -> str:
         """Another port of theirs, of those that the kernel hands out: gloo and NCCL use such."""

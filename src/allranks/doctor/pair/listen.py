@@ -123,8 +123,9 @@ class Listening:
                 port=port.port,
             )
             talk.answer_pings(control)
-            talk.hear(control)  # asks for the time
-            talk.say(control, time=time.time())
+            for _ in range(talk.CLOCKS):
+                talk.hear(control)  # asks for the time
+                talk.say(control, time=time.time())
             talk.say(control, knocked=self._knock(peer, int(hello["port"])))
             control.settimeout(10 * talk.TALK_SECONDS)
             told = talk.hear(control)["report"]
