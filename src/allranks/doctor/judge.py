@@ -127,9 +127,9 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
     named = [int(hit.fields["rank"]) for hit in hits if "rank" in hit.fields]
     if named:
         return named[0]
-    processes = [int(hit.fields["pid"]) for hit in hits if hit.fields.get("pid", "").isdigit()]
-    if of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]:
-        return of_process[0]
+    of_processes = (facts.rank_of_process(hit) for hit in hits)
+    if (rank := next((rank for rank in of_processes if rank is not None), None)) is not None:
+        return rank
     ranks = {hit.rank for hit in hits if hit.rank is not None}
     if ranks:
         everybody = len(ranks) > 1 and ranks >= facts.ranks

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,6 @@ from allranks.standing import EndedJob
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
 MAX_JOB_LOGS = 3
 MAX_JOB_LOG_BYTES = 64 << 20
-OF_MEMORY = re.compile(rb"(?i)oom|out of memory|killed process")
-DMESG_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +34,6 @@ class Starts:
     """What the ranks of an attempt said of themselves."""
 
     events: dict[int, dict[str, Any]]
-
-    @property
-    def pids(self) -> dict[int, int]:
-        return {int(start["pid"]): rank for rank, start in self.events.items() if "pid" in start}
 
     @property
     def world(self) -> int | None:
@@ -191,39 +182,6 @@ def node_states(nodes: Sequence[str]) -> list[Source]:
         content = "\n".join(dict.fromkeys(said.splitlines())).encode()
         return [Source(Path("sinfo"), "sinfo", None, None, content)]
     return []
-
-
-def kernel_messages(
-    starts: Starts, since: float, until: float, *, with_memory: bool = True
-) -> list[Source]:
-    """The kernel's lines from the time of an attempt, if it ran here and they can be read.
-
-    Without those of its memory: where no rank was killed, they tell of other processes.
-    """
-    if socket.gethostname() not in {starts.node(rank) for rank in starts.events}:
-        return []
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"],
-            capture_output=True,
-            timeout=DMESG_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        if done.returncode == 0:
-            lines = [line for line in done.stdout.splitlines() if _is_between(line, since, until)]
-            if not with_memory:
-                lines = [line for line in lines if not OF_MEMORY.search(line)]
-            content, node = b"\n".join(lines), socket.gethostname()
-            return [Source(Path("dmesg"), "dmesg", None, node, content)] if lines else []
-    return []
-
-
-def _is_between(line: bytes, since: float, until: float) -> bool:
-    stamp = line.partition(b" ")[0].decode(errors="replace").replace(",", ".")
-    with suppress(ValueError):
-        return since - 5 <= datetime.fromisoformat(stamp).timestamp() <= until + 60
-    return False
 
 
 def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
