@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from allranks.doctor.facts import Facts
+from allranks.doctor.odd import absent, other_call
 
 Fields = dict[str, str]
 
@@ -22,11 +23,14 @@ def more_fields(slug: str, fields: Mapping[str, str], rank: int | None, facts: F
 
 def _rendezvous(fields: Fields, facts: Facts) -> Fields:
     joined, wanted = fields.get("joined"), fields.get("wanted")
-    if not joined or not wanted:
-        return {}
-    more = {"joined_words": f": {joined} of {wanted} did"}
-    if (joined, wanted) == ("1", "2"):  # the one that tells it is there, so the other is not
-        more["rank"] = "0" if fields.get("reporter") == "1" else "1"
+    rank = absent(facts, int(wanted) if wanted else facts.world)
+    more = {"rank": str(rank)} if rank is not None else {}
+    if joined and wanted:
+        more["joined_words"] = f": {joined} of {wanted} did"
+        if (joined, wanted) == ("1", "2"):  # the one that tells it is there, so the other is not
+            more["rank"] = "0" if fields.get("reporter") == "1" else "1"
+    elif rank is not None:
+        more["joined_words"] = f": rank {rank} did not"
     return more
 
 
@@ -125,6 +129,15 @@ def _died(fields: Fields, facts: Facts) -> Fields:
     return {"how": how if how.startswith(" ") or not how else f" ({how})"}
 
 
+def _mismatch(fields: Fields, facts: Facts) -> Fields:
+    other = other_call(facts)
+    if other is None:
+        return _shapes(fields, facts)
+    rank, words = other
+    known = _shapes(fields, facts).get("difference") or fields.get("difference", "")
+    return {"rank": str(rank), "difference": words or known or f": rank {rank} unlike the others"}
+
+
 def _shapes(fields: Fields, facts: Facts) -> Fields:
     if fields.get("one") and fields.get("other"):
         both = f": {fields['one']} and {fields['other']}"
@@ -152,7 +165,7 @@ _REFINE: Mapping[str, Callable[[Fields, Facts], Fields]] = {
     "checkpoint-keys": _keys,
     "rank-died": _died,
     "batch-shape-mismatch": _shapes,
-    "collective-mismatch": _shapes,
+    "collective-mismatch": _mismatch,
     "dtype-mismatch": _shapes,
     "slurm-pending": _with_colon("reason"),
     "ddp-unused-parameters": _with_colon("names"),

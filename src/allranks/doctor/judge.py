@@ -9,7 +9,7 @@ from pathlib import Path
 from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
 from allranks.doctor.event_words import event_in_words
-from allranks.doctor.facts import Facts, is_near
+from allranks.doctor.facts import OUTSIDE, Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.scan import Hit, read_around
 from allranks.doctor.silence import Suspect, echoes_of, suspect
@@ -135,6 +135,8 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
         everybody = len(ranks) > 1 and ranks >= facts.ranks
         first = next(hit.rank for hit in hits if hit.rank is not None)
         return None if everybody else first
+    if cause.family not in OUTSIDE and set(facts.ends) == facts.ranks == {0}:
+        return 0  # there is no other
     return _only_failed(facts, len({hit.number for hit in hits if _is_raised(hit, facts)}))
 
 
