@@ -18,6 +18,9 @@ from tests.commandline import Allranks
 from tests.scripts import hungry
 from tests.slurm.live import unavailable
 
+from allranks.events import read_events
+from allranks.rundir import find_run
+
 pytestmark = pytest.mark.ranks
 
 LIMIT_BYTES = 1600 << 20
@@ -176,3 +179,39 @@ def test_a_loss_that_is_no_number_in_a_task(allranks: Allranks, tmp_path: Path) 
     assert line["file"].endswith("rank-0.jsonl") and line["line"] > 1
     assert line["text"].startswith("step ") and "loss nan" in line["text"]
     assert "optimizer.lr=1e+29" in first["fix"]
+
+
+# Its rank 1 meets a sample without a number, between two steps whose loss is logged.
+ONE_BAD = """
+import os
+from dataclasses import dataclass
+from allranks.tasks.spiral import Spiral
+
+calls = 0
+
+@dataclass
+class OneBad(Spiral):
+    def loss(self, outputs, targets):
+        global calls
+        calls += outputs.requires_grad
+        bad = calls == 13 and outputs.requires_grad and os.environ["RANK"] == "1"
+        return super().loss(outputs * float("nan") if bad else outputs, targets)
+"""
+
+
+def test_the_rank_whose_loss_was_no_number_first(allranks: Allranks, tmp_path: Path) -> None:
+    (tmp_path / "one_bad.py").write_text(ONE_BAD)
+    task = ["task=one_bad:OneBad", "steps=40", "log_every=10", "compile=false"]
+    done = allranks("run", *task, "--layout", "1x2", "--oversubscribe", "--json")
+    assert done.returncode == 0, done.stderr
+    first, *_ = diagnosis(allranks, "last")
+    assert (first["cause"], first["rank"]) == ("nan-loss", 1)
+    run = find_run(tmp_path / "runs", "last")
+    events = [list(read_events(run.events(0, rank))) for rank in range(2)]
+    at = [[e["step"] for e in each if e["event"] == "nonfinite"] for each in events]
+    step = at[1][0]
+    assert at == [[step + 1], [step]] and 10 < step < 20  # not one that is logged
+    assert f"at step {step}" in first["title"]
+    line = first["evidence"][0]
+    assert line["file"].endswith("rank-1.jsonl")
+    assert f"step {step}: the rank's own loss is nan" in line["text"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from allranks.doctor.facts import Facts
-from allranks.doctor.odd import absent, other_call
+from allranks.doctor.odd import absent, first_nonfinite, other_call
 
 Fields = dict[str, str]
 
@@ -109,6 +109,11 @@ def _signal(fields: Fields, facts: Facts) -> Fields:
 
 def _nan(fields: Fields, facts: Facts) -> Fields:
     more = {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
+    first = first_nonfinite(facts)
+    if first is not None:
+        step, ranks = first
+        rank = str(ranks[0]) if len(ranks) == 1 and len(facts.ranks) > 1 else "none"
+        return {"step_words": f" at step {step}", "rank": rank}
     # The losses of most scripts are printed by one rank for all: only an exception is its own.
     told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
     own = any((id(one.mark.source), one.number) in told for one in facts.raised)

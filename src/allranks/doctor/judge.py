@@ -312,14 +312,17 @@ def _explained(found: Sequence[Candidate]) -> set[str]:
 def finding_of(one: Candidate, facts: Facts) -> Finding:
     """The candidate in words, with the place of every line."""
     fields = more_fields(one.cause.slug, one.fields, one.rank, facts)
-    rank = None if fields.get("rank") == "none" else one.rank
-    if rank is None and fields.get("rank", "").isdigit():
-        rank = int(fields["rank"])
+    rank, told = one.rank, fields.get("rank", "")
+    if told == "none":
+        rank = None
+    elif told.isdigit() and (rank is None or told != one.fields.get("rank")):
+        rank = int(told)
+    hits = one.hits if rank == one.rank else sorted(one.hits, key=lambda hit: hit.rank != rank)
     fields["rank"] = "" if rank is None else str(rank)
     node = _node(one, rank, facts)
     fields["node"] = node or fields.get("node", "")
     evidence: dict[tuple[str, int], Evidence] = {}
-    for hit in one.hits:
+    for hit in hits:
         line = Evidence(plain(hit.source.name), hit.number, _shown_hit(hit))
         evidence.setdefault((line.file, line.line), line)
     for line in one.extra:

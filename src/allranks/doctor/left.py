@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from allranks.rundir import RunDir
 from allranks.standing import EndedJob
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
+NONFINITE = b'"nonfinite"'
+FIRST_NONFINITE = b'"event":"nonfinite"'
 MAX_JOB_LOGS = 3
 MAX_JOB_LOG_BYTES = 64 << 20
 
@@ -56,9 +58,12 @@ def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
         rank = _rank_in(path)
         if rank >= 0:
             sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
-    for rank in run.ranks(attempt):
-        sources += _tail(run.events(attempt, rank), rank, starts.node(rank))
-    sources += job_logs(run)
+    tails = [
+        tail
+        for rank in run.ranks(attempt)
+        for tail in _tail(run.events(attempt, rank), rank, starts.node(rank))
+    ]
+    sources += [*_first_nonfinite(tails), *tails, *job_logs(run)]
     sources += [error for path in run.path.rglob("error.json") if (error := error_file(path))]
     return sources
 
@@ -98,6 +103,22 @@ def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
             content, before = content[cut:], before + 1
         return [Source(path, shown_path(path), rank, node, content, before + 1)]
     return []
+
+
+def _first_nonfinite(tails: Sequence[Source]) -> list[Source]:
+    """Where losses are no numbers any more: the lines that say since when, however far back."""
+    if not any(NONFINITE in (tail.content or b"") for tail in tails):
+        return []
+    found = []
+    for tail in tails:
+        with suppress(OSError), tail.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number >= tail.first_line:
+                    break
+                if FIRST_NONFINITE in line:
+                    found.append(replace(tail, content=line, first_line=number))
+                    break
+    return found
 
 
 def _newlines(file: Any, num_bytes: int) -> int:

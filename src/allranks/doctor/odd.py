@@ -87,6 +87,19 @@ def _watched(facts: Facts) -> dict[str | None, dict[int, Hashable]]:
     return groups
 
 
+def first_nonfinite(facts: Facts) -> tuple[int, list[int]] | None:
+    """The first step at which a rank's own loss was no number, and of which ranks it was none."""
+    steps = {
+        hit.rank: int(hit.fields["step"])
+        for hit in facts.of("nan-loss")
+        if hit.rank is not None and '"event":"nonfinite"' in hit.line.text
+    }
+    if not steps:
+        return None
+    first = min(steps.values())
+    return first, sorted(rank for rank, step in steps.items() if step == first)
+
+
 def absent(facts: Facts, num_ranks: int | None) -> int | None:
     """The one rank that never came to the rendezvous, where that is certain."""
     hits = facts.of("rendezvous-timeout")
