@@ -135,12 +135,11 @@ def _died(fields: Fields, facts: Facts) -> Fields:
 
 
 def _mismatch(fields: Fields, facts: Facts) -> Fields:
-    other = other_call(facts)
-    if other is None:
-        return _shapes(fields, facts)
-    rank, words = other
-    known = _shapes(fields, facts).get("difference") or fields.get("difference", "")
-    return {"rank": str(rank), "difference": words or known or f": rank {rank} unlike the others"}
+    rank, words = other_call(facts)
+    words = words or fields.get("difference", "")
+    if rank is None:
+        return {"difference": words} if words else {}
+    return {"rank": str(rank), "difference": words or f": rank {rank} unlike the others"}
 
 
 def _shapes(fields: Fields, facts: Facts) -> Fields:

@@ -14,6 +14,7 @@ FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: "
     r"CollectiveFingerPrint\((?P<call>.{0,400}?)(?:, TensorDeviceTypes|\))"
 )
+MAX_TOLD = 4
 SHAPE = re.compile(r"TensorShape=\[[^\]]*\]")
 # A rank that compares the tensors of its own call tells of itself alone.
 OWN = re.compile(r"ProcessGroup\w+::\w+: invalid tensor (?:size|type) at index")
@@ -33,13 +34,16 @@ def odd_one(values: Mapping[int, Hashable], num_ranks: int) -> int | None:
     return next(rank for rank, value in values.items() if counts[value] == 1)
 
 
-def other_call(facts: Facts) -> tuple[int, str] | None:
-    """The rank whose call differs from that of all others, and how, in words."""
+def other_call(facts: Facts) -> tuple[int | None, str]:
+    """The rank whose call no other has, if there is one; and what differs, in words."""
     calls = _fingerprints(facts)
     rank = odd_one(calls, len(facts.ranks))
     if rank is not None:
         usual = next(call for one, call in calls.items() if one != rank)
         return rank, f": {_short(calls[rank])} on rank {rank}, {_short(usual)} on the others"
+    if len(set(calls.values())) > 1:
+        told = [f"{_short(calls[rank])} on rank {rank}" for rank in sorted(calls)[:MAX_TOLD]]
+        return None, f": {', '.join(told)}"
     rank = _own_fault(facts)
     if rank is not None:
         return rank, ""
@@ -48,7 +52,7 @@ def other_call(facts: Facts) -> tuple[int, str] | None:
         rank = odd_one(of_group, len(facts.ranks))
         if rank is not None:
             return rank, ""
-    return None
+    return None, ""
 
 
 def _fingerprints(facts: Facts) -> dict[int, str]:
