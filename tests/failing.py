@@ -185,6 +185,13 @@ def shape_mismatch() -> None:
     dist.all_reduce(torch.ones(4 if RANK else 8000))
 
 
+def shape_detail() -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    init(5)
+    dist.all_reduce(torch.ones(6 if RANK == 2 else 4))
+
+
 def op_mismatch() -> None:
     init(5)
     if RANK:
@@ -536,6 +543,13 @@ def port_taken() -> None:
 def rank_absent() -> None:
     if RANK == 0:
         meet(3)
+
+
+def rank_late() -> None:
+    """Rank 1 is up, but does not come."""
+    if RANK == 1:
+        time.sleep(60)
+    init(3)
 
 
 def master_absent() -> None:

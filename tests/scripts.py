@@ -158,3 +158,25 @@ def run(tmp_path: Path, text: str, num_ranks: int = 1, **env: str) -> Recorded:
             phases = sum(event[phase] for phase in PHASES)
             assert phases == pytest.approx(event["seconds"], abs=1e-6)
     return found
+
+
+_HUNGRY = """
+import os, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = []
+for step in range(2000):
+    if os.environ["RANK"] == "1":
+        kept.append(torch.ones({floats}))
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep({pause})
+"""
+
+
+def hungry(mebibytes: int, pause: float) -> str:
+    """A script whose rank 1 keeps so much of every step, and never gives it back."""
+    return _HUNGRY.format(floats=mebibytes << 18, pause=pause)

@@ -34,6 +34,9 @@ MADE_HERE: list[tuple[str, int, str, int | None]] = [
     ("uneven_barrier", 2, "uneven-inputs", 1),
     ("uneven_join", 2, "uneven-inputs", 1),
     ("shape_mismatch", 2, "collective-mismatch", NOBODY),
+    ("shape_detail", 3, "collective-mismatch", 2),
+    ("gather_mismatch", 3, "collective-mismatch", 0),
+    ("op_mismatch", 2, "collective-mismatch", NOBODY),
     ("unused_parameters", 2, "ddp-unused-parameters", NOBODY),
     ("ready_twice", 2, "ddp-ready-twice", NOBODY),
     ("model_differs", 2, "model-differs-between-ranks", 1),
@@ -87,6 +90,7 @@ MORE_BY_TORCHRUN: list[tuple[str, int, str, int | None]] = [
     ("shape_mismatch", 2, "collective-mismatch", NOBODY),
     ("model_differs", 2, "model-differs-between-ranks", 1),
     ("missing_module", 2, "missing-module", NOBODY),
+    ("rank_late", 3, "rendezvous-timeout", 1),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.commandline import run_allranks
+from tests.scripts import hungry
 from tests.slurm.live import Cluster
 from tests.slurm.runs import Sent, send
 
@@ -22,22 +23,6 @@ for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
 while True:
     print("still here", flush=True)
     time.sleep(0.5)
-"""
-# Rank 1 keeps 12 MB of every step.
-HUNGRY = """
-import os, time, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-dist.init_process_group("gloo")
-model = DDP(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-kept = []
-for step in range(2000):
-    if os.environ["RANK"] == "1":
-        kept.append(torch.ones(3 << 20))
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    time.sleep(0.1)
 """
 
 
@@ -124,7 +109,7 @@ def test_a_killed_rank_and_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> 
 
 @pytest.mark.soak
 def test_a_job_that_takes_more_memory_than_it_asked_for(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(HUNGRY)
+    (tmp_path / "train.py").write_text(hungry(12, 0.1))
     settings = ["--layout", "1x2", "slurm.mem=2G", "preflight=false", "slurm.requeue=false"]
     sent = send(cluster, tmp_path, *settings, "--", "python", "train.py")
     sent.wait_for_end(90)

@@ -254,5 +254,5 @@ def test_ranks_on_one_line_that_call_different_collectives(tmp_path: Path) -> No
     text += FAILED.format(code=1, rank=0, pid=700)
     text += "".join(f"[{rank}]:\n" + entry(rank, 1, 700 + rank) for rank in range(4))
     first, *_ = diagnose(tmp_path, text)
-    assert (first.cause, first.rank) == ("collective-mismatch", None)
+    assert (first.cause, first.rank) == ("collective-mismatch", 3)
     assert "in broadcast" in first.title

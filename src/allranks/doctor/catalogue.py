@@ -46,6 +46,9 @@ KEYS = {
     *("confidence", "explains", "cause", "fix", "fix_for", "references", "examples"),
 }
 SITUATIONS = ("task", "lightning", "accelerate", "slurm")
+# What is escaped or in brackets is no repeat.
+_REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]")
+_AT_MOST = {"*": "{0,1000}", "+": "{1,1000}"}
 _PLACE = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
 
 
@@ -185,7 +188,15 @@ def _size(name: str, fields: Mapping[str, str]) -> float:
 @cache
 def _compiled(text: str) -> re.Pattern[str]:
     """When it is first needed: most patterns never are."""
-    return re.compile(text, re.IGNORECASE)
+    return re.compile(bounded(text), re.IGNORECASE)
+
+
+def bounded(text: str) -> str:
+    """A pattern whose `*` and `+` repeat often enough for any line that people read.
+
+    Without an end to them, a line of many kilobytes takes time by the square of its length.
+    """
+    return _REPEAT.sub(lambda found: _AT_MOST.get(found[0], found[0]), text)
 
 
 @cache

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from allranks.doctor.facts import Facts
+from allranks.doctor.odd import absent, first_nonfinite, other_call
 
 Fields = dict[str, str]
 
@@ -22,11 +23,14 @@ def more_fields(slug: str, fields: Mapping[str, str], rank: int | None, facts: F
 
 def _rendezvous(fields: Fields, facts: Facts) -> Fields:
     joined, wanted = fields.get("joined"), fields.get("wanted")
-    if not joined or not wanted:
-        return {}
-    more = {"joined_words": f": {joined} of {wanted} did"}
-    if (joined, wanted) == ("1", "2"):  # the one that tells it is there, so the other is not
-        more["rank"] = "0" if fields.get("reporter") == "1" else "1"
+    rank = absent(facts, int(wanted) if wanted else facts.world)
+    more = {"rank": str(rank)} if rank is not None else {}
+    if joined and wanted:
+        more["joined_words"] = f": {joined} of {wanted} did"
+        if (joined, wanted) == ("1", "2"):  # the one that tells it is there, so the other is not
+            more["rank"] = "0" if fields.get("reporter") == "1" else "1"
+    elif rank is not None:
+        more["joined_words"] = f": rank {rank} did not"
     return more
 
 
@@ -105,6 +109,11 @@ def _signal(fields: Fields, facts: Facts) -> Fields:
 
 def _nan(fields: Fields, facts: Facts) -> Fields:
     more = {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
+    first = first_nonfinite(facts)
+    if first is not None:
+        step, ranks = first
+        rank = str(ranks[0]) if len(ranks) == 1 and len(facts.ranks) > 1 else "none"
+        return {"step_words": f" at step {step}", "rank": rank}
     # The losses of most scripts are printed by one rank for all: only an exception is its own.
     told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
     own = any((id(one.mark.source), one.number) in told for one in facts.raised)
@@ -123,6 +132,14 @@ def _keys(fields: Fields, facts: Facts) -> Fields:
 def _died(fields: Fields, facts: Facts) -> Fields:
     how = fields.get("how", "")
     return {"how": how if how.startswith(" ") or not how else f" ({how})"}
+
+
+def _mismatch(fields: Fields, facts: Facts) -> Fields:
+    rank, words = other_call(facts)
+    words = words or fields.get("difference", "")
+    if rank is None:
+        return {"difference": words} if words else {}
+    return {"rank": str(rank), "difference": words or f": rank {rank} unlike the others"}
 
 
 def _shapes(fields: Fields, facts: Facts) -> Fields:
@@ -152,7 +169,7 @@ _REFINE: Mapping[str, Callable[[Fields, Facts], Fields]] = {
     "checkpoint-keys": _keys,
     "rank-died": _died,
     "batch-shape-mismatch": _shapes,
-    "collective-mismatch": _shapes,
+    "collective-mismatch": _mismatch,
     "dtype-mismatch": _shapes,
     "slurm-pending": _with_colon("reason"),
     "ddp-unused-parameters": _with_colon("names"),

@@ -28,6 +28,10 @@ def _step(event: Event) -> str:
     return f"step {event['step']}: {', '.join(words)}"
 
 
+def _nonfinite(event: Event) -> str:
+    return f"step {event['step']}: the rank's own loss is {event['loss']}, for the first time"
+
+
 def _metric(event: Event) -> str:
     return f"step {event['step']}: {event['name']} {_number(event, 'value')}"
 
@@ -80,6 +84,7 @@ def _number(event: Event, key: str) -> str:
 
 _SAY: Mapping[str, Callable[[Event], str]] = {
     "step": _step,
+    "nonfinite": _nonfinite,
     "metric": _metric,
     "device": _device,
     "checkpoint": _checkpoint,

@@ -26,7 +26,8 @@ class Facts:
     world: int | None = None
     known: Mapping[str, str] = field(default_factory=dict)  # of the job and the machine
     situations: tuple[str, ...] = ()
-    pids: Mapping[int, int] = field(default_factory=dict)  # ranks by process
+    # Ranks by node and process; of none, as a launcher is, None.
+    processes: Mapping[tuple[str | None, int], int | None] = field(default_factory=dict)
     has_failed: bool = False
 
     def of(self, slug: str) -> list[Hit]:
@@ -39,6 +40,17 @@ class Facts:
         seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
         top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
         return set(range(top)) if top <= 4096 else seen
+
+    def rank_of_process(self, hit: Hit) -> int | None:
+        """The rank whose process, or whose loader's, a line names by its number."""
+        number = hit.fields.get("pid", "")
+        if not number.isdigit():
+            return None
+        if hit.node is not None:
+            return self.processes.get((hit.node, int(number)))
+        # Every node counts its processes for itself.
+        ranks = {rank for (_, pid), rank in self.processes.items() if pid == int(number)}
+        return ranks.pop() if len(ranks) == 1 else None
 
     def is_final(self, hit: Hit) -> bool:
         """Whether a run may have ended by this line, rather than gone on after it."""
@@ -59,7 +71,7 @@ def gather(
     known: Mapping[str, str] | None = None,
     situations: Iterable[str] = (),
     world: int | None = None,
-    pids: Mapping[int, int] | None = None,
+    processes: Mapping[tuple[str | None, int], int | None] | None = None,
 ) -> Facts:
     """Put together what was found in all files of one failure."""
     order = {id(one.source): index for index, one in enumerate(scanned)}
@@ -77,7 +89,7 @@ def gather(
         world or _world(hits),
         known or {},
         (*situations, *_situations(hits)),
-        pids or {},
+        processes or {},
     )
     facts.has_failed = _has_failed(facts)
     return facts

@@ -9,7 +9,7 @@ from pathlib import Path
 from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
 from allranks.doctor.event_words import event_in_words
-from allranks.doctor.facts import Facts, is_near
+from allranks.doctor.facts import OUTSIDE, Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.scan import Hit, read_around
 from allranks.doctor.silence import Suspect, echoes_of, suspect
@@ -127,14 +127,16 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
     named = [int(hit.fields["rank"]) for hit in hits if "rank" in hit.fields]
     if named:
         return named[0]
-    processes = [int(hit.fields["pid"]) for hit in hits if hit.fields.get("pid", "").isdigit()]
-    if of_process := [facts.pids[pid] for pid in processes if pid in facts.pids]:
-        return of_process[0]
+    of_processes = (facts.rank_of_process(hit) for hit in hits)
+    if (rank := next((rank for rank in of_processes if rank is not None), None)) is not None:
+        return rank
     ranks = {hit.rank for hit in hits if hit.rank is not None}
     if ranks:
         everybody = len(ranks) > 1 and ranks >= facts.ranks
         first = next(hit.rank for hit in hits if hit.rank is not None)
         return None if everybody else first
+    if cause.family not in OUTSIDE and set(facts.ends) == facts.ranks == {0}:
+        return 0  # there is no other
     return _only_failed(facts, len({hit.number for hit in hits if _is_raised(hit, facts)}))
 
 
@@ -310,14 +312,17 @@ def _explained(found: Sequence[Candidate]) -> set[str]:
 def finding_of(one: Candidate, facts: Facts) -> Finding:
     """The candidate in words, with the place of every line."""
     fields = more_fields(one.cause.slug, one.fields, one.rank, facts)
-    rank = None if fields.get("rank") == "none" else one.rank
-    if rank is None and fields.get("rank", "").isdigit():
-        rank = int(fields["rank"])
+    rank, told = one.rank, fields.get("rank", "")
+    if told == "none":
+        rank = None
+    elif told.isdigit() and (rank is None or told != one.fields.get("rank")):
+        rank = int(told)
+    hits = one.hits if rank == one.rank else sorted(one.hits, key=lambda hit: hit.rank != rank)
     fields["rank"] = "" if rank is None else str(rank)
     node = _node(one, rank, facts)
     fields["node"] = node or fields.get("node", "")
     evidence: dict[tuple[str, int], Evidence] = {}
-    for hit in one.hits:
+    for hit in hits:
         line = Evidence(plain(hit.source.name), hit.number, _shown_hit(hit))
         evidence.setdefault((line.file, line.line), line)
     for line in one.extra:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +25,10 @@ from allranks.rundir import RunDir
 from allranks.standing import EndedJob
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
+NONFINITE = b'"nonfinite"'
+FIRST_NONFINITE = b'"event":"nonfinite"'
 MAX_JOB_LOGS = 3
 MAX_JOB_LOG_BYTES = 64 << 20
-OF_MEMORY = re.compile(rb"(?i)oom|out of memory|killed process")
-DMESG_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +36,6 @@ class Starts:
     """What the ranks of an attempt said of themselves."""
 
     events: dict[int, dict[str, Any]]
-
-    @property
-    def pids(self) -> dict[int, int]:
-        return {int(start["pid"]): rank for rank, start in self.events.items() if "pid" in start}
 
     @property
     def world(self) -> int | None:
@@ -65,9 +58,12 @@ def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
         rank = _rank_in(path)
         if rank >= 0:
             sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
-    for rank in run.ranks(attempt):
-        sources += _tail(run.events(attempt, rank), rank, starts.node(rank))
-    sources += job_logs(run)
+    tails = [
+        tail
+        for rank in run.ranks(attempt)
+        for tail in _tail(run.events(attempt, rank), rank, starts.node(rank))
+    ]
+    sources += [*_first_nonfinite(tails), *tails, *job_logs(run)]
     sources += [error for path in run.path.rglob("error.json") if (error := error_file(path))]
     return sources
 
@@ -107,6 +103,22 @@ def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
             content, before = content[cut:], before + 1
         return [Source(path, shown_path(path), rank, node, content, before + 1)]
     return []
+
+
+def _first_nonfinite(tails: Sequence[Source]) -> list[Source]:
+    """Where losses are no numbers any more: the lines that say since when, however far back."""
+    if not any(NONFINITE in (tail.content or b"") for tail in tails):
+        return []
+    found = []
+    for tail in tails:
+        with suppress(OSError), tail.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number >= tail.first_line:
+                    break
+                if FIRST_NONFINITE in line:
+                    found.append(replace(tail, content=line, first_line=number))
+                    break
+    return found
 
 
 def _newlines(file: Any, num_bytes: int) -> int:
@@ -191,39 +203,6 @@ def node_states(nodes: Sequence[str]) -> list[Source]:
         content = "\n".join(dict.fromkeys(said.splitlines())).encode()
         return [Source(Path("sinfo"), "sinfo", None, None, content)]
     return []
-
-
-def kernel_messages(
-    starts: Starts, since: float, until: float, *, with_memory: bool = True
-) -> list[Source]:
-    """The kernel's lines from the time of an attempt, if it ran here and they can be read.
-
-    Without those of its memory: where no rank was killed, they tell of other processes.
-    """
-    if socket.gethostname() not in {starts.node(rank) for rank in starts.events}:
-        return []
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"],
-            capture_output=True,
-            timeout=DMESG_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        if done.returncode == 0:
-            lines = [line for line in done.stdout.splitlines() if _is_between(line, since, until)]
-            if not with_memory:
-                lines = [line for line in lines if not OF_MEMORY.search(line)]
-            content, node = b"\n".join(lines), socket.gethostname()
-            return [Source(Path("dmesg"), "dmesg", None, node, content)] if lines else []
-    return []
-
-
-def _is_between(line: bytes, since: float, until: float) -> bool:
-    stamp = line.partition(b" ")[0].decode(errors="replace").replace(",", ".")
-    with suppress(ValueError):
-        return since - 5 <= datetime.fromisoformat(stamp).timestamp() <= until + 60
-    return False
 
 
 def span_of(run: RunDir, attempt: int) -> tuple[float, float]:

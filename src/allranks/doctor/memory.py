@@ -10,6 +10,7 @@ from allranks.doctor.catalogue import load
 from allranks.doctor.facts import Facts
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate, shown_path
+from allranks.doctor.kernel import Kernel
 from allranks.doctor.left import MemoryCurve
 from allranks.rundir import RunDir
 
@@ -19,18 +20,22 @@ NAMES_IT = ("Killed process", "exceeded memory limit")  # of what the kernel and
 
 
 def candidates(
-    run: RunDir, attempt: int, facts: Facts, curves: Sequence[MemoryCurve]
+    run: RunDir, attempt: int, facts: Facts, curves: Sequence[MemoryCurve], said: Kernel
 ) -> list[Candidate]:
     """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
+    if left.was_ended_for_a_stall(run, attempt):
+        return []
+    counted = _counted(run, attempt, facts, said)
     ends = facts.ends.values()
     killed = [end.rank for end in ends if end.signal == "SIGKILL" and not end.is_by_launcher]
-    if not killed or left.was_ended_for_a_stall(run, attempt):
+    if not killed and counted:
+        killed = _lost_workers(facts)
+    if not killed:
         return []
-    counted = [rank for rank in facts.ends if left.memory_kills(run, attempt, rank)]
     # Of several that were killed, the kernel took first the one that had most.
     at_last = {curve.rank: curve.last for curve in curves}
     rank = max(killed, key=lambda one: at_last.get(one, 0))
-    node = facts.ends[rank].node
+    node = (run.start(attempt, rank) or {}).get("host")
     beside = {one for one in at_last if (run.start(attempt, one) or {}).get("host") == node}
     used = sum(at_last[one] for one in beside)
     hardware = run.info().get("hardware") or {}
@@ -43,6 +48,25 @@ def candidates(
     cause = load()["host-out-of-memory"]
     sure: Confidence = "high" if counted else "medium"
     return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
+
+
+def _counted(run: RunDir, attempt: int, facts: Facts, said: Kernel) -> list[int]:
+    """Ranks beside which the kernel killed something of the cgroup for its memory.
+
+    The count is of all in it; where messages say which processes those were, they decide.
+    """
+    return [
+        end.rank
+        for end in facts.ends.values()
+        if left.memory_kills(run, attempt, end.rank) and not said.spares(end.node, facts.processes)
+    ]
+
+
+def _lost_workers(facts: Facts) -> list[int]:
+    """Ranks that say that a worker of their loader was killed."""
+    hits = facts.of("worker-killed")
+    told = [hit.rank for hit in hits if hit.fields.get("how", "").lower() == "killed"]
+    return [rank for rank in told if rank is not None]
 
 
 def explained(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from allranks import claims, standing
-from allranks.doctor import layouts, left, memory
+from allranks.doctor import kernel, layouts, left, memory
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
 from allranks.doctor.facts import Facts, gather
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.flight import flight_source
 from allranks.doctor.judge import judge, shown_path
-from allranks.doctor.left import MemoryCurve, Starts, job_of
+from allranks.doctor.kernel import Kernel
+from allranks.doctor.left import Starts, job_of
 from allranks.doctor.scan import Source
 from allranks.rundir import RunDir
 from allranks.slurm_reasons import waiting_reason
@@ -34,38 +35,37 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     if not attempts:
         return _never_started(run)
     attempt = attempts[-1]
-    facts, curves = read_attempt(run, attempt, queue)
+    facts, said = read_attempt(run, attempt, queue)
     about_data = layouts.data_findings(run, attempt)
     if row["state"] == "stopped" and (by_slurm := _stopped_by_slurm(run, queue)):
         return [*by_slurm, *about_data]
     if row["state"] in ("finished", "running", "stopped"):
         # Words of errors in the log of a run that goes on, or went well, were not its end.
         return [*_soft_alone(facts), *about_data]
-    extra = memory.candidates(run, attempt, facts, curves)
+    curves = list(left.memory_curves(run, attempt))
+    extra = memory.candidates(run, attempt, facts, curves, said)
     found = judge(facts, load(), extra)
     return [*(memory.explained(run, attempt, one, curves) for one in found), *about_data]
 
 
-def read_attempt(
-    run: RunDir, attempt: int, queue: standing.Queue
-) -> tuple[Facts, list[MemoryCurve]]:
+def read_attempt(run: RunDir, attempt: int, queue: standing.Queue) -> tuple[Facts, Kernel]:
     """All that an attempt left, put together."""
     starts = left.starts_of(run, attempt)
     sources = left.logs_of(run, attempt, starts)
     sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
     sources += left.accounting(_of_last_job(run, queue))
-    no_kill = run.ended_state() == "finished" or left.was_ended_for_a_stall(run, attempt)
-    span = left.span_of(run, attempt)
-    sources += left.kernel_messages(starts, *span, with_memory=not no_kill)
+    scanned = read_logs(sources)
+    processes = kernel.processes_of(run, attempt, starts, scanned)
+    said = kernel.messages(starts, *left.span_of(run, attempt), processes)
     facts = gather(
-        read_logs(sources),
+        [*scanned, *read_logs(said.sources)],
         ends=left.ends_in_events(run, attempt, starts),
         known=_known(run, starts),
         situations=_situations(run),
         world=starts.world,
-        pids=starts.pids,
+        processes=processes,
     )
-    return facts, list(left.memory_curves(run, attempt))
+    return facts, said
 
 
 def _of_last_job(run: RunDir, queue: standing.Queue) -> dict[str, standing.EndedJob]:

@@ -224,13 +224,18 @@ def _lines(
             end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
             number += chunk.count(b"\n", counted, start)
             counted = start
-            owned: list[Owned] = []
+            owned: dict[int, list[Owned]] = {}  # a word may stand in a line a thousand times
             while index < len(places) and places[index][0] < end:
-                owned += places[index][1]
+                owned[id(places[index][1])] = places[index][1]
                 index += 1
             text = without_escapes(chunk[start:end].decode(errors="replace"))
             # Most words stand in lines that are about something else.
-            causes = {cause.slug: cause for cause, pattern in owned if pattern.may_match(text)}
+            causes = {
+                cause.slug: cause
+                for of_word in owned.values()
+                for cause, pattern in of_word
+                if pattern.may_match(text)
+            }
             if causes:
                 yield number, offset + start, text, causes.values()
         first = number + chunk.count(b"\n", counted)

@@ -101,6 +101,10 @@ def _late(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int |
     # Where another one says nothing, both may have waited for that one, and this one not as long.
     if None in waited | came or len(came) != 1 or facts.ranks - waited - came:
         return None
+    calls = collectives_of(facts)
+    at, then = ({calls[rank] for rank in calls if rank in some} for some in (waited, came))
+    if at and then and not at & then:
+        return None  # it did not come to where they waited, but somewhere else
     last = {id(hit.source): hit.number for hit in sorted(timeouts, key=lambda hit: hit.number)}
     closed = [hit for hit in echoes if hit.cause.slug == "peer-closed" and hit.rank in came]
     is_after = any(hit.number > last.get(id(hit.source), 0) for hit in closed)
@@ -168,9 +172,20 @@ def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspe
 
 def _call(raised: Raised) -> str:
     """The script's line, and the collective of torch's that it calls there."""
-    name = raised.frames[-1].rpartition(" ")[2] if raised.frames else ""
+    name = _collective(raised)
+    return f"{raised.where} in {name}" if name is not None else raised.where
+
+
+def _collective(raised: Raised) -> str | None:
+    """The function of torch.distributed that raised."""
     is_torch = bool(raised.frames) and "distributed_c10d" in raised.frames[-1]
-    return f"{raised.where} in {name}" if is_torch else raised.where
+    return raised.frames[-1].rpartition(" ")[2] if is_torch else None
+
+
+def collectives_of(facts: Facts) -> dict[int, str]:
+    """The collective that each rank was in when it raised, where its traceback tells."""
+    told = ((one.rank, _collective(one)) for one in facts.raised)
+    return {rank: name for rank, name in told if rank is not None and name is not None}
 
 
 def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:

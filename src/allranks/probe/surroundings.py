@@ -13,6 +13,7 @@ from typing import Any
 from allranks.probe.recorder import Recorder
 
 SAMPLE_SECONDS = 2.0
+MAX_PROCESSES = 256  # that a sample names
 IB_WORD_BYTES = 4  # InfiniBand counts its data in words
 
 
@@ -58,6 +59,8 @@ class Surroundings:
                 fields["workers_cpu"] = round(workers / passed, 3)
                 fields["num_workers"] = int(self._cpu["num_workers"])
         fields["host_memory"] = host_memory()
+        # The kernel names processes by number: those of a loader's workers are known here alone.
+        fields["processes"] = [os.getpid(), *descendants()]
         if self.speaks_for_node:
             before, self._network = self._network, network_bytes()
             if before is not None:
@@ -105,12 +108,23 @@ def cpu_seconds() -> dict[str, float]:
     return {"rank": own.user + own.system, "workers": workers, "num_workers": num_workers}
 
 
-def children() -> list[str]:
+def children(process: str = "self") -> list[str]:
     found: list[str] = []
-    for path in Path("/proc/self/task").glob("*/children"):
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
             found += path.read_text().split()
     return found
+
+
+def descendants() -> list[int]:
+    """Processes that this one has started, and those that they have: a fork server's too."""
+    found = children()
+    for child in found:  # grows meanwhile
+        if len(found) >= MAX_PROCESSES:
+            break
+        with suppress(OSError):
+            found += children(child)
+    return [int(process) for process in found[:MAX_PROCESSES]]
 
 
 def host_memory() -> int | None:

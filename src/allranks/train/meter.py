@@ -12,6 +12,7 @@ from torch import Tensor
 from allranks import timeline
 from allranks.events import SCHEMA_VERSION, EventLog
 from allranks.train.data import Batch, Progress
+from allranks.train.own_losses import OwnLosses
 
 
 class Meter:
@@ -29,6 +30,9 @@ class Meter:
         self.world_size = dist.get_world_size()
         self.step_seconds = 0.0  # summed over this attempt
         self._waiting: list[tuple[_LateLoss, Tensor]] = []
+        self._waiting_step = 0  # the last of theirs
+        # Of a single rank the mean tells as much.
+        self.own = OwnLosses(log) if self.world_size > 1 else None
         self._has_phases = timeline.current is not None
         self._timeline = timeline.take()
 
@@ -57,6 +61,7 @@ class Meter:
         if loss is not None:
             late = _LateLoss()
             self._waiting.append((late, loss))
+            self._waiting_step = progress.step
             if self.rank == 0:
                 event["loss"] = late
             if self.world_size == 1:
@@ -68,12 +73,19 @@ class Meter:
         if not self._waiting:
             return
         losses = torch.stack([loss for _, loss in self._waiting])
+        if self.own is not None:
+            self.own.look(self._waiting_step, losses)
         work = dist.reduce(losses, dst=0, async_op=True) if self.world_size > 1 else None
         if self.rank == 0:
             arrival = _Arrival(losses, work)
             for index, (late, _) in enumerate(self._waiting):
                 late.arrival, late.index = arrival, index
         self._waiting.clear()
+
+    def finish(self) -> None:
+        """After the last step."""
+        if self.own is not None:
+            self.own.finish()
 
 
 class _Arrival:
