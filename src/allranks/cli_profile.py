@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,12 +12,16 @@ if TYPE_CHECKING:
     from allranks.rundir import RunDir
 
 VARIABLE = "ALLRANKS_PROFILE"  # read by the probe of every rank
+# torch's profiler tells its every start and stop on stderr, on its highest level: nothing less
+# than silence keeps these lines from among the script's own.
+NOISE, SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 def ask_for_profile(steps: int | None) -> None:
     """Have the ranks of this process trace so many steps."""
     if steps is not None:
         os.environ[VARIABLE] = str(steps)
+        os.environ.setdefault(NOISE, SILENT)
 
 
 def show_profile(run: RunDir, console: Console) -> dict[str, Any] | None:
@@ -29,15 +34,21 @@ def show_profile(run: RunDir, console: Console) -> dict[str, Any] | None:
         return None
     profile.write(run, found, profile_screen.markdown(found))
     profile_screen.show(console, found)
+    if found["device"] == "cpu" and any(one.get("with_device") for one in told(run)):
+        note = f"note: nothing was recorded of the GPU: {NOISE}=0 has torch's profiler say why"
+        console.print(note, style="yellow", soft_wrap=True)
     return found
 
 
-def why_none(run: RunDir) -> str:
+def told(run: RunDir) -> Iterator[dict[str, Any]]:
+    """What the ranks of its last attempt said of their traces."""
     from allranks.events import read_events
 
     attempt = max(run.attempts(), default=0)
     for rank in run.ranks(attempt):
-        for event in read_events(run.events(attempt, rank)):
-            if event["event"] == "profile" and "problem" in event:
-                return str(event["problem"])
-    return "no optimizer step was seen"
+        yield from (e for e in read_events(run.events(attempt, rank)) if e["event"] == "profile")
+
+
+def why_none(run: RunDir) -> str:
+    problems = (str(one["problem"]) for one in told(run) if "problem" in one)
+    return next(problems, "no optimizer step was seen")
