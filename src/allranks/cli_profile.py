@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from allranks.rundir import RunDir
 
 VARIABLE = "ALLRANKS_PROFILE"  # read by the probe of every rank
-# torch's profiler tells its every start and stop on stderr, on its highest level: nothing less
-# than silence keeps these lines from among the script's own.
-NOISE, SILENT = "KINETO_LOG_LEVEL", "6"
+LOUDNESS = "KINETO_LOG_LEVEL"  # of torch's profiler; see probe/inject
 
 
 def ask_for_profile(steps: int | None) -> None:
     """Have the ranks of this process trace so many steps."""
     if steps is not None:
         os.environ[VARIABLE] = str(steps)
-        os.environ.setdefault(NOISE, SILENT)
 
 
 def show_profile(run: RunDir, console: Console) -> dict[str, Any] | None:
@@ -35,7 +32,7 @@ def show_profile(run: RunDir, console: Console) -> dict[str, Any] | None:
     profile.write(run, found, profile_screen.markdown(found))
     profile_screen.show(console, found)
     if found["device"] == "cpu" and any(one.get("with_device") for one in told(run)):
-        note = f"note: nothing was recorded of the GPU: {NOISE}=0 has torch's profiler say why"
+        note = f"note: nothing was recorded of the GPU: {LOUDNESS}=0 has torch's profiler say why"
         console.print(note, style="yellow", soft_wrap=True)
     return found
 

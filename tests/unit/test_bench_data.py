@@ -127,8 +127,16 @@ def test_the_verdict_follows_from_what_was_measured(
         (found({0: 100}, {0: 400}, 200), "training with no workers was faster (400 samples/s)"),
         (found({1: 100}, {1: 180}, 200), "(180 samples/s) than its data come (100)"),
         (found({0: (100, 110, 300)}), "repeats of loading with no workers range from 100 to 300"),
-        (found({0: 900}, {0: (100, 300)}, 300), "repeats of training with no workers"),
-        (found({0: 900}, {0: 200}, (100, 300)), "repeats of the step alone"),
+        (found({0: 900}, {0: (100, 300)}, 250), "repeats of training with no workers"),
+        (found({0: 900}, {0: 150}, (100, 300)), "repeats of the step alone"),
+        (
+            found({1: 900, 2: 900}, {1: (100, 200, 250), 2: (200, 240, 250)}, 240),
+            "repeats of training with 1 worker range from 100 to 250",
+        ),
+        (
+            found({0: (100, 200, 400)}, {0: 90}, 350),
+            "repeats of loading with no workers range from 100 to 400",
+        ),
     ],
 )
 def test_of_what_contradicts_itself_nothing_is_recommended(
@@ -140,6 +148,22 @@ def test_of_what_contradicts_itself_nothing_is_recommended(
     assert words in answer["verdict"]
     assert not [said for said in LIMITS.values() if said in answer["verdict"]]
     assert "no recommendation" in drawn(answer, 100)
+
+
+@pytest.mark.parametrize(
+    ("measured", "limit"),
+    [
+        (found({0: (40000, 50000, 70000)}, {0: 1000}, 1000), "step"),
+        (found({0: 800, 2: 1600}, {0: 700, 2: 1400}, (8000, 9000, 15000)), "data"),
+        (found({0: 800}, {0: (400, 700, 780)}, 5000), "data"),
+    ],
+)
+def test_repeats_that_differ_are_told_where_they_change_nothing(
+    measured: dict[str, Any], limit: str
+) -> None:
+    answer = data.as_json(measured, RUN)
+    assert answer["is_disturbed"] and answer["limit"] == limit and answer["recommendation"]
+    assert "samples/s: something else may run here" in drawn(answer, 200)
 
 
 def test_knees_are_of_the_data_alone() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from allranks.cli_profile import NOISE, VARIABLE, ask_for_profile, show_profile
+from allranks.cli_profile import LOUDNESS, VARIABLE, show_profile
 from allranks.events import append_event
 from allranks.measure.trace import read_trace
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
 from allranks.rundir import RunDir
+
+INJECT = Path(profile.__file__).with_name("inject")
 
 
 class Recorder:
@@ -126,18 +130,19 @@ def test_the_environment_asks(recorder: Any) -> None:
     assert len(recorder.at_step) == 1
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "6"), ("0", "0")])
-def test_the_profilers_own_remarks_are_asked_for_by_users_alone(
-    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
-) -> None:
-    for name, value in ((NOISE, before), (VARIABLE, None)):
-        monkeypatch.setenv(name, value or "")  # so that it is put back
-        if value is None:
-            monkeypatch.delenv(name)
-    ask_for_profile(None)
-    assert os.environ.get(NOISE) == before
-    ask_for_profile(3)
-    assert (os.environ[VARIABLE], os.environ[NOISE]) == ("3", after)
+@pytest.mark.parametrize(
+    ("asked", "level"),
+    [
+        ({}, "None"),
+        ({VARIABLE: "3"}, "6"),
+        ({VARIABLE: "3", LOUDNESS: "0"}, "0"),
+    ],
+)
+def test_the_profilers_own_remarks_are_for_those_who_ask(asked: dict[str, str], level: str) -> None:
+    code = f"import os; print(os.environ.get({LOUDNESS!r}))"
+    env = {"PYTHONPATH": str(INJECT), **asked}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (level, "")
 
 
 @pytest.mark.parametrize("with_device", [True, False])

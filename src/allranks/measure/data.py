@@ -117,7 +117,8 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
         "recommendation": None
         if judged.row is None
         else {"num_workers": judged.row.workers, "reason": reason(judged)},
-        "is_disturbed": judged.contradiction is not None,
+        "is_disturbed": judged.contradiction is not None or bool(judged.remarks),
+        "remarks": list(judged.remarks),
         "verdict": verdict(found, judged),
     }
 

@@ -72,6 +72,8 @@ def notes(found: Found) -> list[str]:
     if files["count"]:
         lines.append(files_line(files))
         lines += [disk_line(disk) for disk in found["disks"]]
+    if found["recommendation"] is not None:  # else the verdict says why
+        lines += [f"note: {said}: something else may run here" for said in found["remarks"][:1]]
     return lines
 
 

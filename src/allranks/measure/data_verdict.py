@@ -13,7 +13,7 @@ from typing import Any, Literal
 KNEE_GAIN = 0.10  # what more workers must add to be worth having
 AS_GOOD = 0.05  # a pace this close to another is as good
 FASTER_DISK = 1.5
-DISTURBED = 1.5  # so many times: repeats that differ by more, or steps faster than without data
+DISTURBED = 1.5  # times: repeats that differ by more, or steps that are faster than without data
 
 Found = Mapping[str, Any]
 Limit = Literal["step", "data", "cpus"]  # what a training cannot be faster than
@@ -31,10 +31,16 @@ class Pace:
     def of(cls, values: Sequence[float]) -> Pace | None:
         return cls(statistics.median(values), min(values), max(values)) if values else None
 
+    @property
+    def is_wide(self) -> bool:
+        return self.high > DISTURBED * self.low
+
     def reaches(self, other: Pace) -> bool:
         """Whether it is no slower than the other, as far as repeats can tell."""
-        is_close = self.median >= (1 - AS_GOOD) * other.median
-        return is_close or self.median >= other.low or self.high >= other.median
+        return self.is_close(other) or self.median >= other.low or self.high >= other.median
+
+    def is_close(self, other: Pace) -> bool:
+        return self.median >= (1 - AS_GOOD) * other.median
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +62,42 @@ class Judgement:
     row: Row | None = None  # None: nothing was measured, or it contradicts itself
     limit: Limit | None = None  # None: the training itself was not measured
     contradiction: str | None = None
+    remarks: tuple[str, ...] = ()  # repeats that differ, whether or not it matters
 
 
 def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
-    contradiction = next(contradictions(rows, step), None)
-    if contradiction is not None:
-        return Judgement(rows, step, contradiction=contradiction)
+    wide = list(wide_paces(rows, step))
+    remarks = tuple(said for _, said in wide)
     row = chosen_row(rows)
-    if row is None or row.training is None or step is None:
-        return Judgement(rows, step, row)
-    limit: Limit = "step"
-    if not row.training.reaches(step):
-        fastest = max((one.warm for one in rows if one.warm), key=lambda p: p.median, default=None)
-        limit = "cpus" if fastest is not None and fastest.reaches(step) else "data"
-    return Judgement(rows, step, row, limit)
+    limit: Limit | None = None
+    fastest = max((one.warm for one in rows if one.warm), key=lambda p: p.median, default=None)
+    if row is not None and row.training is not None and step is not None:
+        limit = "step"
+        if not row.training.reaches(step):
+            limit = "cpus" if fastest is not None and fastest.reaches(step) else "data"
+    contradiction = next(contradictions(rows, step), None)
+    if contradiction is None:
+        decisive = list(hangs_on(rows, row, step))
+        contradiction = next((said for pace, said in wide if pace in decisive), None)
+    if contradiction is not None:
+        return Judgement(rows, step, contradiction=contradiction, remarks=remarks)
+    return Judgement(rows, step, row, limit, remarks=remarks)
+
+
+def hangs_on(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterator[Pace]:
+    """What was compared with something that only some of its repeats reach."""
+    if row is None or row.training is None:  # the data alone are compared, by their medians
+        yield from (one.warm for one in rows if one.warm)
+        return
+    trained = [one.training for one in rows if one.training is not None]
+    compared = [(row.training, max(trained, key=lambda pace: pace.median))]
+    if step is not None:
+        compared.append((row.training, step))
+        if not row.training.reaches(step):
+            compared += [(one.warm, step) for one in rows if one.warm]
+    for one, other in compared:
+        if one.reaches(other) and not one.is_close(other):
+            yield from (one, other)
 
 
 def chosen_row(rows: Sequence[Row]) -> Row | None:
@@ -91,15 +119,20 @@ def knee_of(rows: Sequence[Row]) -> int | None:
     return None
 
 
-def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
-    """What cannot be if nothing else uses this machine."""
+def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, str]]:
+    """Repeats that differ as they do not where nothing else uses this machine."""
     named = [] if step is None else [("the step alone", step)]
     for row in rows:
-        named += [(f"loading with {count_of(row.workers)}", row.warm)] if row.warm else []
         named += [(f"training with {count_of(row.workers)}", row.training)] if row.training else []
+        named += [(f"loading with {count_of(row.workers)}", row.warm)] if row.warm else []
     for name, pace in named:
-        if pace.high > DISTURBED * pace.low:
-            yield f"repeats of {name} range from {pace.low:,.0f} to {pace.high:,.0f} samples/s"
+        if pace.is_wide:
+            span = f"{pace.low:,.0f} to {pace.high:,.0f}"
+            yield pace, f"repeats of {name} range from {span} samples/s"
+
+
+def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
+    """What cannot be: steps on data that are faster than either."""
     for row in rows:
         if row.training is None:
             continue
