@@ -117,7 +117,7 @@ def run(
     if outcome.error is not None:
         print_error(outcome.error, as_json=as_json, more=outcome.result)
         raise typer.Exit(outcome.exit_code)
-    screen.summary(outcome.result)
+    screen.summary(outcome.result, can_go_on=outcome.can_go_on)
     if as_json:
         print(to_json(outcome.result))
     raise typer.Exit(outcome.exit_code)

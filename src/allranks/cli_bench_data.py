@@ -98,6 +98,7 @@ def found_in_task(outcome: Outcome) -> dict[str, Any]:
 def found_in_script(outcome: Outcome) -> dict[str, Any]:
     from allranks.errors import AllranksError
     from allranks.events import read_events
+    from allranks.hardware import cpus_allotted
     from allranks.measure import data as measured
     from allranks.timing import timing
 
@@ -112,7 +113,8 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
         )
     events = read_events(run.events(max(run.attempts()), 0))
     seen = [event.get("num_workers", 0) for event in events if event["event"] == "device"]
-    return measured.script_as_json(run, timed, max(seen, default=None))
+    cpus = max(1, cpus_allotted() // timed.ranks)
+    return measured.script_as_json(run, timed, max(seen, default=None), cpus)
 
 
 @bench.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from allranks.rundir import RunDir
 
 VARIABLE = "ALLRANKS_PROFILE"  # read by the probe of every rank
+LOUDNESS = "KINETO_LOG_LEVEL"  # of torch's profiler; see probe/inject
 
 
 def ask_for_profile(steps: int | None) -> None:
@@ -29,15 +31,21 @@ def show_profile(run: RunDir, console: Console) -> dict[str, Any] | None:
         return None
     profile.write(run, found, profile_screen.markdown(found))
     profile_screen.show(console, found)
+    if found["device"] == "cpu" and any(one.get("with_device") for one in told(run)):
+        note = f"note: nothing was recorded of the GPU: {LOUDNESS}=0 has torch's profiler say why"
+        console.print(note, style="yellow", soft_wrap=True)
     return found
 
 
-def why_none(run: RunDir) -> str:
+def told(run: RunDir) -> Iterator[dict[str, Any]]:
+    """What the ranks of its last attempt said of their traces."""
     from allranks.events import read_events
 
     attempt = max(run.attempts(), default=0)
     for rank in run.ranks(attempt):
-        for event in read_events(run.events(attempt, rank)):
-            if event["event"] == "profile" and "problem" in event:
-                return str(event["problem"])
-    return "no optimizer step was seen"
+        yield from (e for e in read_events(run.events(attempt, rank)) if e["event"] == "profile")
+
+
+def why_none(run: RunDir) -> str:
+    problems = (str(one["problem"]) for one in told(run) if "problem" in one)
+    return next(problems, "no optimizer step was seen")

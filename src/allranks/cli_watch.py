@@ -163,11 +163,14 @@ def resources() -> dict[str, Any]:
     from allranks.errors import AllranksError
     from allranks.launch.survey.cluster import describe_cluster
     from allranks.machine import describe_machine
+    from allranks.slurm import SlurmError
 
     try:
         return describe_cluster()
     except AllranksError as error:
-        return {"slurm": None, "machine": describe_machine(), "notes": [error.what]}
+        meaning = error.meaning if isinstance(error, SlurmError) else ""
+        note = f"No SLURM cluster: {meaning or error.what}."
+        return {"slurm": None, "machine": describe_machine(), "notes": [note]}
 
 
 def is_terminal() -> bool:

@@ -15,8 +15,9 @@ LAST_WORDS = 160  # characters
 EARLY_EVENTS = 200  # what is said once is among these
 
 
-def result(run: RunDir) -> dict[str, Any]:
-    """A run in one object: what `allranks run --json` prints."""
+def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
+    """A run in one object: what `allranks run --json` prints. `state`: for who knows better."""
+    state = state or run.state()
     attempts = run.attempts()
     attempt = attempts[-1] if attempts else 0
     start = run.start(attempt, _first_rank(run, attempt)) or {}
@@ -31,12 +32,12 @@ def result(run: RunDir) -> dict[str, Any]:
     return {
         "run": run.name,
         "run_dir": str(run.path),
-        "state": run.state(),
+        "state": state,
         "layout": start.get("layout", run.info().get("layout")),
         "world_size": start.get("world_size"),
         "attempt": attempt,
         "steps": steps,
-        "epochs": end.get("epoch", _epochs(start, steps, step, run.state())),
+        "epochs": end.get("epoch", _epochs(start, steps, step, state)),
         "samples": end.get("samples", _samples(start, steps)),
         "seconds": round(sum(_seconds(run, number) for number in attempts), 3),
         "samples_per_second": pace,

@@ -24,9 +24,10 @@ ANSWER_SECONDS = 60.0
 class SlurmError(AllranksError):
     """SLURM refused, or did not answer. `words` are its own."""
 
-    def __init__(self, what: str, *, fix: str, words: str = "") -> None:
+    def __init__(self, what: str, *, fix: str, words: str = "", meaning: str = "") -> None:
         super().__init__(what, fix=fix, exit_code=1)
         self.words = words
+        self.meaning = meaning  # of those words, in ours, where they are known
 
     @property
     def is_silence(self) -> bool:
@@ -227,7 +228,8 @@ def refusal(program: str, words: str) -> SlurmError:
     said = "; ".join(dict.fromkeys(line for line in lines if line)) or "no reason given"
     for known in REFUSALS:
         if re.search(known.pattern, said, re.IGNORECASE):
-            return SlurmError(f"{program}: {said} ({known.meaning})", fix=known.fix, words=said)
+            what = f"{program}: {said} ({known.meaning})"
+            return SlurmError(what, fix=known.fix, words=said, meaning=known.meaning)
     return SlurmError(f"{program}: {said}", fix=f"see `man {program}` on this cluster", words=said)
 
 

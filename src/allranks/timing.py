@@ -29,6 +29,7 @@ LEAST_PART = 0.1  # of what others wait for it: what takes a slow rank so much l
 LEAST_AFTER = 0.25  # of the exchange: so much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps, in which all ranks wait longest in the same exchange
 PARTS = ("compute", "comm", "straggler", "data", "other")
+PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
 
 Event = Mapping[str, Any]
 

@@ -133,6 +133,7 @@ def test_a_script_is_traced_on_every_rank(allranks: Allranks, folder: Path) -> N
         assert whole == pytest.approx(rank["step_seconds"], rel=0.02)
         check_opens(Path(rank["trace"]))
     assert "https://ui.perfetto.dev" in outcome.stderr
+    assert "USDT" not in outcome.stderr  # torch's profiler talks about itself
     run = RunDir(Path(answer(outcome)["run_dir"]))
     events = [e for e in read_events(run.events(0, 0)) if e["event"] == "profile"]
     assert [(event["last"] - event["first"] + 1) for event in events] == [4]

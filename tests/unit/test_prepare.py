@@ -18,6 +18,7 @@ from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.gpus import LocalGPU
 from allranks.job import load_job
+from allranks.launch.local import Place, describe_failure
 from allranks.launch.prepare import (
     Prepared,
     Request,
@@ -64,6 +65,33 @@ def save(run: RunDir, step: int, **notes: Any) -> Path:
     (writing / ".metadata").write_bytes(b"metadata")
     manifest = {"step": step, "files": {".metadata": seal(writing / ".metadata")}, **notes}
     return commits.commit(run.checkpoints, step, manifest, keep=3).path
+
+
+def failed(run: RunDir, prepared: Prepared, **end: Any) -> AllranksError:
+    append_event(run.events(0, 0), "end", **{"state": "failed", "exit": 1, **end})
+    return describe_failure(run, prepared, Place())
+
+
+def test_only_what_left_a_checkpoint_is_to_be_gone_on_with() -> None:
+    prepared = prepare(typed())
+    run = open_run(prepared)
+    again = f"; go on with {run.resume_command}"
+    assert failed(run, prepared).fix == f"see {run.log(0, 0)}"
+    save(run, 7)
+    assert failed(run, prepared).fix == f"see {run.log(0, 0)}{again}"
+    killed = failed(run, prepared, exit=-9, signal="SIGKILL")
+    assert killed.fix.endswith(f"{again}; --max-restarts N would restart by itself")
+
+
+def test_a_script_that_failed_can_go_on_only_from_where_it_says_that_it_saves() -> None:
+    command = ("python", "train.py")
+    prepared = prepare(Request(job_file=None, command=command))
+    assert "--resume" not in failed(open_run(prepared), prepared).fix
+    prepared = prepare(Request(job_file=None, command=command, overrides=("last='{run}.pt'",)))
+    run = open_run(prepared)
+    assert "--resume" not in failed(run, prepared).fix
+    Path(f"{run.name}.pt").touch()
+    assert f"go on with {run.resume_command}" in failed(run, prepared).fix
 
 
 # --- A new run ----------------------------------------------------------------------------------

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from allranks.cli_profile import LOUDNESS, VARIABLE, show_profile
+from allranks.events import append_event
 from allranks.measure.trace import read_trace
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
+from allranks.rundir import RunDir
+
+INJECT = Path(profile.__file__).with_name("inject")
 
 
 class Recorder:
@@ -53,8 +62,9 @@ def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:
     recorder.make_steps(FIRST_STEP + 10)
     assert recorder.at_step == []
     first = FIRST_STEP + 1
-    event = {"first": first, "last": first + 2, "trace": "rank-0.trace.json.gz"}
-    assert recorder.events == [{"event": "profile", **event}]
+    (event,) = recorder.events
+    assert (event["event"], event["first"], event["last"]) == ("profile", first, first + 2)
+    assert event["trace"] == "rank-0.trace.json.gz" and not event["with_device"]
     trace = read_trace(made.path, 0)
     assert trace is not None and trace.num_steps == 3
     assert [number for number, _ in trace.marks] == [first - 1, first, first + 1, first + 2]
@@ -118,3 +128,33 @@ def test_nothing_happens_unasked(recorder: Any, value: str | None) -> None:
 def test_the_environment_asks(recorder: Any) -> None:
     profile_if_asked(recorder, {profile.VARIABLE: "20"})
     assert len(recorder.at_step) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "level"),
+    [
+        ({}, "None"),
+        ({VARIABLE: "3"}, "6"),
+        ({VARIABLE: "3", LOUDNESS: "0"}, "0"),
+    ],
+)
+def test_the_profilers_own_remarks_are_for_those_who_ask(asked: dict[str, str], level: str) -> None:
+    code = f"import os; print(os.environ.get({LOUDNESS!r}))"
+    env = {"PYTHONPATH": str(INJECT), **asked}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (level, "")
+
+
+@pytest.mark.parametrize("with_device", [True, False])
+def test_a_gpu_that_was_not_recorded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_device: bool
+) -> None:
+    run = RunDir(tmp_path)
+    append_event(run.events(0, 0), "profile", first=1, last=2, with_device=with_device)
+    monkeypatch.setattr("allranks.measure.profile.summarise", lambda run: {"device": "cpu"})
+    for name in ("profile.write", "profile_screen.markdown", "profile_screen.show"):
+        monkeypatch.setattr(f"allranks.measure.{name}", lambda *args: "")
+    console = Console(file=io.StringIO())
+    show_profile(run, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert ("nothing was recorded of the GPU" in said) == with_device

@@ -64,6 +64,17 @@ def test_a_finished_run(run: RunDir) -> None:
     json.dumps(outcome, allow_nan=False)
 
 
+def test_epochs_of_a_script_are_those_that_it_has_completed(run: RunDir) -> None:
+    append_event(run.events(0, 0), "step", step=80, epoch=2, samples=16, seconds=0.1)
+    assert result(run)["epochs"] == 1  # it may be in the middle of the second
+    append_event(run.events(0, 0), "end", state="finished", exit=0)
+    assert result(run)["epochs"] == 2
+    with run.held():  # by who has seen it end
+        assert result(run)["state"] == "running"
+        known = result(run, "finished")
+    assert (known["state"], known["epochs"]) == ("finished", 2)
+
+
 @pytest.mark.parametrize(("steps", "samples"), [(0, 0), (1, 97), (10, 970), (11, 1000), (12, 1097)])
 def test_a_killed_run_is_counted_from_its_last_step(run: RunDir, steps: int, samples: int) -> None:
     start(run)

@@ -27,7 +27,7 @@ from allranks.measure.scaling import (
     rows_of,
     verdict,
 )
-from allranks.timing import PARTS, Timing
+from allranks.timing import PART_WORDS, PARTS, Timing
 
 
 def timing(ranks: int, step_seconds: float, samples_per_step: int = 100, **parts: float) -> Timing:
@@ -189,6 +189,17 @@ def test_the_verdict_names_the_greatest_loss_and_what_to_try(
     assert "1x2 is 1.25x as fast as 1x1 (62% efficient, measured)" in found["verdict"]
     assert words in found["verdict"]
     assert "Predicted for 4 ranks: " in found["verdict"]
+
+
+def test_parts_have_the_words_of_the_report() -> None:
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.08, straggler=0.03)]))
+    console = Console(file=io.StringIO(), width=120)
+    scaling_screen.show(console, found)
+    text = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert "straggler" not in text
+    heads = [line.split() for line in text.splitlines() if "compute" in line]
+    assert all(head[1:6] == list(PART_WORDS.values()) for head in heads) and len(heads) == 2
+    assert set(PART_WORDS) == set(found["rows"][1]["parts"])
 
 
 @pytest.mark.parametrize(("part", "doing"), [("comm", "communication"), ("data", "data")])

@@ -228,3 +228,11 @@ def test_a_stop_is_said_once() -> None:
     for _ in range(2):
         screen.stopping("SIGTERM")
     assert text.getvalue().count("SIGTERM") == 1
+
+
+@pytest.mark.parametrize("can_go_on", [True, False])
+def test_a_stopped_run_is_gone_on_with_where_that_can_be(can_go_on: bool) -> None:
+    text = io.StringIO()
+    stopped = {**RESULT, "state": "stopped"}
+    Screen(Console(file=text, width=100)).summary(stopped, can_go_on=can_go_on)
+    assert ("go on with: allranks run --resume" in text.getvalue()) == can_go_on

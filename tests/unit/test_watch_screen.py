@@ -95,7 +95,7 @@ def test_the_screen_at_80_columns() -> None:
         "  digits-20…10000-bbbb failed   1x4      77/2000 rank 3: CUDA out of memory",
         "── digits-20261115-142301-3f9a " + 49 * "─",
         "running  1x4  94% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU-h…",
-        "step 106ms: compute 75%  comm 11%  straggler 8%  data 4%  other 2%",
+        "step 106ms: compute 75%  comm 11%  waiting 8%  data 4%  other 2%",
         "slowest: rank 3, last in 94% of 16 steps, longer in backward",
         "   rank node    gpu% memory power  °C   took   data   wait  cpu  seen",
         "      0 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
@@ -288,7 +288,7 @@ def test_a_log_in_the_terminal_has_no_secrets_and_no_endless_lines(tmp_path: Pat
 def test_ranks_that_take_turns_have_no_slowest_among_them() -> None:
     seconds = {"compute": 0.08, "comm": 0.0, "straggler": 0.02, "data": 0.0, "other": 0.0}
     shares, turns = parts_lines(Parts(seconds=seconds, steps=32))
-    assert shares.plain == "step 100ms: compute 80%  straggler 20%"
+    assert shares.plain == "step 100ms: compute 80%  waiting 20%"
     assert turns.plain == "no rank is the slowest: they take turns"
     calm = parts_lines(Parts(seconds=seconds | {"straggler": 0.002}, steps=32))
     assert calm[1].plain == ""

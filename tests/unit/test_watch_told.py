@@ -14,6 +14,8 @@ import pytest
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
+from allranks import slurm
+from allranks.cli_watch import resources
 from allranks.standing import Queue, QueuedJob
 from allranks.watch import sampler
 from allranks.watch.job_screen import job_lines, times
@@ -30,7 +32,14 @@ from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.notify import Changes, News, Notifier, call
 from allranks.watch.plain import follow, plain_line
 from allranks.watch.settings import job_setting, typed
-from allranks.watch.status import RunStatus, commands, gather, next_steps, status_page
+from allranks.watch.status import (
+    RunStatus,
+    commands,
+    gather,
+    next_steps,
+    resource_lines,
+    status_page,
+)
 from allranks.watch.views import Parts, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
@@ -166,6 +175,33 @@ def test_what_was_ended_by_a_benchmark_or_cannot_go_on_is_not_to_be_resumed() ->
     assert "run --resume" in next_steps(RunStatus(view=view("failed")))[0]
     (said,) = next_steps(RunStatus(view=view("failed"), job={"command": ["python", "train.py"]}))
     assert "doctor" in said and "resume" not in said
+    script = {"command": ["python", "train.py"]}
+    assert next_steps(RunStatus(view=view("stopped"), job=script)) == []
+    for state in ("failed", "stopped"):
+        saves = RunStatus(view=view(state), job={**script, "last": "last.pt"})
+        assert "run --resume" in next_steps(saves)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "meaning"),
+    [
+        (
+            "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)",
+            "the controller of the cluster did not answer",
+        ),
+        ("scontrol: error: odd", "scontrol: odd"),
+    ],
+)
+def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, words: str, meaning: str
+) -> None:
+    def refuse(only: str | None = None) -> None:
+        raise slurm.refusal("scontrol", words)
+
+    monkeypatch.setattr("allranks.launch.survey.cluster.describe_cluster", refuse)
+    lines = resource_lines(resources())
+    assert lines[-1] == f"\nNo SLURM cluster: {meaning}."
+    assert lines[0].startswith("This machine (") and len(lines) == 2
 
 
 def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:

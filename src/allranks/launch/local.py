@@ -51,6 +51,7 @@ class Outcome:
     result: dict[str, Any]
     exit_code: int
     error: AllranksError | None = None
+    can_go_on: bool = False  # in a later attempt, from where it is or from a checkpoint
 
 
 def run_here(
@@ -286,15 +287,15 @@ class Launch:
                 self._disk_error = disk_error(error, path)
 
     def _outcome(self) -> Outcome:
-        outcome = result(self.run)
         # The run is still held by this process: for everyone else it is running until we return.
-        outcome["state"] = state = self.run.ended_state()
-        if self.signals.at_once:
-            return Outcome(self.run, outcome, STOPPED_AT_ONCE)
-        if state == "finished":
+        outcome = result(self.run, state := self.run.ended_state())
+        if state == "finished" and not self.signals.at_once:
             return Outcome(self.run, outcome, 0)
-        if state == "stopped":
-            return Outcome(self.run, outcome, self._stopped_code())
+        if state == "stopped" or self.signals.at_once:
+            code = STOPPED_AT_ONCE if self.signals.at_once else self._stopped_code()
+            saved = prepare.has_checkpoint(self.prepared, self.run)
+            can_go_on = saved or code == STOPPED_AT_CHECKPOINT
+            return Outcome(self.run, outcome, code, can_go_on=can_go_on)
         error = self._disk_error or describe_failure(self.run, self.prepared, self.place)
         return Outcome(self.run, outcome, error.exit_code, error)
 
@@ -304,10 +305,9 @@ class Launch:
         ends = [
             self.run.end(self.agent.attempt, rank) for rank in self.run.ranks(self.agent.attempt)
         ]
-        saved = prepare.last_of(self.prepared, self.run)
         if job.command is None or all(end and end["exit"] == 0 for end in ends):
             return STOPPED_AT_CHECKPOINT
-        if saved and Path(saved).exists():
+        if prepare.has_checkpoint(self.prepared, self.run):
             return STOPPED_AT_CHECKPOINT
         return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
 
@@ -360,9 +360,8 @@ def split_master(master: str | None) -> tuple[str, int]:
 def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:
     """The failed rank in one message."""
     failed = failure(run)
-    again = run.resume_command
     if failed is None:
-        return AllranksError(f"run {run.name} failed", fix=again, exit_code=1)
+        return AllranksError(f"run {run.name} failed", fix=f"see {run.path}", exit_code=1)
     rank, error = failed["rank"], failed.get("error")
     if error is not None and error["fix"]:
         code = failed["exit"]
@@ -373,9 +372,12 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
         what = f"rank {rank} was killed by {failed['signal']}"
     else:
         what = f"rank {rank} ended with code {failed['exit']}"
+    fix = f"see {failed['log']}"
+    if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
+        fix += f"; go on with {run.resume_command}"
     if "signal" in failed and not max_restarts(prepared, place):
-        again += " (--max-restarts N would restart by itself)"
-    return AllranksError(what, fix=f"see {failed['log']}; go on with {again}", exit_code=1)
+        fix += "; --max-restarts N would restart by itself"
+    return AllranksError(what, fix=fix, exit_code=1)
 
 
 @contextmanager

@@ -324,10 +324,16 @@ def last_of(prepared: Prepared, run: RunDir) -> str:
     return _fill(prepared.job.last or "", _placeholders(prepared.layout, run))
 
 
+def has_checkpoint(prepared: Prepared, run: RunDir) -> bool:
+    """Whether a later attempt would go on from somewhere."""
+    saved = commits.commits(run.checkpoints)
+    return bool(saved) if prepared.job.command is None else bool(last_change(run, prepared.job))
+
+
 def last_change(run: RunDir, job: Job) -> float | None:
     """When a script's newest checkpoint was written; None if there is none."""
-    last = Path(_fill(job.last or "", _placeholders(job.layout, run)))
-    return last.stat().st_mtime if job.last and last.exists() else None
+    last = _fill(job.last or "", _placeholders(job.layout, run))
+    return Path(last).stat().st_mtime if last and Path(last).exists() else None
 
 
 def _placeholders(layout: Layout, run: RunDir) -> dict[str, str]:

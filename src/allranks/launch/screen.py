@@ -100,16 +100,16 @@ class Screen:
         self.update(attempt)
         self._close()
 
-    def summary(self, result: dict[str, Any]) -> None:
+    def summary(self, result: dict[str, Any], *, can_go_on: bool = True) -> None:
         """The table at the end, the folder, and the accuracy if there is one."""
         with suppress(OSError, ValueError):
-            self._summary(result)
+            self._summary(result, can_go_on=can_go_on)
 
-    def _summary(self, result: dict[str, Any]) -> None:
+    def _summary(self, result: dict[str, Any], *, can_go_on: bool) -> None:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
-        if result["state"] == "stopped":
+        if result["state"] == "stopped" and can_go_on:
             again = RunDir(Path(result["run_dir"])).resume_command
             self.console.print(f"go on with: {again}", soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from allranks.measure.data_verdict import count_of
+
 WIDE = 90
 Found = Mapping[str, Any]
 
@@ -62,17 +64,27 @@ def notes(found: Found) -> list[str]:
         )
     if any(row["is_direct"] for row in found["rows"]):
         lines.append("without workers whole batches are fetched at once, with no loader in between")
-    if found["knee"] is not None:
-        lines.append(f"knee: beyond {found['knee']} more workers add less than a tenth")
+    if found["knee"] is not None and len(found["rows"]) > 1:
+        lines.append(knee_line(found))
     files = found["files"]
     if files["why_not_cold"] is not None:
         lines.append(f"reading from the disk was not measured: {files['why_not_cold']}")
     if files["count"]:
         lines.append(files_line(files))
         lines += [disk_line(disk) for disk in found["disks"]]
-    if found["is_disturbed"]:
-        lines.append("the measurements contradict each other: is something else running here?")
+    if found["recommendation"] is not None:  # else the verdict says why
+        lines += [f"note: {said}: something else may run here" for said in found["remarks"][:1]]
     return lines
+
+
+def knee_line(found: Found) -> str:
+    """Of the data alone: what a training needs of them is the verdict's to say."""
+    most, knee = found["rows"][-1]["workers"], found["knee"]
+    if knee == most:
+        return f"knee: none, the data alone still gain with {count_of(most)}"
+    if knee == 0:
+        return "knee: the data alone gain less than a tenth from workers"
+    return f"knee: the data alone gain less than a tenth beyond {count_of(knee)}"
 
 
 def files_line(files: Mapping[str, Any]) -> str:

@@ -336,7 +336,7 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
     if not top.lost:
         return f"{said}{_beyond(fit, top)}"
     part = max(top.lost, key=lambda name: top.lost[name])
-    where = ""
+    where = " for slower ranks" if part == "straggler" else ""
     if top.slowest_rank is not None:
         doing = WORDS.get(top.slowest_part or "", top.slowest_part)
         if part == "straggler":

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allranks.measure.scaling import WORDS, Repeat
-from allranks.timing import PARTS
+from allranks.timing import PART_WORDS, PARTS
 
 NARROW = 92
 
@@ -97,7 +97,7 @@ def parts_table(rows: list[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="where the time of a step goes")
     table.add_column("layout")
     for part in PARTS:
-        table.add_column(part, justify="right")
+        table.add_column(PART_WORDS[part], justify="right")
     table.add_column("slowest", justify="right")
     for row in rows:
         slowest = "-" if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
@@ -109,7 +109,7 @@ def lost_table(rows: list[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="efficiency that each part costs")
     table.add_column("layout")
     for part in PARTS:
-        table.add_column(part, justify="right")
+        table.add_column(PART_WORDS[part], justify="right")
     for row in rows[1:]:
         if row["lost"]:
             table.add_row(row["layout"], *(f"{row['lost'][part]:.1%}" for part in PARTS))

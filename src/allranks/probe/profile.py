@@ -35,6 +35,7 @@ class Profile:
         self._seen = 0  # ends of steps
         self._marked = 0
         self._profiler: Any = None
+        self._with_device = False
         recorder.at_step.append(self.at_step)
         # Before the recorder's own: what is said here is to be written, too.
         Finalize(None, self.finish, exitpriority=1)
@@ -105,13 +106,20 @@ class Profile:
         self._profiler.export_chrome_trace(str(part))
         part.rename(self.path)
         last = self.recorder.step
-        self.recorder.write("profile", first=last - steps + 1, last=last, trace=self.path.name)
+        self.recorder.write(
+            "profile",
+            first=last - steps + 1,
+            last=last,
+            trace=self.path.name,
+            with_device=self._with_device,
+        )
 
     def _start(self) -> None:
         import torch
 
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        self._with_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if self._with_device:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()

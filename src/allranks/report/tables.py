@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.report.words import NOTHING, printable, show
-from allranks.timing import PARTS
+from allranks.timing import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
 MODES = {
@@ -16,7 +16,6 @@ MODES = {
     "mixed": "scaling with batches that differ",
     "one size": "one size",
 }
-STEP_PARTS = {"comm": "comm.", "straggler": "waiting"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def hours(section: Record) -> Table:
 
 
 def parts(rows: Sequence[Record], section: Record) -> Table:
-    columns = ("layout", "step", *(STEP_PARTS.get(part, part) for part in PARTS), "slowest rank")
+    columns = ("layout", "step", *PART_WORDS.values(), "slowest rank")
     cells = []
     for row in rows:
         if row["parts"]:

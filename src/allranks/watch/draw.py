@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from allranks.plain import clean
+from allranks.timing import PART_WORDS
 from allranks.watch import columns
 from allranks.watch.columns import fit, join, shortened
 from allranks.watch.lines import (
@@ -182,7 +183,9 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
     whole = sum(parts.seconds.values()) or 1.0
     by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
     shares = "  ".join(
-        f"{name} {seconds / whole:.0%}" for name, seconds in by_size if seconds >= 0.005 * whole
+        f"{PART_WORDS[part]} {seconds / whole:.0%}"
+        for part, seconds in by_size
+        if seconds >= 0.005 * whole
     )
     slowest = Text()
     if parts.slowest_rank is None and parts.seconds["straggler"] >= TAKING_TURNS * whole:

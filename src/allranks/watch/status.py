@@ -212,16 +212,17 @@ def next_steps(one: RunStatus) -> list[str]:
     """What to do about a run, as far as its numbers tell."""
     view, name = one.view, one.view.run
     word = "resume" if one.info.get("backend") == "slurm" else "run --resume"
+    # A script whose job does not say where it saves: only itself knows whether it can go on.
+    can_go_on = not one.job.get("command") or bool(one.job.get("last"))
     if view.stalled:
         return [f"{name} makes no steps: `allranks doctor {name}` says where it is."]
     if view.state == "failed":
-        # Only the script itself knows whether it can go on, and where.
-        again = "" if one.job.get("command") else f", then `allranks {word} {name}`"
+        again = f", then `allranks {word} {name}`" if can_go_on else ""
         return [f"{name} failed: `allranks doctor {name}`{again}."]
     if view.state == "stopped" and one.info.get("bench"):
         return []  # it was ended when it had been measured
     if view.state == "stopped":
-        return [f"{name} was stopped: `allranks {word} {name}` goes on."]
+        return [f"{name} was stopped: `allranks {word} {name}` goes on."] if can_go_on else []
     if view.state == "queued":
         return [f"{name} waits: `allranks ls {name}` names layouts that would start earlier."]
     found = []

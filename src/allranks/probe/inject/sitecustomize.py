@@ -106,6 +106,10 @@ def run_hidden_sitecustomize() -> None:
 
 
 steps = {}
+if os.environ.get("ALLRANKS_PROFILE"):
+    # torch's profiler tells its every start and stop on stderr, on its highest level: nothing less
+    # than silence keeps these lines from among the script's own. It looks when it is loaded.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 if os.environ.get("ALLRANKS_TIMEOUT"):
     steps["torch.distributed.distributed_c10d"] = impose_timeout
 if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):

@@ -1,0 +1,222 @@
+"""The claim: of any training script, samples/s by the probe are within 3% of a stopwatch.
+
+    python benchmarks/stopwatch.py --layout 1x2 --samples 16 -- python train.py …
+
+runs the script unchanged under `allranks run` with a stopwatch in the same processes: a function
+around the `step` of every optimizer class, which looks at the clock when it returns. It is no hook
+of torch's, and the probe's own work lies within what it measures. `--samples` is what one step of
+one rank trains on, as the script's arguments say; with as many ranks and steps as the probe has
+measured, it makes the samples that the probe must have seen. The steps are those of rank 0's first
+optimizer, the times those of rank 0.
+
+Also claimed: all phases of a step sum to it within 2%, and so do the parts of the mean step; what
+the probe cannot attribute (`other`) is at most 10%. `--import MODULE` has every rank import a
+module of yours first, where the script needs what this machine has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+OUT, IMPORT = "STOPWATCH_OUT", "STOPWATCH_IMPORT"
+MAX_RATIO, MAX_SUM, MAX_OTHER = 0.03, 0.02, 0.10
+PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
+INJECT = """
+import os, runpy
+if os.environ.get("RANK"):
+    runpy.run_path({path!r}, run_name="stopwatch")["begin"]()
+"""
+
+
+def begin() -> None:
+    """In every rank, before the script: look at the clock after each step of an optimizer."""
+    import multiprocessing.util
+
+    import torch
+
+    optimizer: Any = torch.optim.Optimizer
+    looks: list[tuple[float, int]] = []
+    own, prepare = os.getpid(), optimizer._patch_step_function
+
+    def _patch_step_function(self: Any) -> None:
+        prepare(self)
+        kind = type(self)
+        if "_stopwatch" not in vars(kind):
+            kind._stopwatch = True
+            kind.step = timed(kind.step, looks)
+
+    def save() -> None:
+        if os.getpid() == own and looks:
+            rank = os.environ["RANK"]
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                rank = str(torch.distributed.get_rank())
+            Path(os.environ[OUT], f"{rank}-{own}.json").write_text(json.dumps(looks))
+
+    optimizer._patch_step_function = _patch_step_function
+    multiprocessing.util.Finalize(None, save, exitpriority=100)
+    if os.environ.get(IMPORT):
+        __import__(os.environ[IMPORT])
+
+
+def timed(step: Callable[..., Any], looks: list[tuple[float, int]]) -> Callable[..., Any]:
+    import functools
+
+    @functools.wraps(step)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            looks.append((perf_counter(), id(self)))
+
+    return call
+
+
+def main() -> int:
+    options = read_arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        done, looks = run(options, Path(folder))
+    answer = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else {}
+    if "run_dir" not in answer:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return 1
+    found = compare(Path(answer["run_dir"]), looks, options.samples)
+    found = {"script": options.name, "layout": options.layout, "exit": done.returncode, **found}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print(row_of(found))
+    if "problem" in found:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return 0 if holds(found) else 1
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layout", default="1x1")
+    parser.add_argument("--samples", type=float, help="of one step of one rank")
+    parser.add_argument("--steps", default="60", help='to measure, or "all"')
+    parser.add_argument("--name", help="in the table; the script's by default")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--import", dest="module", default="", help="what every rank imports first")
+    parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- python train.py …")
+    options = parser.parse_args()
+    if options.command[:1] == ["--"]:
+        options.command = options.command[1:]
+    if not options.command:
+        parser.error("name the script after --")
+    scripts = [word for word in options.command if word.endswith(".py")]
+    options.name = options.name or Path(scripts[0] if scripts else options.command[0]).name
+    return options
+
+
+def run(
+    options: argparse.Namespace, folder: Path
+) -> tuple[subprocess.CompletedProcess[str], list[list[float]]]:
+    """The script under allranks and the stopwatch; when its first optimizer's steps ended."""
+    (folder / "sitecustomize.py").write_text(INJECT.format(path=str(Path(__file__).resolve())))
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, OUT: str(folder), IMPORT: options.module}
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    if options.steps != "all":
+        env["ALLRANKS_MEASURE"] = options.steps
+    words = ["run", "--json", "--runs", str(options.runs), "--layout", options.layout, "--"]
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", *words, *options.command],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=options.timeout,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    files = sorted(folder.glob("0-*.json"))
+    return done, json.loads(files[0].read_text()) if files else []
+
+
+def compare(run_dir: Path, looks: list[list[float]], samples: float | None) -> dict[str, Any]:
+    """The probe's numbers beside the stopwatch's, over the same steps."""
+    from allranks.events import read_events
+    from allranks.rundir import RunDir
+    from allranks.timing import timing
+
+    run = RunDir(run_dir)
+    measured = timing(run)
+    if measured is None or not looks:
+        what = "no step was measured" if measured is None else "the stopwatch saw no step"
+        return {"problem": what}
+    attempt = max(run.attempts())
+    steps = [
+        event
+        for rank in run.ranks(attempt)
+        for event in read_events(run.events(attempt, rank))
+        if event["event"] == "step" and "seconds" in event
+    ]
+    off = [abs(sum(e[name] for name in PHASES) / e["seconds"] - 1) for e in steps if e["seconds"]]
+    ends = [time for time, optimizer in looks if optimizer == looks[0][1]]
+    seconds = ends[measured.last_step - 1] - ends[measured.first_step - 2]
+    found: dict[str, Any] = {
+        "ranks": measured.ranks,
+        "steps": len(ends),
+        "optimizers": len({optimizer for _, optimizer in looks}),
+        "measured": [measured.first_step, measured.last_step],
+        "steady": measured.steady,
+        "step_seconds": measured.step_seconds,
+        "samples_per_second": measured.samples_per_second,
+        "stopwatch": None,
+        "seconds_ratio": measured.seconds / seconds,
+        "phases_off": max(off, default=0.0),
+        "slowest_rank": measured.slowest_rank,
+    }
+    if samples is not None:
+        found["stopwatch"] = measured.ranks * samples * measured.num_steps / seconds
+        found["ratio"] = measured.samples_per_second / found["stopwatch"]
+    if measured.parts is not None:
+        whole = measured.step_seconds
+        found["parts"] = {name: value / whole for name, value in measured.parts.items()}
+        found["parts_off"] = abs(sum(measured.parts.values()) / whole - 1)
+    return found
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """Whether all that is claimed is so."""
+    if "problem" in found or "parts" not in found:
+        return False
+    ratio = found.get("ratio", 1 / found["seconds_ratio"])
+    return bool(
+        abs(ratio - 1) <= MAX_RATIO
+        and max(found["phases_off"], found["parts_off"]) <= MAX_SUM
+        and found["parts"]["other"] <= MAX_OTHER
+    )
+
+
+def row_of(found: dict[str, Any]) -> str:
+    """A line of a table in Markdown."""
+    head = f"| {found['script']} | {found['layout']} |"
+    if "problem" in found:
+        return f"{head} {found['problem']} (exit code {found['exit']}) |"
+    first, last = found["measured"]
+    watch = "-" if found["stopwatch"] is None else f"{found['stopwatch']:,.2f}"
+    ratio = found.get("ratio", 1 / found["seconds_ratio"])
+    off = max(found["phases_off"], found.get("parts_off", 0.0))
+    other = f"{found['parts']['other']:.1%}" if "parts" in found else "-"
+    return (
+        f"{head} {found['steps']:,} | {first:,}-{last:,} | {found['samples_per_second']:,.2f} | "
+        f"{watch} | {ratio:.4f} | {off:.1%} | {other} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
