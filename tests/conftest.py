@@ -29,9 +29,9 @@ os.environ["ALLRANKS_TESTS"] = MARK
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples every time, however long a busy machine takes for one; `make soak` draws others.
-UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("same", derandomize=True, **UNHURRIED)
-settings.register_profile("others", max_examples=1000, **UNHURRIED)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", unhurried, derandomize=True)
+settings.register_profile("others", unhurried, max_examples=1000)
 settings.load_profile("same")
 
 

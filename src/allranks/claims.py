@@ -119,17 +119,28 @@ def lock(descriptor: int) -> bool:
 
     True as well where the file system has no locks: there SLURM alone knows who is alive.
     """
-    for _ in range(20):  # somebody who only looks may hold it for a moment
+    times_held = 0
+    for _ in range(500):  # who only looks holds it for a moment, which a busy machine makes long
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
-            time.sleep(0.02)
+            times_held += not _is_only_looked_at(descriptor)
         except OSError:
+            return True
+        if times_held == 20:
             break
-        else:
-            break
-    else:
+        time.sleep(0.02)
+    return False
+
+
+def _is_only_looked_at(descriptor: int) -> bool:
+    """Whether those who keep a lock from this process share it, as a holder would not."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
         return False
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
     return True
 
 

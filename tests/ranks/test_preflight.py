@@ -89,7 +89,7 @@ def _play(words: list[str], ends_by: int | None) -> None:
             publish(*args)
             os.kill(os.getpid(), ends_by)
 
-        Directory.publish = publish_and_end  # type: ignore[method-assign]
+        Directory.publish = publish_and_end  # type: ignore[assignment, method-assign]
     preflight.main(words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -215,6 +216,19 @@ def test_looking_does_not_keep_a_writer_out(tmp_path: Path) -> None:
         done.set()
         for watcher in watchers:
             watcher.join()
+
+
+def test_one_who_stops_while_he_looks_does_not_keep_a_writer_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "job-20261101-120000-aaaa")
+    with run.held():
+        pass
+    looking = os.open(run.path / ".lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    timer = threading.Timer(1.0, os.close, (looking,))
+    timer.start()
+    with run.held():
+        assert run.is_live()
+    timer.join()
 
 
 # --- State --------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.watch_runs import GrowingRun, event_line
@@ -108,7 +110,7 @@ def test_the_past_of_long_files_is_read_little_by_little(tmp_path: Path) -> None
         assert [rank.step for rank in watcher.ranks(grown.run.name)] == [20_000, 20_000]
         history = watcher.history(grown.run.name)
         assert history is not None and None in history.ranks["wait"][1]
-        watcher.poll({grown.run.name})
+        watcher.poll({grown.run.name}, budget=math.inf)
         history = watcher.history(grown.run.name)
         assert history is not None and None not in history.ranks["wait"][1]
 
@@ -119,14 +121,14 @@ def test_a_live_run_is_followed_and_its_end_is_seen(tmp_path: Path) -> None:
     with grown.live():
         grown.begin()
         grown.steps(30)
-        watcher.poll()
+        watcher.poll(budget=math.inf)
         run = watcher.runs()[0]
         assert (run.state, run.step, run.steps, run.layout) == ("running", 30, 100, "1x2")
         assert run.samples_per_second == pytest.approx(1280)
         assert run.seconds_left == pytest.approx(7.0)
         assert (run.epoch, run.epochs, len(run.losses)) == (3, 10, 3)
         grown.steps(20)
-        watcher.poll({run.run})
+        watcher.poll({run.run}, budget=math.inf)
         assert watcher.runs()[0].step == 50
         ranks = watcher.ranks(run.run)
         assert [rank.step for rank in ranks] == [50, 50]
@@ -134,8 +136,8 @@ def test_a_live_run_is_followed_and_its_end_is_seen(tmp_path: Path) -> None:
         assert ranks[0].wait == pytest.approx(0.02) and ranks[1].utilization == 75
         assert ranks[0].link == 12_500_000_000 and ranks[1].link is None
         grown.end(metrics={"val_accuracy": 0.5})
-    watcher.poll({run.run})
-    watcher.poll({run.run})
+    watcher.poll({run.run}, budget=math.inf)
+    watcher.poll({run.run}, budget=math.inf)
     ended = watcher.runs()[0]
     assert ended.state == "finished" and ended.metrics == {"val_accuracy": 0.5}
     assert ended.rank_hours == pytest.approx(50 * 0.1 * 2 / 3600, rel=0.1)
@@ -163,7 +165,7 @@ def test_nothing_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         grown.begin()
         for _ in range(5):
             grown.steps(10, device=False)
-            watcher.poll({grown.run.name})
+            watcher.poll({grown.run.name}, budget=math.inf)
     assert sum(read) == 2 * (1 + 50)
 
 
@@ -173,7 +175,7 @@ def test_only_the_lead_is_read_of_a_run_that_nobody_has_selected(tmp_path: Path)
     with grown.live():
         grown.begin()
         grown.steps(5)
-        watcher.poll()
+        watcher.poll(budget=math.inf)
         assert [rank.rank for rank in watcher.ranks(grown.run.name)] == [0]
 
 
@@ -183,13 +185,13 @@ def test_a_later_attempt_takes_over_and_hours_add_up(tmp_path: Path) -> None:
     grown.begin()
     grown.steps(60)
     grown.end("stopped")
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     first = watcher.runs()[0]
     assert (first.state, first.step) == ("stopped", 60)
     grown.begin(attempt=1, step=40)
     grown.steps(10)
     grown.end("stopped")
-    watcher.poll({grown.run.name})
+    watcher.poll({grown.run.name}, budget=math.inf)
     second = watcher.runs()[0]
     assert (second.step, second.attempt, second.attempts) == (50, 1, 2)
     assert second.loss_steps == (10, 20, 30, 40, 50)
@@ -205,14 +207,14 @@ def test_efficiency_is_against_one_rank_of_the_same_job_and_device(tmp_path: Pat
         grown.steps(50)
         grown.end()
     watcher = Watcher(tmp_path)
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     runs = {run.layout: run for run in watcher.runs() if run.device != "CPU"}
     assert runs["1x4"].efficiency == pytest.approx(0.8)
     assert runs["1x4"].baseline == runs["1x1"].run
     assert runs["1x1"].efficiency is None
     # Also where only one of them was asked for.
     alone = Watcher(tmp_path, [RunDir(Path(runs["1x4"].run_dir))])
-    alone.poll()
+    alone.poll(budget=math.inf)
     assert [run.efficiency for run in alone.runs()] == [pytest.approx(0.8)]
 
 
@@ -223,10 +225,10 @@ def test_old_runs_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None
         grown.end()
     later = time.time() + 3 * 24 * 3600
     watcher = Watcher(tmp_path, now=lambda: later)
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert (len(watcher.runs()), watcher.num_old()) == (10, 5)
     everything = Watcher(tmp_path, old=True, now=lambda: later)
-    everything.poll()
+    everything.poll(budget=math.inf)
     assert (len(everything.runs()), everything.num_old()) == (15, 0)
 
 
@@ -242,7 +244,7 @@ def test_a_run_without_steps_for_longer_than_expected_is_stalled(
     with grown.live():
         grown.begin()
         grown.steps(20)
-        watcher.poll()
+        watcher.poll(budget=math.inf)
         run = watcher.runs()[0]
     assert run.stalled is is_stalled
     assert (run.reason is not None and run.reason.startswith("stalled: no step")) is is_stalled
@@ -256,7 +258,7 @@ def test_long_pauses_between_steps_make_a_run_patient(tmp_path: Path) -> None:
         grown.steps(3)
         grown.now += 60  # a validation
         grown.steps(3)
-        watcher.poll()
+        watcher.poll(budget=math.inf)
     assert not watcher.runs()[0].stalled
 
 
@@ -265,7 +267,7 @@ def test_a_folder_that_no_run_has_written_is_told_in_words(tmp_path: Path) -> No
     run.attempt(0).mkdir(parents=True)
     run.events(0, 0).write_text('{"event":"end"}\n{"event":"step","step":"x"}\n[1]\nnull\n')
     watcher = Watcher(tmp_path)
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert watcher.runs()[0].state == "failed" and watcher.runs()[0].reason
 
 
@@ -277,7 +279,7 @@ def test_a_run_that_waits_says_why_and_until_when(tmp_path: Path) -> None:
     slurm_run(tmp_path)
     job = QueuedJob("7", "PENDING", "Priority", "2026-11-15T16:40:00", ())
     watcher = Watcher(tmp_path, ask=lambda runs: Queue(jobs={"7": job}))
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     run = watcher.runs()[0]
     assert (run.state, run.expected_start, run.jobs) == ("queued", "2026-11-15T16:40:00", ("7",))
     assert run.reason is not None and "Priority" not in run.reason
@@ -297,7 +299,7 @@ def test_slurm_is_asked_for_all_runs_at_once_and_seldom(tmp_path: Path) -> None:
 
     watcher = Watcher(tmp_path, ask=ask)
     for _ in range(50):
-        watcher.poll()
+        watcher.poll(budget=math.inf)
     watcher.close()
     assert asked == [2]
 
@@ -330,24 +332,42 @@ def test_nobody_waits_for_a_slow_slurm(tmp_path: Path) -> None:
     watcher = Watcher(tmp_path, ask=ask)
     watcher._is_first = False  # the first screen waits for a moment
     begin = time.monotonic()
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert time.monotonic() - begin < 30.0
     assert watcher.runs()[0].state == "queued" and watcher.silence is not None
     release.set()
     watcher.close()
 
 
+def test_a_first_screen_that_waited_for_slurm_shows_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_run(tmp_path)
+    now = [0.0]
+
+    def ask(runs: Sequence[RunDir]) -> Queue:
+        now[0] += 2.5
+        return Queue()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("allranks.watch.live.time", clock)
+    watcher = Watcher(tmp_path, ask=ask)
+    watcher.poll()
+    assert len(watcher.runs()) == 1
+    watcher.close()
+
+
 def test_runs_that_come_and_go_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.watch.live.FIND_SECONDS", 0.0)
     watcher = Watcher(tmp_path / "runs")
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert watcher.runs() == []
     first = GrowingRun(tmp_path / "runs", "1x1")
     first.begin()
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert [run.run for run in watcher.runs()] == [first.run.name]
     first.run.path.rename(tmp_path / first.run.name)
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert watcher.runs() == []
 
 
@@ -359,5 +379,5 @@ def test_a_first_look_at_many_runs_keeps_to_its_budget(tmp_path: Path) -> None:
     assert watcher.runs() == []
     watcher.poll({f"digits-20261115-120003-{3:04x}"}, budget=-1.0)
     assert len(watcher.runs()) == 1
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     assert len(watcher.runs()) == 5

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import importlib.metadata
 import json
+import math
 import os
 import re
 import signal
@@ -51,7 +52,7 @@ def live(tmp_path: Path) -> Iterator[LiveRun]:
 @pytest.fixture
 def hub(live: LiveRun) -> Iterator[Hub]:
     watcher = Watcher(live.run.path.parent)
-    watcher.poll()
+    watcher.poll(budget=math.inf)
     made = Hub(watcher)
     yield made
     made.close()

@@ -114,11 +114,12 @@ class Watcher:
         has_news = self._find(begin)
         has_news |= self._ask_slurm()
         looked = []
+        reading = time.monotonic()  # not before: SLURM may have been waited for
         for one in self._followed.values():
             is_wanted = one.run.name in detail
             if not is_wanted and begin < one.due:
                 continue
-            if not one.is_read and not is_wanted and time.monotonic() - begin > budget:
+            if not one.is_read and not is_wanted and time.monotonic() - reading > budget:
                 continue
             has_news |= self._look(one, begin, all_ranks=is_wanted, budget=budget)
             looked.append(one)
