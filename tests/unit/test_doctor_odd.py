@@ -110,6 +110,16 @@ def test_ranks_in_different_calls_of_which_one_gave_up_first(tmp_path: Path) -> 
     assert first(tmp_path, *lines) == ("rank-missing-from-collective", 0)
 
 
+def test_a_rank_without_batches_that_waited_less_long_than_the_other(tmp_path: Path) -> None:
+    """Whichever of the two gives up first: the one in the barrier had no more batches."""
+    barrier = "torch/distributed/distributed_c10d.py:5356 barrier"
+    backward = "torch/_tensor.py:623 backward"
+    for errors in ((WAITED, LOST), (LOST, WAITED), (WAITED, WAITED)):
+        lines = [raised(errors[0], 0, backward), raised(errors[1], 1, barrier)]
+        for some in (lines, lines[::-1]):
+            assert first(tmp_path, *some) == ("uneven-inputs", 1)
+
+
 def test_the_rank_whose_key_all_others_wait_for(tmp_path: Path) -> None:
     lines = [raised(KEYS.format(1)), raised(KEYS.format(1)), block(0, 1, terminated=(1, 2))]
     assert first(tmp_path, *lines) == ("rendezvous-timeout", 1)

@@ -237,6 +237,32 @@ def test_a_library_that_raises_is_believed_less_than_own_code(tmp_path: Path) ->
     assert diagnose(tmp_path, library)[0].confidence == "medium"
 
 
+# Python was about to print an exception when torch's handler for dead workers raised another one.
+CUT = """\
+object address  : 0x7f36a70d63c0
+object refcount : 4
+object type     : 0x7f36a7850f20
+object type name: {0}
+object repr     : {0}(104, 'Connection reset by peer')
+lost sys.stderr
+"""
+TOLD = "RuntimeError: DataLoader worker (pid 24321) is killed by signal: Killed. \n"
+
+
+@pytest.mark.parametrize("above", ["", "Traceback (most recent call last):\n"])
+def test_a_dead_worker_by_an_exception_that_could_not_be_printed(
+    above: str, tmp_path: Path
+) -> None:
+    first, *others = diagnose(tmp_path, f"epoch 1\n{above}{CUT.format('ConnectionResetError')}")
+    assert (first.cause, first.confidence, others) == ("worker-killed", "medium", [])
+    told = f"Traceback (most recent call last):\n  File 'x', line 3, in step\n{TOLD}"
+    first, *others = diagnose(tmp_path, told + CUT.format("ConnectionResetError"))
+    assert (first.cause, first.confidence, others) == ("worker-killed", "high", [])
+    # Another type says nothing of workers.
+    found = diagnose(tmp_path, f"epoch 1\n{above}{CUT.format('ValueError')}")
+    assert "worker-killed" not in [one.cause for one in found]
+
+
 def test_ranks_on_one_line_that_call_different_collectives(tmp_path: Path) -> None:
     def waits(rank: int, call: str) -> str:
         lines = [

@@ -17,6 +17,7 @@ Each cause of a family's file has
     culprit          line (the default), none (the same for all ranks), or the number of a rank
     on_warning       true: a line that is only a warning counts too
     confidence       high (the default), medium, low
+    unsure           expressions of lines that tell it with medium confidence only
     explains         slugs that follow from this one, and are said after it
     cause, fix       what happened, and what to type or change
     fix_for          other fixes where more is known: task, lightning, slurm, accelerate
@@ -43,7 +44,7 @@ Kind = Literal["root", "soft", "generic", "echo", "mark"]
 KINDS = ("root", "soft", "generic", "echo", "mark")
 KEYS = {
     *("slug", "title", "kind", "patterns", "raised", "unless", "where", "culprit", "on_warning"),
-    *("confidence", "explains", "cause", "fix", "fix_for", "references", "examples"),
+    *("confidence", "unsure", "explains", "cause", "fix", "fix_for", "references", "examples"),
 }
 SITUATIONS = ("task", "lightning", "accelerate", "slurm")
 # What is escaped or in brackets is no repeat.
@@ -96,6 +97,7 @@ class Cause:
     culprit: str | int = "line"
     on_warning: bool = False
     confidence: Confidence = "high"
+    unsure: tuple[str, ...] = ()
     explains: tuple[str, ...] = ()
     cause: str = ""
     fix: str = ""
@@ -118,6 +120,11 @@ class Cause:
         if fields is None or any(_compiled(text).search(line) for text in self.unless):
             return None
         return fields if not self.where or holds(self.where, fields) else None
+
+    def confidence_of(self, lines: Sequence[str]) -> Confidence:
+        """How sure it is by these lines: as the surest of them tells it."""
+        told = [any(_compiled(text).search(line) for text in self.unsure) for line in lines]
+        return "medium" if self.confidence == "high" and told and all(told) else self.confidence
 
     def words(self, fields: Mapping[str, Any]) -> str:
         return fill(self.title, fields)
@@ -229,7 +236,7 @@ def _parse(entry: Mapping[str, Any], family: str) -> Cause:
         raise ValueError(f"causes/{family}.yaml: {slug}: {error}") from None
     rest = {key: entry[key] for key in KEYS & set(entry) - {"patterns", "raised"}}
     raised = tuple(Exceptional(**one) for one in entry.get("raised", []))
-    for key in ("unless", "explains", "references", "examples"):
+    for key in ("unless", "unsure", "explains", "references", "examples"):
         rest[key] = tuple(entry.get(key, ()))
     for key in ("title", "cause", "fix"):
         rest[key] = " ".join(str(entry.get(key, "")).split())

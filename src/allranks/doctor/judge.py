@@ -85,8 +85,8 @@ def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
         plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
         if not plain and not (hits and facts.has_failed):
             continue
-        sure: Confidence = cause.confidence if plain else "low"
         shown = plain or hits
+        sure = cause.confidence_of([hit.line.text for hit in shown]) if plain else "low"
         level = LEVELS[cause.kind] if plain else LEVELS["generic"]
         if cause.kind == "soft" and any(_is_raised(hit, facts) for hit in shown):
             level = LEVELS["root"]  # it ended the rank

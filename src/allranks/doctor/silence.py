@@ -158,10 +158,7 @@ def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspe
     last = {one.rank: one for one in facts.raised if one.rank in spoke}
     if len(last) < 2 or facts.ranks - spoke or len({_call(one) for one in last.values()}) < 2:
         return None
-    training = {
-        rank: any(re.search(r"backward$|parallel/distributed\.py", frame) for frame in one.frames)
-        for rank, one in last.items()
-    }
+    training = {rank: _is_training(one) for rank, one in last.items()}
     done = [rank for rank, is_training in training.items() if not is_training]
     if done and any(training.values()):
         return Suspect("uneven-inputs", done[0], "medium", tellers, {})
@@ -182,9 +179,14 @@ def _collective(raised: Raised) -> str | None:
     return raised.frames[-1].rpartition(" ")[2] if is_torch else None
 
 
+def _is_training(raised: Raised) -> bool:
+    """Whether it was raised in a pass of a model, whose exchanges DDP makes."""
+    return any(re.search(r"backward$|parallel/distributed\.py", one) for one in raised.frames)
+
+
 def collectives_of(facts: Facts) -> dict[int, str]:
     """The collective that each rank was in when it raised, where its traceback tells."""
-    told = ((one.rank, _collective(one)) for one in facts.raised)
+    told = ((one.rank, "a pass" if _is_training(one) else _collective(one)) for one in facts.raised)
     return {rank: name for rank, name in told if rank is not None and name is not None}
 
 
