@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
     from allranks.layout import Layout
     from allranks.measure.scaling import Repeat
+    from allranks.measure.scaling_screen import Progress
+    from allranks.prices import Price
     from allranks.rundir import RunDir
 
 bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
@@ -54,80 +56,90 @@ def scaling(
     debug: Debug = False,
 ) -> None:
     """Measure a job, or your own script after `--`, on several layouts."""
-    from allranks.errors import AllranksError
-    from allranks.events import to_json
+    from allranks.comparing import CPU
     from allranks.measure import scaling as measured
     from allranks.measure import scaling_screen
     from allranks.measure.plan_runs import PlannedRun, plan_runs
+    from allranks.prices import parse_price
 
     def prepare_one(wanted: PlannedRun) -> Prepared:
         from allranks.launch.prepare import prepare
 
         typed = [*(overrides or []), *wanted.overrides]
-        return prepare(typed_request(job, typed, layout=str(wanted.layout), runs=runs))
+        prepared = prepare(typed_request(job, typed, layout=str(wanted.layout), runs=runs))
+        prepared.bench = plan.bench
+        return prepared
 
     plan = plan_runs(layouts, steps=steps, repeats=repeats, weak=weak)
     # Everything that can be refused is refused before anything runs.
+    own = [*map(parse_price, price or [])]
     plan = plan.for_job(prepare_one(plan.runs[0]).job)
     prepared = [prepare_one(wanted) for wanted in plan.runs]
     screen = scaling_screen.Progress(as_json=as_json, total=len(prepared))
-    done: list[Repeat] = []
     if backend == "slurm":
-        done = measure_in_slurm(prepared, plan.bench, screen)
+        done = measure_in_slurm(prepared, screen)
     else:
-        done = measure_here(prepared, plan.bench, screen)
+        done = measure_here(prepared, screen)
+    device, memory = device_of(done, runs)
     found = measured.as_json(
-        measured.rows_of(done), price=price_of(done, runs, price or []), more={"steps": steps}
+        measured.rows_of(done),
+        price=price_of(device, memory, own),
+        more={"steps": steps, "device": device, "unit": "rank" if device == CPU else "GPU"},
     )
+    tell(found, screen, as_json=as_json)
+
+
+def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
+    """What was found, to who asked; raises if any layout could not be measured."""
+    from allranks.errors import AllranksError
+    from allranks.events import to_json
+    from allranks.measure import scaling, scaling_screen
+
     if as_json:
         print(to_json(found))
     else:
         scaling_screen.show(screen.console, found)
-    if any(row["problem"] for row in found["rows"]):
-        failed = next(row for row in found["rows"] if row["problem"])
+    failed = next((row for row in found["rows"] if row["problem"]), None)
+    if failed is not None:
         if not as_json:
             print(f"error: {failed['layout']}: {failed['problem']}", file=sys.stderr)
+            run = next((one["run"] for one in failed["repeats"] if one.get("problem")), "")
+            see = f"see allranks doctor {run}; what it said: allranks logs {run}"
+            is_stopped = failed["problem"] == scaling.STOPPED
+            print(f"  fix: {'let it run longer' if is_stopped else see}", file=sys.stderr)
         raise typer.Exit(1)
-    if not done:
+    if not found["rows"]:
         raise AllranksError("nothing was measured", fix="let it run longer", exit_code=1)
 
 
-def measure_here(
-    prepared: list[Prepared], bench_record: dict[str, Any], screen: Any
-) -> list[Repeat]:
+def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
     from allranks.errors import AllranksError
     from allranks.launch.local import Place, Signals, run_here
     from allranks.launch.prepare import check_measurable
-    from allranks.launch.screen import Screen
+    from allranks.launch.screen import QuietScreen
 
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)
     done: list[Repeat] = []
+    signals = Signals()  # of all runs: one that comes between two of them ends the next
     for one in prepared:
         if any(each.problem and each.layout == one.layout for each in done):
             continue  # it would only fail again
-        signals = Signals()
-        quiet = Screen(screen.console, echo=False)
-        quiet.mute()
         screen.begin(str(one.layout))
         try:
-            outcome = run_here(one, Place(), quiet, signals)
+            outcome = run_here(one, Place(), QuietScreen(screen.console), signals)
+            done.append(repeat_of(outcome.run, one.layout))
+            screen.end(done[-1])
         except AllranksError as error:
             done.append(failed(one.layout, error.what))
-            continue
-        remember(outcome.run, bench_record)
-        done.append(repeat_of(outcome.run, one.layout))
-        screen.end(done[-1])
         if signals.received:
             break
     return done
 
 
-def measure_in_slurm(
-    prepared: list[Prepared], bench_record: dict[str, Any], screen: Any
-) -> list[Repeat]:
+def measure_in_slurm(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """All of them into the queue at once, then wait until they have left it."""
     import time
 
@@ -138,40 +150,43 @@ def measure_in_slurm(
     sent = []
     for one in prepared:
         run = submit.submit(one, racers_of(one.job, [])).run
-        remember(run, bench_record)
         sent.append((run, one.layout))
         screen.queued(run.name, str(one.layout))
     done: list[Repeat] = []
     waiting, pause = list(sent), 2.0
-    while waiting:
-        queue = standing.look_at_queue([run for run, _ in waiting])
-        for run, layout in list(waiting):
-            if standing.describe(run, queue)["state"] not in ("queued", "running"):
-                waiting.remove((run, layout))
-                done.append(repeat_of(run, layout))
-                screen.end(done[-1])
-        time.sleep(pause if waiting else 0)
-        pause = min(30.0, 1.2 * pause)
+    try:
+        while waiting:
+            queue = standing.look_at_queue([run for run, _ in waiting])
+            for run, layout in list(waiting):
+                if standing.describe(run, queue)["state"] not in ("queued", "running"):
+                    waiting.remove((run, layout))
+                    done.append(repeat_of(run, layout))
+                    screen.end(done[-1])
+            time.sleep(pause if waiting else 0)
+            pause = min(30.0, 1.2 * pause)
+    except KeyboardInterrupt:
+        screen.left([run.name for run, _ in waiting])
     return done
 
 
-def price_of(done: list[Repeat], runs: Path, own: list[str]) -> float | None:
-    """Dollars for an hour of what a rank of these runs computed on."""
-    from allranks.prices import find_price, parse_price
+def device_of(done: list[Repeat], runs: Path) -> tuple[str | None, int | None]:
+    """What a rank of these runs computed on, and its memory, as their machine has it."""
+    from allranks.comparing import CPU, gpu_memory
     from allranks.rundir import RunDir
 
     for repeat in done:
         if repeat.timing is not None:
-            hardware = RunDir(runs.absolute() / repeat.run).info().get("hardware", {})
-            gpu: dict[str, Any] = next(iter(hardware.get("gpus") or []), {"name": "CPU"})
-            found = find_price(gpu["name"], gpu.get("memory_bytes"), [*map(parse_price, own)])
-            return found.usd_per_hour if found else None
-    return None
+            known = gpu_memory(RunDir(runs.absolute() / repeat.run).info())
+            return next(iter(known.items()), (CPU, None))
+    return None, None
 
 
-def remember(run: RunDir, bench_record: dict[str, Any]) -> None:
-    """Say in the run's folder which benchmark it belongs to."""
-    run.update_info(lambda info: info.update(bench=bench_record))
+def price_of(device: str | None, memory: int | None, own: list[Price]) -> float | None:
+    """Dollars for an hour of it."""
+    from allranks.prices import find_price
+
+    found = find_price(device, memory, own) if device else None
+    return found.usd_per_hour if found else None
 
 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli_bench import bench, remember
+from allranks.cli_bench import bench
 from allranks.cli_words import (
     AsJson,
     Debug,
@@ -23,7 +23,8 @@ from allranks.cli_words import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from allranks.launch.local import Outcome
+    from allranks.errors import AllranksError
+    from allranks.launch.local import Outcome, Signals
     from allranks.launch.prepare import Prepared
     from allranks.measure.precision import Trial
 
@@ -59,7 +60,9 @@ def data(
     else:
         more = measured.overrides_of(workers=asked, seconds=seconds, repeats=repeats)
     console = people_console(as_json)
-    outcome = run_muted(prepare_with(more), console, measured.new_record())
+    prepared = prepare_with(more)
+    check_room(prepared, console)
+    outcome = run_muted(prepared, console, measured.new_record())
     found = found_in_script(outcome) if is_script else found_in_task(outcome)
     if as_json:
         print(to_json(found))
@@ -70,29 +73,43 @@ def data(
         raise typer.Exit(1)
 
 
-def run_muted(prepared: Prepared, console: Console, record: dict[str, Any]) -> Outcome:
+def check_room(prepared: Prepared, console: Console) -> None:
+    """Refuse more ranks than this machine can measure; say if they have to take turns."""
+    from allranks.launch.prepare import check_measurable
+
+    for remark in check_measurable(prepared.layout):
+        console.print(f"note: {remark}", highlight=False)
+
+
+def run_muted(
+    prepared: Prepared, console: Console, record: dict[str, Any], signals: Signals | None = None
+) -> Outcome:
     """A run of a benchmark on this machine: what it says itself is in its logs."""
     from allranks.launch.local import Place, run_here
-    from allranks.launch.screen import Screen
+    from allranks.launch.screen import QuietScreen
 
-    quiet = Screen(console, echo=False)
-    quiet.mute()
-    outcome = run_here(prepared, Place(), quiet)
-    remember(outcome.run, record)
-    return outcome
+    prepared.bench = record
+    is_data = record["kind"] == "data" and prepared.job.command is None  # steps without events
+    quiet = QuietScreen(console, makes_steps=not is_data)
+    return run_here(prepared, Place(), quiet, signals)
 
 
 def found_in_task(outcome: Outcome) -> dict[str, Any]:
     """What was measured, as far as it came; raises what went wrong if it came to nothing."""
-    from allranks.errors import AllranksError
     from allranks.measure import data as measured
 
     found = measured.read_found(outcome.run)
     if found is None:
-        raise outcome.error or AllranksError(
-            "stopped before anything was measured", fix="let it run longer", exit_code=1
-        )
+        raise outcome.error or stopped_early()
     return measured.as_json(found, outcome.run)
+
+
+def stopped_early() -> AllranksError:
+    from allranks.errors import AllranksError
+
+    return AllranksError(
+        "stopped before anything was measured", fix="let it run longer", exit_code=1
+    )
 
 
 def found_in_script(outcome: Outcome) -> dict[str, Any]:
@@ -104,6 +121,8 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
 
     run = outcome.run
     timed = timing(run)
+    if outcome.result["state"] == "stopped" and (timed is None or not timed.samples):
+        raise stopped_early()
     if timed is None or not timed.samples:
         what = "no samples were seen" if timed is not None else "no optimizer step was seen"
         raise outcome.error or AllranksError(
@@ -148,6 +167,8 @@ def precision(
     prepared = [(name, prepare_in(name)) for name in names if not refused[name]] * repeats
     console = people_console(as_json)
     trials = [measured.Trial(name, problem=why) for name, why in refused.items() if why]
+    for _, one in prepared[:1]:
+        check_room(one, console)
     trials += run_trials(prepared, console)
     found = measured.as_json(trials, steps=steps)
     if as_json:
@@ -164,22 +185,25 @@ def run_trials(prepared: list[tuple[str, Prepared]], console: Console) -> list[T
     from dataclasses import replace
 
     from allranks.errors import AllranksError
+    from allranks.launch.local import Signals
     from allranks.measure import precision as measured
 
-    record = measured.new_record()
+    record, signals = measured.new_record(), Signals()
     done: list[Trial] = []
     for name, one in prepared:
         if any(trial.problem for trial in done if trial.precision == name):
             continue  # it would fail again
         try:
-            outcome = run_muted(replace(one), console, record)
+            outcome = run_muted(replace(one), console, record, signals)
         except AllranksError as error:
             done.append(measured.Trial(name, problem=error.what))
+            if signals.received:
+                break
             continue
         done.append(measured.trial_of(outcome.run, name))
         pace = done[-1].samples_per_second
         said = done[-1].problem if pace is None else f"{pace:,.1f} samples/s"
         console.print(f"{name}: {said}  ({outcome.run.name})", style="dim", soft_wrap=True)
-        if outcome.result["state"] == "stopped":
+        if signals.received:
             break
     return done

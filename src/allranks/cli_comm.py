@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
     from allranks.rundir import RunDir
 
+COMM = "comm"
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. slurm.partition=gpu")
 ]
@@ -42,7 +43,8 @@ def comm(
     seconds: Annotated[float, typer.Option(min=1, help="To spend, about.")] = 120,
     backend: Backend = "local",
     show: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Measure nothing: show an earlier run.")
+        str | None,
+        typer.Option(metavar="RUN", help="Only show an earlier run, or the last."),
     ] = None,
     oversubscribe: Oversubscribe = False,
     runs: Runs = Path("runs"),
@@ -53,10 +55,9 @@ def comm(
     from allranks.launch.local import Place, run_here
     from allranks.launch.prepare import check_measurable
     from allranks.launch.screen import Screen
-    from allranks.rundir import find_run
 
     if show is not None:
-        show_comm(find_run(runs, show), as_json=as_json)
+        show_comm(run_to_show(runs, show), as_json=as_json)
         return
     prepared = prepare_comm(overrides, layout, sizes, collectives, seconds, runs)
     if backend == "slurm":
@@ -98,6 +99,7 @@ def prepare_comm(
     settings = ["name=comm", "slurm.requeue=false", "env.ALLRANKS_PROBE='off'", *(overrides or [])]
     request = Request(overrides=settings, command=command, layout=layout, runs=runs)
     prepared = prepare(request)
+    prepared.bench = {"kind": COMM}
     if prepared.layout.ranks == 1:
         raise AllranksError(
             f"layout {prepared.layout} has one rank: there is nothing to communicate",
@@ -116,6 +118,28 @@ def send_comm(prepared: Prepared, *, as_json: bool) -> None:
     show_submitted(done, as_json=as_json)
     if not as_json:
         print(f"then allranks bench comm --show {done.run.name}")
+
+
+def run_to_show(runs: Path, reference: str) -> RunDir:
+    """The run of bench comm that a reference stands for; `last` is the newest of them."""
+    from allranks.comparing import bench_of
+    from allranks.errors import AllranksError
+    from allranks.rundir import find_run, list_runs
+
+    def has_measured(run: RunDir) -> bool:
+        return bench_of(run.info()).get("kind") == COMM or comm_of(run) is not None
+
+    measure = "measure: allranks bench comm --layout 1x2"
+    newest = next(filter(has_measured, list_runs(runs)), None)
+    if reference == "last":
+        if newest is None:
+            raise AllranksError(f"no run of bench comm in {runs}", fix=measure)
+        return newest
+    run = find_run(runs, reference)
+    if not has_measured(run):
+        instead = f"--show {newest.name}, the last of those" if newest else measure
+        raise AllranksError(f"run {run.name} is no run of bench comm", fix=instead)
+    return run
 
 
 def again(outcome: Outcome) -> Exception:
@@ -137,10 +161,10 @@ def comm_of(run: RunDir) -> dict[str, Any] | None:
     import json
 
     try:
-        found: dict[str, Any] = json.loads((run.path / "comm.json").read_text())
-    except (FileNotFoundError, ValueError):
+        found = json.loads((run.path / "comm.json").read_bytes())
+    except (OSError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def show_comm(run: RunDir, *, as_json: bool) -> None:

@@ -11,11 +11,15 @@ import typer
 from allranks.cli_words import AsJson, Debug, OwnPrice, Runs, app, people_console
 
 if TYPE_CHECKING:
+    from allranks.errors import AllranksError
     from allranks.rundir import RunDir
 
 ReportedRuns = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RUN...", help="Default: the newest, and all others of its job."),
+    typer.Argument(
+        metavar="RUN...",
+        help="Names of runs or of jobs. Default: the newest benchmark of scaling, or job.",
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -58,10 +62,12 @@ def report(
     from allranks.report.verdicts import Targets
 
     own = [*map(parse_price, price or []), *(read_prices(prices) if prices else [])]
-    found = chosen_runs(runs, run or [])
+    found, chosen = chosen_runs(runs, run or [])
     targets = Targets(within_node=target, across_nodes=target_across, doubling=max_extra)
     facts = [read_run(one) for one in found]
-    built: dict[str, Any] = build(facts, prices=own, targets=targets, created=time.time())
+    built: dict[str, Any] = build(
+        facts, prices=own, targets=targets, created=time.time(), chosen=chosen
+    )
     console = people_console(as_json)
     # First what takes time and may fail: a reader who leaves early still finds the files.
     lines, trouble = write_files(built, out or found[0].path)
@@ -74,15 +80,68 @@ def report(
         print(to_json(built))
 
 
-def chosen_runs(runs: Path, references: list[str]) -> list[RunDir]:
-    """The named runs, newest first; else the newest, with those of its benchmark or its job."""
-    from allranks.comparing import bench_of
+def chosen_runs(runs: Path, references: list[str]) -> tuple[list[RunDir], str | None]:
+    """The runs to compare, newest first, and in words which they are where that was not typed."""
+    from allranks import comparing
     from allranks.rundir import find_run, list_runs
 
     if references:
-        named = {found.path: found for one in references for found in [find_run(runs, one)]}
-        return sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
-    newest = find_run(runs, "last")
-    bench = bench_of(newest.info()).get("id")
-    of_job = [one for one in list_runs(runs) if one.job_name == newest.job_name]
-    return [one for one in of_job if bench in (None, bench_of(one.info()).get("id"))]
+        return named_runs(runs, references)
+    known = [one for one in list_runs(runs) if one.job_file.exists()]
+    infos = {one.name: one.info() for one in known}
+    newest = next((one for one in known if comparing.is_comparable(infos[one.name])), None)
+    if newest is None:
+        find_run(runs, "last")  # says so, if there is none at all
+        raise nothing_to_compare(runs, [comparing.bench_of(info) for info in infos.values()])
+    mine = infos[newest.name]
+    those = [
+        one
+        for one in known
+        if one.job_name == newest.job_name and comparing.is_compared(mine, infos[one.name])
+    ]
+    others = [one.job_name for one in known if comparing.is_comparable(infos[one.name])]
+    is_bench = bool(comparing.bench_of(mine))
+    return those, chosen_words(newest.job_name, len(those), is_bench=is_bench, jobs=others)
+
+
+def named_runs(runs: Path, references: list[str]) -> tuple[list[RunDir], str | None]:
+    """Every run that was named; of several that one word stands for, those that train."""
+    from allranks.comparing import is_comparable
+    from allranks.rundir import find_runs
+
+    named: dict[Path, RunDir] = {}
+    num_left = 0
+    for reference in references:
+        found = find_runs(runs, reference)
+        those = [one for one in found if is_comparable(one.info())] or found
+        num_left += len(found) - len(those)
+        named |= {one.path: one for one in those}
+    ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
+    if not num_left:
+        return ordered, None
+    return ordered, f"{num_left} runs of other benchmarks than bench scaling are left out."
+
+
+def chosen_words(job: str, number: int, *, is_bench: bool, jobs: list[str]) -> str:
+    """Which runs are compared where none was named, and how to compare others."""
+    count = f"{number} run{'s' if number > 1 else ''}"
+    if is_bench:
+        more = f"; all of {job}: allranks report {job}" if jobs.count(job) > number else ""
+        words = f"Compared: the {count} of the newest bench scaling, of {job}{more}."
+    else:
+        words = f"Compared: the {count} of {job}, the newest job."
+    others = [name for name in dict.fromkeys(jobs) if name != job]
+    if others:
+        names = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        words += f" Other jobs: {names} (allranks report NAME)."
+    return words
+
+
+def nothing_to_compare(runs: Path, benches: list[dict[str, Any]]) -> AllranksError:
+    from allranks.errors import AllranksError
+
+    kinds = " and ".join(sorted({f"bench {bench.get('kind')}" for bench in benches}))
+    return AllranksError(
+        f"no run in {runs} is there to be compared: what is there is of {kinds}",
+        fix="measure layouts: allranks bench scaling job.yaml; or name runs: allranks report RUN",
+    )

@@ -61,6 +61,12 @@ def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[
         return None, overrides
     if "=" in job and not Path(job).exists():
         return None, [job, *overrides]
+    if Path(job).suffix == ".py":
+        from allranks.errors import AllranksError
+
+        raise AllranksError(
+            f"{job} is a script, not a job file", fix=f"write it after --, as -- python {job}"
+        )
     return Path(job), overrides
 
 

@@ -117,6 +117,11 @@ class RunDir:
                 break
         return events[-1] if events else None
 
+    def window(self, attempt: int) -> dict[str, Any] | None:
+        """The steps that the probe was to measure, if it came so far: first, last, steady."""
+        events = read_events(self.events(attempt, 0))
+        return next((event for event in events if event["event"] == "window"), None)
+
     def state(self) -> State:
         """One word for the whole run, from its folder alone (SLURM may know better).
 
@@ -250,10 +255,9 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
             return known[0]
         of_job = f" of job {job_name}" if job_name else ""
         raise AllranksError(f"no run{of_job} in {runs}", fix="start one: allranks run job.yaml")
-    matches = [run for run in known if run.name.startswith(reference)]
-    exact = [run for run in matches if run.name == reference]
-    if len(exact or matches) == 1:
-        return (exact or matches)[0]
+    matches = _matches(known, reference)
+    if len(matches) == 1:
+        return matches[0]
     if matches:
         names = ", ".join(run.name for run in matches[:5])
         raise AllranksError(
@@ -264,6 +268,21 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
         f"no run {reference!r} in {runs} (newest: {newest})",
         fix="write a run's name, a unique prefix of it, its path, or last",
     )
+
+
+def find_runs(runs: Path, reference: str) -> list[RunDir]:
+    """As `find_run`; but all runs of a job that is named, or whose names begin so, newest first."""
+    if reference in ("", "last") or (Path(reference).expanduser() / "run.json").is_file():
+        return [find_run(runs, reference)]
+    known = list_runs(runs)
+    of_job = [run for run in known if run.job_name == reference]
+    return of_job or _matches(known, reference) or [find_run(runs, reference)]
+
+
+def _matches(known: Sequence[RunDir], reference: str) -> list[RunDir]:
+    """The run of that name, else those whose names begin with it."""
+    matches = [run for run in known if run.name.startswith(reference)]
+    return [run for run in matches if run.name == reference] or matches
 
 
 def no_readable_checkpoint(run: RunDir, damaged: list[str]) -> AllranksError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks import claims, nodelist, slurm
+from allranks.comparing import last_step
 from allranks.errors import AllranksError
 from allranks.events import read_last_events
 from allranks.results import failure, failure_in_words
@@ -125,8 +126,7 @@ def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     layout = info.get("layout", "")
     if state == "running" and holder is not None and holder.layout:
         layout = holder.layout
-    start = _last_start(run)
-    step, steps = _last_step(run), start.get("steps")
+    step, steps = _last_step(run), _last_step_to_come(run, info)
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -213,9 +213,15 @@ def _will_stop(run: RunDir) -> str | None:
     return f"{stop['why']} after a checkpoint" if stop["moves"] else "was asked to stop"
 
 
-def _last_start(run: RunDir) -> dict[str, Any]:
+def _last_step_to_come(run: RunDir, info: dict[str, Any]) -> int | None:
     attempts = run.attempts()
-    return (run.start(attempts[-1]) if attempts else None) or {}
+    start = run.start(attempts[-1]) if attempts else None
+    if start is None:
+        return None
+    steps = last_step(start, info, None)
+    if steps is None and start.get("steps"):  # one that is measured
+        steps = last_step(start, info, run.window(attempts[-1]))
+    return steps
 
 
 def _last_step(run: RunDir) -> int | None:

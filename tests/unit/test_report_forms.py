@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.commandline import Allranks
 from tests.report_runs import make_run, scaling_study
 
+from allranks.bands import NOTHING
 from allranks.report import words
 from allranks.report.build import build
 from allranks.report.facts import read_run
@@ -227,7 +228,7 @@ def test_wrong_usage(allranks: Allranks, arguments: list[str], what: str) -> Non
         (words.dollars(0.0371), "$0.0371"),
         (words.dollars(12.345), "$12.35"),
         (words.dollars(12345.6), "$12,346"),
-        (words.show("count", None), words.NOTHING),
+        (words.show("count", None), NOTHING),
     ],
 )
 def test_numbers_in_words(shown: str, text: str) -> None:

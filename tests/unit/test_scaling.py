@@ -16,12 +16,12 @@ from allranks.errors import AllranksError
 from allranks.job import parse_job
 from allranks.layout import Layout
 from allranks.measure import scaling_screen
+from allranks.measure.laws import fit_of
 from allranks.measure.plan_runs import plan_runs
 from allranks.measure.scaling import (
     Repeat,
     Row,
     as_json,
-    fit_of,
     mode_of,
     nothing_measured,
     rows_of,
@@ -216,6 +216,12 @@ def test_what_scales_is_said_to_scale() -> None:
     assert "it scales; try more ranks" in found["verdict"]
 
 
+def test_what_is_too_good_is_questioned() -> None:
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.02)]))
+    assert "look at what slowed 1x1 down" in found["verdict"]
+    assert "it scales" not in found["verdict"]
+
+
 @pytest.mark.parametrize(
     ("state", "steps", "words"),
     [
@@ -263,15 +269,75 @@ def test_nothing_measured_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_the_screen_shows_every_layout(width: int) -> None:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.06, comm=0.02)]))
-    scaling_screen.show(console, json.loads(json.dumps(found)))
-    printed: str = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_screen_shows_every_layout_and_every_column_at_any_width(width: int) -> None:
+    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.06, comm=0.02)]), price=2.5)
+    printed = shown(found, width)
     assert "1.67x" in printed and "83%" in printed and "communication" in printed
-    assert "strong scaling (same global batch), measured" in printed
-    assert max(len(line.rstrip()) for line in printed.splitlines()[:-2]) <= width
+    assert "strong scaling (same global batch), measured" in printed.replace(" \n", " ")
+    for word in ("ranks", "samples/s", "95%", "efficiency", "step", "rank-hours/epoch", "$0.0300"):
+        assert word in printed
+    tables = printed.split("serial fraction")[0]
+    assert max(len(line.rstrip()) for line in tables.splitlines()) <= width
+
+
+def shown(found: dict[str, Any], width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    scaling_screen.show(console, json.loads(json.dumps(found)))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]  # a StringIO
+
+
+def test_why_a_column_is_empty_is_said() -> None:
+    rows = rows_of([repeat("1x1", 0.1)])
+    found = as_json(rows, more={"device": "CPU", "unit": "rank"})
+    assert "no price is known for CPU: name one with --price 'cpu=DOLLARS'" in shown(found)
+    for row in rows:
+        row.repeats = [replace(one, samples_per_epoch=None) for one in row.repeats]
+    assert "how many samples an epoch has is not known" in shown(as_json(rows))
+
+
+def scaled(speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """The JSON of layouts whose repeats had these speedups; the spread within a run is little."""
+    return as_json(rows_of([repeat(n, 1 / s) for n, those in speeds.items() for s in those]))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        ({"1x1": [1.0]}, "different numbers of ranks"),
+        ({"1x1": [1.0, 1.01], "1x2": [0.9, 0.91]}, "no larger layout is faster than 1x1"),
+        ({"1x1": [1.0, 1.0], "1x2": [2.1, 2.1]}, "nothing is lost"),
+        ({"1x1": [1.0, 1.0], "1x2": [1.0, 1.8]}, "the repeats of 1x2 differ too much"),
+        ({"1x1": [0.9, 1.0, 1.1], "1x2": [1.4, 1.5, 1.6]}, "too noisy: by their 95% intervals"),
+        ({"1x1": [1.0] * 3, "1x2": [1.1] * 3, "1x4": [3.4] * 3}, "the closest law misses 1x2"),
+    ],
+)
+def test_no_law_is_told_where_none_fits(speeds: dict[str, list[float]], words: str) -> None:
+    found = scaled(speeds)
+    assert found["fit"] is None and words in found["fit_problem"]
+    assert "Predicted" not in found["verdict"]
+    printed = shown(found, 200)
+    assert "serial fraction" not in printed and "half efficient" not in printed
+    assert ("no law fits: " in printed) == (len(speeds) > 1)
+
+
+def test_a_law_is_told_with_its_error_and_only_beyond_what_was_measured() -> None:
+    found = scaled({"1x1": [1.0, 1.001, 0.999], "1x2": [1.25, 1.251, 1.249]})
+    fit = found["fit"]
+    assert fit["serial_fraction"] == pytest.approx(0.6, abs=1e-3) and found["fit_problem"] is None
+    assert 0 < fit["serial_fraction_error"] < 0.02
+    assert "serial fraction 60.0% ± " in shown(found, 200)
+    assert "half efficient at 3 ranks" in shown(found, 200)
+    # 49% at 4 ranks was measured: no law has to predict it.
+    found = scaled({"1x1": [1.0] * 3, "1x2": [1.51] * 3, "1x4": [1.96] * 3})
+    assert "half efficient" not in shown(found, 200) and "serial fraction" in shown(found, 200)
+
+
+def test_ranks_that_hinder_each_other_have_no_serial_fraction() -> None:
+    speeds = {1: 1.0, 2: 1.6, 4: 1.9, 8: 1.4}
+    found = scaled({f"1x{n}": [speed] * 3 for n, speed in speeds.items()})
+    assert found["fit"]["serial_fraction"] is None and found["fit"]["coherence"] > 0
+    assert "Universal Scalability Law, fitted" in shown(found, 200)
 
 
 # --- Which runs -------------------------------------------------------------------------------

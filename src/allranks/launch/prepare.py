@@ -58,6 +58,7 @@ class Prepared:
     checkpoint: str = ""  # the checkpoint to go on from
     threads: int | None = None  # of the attempt that wrote it, if its layout was the same
     claim: int | None = None  # that was taken for it, of a run that SLURM's jobs may take too
+    bench: dict[str, Any] = field(default_factory=dict)  # the benchmark that it is part of
     changes: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -282,6 +283,7 @@ def describe_run(prepared: Prepared, run: RunDir, info: dict[str, Any]) -> dict[
         "code": hardware.code_version(Path.cwd()),
         "allranks": __version__,
         "packages": hardware.package_versions(),
+        **({"bench": prepared.bench} if prepared.bench else {}),
     }
 
 

@@ -16,10 +16,12 @@ from rich.text import Text
 
 from allranks.events import read_events, read_last_events
 from allranks.job import Job
+from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
+FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
 
 
@@ -278,6 +280,42 @@ def batch_product(start: dict[str, Any]) -> str:
     sign = "=" if even and len(sizes) == 1 else "~"
     product = f"{micro} x {start['world_size']} x {accumulation} {sign} {start['global_batch']}"
     return f"{product}  (micro-batch x ranks x accumulation)"
+
+
+class QuietScreen(Screen):
+    """For a run that is only measured: nothing of its own, but what its user waits for."""
+
+    def __init__(self, console: Console, *, makes_steps: bool = True) -> None:
+        super().__init__(console, echo=False)
+        self._has_stepped = not makes_steps  # or it was said that it has not
+        self._begin = time.monotonic()
+
+    def remark(self, text: str) -> None:
+        """Said before all runs, not before each."""
+
+    def stopping(self, signal_name: str) -> None:
+        if not self._stopping:
+            self._stopping = True
+            text = f"{signal_name}: stopping; what was measured is kept"
+            self.console.print(Text(text, style="yellow"), soft_wrap=True)
+
+    def follow(self, run: RunDir, job: Job, rank: int) -> None:
+        self._run, self._begin = run, time.monotonic()
+
+    def update(self, attempt: int) -> None:
+        """After a while without any step, say so: a script that makes none may never end."""
+        if self._has_stepped or time.monotonic() - self._begin < FIRST_STEP_SECONDS:
+            return
+        self._has_stepped = True
+        assert self._run is not None
+        if not any(steps_by_rank(self._run).values()):
+            super().remark(
+                f"no optimizer step for {FIRST_STEP_SECONDS:.0f} s; what it says: allranks logs "
+                f"{self._run.name}. Ctrl-C ends it"
+            )
+
+    def finish(self, attempt: int) -> None:
+        pass
 
 
 def summary_table(result: dict[str, Any]) -> Table:

@@ -43,6 +43,7 @@ class RunPlan:
                 bench["job"] = {"epochs": job.epochs, "steps": job.steps}  # as it is to train
             if self.weak:
                 overrides.append(f"batch_size_per_rank={job.batch_size or job.batch_size_per_rank}")
+                bench["mode"] = "weak"
         elif self.weak:
             raise AllranksError(
                 "--weak is for tasks: a script decides on its batches itself",

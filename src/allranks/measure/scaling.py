@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.layout import Layout
+from allranks.measure.laws import Fit, differ_too_much, fit_object, law_of
 from allranks.spread import spread, t_975
 from allranks.timing import PARTS, Timing
 
-ALIKE = 2 / 3  # of the fastest repeat, at least: the others
+STOPPED = "it was stopped before there was enough to measure"
+SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
 SAME = 0.02  # global batches that differ by less are the same
 
 
@@ -113,7 +115,7 @@ def around(value: float, interval: tuple[float, float] | None) -> tuple[float, f
 def nothing_measured(state: str, steps: Mapping[int, int]) -> str:
     """Why a run that did not fail has no timing; `steps`: how many each rank has made."""
     if state == "stopped":
-        return "it was stopped before there was enough to measure"
+        return STOPPED
     most = max(steps, key=lambda rank: steps[rank], default=0)
     if not steps.get(most):
         return "no optimizer step was seen: the script must train with a torch optimizer, in Python"
@@ -172,76 +174,11 @@ def mode_of(rows: Sequence[Row]) -> str:
     return "mixed"
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Laws through the measured speedups; what they say beyond the measured is a prediction."""
-
-    serial: float  # Amdahl: the fraction that more ranks do not speed up
-    contention: float  # USL: waiting for one another
-    coherence: float  # USL: everybody talking to everybody
-    peak_ranks: float | None  # where USL's speedup is highest; None if it never falls
-    half_ranks: float | None  # where USL's efficiency falls under a half
-    base_ranks: int = 1  # what the speedups are against
-
-    def speedup(self, ranks: float) -> float:
-        n = ranks / self.base_ranks
-        return n / (1 + self.contention * (n - 1) + self.coherence * n * (n - 1))
-
-
-def fit_of(rows: Sequence[Row]) -> Fit | None:
-    """Least squares through n/speedup - 1; None with fewer than two layouts of several ranks."""
-    base = next((row for row in rows if row.speedup), None)
-    points = [
-        (row.ranks / base.ranks, row.speedup)
-        for row in rows
-        if base is not None and row.speedup and row.ranks > base.ranks
-    ]
-    if base is None or not points:
-        return None
-    excess = [(n, n / speedup - 1) for n, speedup in points]
-    serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
-    contention, coherence = _usl(excess)
-    peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
-    half = _half(contention, coherence)
-    return Fit(
-        serial=min(1.0, max(0.0, serial)),
-        contention=contention,
-        coherence=coherence,
-        peak_ranks=peak * base.ranks if peak is not None else None,
-        half_ranks=half * base.ranks if half is not None else None,
-        base_ranks=base.ranks,
-    )
-
-
-def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Both parameters at least 0; with one point only, all of it is contention."""
-    a = sum((n - 1) ** 2 for n, _ in excess)
-    b = sum((n - 1) ** 2 * n for n, _ in excess)
-    c = sum((n - 1) ** 2 * n * n for n, _ in excess)
-    p = sum(y * (n - 1) for n, y in excess)
-    q = sum(y * (n - 1) * n for n, y in excess)
-    determinant = a * c - b * b
-    if len({n for n, _ in excess}) >= 2 and determinant > 0:
-        contention, coherence = (c * p - b * q) / determinant, (a * q - b * p) / determinant
-        if contention >= 0 and coherence >= 0:
-            return contention, coherence
-        if contention < 0:
-            return 0.0, max(0.0, q / c)
-    return max(0.0, p / a), 0.0
-
-
-def _half(contention: float, coherence: float) -> float | None:
-    """The n with 1 + contention (n-1) + coherence n (n-1) = 2."""
-    b = contention - coherence
-    divisor = b + math.sqrt(b * b + 4 * coherence * (1 + contention))
-    return 2 * (1 + contention) / divisor if divisor > 0 else None
-
-
 def as_json(
     rows: Sequence[Row], *, price: float | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What `bench scaling --json` prints. `price`: dollars for an hour of a rank, if known."""
-    fit = fit_of(rows)
+    fit, no_fit = law_of(rows)
     return {
         "mode": mode_of(rows),
         "rows": [
@@ -273,16 +210,8 @@ def as_json(
             }
             for row in rows
         ],
-        "fit": None
-        if fit is None
-        else {
-            "predicted": True,
-            "serial_fraction": fit.serial,
-            "contention": fit.contention,
-            "coherence": fit.coherence,
-            "fastest_at_ranks": fit.peak_ranks,
-            "half_efficient_at_ranks": fit.half_ranks,
-        },
+        "fit": fit and fit_object(fit),
+        "fit_problem": no_fit,
         **(more or {}),
         "verdict": verdict(rows, fit),
     }
@@ -319,18 +248,18 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
         said = f"{top.layout} makes {top.samples_per_second:,.0f} samples/s; "
         return said + (f"{others} could not be measured" if others else "name more layouts")
     for row in (measured[0], top):
-        speeds = [one.timing.samples_per_second for one in row.repeats if one.timing]
-        if min(speeds) < ALIKE * max(speeds):
-            return (
-                f"the repeats of {row.layout} differ too much to compare it with anything "
-                f"({min(speeds):,.0f} to {max(speeds):,.0f} samples/s): measure again when nothing "
-                "else runs, with more --steps"
-            )
+        if differs := differ_too_much(row):
+            return f"{differs}: measure again when nothing else runs, with more --steps"
     assert top.efficiency is not None and top.speedup is not None
     said = (
         f"{top.layout} is {top.speedup:.2f}x as fast as {measured[0].layout} "
         f"({top.efficiency:.0%} efficient, measured)"
     )
+    if top.efficiency > SUSPICIOUS:
+        return (
+            f"{said}: more than {top.ranks} ranks should do; before you trust it, look at what "
+            f"slowed {measured[0].layout} down (threads, a busy machine), and measure again"
+        )
     if top.efficiency >= 0.95:
         return f"{said}: it scales; try more ranks{_beyond(fit, top)}"
     if not top.lost:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from allranks.bands import NOTHING, Table, show_table
 from allranks.measure.scaling import WORDS, Repeat
 from allranks.timing import PART_WORDS, PARTS
 
-NARROW = 92
+PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
 
 
 class Progress:
@@ -36,6 +35,12 @@ class Progress:
     def queued(self, run: str, layout: str) -> None:
         self.console.print(Text(f"queued {layout}: {run}", style="dim"), soft_wrap=True)
 
+    def left(self, runs: Sequence[str]) -> None:
+        """Said when nobody waits for them any longer."""
+        stop = f"allranks stop {' '.join(runs)}"
+        words = f"{len(runs)} runs stay in the queue, or go on; to stop them: {stop}"
+        self.console.print(Text(words, style="yellow"), soft_wrap=True)
+
     def end(self, repeat: Repeat) -> None:
         if repeat.timing is None:
             words = Text(f"{repeat.layout}: {repeat.problem}", style="red")
@@ -52,77 +57,108 @@ class Progress:
 def show(console: Console, found: Mapping[str, Any]) -> None:
     """What `as_json` made."""
     rows = [row for row in found["rows"] if row["efficiency"] is not None]
+    for table in tables(found, rows):
+        console.print()
+        show_table(console, table)
+    if not rows:  # the reason is told with the error
+        return
+    console.print()
+    law = fit_words(found, rows[-1]["ranks"])
+    if law:
+        console.print(Text(law, style="cyan"), soft_wrap=True)
+    console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+    for note in notes(found, rows):
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+
+
+def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Speed and cost, where the time goes, what that costs: as far as they were measured."""
     if rows:
-        console.print(speed_table(rows, found["mode"], wide=console.width >= NARROW))
-        if all(row["parts"] for row in rows):
-            console.print(parts_table(rows))
-            if any(row["lost"] for row in rows[1:]):
-                console.print(lost_table(rows))
-    if found["fit"] is not None:
-        console.print(Text(fit_words(found["fit"]), style="cyan"), soft_wrap=True)
-    if rows:  # else the reason is told with the error
-        console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+        yield speed_table(rows, found["mode"], found.get("unit", "rank"))
+    if rows and all(row["parts"] for row in rows):
+        yield parts_table(rows)
+        if any(row["lost"] for row in rows[1:]):
+            yield lost_table(rows[1:])
 
 
-def speed_table(rows: list[Mapping[str, Any]], mode: str, *, wide: bool) -> Table:
+def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Table:
     means = {"strong": "same global batch", "weak": "same batch a rank"}.get(mode, mode)
     title = f"{mode} scaling ({means}), measured" if means != mode else f"{mode}, measured"
-    table = Table(box=box.SIMPLE_HEAD, title=title)
-    for name in ("layout", "samples/s", "95%", "speedup", "efficiency"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
-    if wide:
-        table.add_column("step", justify="right")
-        table.add_column("rank-hours\nan epoch", justify="right")
-        if rows[0]["cost_per_epoch"] is not None:
-            table.add_column("cost of\nan epoch", justify="right")
+    columns = (
+        *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
+        *(f"{unit}-hours/epoch", "cost/epoch"),
+    )
+    cells = []
     for row in rows:
-        between = "-" if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"])
-        cells = [
-            row["layout"],
-            f"{row['samples_per_second']:,.1f}",
-            between,
-            f"{row['speedup']:.2f}x",
-            f"{row['efficiency']:.0%}",
+        hours, cost = row["hours_per_epoch"], row["cost_per_epoch"]
+        cells.append(
+            (
+                row["layout"],
+                str(row["ranks"]),
+                f"{row['samples_per_second']:,.1f}",
+                NOTHING if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"]),
+                f"{row['speedup']:.2f}x",
+                f"{row['efficiency']:.0%}",
+                milliseconds(row["step_seconds"]),
+                NOTHING if hours is None else small(hours),
+                NOTHING if cost is None else f"${small(cost)}",
+            )
+        )
+    return Table(title, columns, tuple(cells))
+
+
+def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why a column has nothing in it."""
+    if all(row["hours_per_epoch"] is None for row in rows):
+        return ["no hours and no cost: how many samples an epoch has is not known"]
+    if all(row["cost_per_epoch"] is None for row in rows):
+        device = str(found.get("device") or "the device")
+        return [f"no price is known for {device}: name one with --price '{device.lower()}=DOLLARS'"]
+    return []
+
+
+def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
+        cells.append((row["layout"], *(milliseconds(row["parts"][p]) for p in PARTS), slowest))
+    return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
+
+
+def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = [
+        (row["layout"], *(f"{row['lost'][part]:.1%}" for part in PARTS))
+        for row in rows
+        if row["lost"]
+    ]
+    return Table("efficiency that each part costs", ("layout", *PART_NAMES), tuple(cells))
+
+
+def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
+    """The law, and what it says beyond the layouts that were measured; or why there is none."""
+    fit = found["fit"]
+    if fit is None:
+        layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
+        return f"no law fits: {found['fit_problem']}" if len(layouts) > 1 else ""
+    if fit["serial_fraction"] is not None:
+        error = fit["serial_fraction_error"]
+        between = f" ± {error:.1%}" if error else ""
+        words = [f"serial fraction {fit['serial_fraction']:.1%}{between} (Amdahl, fitted)"]
+    else:
+        words = [
+            f"contention {fit['contention']:.1%}, coherence {fit['coherence']:.2%} "
+            "(Universal Scalability Law, fitted)"
         ]
-        if wide:
-            hours = row["hours_per_epoch"]
-            cells += [milliseconds(row["step_seconds"]), "-" if hours is None else f"{hours:.4f}"]
-            if row["cost_per_epoch"] is not None:
-                cells.append(f"${row['cost_per_epoch']:.4f}")
-        table.add_row(*cells)
-    return table
+    limits = {"fastest_at_ranks": "no faster than", "half_efficient_at_ranks": "half efficient"}
+    for key, what in limits.items():
+        if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
+            words.append(f"predicted: {what} at {fit[key]:,.0f} ranks")
+    return "; ".join(words)
 
 
-def parts_table(rows: list[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="where the time of a step goes")
-    table.add_column("layout")
-    for part in PARTS:
-        table.add_column(PART_WORDS[part], justify="right")
-    table.add_column("slowest", justify="right")
-    for row in rows:
-        slowest = "-" if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
-        table.add_row(row["layout"], *(milliseconds(row["parts"][p]) for p in PARTS), slowest)
-    return table
-
-
-def lost_table(rows: list[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="efficiency that each part costs")
-    table.add_column("layout")
-    for part in PARTS:
-        table.add_column(PART_WORDS[part], justify="right")
-    for row in rows[1:]:
-        if row["lost"]:
-            table.add_row(row["layout"], *(f"{row['lost'][part]:.1%}" for part in PARTS))
-    return table
-
-
-def fit_words(fit: Mapping[str, Any]) -> str:
-    words = f"serial fraction {fit['serial_fraction']:.1%} (Amdahl, fitted)"
-    if fit["fastest_at_ranks"] is not None:
-        words += f"; predicted: no faster than at {fit['fastest_at_ranks']:.0f} ranks"
-    if fit["half_efficient_at_ranks"] is not None:
-        words += f"; predicted: half efficient at {fit['half_efficient_at_ranks']:.0f} ranks"
-    return words
+def small(value: float) -> str:
+    """Four decimals, or of less than a hundredth three digits that count."""
+    return f"{value:,.4f}" if value >= 0.01 or not value else f"{value:.3g}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -24,8 +24,12 @@ def build(
     prices: Sequence[Price] = (),
     targets: Targets | None = None,
     created: float,
+    chosen: str | None = None,
 ) -> dict[str, Any]:
-    """Everything there is to say of these runs; only plain values."""
+    """Everything there is to say of these runs; only plain values.
+
+    `chosen`: which set they are, where nobody named them.
+    """
     targets = targets or Targets()
     jobs = groups(runs)
     differences = what_differs([of_job[0].same_job for of_job in jobs])
@@ -40,6 +44,7 @@ def build(
         "v": VERSION,
         "created": created,
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(created)),
+        "chosen": chosen,
         "targets": {**asdict(targets), "both": verdicts.BOTH},
         "notes": notes,
         "prices": used,
@@ -135,6 +140,11 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         )
     if kinds >= {MEASURED, PREDICTED}:
         notes.append("extra hours compare all layouts by their pace, as not all have finished")
+    if paced and all(row.seconds is None for row in paced):
+        notes.append(
+            "how long the whole job is, is not known, as no run has trained all of it: there is no "
+            "time to finish, and no hours and no cost of it"
+        )
     if not paced and rows:
         notes.append("no layout has a measured pace: there is nothing to compare yet")
     notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]

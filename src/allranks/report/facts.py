@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.comparing import bench_of, read_job, same_job
+from allranks.comparing import CPU, bench_of, device_name, gpu_memory, read_job, same_job
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.layout import Layout
-from allranks.results import failure, failure_in_words, result
+from allranks.results import failure, failure_in_words, result, samples_per_epoch
 from allranks.rundir import RunDir
 from allranks.timing import Timing, timing
 
-CPU = "CPU"
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
 
 
@@ -48,6 +47,7 @@ class RunFacts:
     steps: int | None = None
     samples: int | None = None  # done, by all ranks
     target_samples: int | None = None  # what the job asks for; None where only a script knows
+    samples_per_epoch: int | None = None
     is_complete: bool = False  # trained to its end: not stopped, and not cut short to measure
     seconds: float | None = None  # of training; None if layouts changed on the way
     timing: Timing | None = None
@@ -97,6 +97,7 @@ def read_run(run: RunDir) -> RunFacts:
         steps=outcome["steps"],
         samples=outcome["samples"] or seen.samples or None,
         target_samples=target_samples({**job, **bench_of(info).get("job", {})}, start),
+        samples_per_epoch=samples_per_epoch(run),
         is_complete=state == "finished" and not seen.has_window,
         # A script's start and end have its imports between them, a task's measured time has not.
         seconds=(seen.seconds if job.get("command") else outcome["seconds"]) or None
@@ -126,15 +127,10 @@ def parse_layout(text: Any) -> Layout | None:
 def device_of(
     start: Mapping[str, Any], info: Mapping[str, Any], seen: RankEvents
 ) -> tuple[str, int | None]:
-    """What a rank computes on, and its memory: as the rank says, else as the machine has it."""
-    hardware = info.get("hardware")
-    gpus = hardware.get("gpus") or [] if isinstance(hardware, dict) else []
-    named = {str(gpu.get("name")): gpu.get("memory_bytes") for gpu in gpus if isinstance(gpu, dict)}
-    device = start.get("device")
-    if device is None:  # a script of the user's own
-        device = next(iter(named), "GPU" if seen.percents else CPU)
-    memory = named.get(str(device)) or seen.memory_total
-    return str(device), int(memory) if memory else None
+    """What a rank computes on, and its memory."""
+    device = device_name(start, info, uses_gpu=bool(seen.percents))
+    memory = gpu_memory(info).get(device) or seen.memory_total
+    return device, int(memory) if memory else None
 
 
 def target_samples(job: Mapping[str, Any], start: Mapping[str, Any]) -> int | None:

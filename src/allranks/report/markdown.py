@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from allranks.bands import Table
 from allranks.report import tables
 from allranks.report.words import printable, show
 
@@ -18,6 +19,7 @@ READING = (
 def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
     """The report as Markdown; `picture` is the file name of the scaling curve, if there is one."""
     lines = ["# Scaling report", "", report["date"], ""]
+    lines += [escaped(report["chosen"]), ""] if report["chosen"] else []
     lines += [f"- {escaped(note)}" for note in report["notes"]]
     lines += [""] if report["notes"] else []
     if picture:
@@ -55,7 +57,7 @@ def section_lines(section: Mapping[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def table_lines(table: tables.Table) -> Iterator[str]:
+def table_lines(table: Table) -> Iterator[str]:
     yield from (f"### {table.title}", "")
     yield "| " + " | ".join(escaped(name) for name in table.columns) + " |"
     left = [i == 0 or name in table.texts for i, name in enumerate(table.columns)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from allranks.comparing import base_of, counted, identity
 from allranks.prices import Price, find_price
 from allranks.report.facts import RunFacts
 from allranks.spread import Spread, spread
@@ -49,6 +50,7 @@ class Row:
     seconds_kind: str | None = None
     seconds_spread: Spread | None = None  # of measured ones
     gpu_hours: float | None = None
+    gpu_hours_per_epoch: float | None = None
     extra_gpu_hours: float | None = None
     extra_share: float | None = None  # of the baseline's GPU-hours
     doubling_from: str | None = None
@@ -72,8 +74,7 @@ def groups(runs: Iterable[RunFacts]) -> list[list[RunFacts]]:
     """Runs by job, the job of the newest run first, each from the oldest run to the newest."""
     by_job: dict[str, list[RunFacts]] = {}
     for run in sorted(runs, key=lambda run: (run.created, run.run), reverse=True):
-        identity = json.dumps(run.same_job, sort_keys=True, default=str)
-        by_job.setdefault(identity, []).append(run)
+        by_job.setdefault(identity(run.same_job), []).append(run)
     return [list(reversed(of_job)) for of_job in by_job.values()]
 
 
@@ -89,7 +90,11 @@ def rows_of(runs: Sequence[RunFacts], prices: Sequence[Price] = ()) -> list[Row]
     memory = {run.device: run.device_memory for run in runs}
     priced = [with_price(row, find_price(row.device, memory[row.device], prices)) for row in rows]
     same_device = itertools.groupby(priced, key=lambda row: row.device)
-    return [row for _, some in same_device for row in compared(list(some), work)]
+    found: list[Row] = []
+    for device, some in same_device:
+        base = base_of(run for run in runs if run.device == device)
+        found += compared(list(some), base.layout if base else None, work)
+    return found
 
 
 def work_of(runs: Sequence[RunFacts]) -> int | None:
@@ -102,9 +107,8 @@ def work_of(runs: Sequence[RunFacts]) -> int | None:
 def averaged(runs: Sequence[RunFacts], work: int | None) -> Row:
     """The runs of one layout as a row, before it is compared with others."""
     first = runs[0]
-    paced = [run for run in runs if run.samples_per_second]
-    counted = [run for run in paced if run.state != "failed"] or paced
-    timings = [run.timing for run in counted if run.timing]
+    those = counted(runs)
+    timings = [run.timing for run in those if run.timing]
     parted = [timing for timing in timings if timing.parts] or timings
     slowest = statistics.mode([timing.slowest_rank for timing in timings]) if timings else None
     row = Row(
@@ -115,7 +119,7 @@ def averaged(runs: Sequence[RunFacts], work: int | None) -> Row:
         nodes=first.nodes,
         state=min((run.state for run in runs), key=STATES.index),
         runs=tuple(run.run for run in runs),
-        num_counted=len(counted),
+        num_counted=len(those),
         num_failed=sum(run.state == "failed" for run in runs),
         is_steady=all(timing.steady for timing in timings),
         batch=_mean([timing.samples / timing.num_steps for timing in timings]),
@@ -124,9 +128,11 @@ def averaged(runs: Sequence[RunFacts], work: int | None) -> Row:
         slowest_rank=slowest,
         slowest_part=next((t.slowest_part for t in timings if t.slowest_rank == slowest), None),
     )
-    paces = [pace for run in counted if (pace := run.samples_per_second)]
+    paces = [pace for run in those if (pace := run.samples_per_second)]
     if paces:
         row = replace(row, samples_per_second=spread(paces, lowest=0.0))
+        size = max((run.samples_per_epoch or 0 for run in those), default=0)
+        row = replace(row, gpu_hours_per_epoch=size * (row.hours_per_sample or 0.0) or None)
     return with_metrics(with_seconds(row, runs, work), runs)
 
 
@@ -175,13 +181,12 @@ def with_price(row: Row, price: Price | None) -> Row:
     )
 
 
-def compared(rows: Sequence[Row], work: int | None) -> list[Row]:
-    """Rows of one device, each against one rank, or against the fewest ranks there are."""
+def compared(rows: Sequence[Row], base: str | None, work: int | None) -> list[Row]:
+    """Rows of one device, each against the layout that is their base."""
     paced = [row for row in rows if row.pace]
-    if not paced:
+    baseline = next((row for row in paced if row.layout == base), None)
+    if baseline is None:
         return list(rows)
-    fewest = min(row.ranks for row in paced)
-    baseline = max((row for row in paced if row.ranks == fewest), key=lambda row: row.pace or 0)
     hours = hours_compared(paced, work)
     return [against(row, baseline, paced, hours) if row.pace else row for row in rows]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from allranks.report.words import NOTHING, printable, show
+from allranks.bands import NOTHING, Table
+from allranks.report.words import printable, show
 from allranks.timing import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
@@ -16,16 +16,6 @@ MODES = {
     "mixed": "scaling with batches that differ",
     "one size": "one size",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The first column is text, as are those in `texts`; the others are numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    texts: tuple[str, ...] = ()
 
 
 def tables(section: Record) -> Iterator[Table]:
@@ -55,6 +45,7 @@ def speed(section: Record) -> Table:
         cells.append(
             (
                 name_of(row, section),
+                show("count", row["ranks"]),
                 show("number", pace.get("mean")),
                 show("ratio", row["speedup"]),
                 show("percent", row["efficiency"]),
@@ -67,7 +58,7 @@ def speed(section: Record) -> Table:
     is_one = all(row["ranks"] == 1 for row in section["rows"] if row["layout"] in against)
     speedup = "speedup" if is_one or len(against) > 1 else f"speedup vs {against.pop()}"
     columns = (
-        *("layout", "samples/s", speedup, "efficiency", "verdict"),
+        *("layout", "ranks", "samples/s", speedup, "efficiency", "verdict"),
         *("95% interval", "range"),
     )
     return Table("Speed", columns, tuple(cells), texts=("verdict",))
@@ -90,12 +81,16 @@ def hours(section: Record) -> Table:
                 show("duration", row["seconds"]),
                 row["seconds_kind"] or NOTHING,
                 show("number", row["gpu_hours"]),
+                show("number", row["gpu_hours_per_epoch"]),
                 NOTHING if row["layout"] == row["baseline"] else extra,
                 show("dollars", row["usd"]),
                 show("dollars", row["usd_per_million_samples"]),
             )
         )
-    columns = ("layout", "time to finish", "", unit, f"extra {unit}", "cost", "per M samples")
+    columns = (
+        *("layout", "time to finish", "", unit, f"{unit}/epoch", f"extra {unit}"),
+        *("cost", "per M samples"),
+    )
     return Table("Time and cost", columns, tuple(cells), texts=("",))
 
 

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
+from allranks.bands import show_table, without_empty
 from allranks.report import tables
-from allranks.report.words import NOTHING, printable, show
+from allranks.report.words import printable, show
 
-PADDING = 2  # between columns
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
 STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
+    if report["chosen"]:
+        console.print(Text(printable(report["chosen"]), style="dim"))
+        console.print()
     for section in report["sections"]:
         console.print(Text(tables.title(section), style="bold"), soft_wrap=True)
         console.print(Text(tables.subtitle(section), style="dim"))
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
         for table in tables.tables(section):
-            console.print()
-            show_table(console, table)
+            # A column that says nothing anywhere is not worth its width.
+            told = without_empty(table)
+            if len(told.columns) > 1:
+                console.print()
+                show_table(console, told, styled=styled)
         console.print()
         show_choices(console, section)
         for note in section["notes"]:
@@ -48,43 +52,6 @@ def show_choices(console: Console, section: Mapping[str, Any]) -> None:
     for name, layout, why in choices:
         line = Text(f"{name}: ") + Text(layout, style="bold") + Text(f"  {why}", style="dim")
         console.print(line, soft_wrap=console.width >= 100)
-
-
-def show_table(console: Console, table: tables.Table) -> None:
-    """In bands of columns where it is wider than the terminal, each with the first column."""
-    # A column that says nothing anywhere is not worth its width.
-    kept = [i for i in range(len(table.columns)) if any(row[i] != NOTHING for row in table.rows)]
-    console.print(Text(table.title, style="bold"))
-    for band in bands(table, kept, console.width):
-        console.print(draw(table, band))
-
-
-def bands(table: tables.Table, columns: Sequence[int], width: int) -> Iterator[list[int]]:
-    def taken(column: int) -> int:
-        cells = (table.columns[column], *(row[column] for row in table.rows))
-        return max(map(cell_len, cells)) + PADDING
-
-    first, *rest = columns
-    band = [first]
-    for column in rest:
-        if len(band) > 1 and sum(map(taken, [*band, column])) - PADDING > width:
-            yield band
-            band = [first]
-        band.append(column)
-    yield band
-
-
-def draw(table: tables.Table, columns: Sequence[int]) -> RichTable:
-    drawn = RichTable(
-        box=None, pad_edge=False, padding=(0, PADDING, 0, 0), header_style="dim", expand=False
-    )
-    for i in columns:
-        is_text = i == 0 or table.columns[i] in table.texts
-        justify: Literal["left", "right"] = "left" if is_text else "right"
-        drawn.add_column(Text(table.columns[i]), justify=justify, overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(styled(row[i]) for i in columns))
-    return drawn
 
 
 def styled(cell: str) -> Text:

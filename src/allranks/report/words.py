@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 
-NOTHING = "–"  # noqa: RUF001  # a dash in a table
+from allranks.bands import NOTHING
+
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 
 

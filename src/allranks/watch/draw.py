@@ -18,6 +18,7 @@ from allranks.watch.lines import (
     RUN_COLUMNS,
     STATE_STYLES,
     UNDER_REASON,
+    base_words,
     day,
     rank_cells,
     reason,
@@ -163,7 +164,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     facts.append(f"{hours(run.rank_hours)} {unit}")
     facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
     if run.efficiency is not None:
-        facts.append(f"one rank: {shortened(clean(run.baseline or ''), 24)}")
+        facts.append(base_words(run, 24))
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
     if said := reason(run, day(scene.now)):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from allranks.plain import clean
-from allranks.watch.columns import Column
+from allranks.watch.columns import Column, shortened
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView
 from allranks.watch.words import count, duration, hours, num_bytes, sparkline, whole_duration
@@ -90,6 +90,15 @@ def reason(run: RunView, today: str) -> str:
     if run.expected_start:
         said.append(f"expected to start {moment(run.expected_start, today)}")
     return "; ".join(said)
+
+
+def base_words(run: RunView, width: int = 99) -> str:
+    """What its efficiency is against: `one rank: NAME`, `1x2: mean of 3 runs`."""
+    layout = run.baseline_layout or "1x1"
+    whose = "one rank" if layout == "1x1" else layout
+    if len(run.baseline_runs) > 1:
+        return f"{whose}: mean of {len(run.baseline_runs)} runs"
+    return f"{whose}: {shortened(clean(run.baseline or ''), width)}"
 
 
 def takes_reason(run: RunView) -> bool:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.comparing import read_job, same_job
+from allranks.comparing import Base, identity, read_job, same_job
 from allranks.rundir import RunDir, list_runs
 from allranks.standing import look_at_queue
+from allranks.timing import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
+from allranks.watch.bases import Bases, Key, sets_of
 from allranks.watch.reader import RunReader
 from allranks.watch.summary import Standing, judge, run_view
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView
@@ -31,8 +33,6 @@ FIND_SECONDS = 2.0
 BUDGET_SECONDS = 0.2  # for folders that are read for the first time, at each poll
 OLD_SECONDS = 24 * 3600.0
 ALWAYS_SHOWN = 10  # newest runs, however old
-ONE_RANK = "1x1"
-MIN_BASELINE_STEPS = 10
 SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
 
 
@@ -44,7 +44,13 @@ class Followed:
     reader: RunReader
     info: dict[str, Any] = field(default_factory=dict)
     job: dict[str, Any] = field(default_factory=dict)
-    same: dict[str, Any] = field(default_factory=dict)  # as runs that can be compared with it
+    same: str = ""  # as runs that can be compared with it
+    sets: tuple[Key, ...] = ()  # of runs, that it is compared in
+    base: Base | None = None
+    first_start: dict[str, Any] | None = None  # of one whose ranks are not followed
+    is_measured: bool = False  # it has ended, and its pace was read
+    measured: Timing | None = None
+    pace: float | None = None
     standing: Standing = field(default_factory=Standing)
     view: RunView | None = None
     due: float = 0.0
@@ -78,7 +84,8 @@ class Followed:
         self._signs = signs
         self.info = self.run.info()
         self.job = read_job(self.run)
-        self.same = same_job(self.job, self.info, self.run)
+        self.same = identity(same_job(self.job, self.info, self.run))
+        self.first_start = None
         return True
 
 
@@ -123,10 +130,8 @@ class Watcher:
                 continue
             has_news |= self._look(one, begin, all_ranks=is_wanted, budget=budget)
             looked.append(one)
-        if any(one.info.get("layout") == ONE_RANK for one in looked):
-            looked = list(self._followed.values())  # others are compared with it
         self._is_first = False
-        return any([self._show(one) for one in looked]) or has_news
+        return (self._compare(looked, begin + budget) if looked else False) or has_news
 
     def runs(self) -> list[RunView]:
         """Those that wait or run, newest first, then the others."""
@@ -225,6 +230,7 @@ class Watcher:
         if is_changed or was_active or not one.is_settled:
             one.is_settled = not was_active and one.is_read  # judged again when all is written
             one.standing = judge(one.run, one.info, self._asking.answer)
+            one.is_measured = False
         one.is_old = not self.shows_old and self._is_old(one)
         one.due = now + (self.look_seconds if one.is_active else SLEEP_SECONDS)
         is_wanted = all_ranks or not one.is_hidden
@@ -233,11 +239,27 @@ class Watcher:
         one.is_read = True
         return is_changed
 
+    def _compare(self, looked: Sequence[Followed], deadline: float) -> bool:
+        """Show those that were looked at, and those for which that changes something."""
+        for one in looked:
+            one.sets = sets_of(one)
+        bases = Bases(self._followed.values(), deadline)
+        changed = {one.run.name for one in looked}
+        for one in self._followed.values():
+            if one.is_hidden:
+                continue
+            if not one.is_measured and bases.measure(one) and one.is_measured:
+                changed.add(one.run.name)
+            if (base := bases.of(one)) != one.base:
+                one.base = base
+                changed.add(one.run.name)
+        return any([self._show(self._followed[name]) for name in changed])
+
     def _show(self, one: Followed) -> bool:
         """Make its view anew; whether it differs."""
-        if not one.is_read:
+        if not one.is_read or one.is_hidden:
             return False
-        view = run_view(one, now=self._now(), stalled=self.stalled, baseline=self._baseline(one))
+        view = run_view(one, now=self._now(), stalled=self.stalled)
         has_news, one.view = view != one.view, view
         return has_news
 
@@ -247,21 +269,6 @@ class Watcher:
         last = one.run.attempts()[-1:]
         lead = one.run.events(last[0], 0) if last else one.run.path
         return self._now() - modified(lead) / 1e9 > OLD_SECONDS
-
-    def _baseline(self, one: Followed) -> tuple[str, float] | None:
-        """The newest run of the same job on one such rank, and its pace."""
-        for other in self._followed.values():
-            if other is one or other.info.get("layout") != ONE_RANK or other.same != one.same:
-                continue
-            if other.is_hidden and other.reader.lead is None:
-                other.reader.look(all_ranks=False)
-            start, lead = other.reader.start, other.reader.lead
-            if start.get("device") != one.reader.start.get("device") or lead is None:
-                continue
-            pace = other.reader.steady_pace(1)
-            if pace and (lead.step or 0) >= MIN_BASELINE_STEPS:
-                return other.run.name, pace
-        return None
 
 
 def modified(path: Path) -> int:

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from allranks.watch.lines import base_words
 from allranks.watch.marks import Mark, judged
 from allranks.watch.views import History, Parts, RankView, RunView
 
 METRICS = ("work", "seconds", "data", "wait", "utilization")
 SPARK_POINTS = 40
-NOT_FOR_THE_LIST = ("loss_steps", "losses", "run_dir", "jobs", "heartbeat")
+NOT_FOR_THE_LIST = ("loss_steps", "losses", "run_dir", "jobs", "heartbeat", "baseline_runs")
 TIMES = ("started", "last_step", "heartbeat")
 
 Row = Sequence[float | None]
@@ -32,7 +33,11 @@ def run_line(view: RunView) -> dict[str, Any]:
     fields = {key: value for key, value in asdict(view).items() if key not in NOT_FOR_THE_LIST}
     every = -(-len(view.losses) // SPARK_POINTS) or 1
     spark = [rounded(loss) for loss in view.losses[::-1][::every][::-1]]
-    return {key: _short(key, value) for key, value in fields.items()} | {"spark": spark}
+    base = base_words(view) if view.baseline else None
+    return {key: _short(key, value) for key, value in fields.items()} | {
+        "spark": spark,
+        "base": base,
+    }
 
 
 def rank_line(view: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:

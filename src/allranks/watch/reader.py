@@ -38,6 +38,7 @@ class RankReader:
     tail: EventTail
     start: Event = field(default_factory=dict)
     end: Event | None = None
+    window: Event | None = None  # of steps that are measured
     device: Event = field(default_factory=dict)
     network: Mapping[str, float] = field(default_factory=dict)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
@@ -91,6 +92,8 @@ class RankReader:
             self.start = event
         elif kind == "end":
             self.end = event
+        elif kind == "window":
+            self.window = event
 
     def _take_step(self, event: Event) -> None:
         before = self.recent[-1] if self.recent else {}

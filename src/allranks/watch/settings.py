@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from allranks.comparing import bench_of
 from allranks.plain import clean
 
 SHOWN_SETTINGS = (
@@ -76,7 +77,9 @@ def told(by_run: Mapping[str, str]) -> str:
 def rows_of(one: Settings) -> dict[str, str]:
     """Every setting of a run that is set, in a line each."""
     shown = [key for key in SHOWN_SETTINGS if key != "slurm" or one.info.get("backend") == "slurm"]
-    rows = {key: job_setting(key, one.job.get(key)) for key in shown}
+    # One that is measured was told to go on for ever: how long the job is, is in its record.
+    job = {**one.job, **bench_of(one.info).get("job", {})}
+    rows = {key: job_setting(key, job.get(key)) for key in shown}
     for key, word in APPLIED.items():
         if is_set(one.start.get(key)):
             rows[f"applied: {word}"] = setting(one.start[key])

@@ -137,7 +137,7 @@ def progress(view: RunView) -> str:
 
 
 def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> list[str]:
-    """Predicted beside measured, where one rank of the same job was measured too."""
+    """Predicted beside measured, where a smaller layout of the same job was measured too."""
     measured = [one for one in runs if one.view.samples_per_second]
     if not measured:
         return ["Nothing is measured yet."]
@@ -162,17 +162,21 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     notes = [
         "",
-        "Measured over the last steps of a run that goes on, "
-        "over all of one that has told its pace.",
+        "Measured over the last steps of a run that goes on, over the steady steps of one that "
+        "has ended.",
     ]
-    bases = dict.fromkeys(one.view.baseline for one in measured if one.view.baseline)
+    bases = dict.fromkeys(
+        f"{one.view.baseline_layout} ({', '.join(one.view.baseline_runs)})"
+        for one in measured
+        if one.view.efficiency is not None
+    )
     if bases:
         notes.append(
-            "Predicted is as many times the pace of one rank as there are ranks, the most that "
-            f"can be had; that pace was measured in {', '.join(map(str, bases))}."
+            "Predicted is what as many ranks would do if each were as fast as one of the smallest "
+            f"layout that was measured: the mean of {'; '.join(bases)}."
         )
     else:
-        notes.append("Nothing is predicted: no run of these jobs on one rank was measured.")
+        notes.append("Nothing is predicted: no smaller layout of these jobs was measured.")
     return [*table(titles, rows), *notes]
 
 

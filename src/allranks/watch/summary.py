@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allranks import claims
+from allranks.comparing import last_step
 from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.rundir import RunDir
 from allranks.standing import RUNNING, Queue, reason_of, state_of
-from allranks.watch.reader import RankReader, RunReader
+from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
 
@@ -63,20 +64,21 @@ def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
     )
 
 
-def run_view(
-    one: Followed, *, now: float, stalled: float | None, baseline: tuple[str, float] | None
-) -> RunView:
+def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     """Everything that a line about a run says."""
     reader, standing = one.reader, one.standing
     start, lead = reader.start, reader.lead
     is_running = standing.state == "running"
     layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
     world = start.get("world_size") or ranks_of(layout)
-    step, steps = lead.step if lead else None, start.get("steps")
-    took, by_clock = step_seconds(lead, is_running), lead.clock_seconds() if lead else None
-    pace = reader.samples_per_second(world)
+    step = lead.step if lead else None
+    steps = last_step(start, one.info, lead.window if lead else None)
+    took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
+    pace = (one.pace if one.is_measured else None) or reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
-    one_rank, one_pace = baseline if baseline and (world or 1) > 1 else (None, None)
+    base = one.base if one.base is not None and layout != one.base.layout else None
+    efficiency = base.efficiency(world, pace) if base and world and pace else None
+    base = base if efficiency is not None else None
     return RunView(
         run=one.run.name,
         run_dir=str(one.run.path),
@@ -93,7 +95,7 @@ def run_view(
         attempt=reader.attempt,
         attempts=len(reader.attempts),
         epoch=lead.recent[-1].get("epoch") if lead and lead.recent else None,
-        epochs=epochs_of(one.job, start),
+        epochs=epochs_of(one.job, steps, start),
         step=step,
         steps=steps,
         loss=reader.losses.last,
@@ -102,8 +104,10 @@ def run_view(
         losses=tuple(reader.losses.values),
         step_seconds=took,
         samples_per_second=pace,
-        efficiency=pace / (world * one_pace) if pace and world and one_pace else None,
-        baseline=one_rank,
+        efficiency=efficiency,
+        baseline=base.runs[0] if base else None,
+        baseline_layout=base.layout if base else None,
+        baseline_runs=base.runs if base else (),
         seconds_left=(steps - step) * by_clock
         if is_running and steps and step and by_clock
         else None,
@@ -115,9 +119,12 @@ def run_view(
     )
 
 
-def step_seconds(lead: RankReader | None, is_running: bool) -> float | None:
-    """Of the last steps; of a run that has ended, of all, as is the pace that it told."""
-    if lead is None or is_running or "seconds" not in lead.curves:
+def step_seconds(one: Followed) -> float | None:
+    """Of the last steps; of a run that has ended, of those that its pace is of."""
+    lead = one.reader.lead
+    if one.is_measured and one.measured is not None:
+        return one.measured.step_seconds
+    if lead is None or one.standing.state == "running" or "seconds" not in lead.curves:
         return lead.mean("seconds") if lead else None
     return lead.curves["seconds"].mean()
 
@@ -152,10 +159,10 @@ def device_of(start: dict[str, Any], info: dict[str, Any], reader: RunReader) ->
     return str(gpus[0].get("name")) if gpus and isinstance(gpus[0], dict) else "GPU"
 
 
-def epochs_of(job: dict[str, Any], start: dict[str, Any]) -> int | None:
+def epochs_of(job: dict[str, Any], steps: int | None, start: dict[str, Any]) -> int | None:
     if isinstance(job.get("epochs"), int):
         return int(job["epochs"])
-    steps, length = start.get("steps"), start.get("steps_per_epoch")
+    length = start.get("steps_per_epoch")
     return -(-steps // length) if steps and length else None
 
 

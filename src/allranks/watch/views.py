@@ -36,8 +36,10 @@ class RunView:
     losses: tuple[float | None, ...] = ()
     step_seconds: float | None = None  # in the mean: of the last steps, or of all when it ended
     samples_per_second: float | None = None  # of all ranks: of the last steps, or as it ended
-    efficiency: float | None = None  # against as many times the pace of one rank
-    baseline: str | None = None  # the run that this pace is from
+    efficiency: float | None = None  # against as many times the pace of a rank of the base
+    baseline: str | None = None  # the newest run of the base
+    baseline_layout: str | None = None
+    baseline_runs: tuple[str, ...] = ()  # whose mean pace it is
     seconds_left: float | None = None  # by the clock of the last ten minutes
     rank_hours: float = 0.0  # GPU-hours on GPUs, of all attempts
     checkpoint: int | None = None  # the step of the newest

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from allranks.events import read_events
 from allranks.layout import Layout
 from allranks.rundir import RunDir
 from allranks.timing import timing
@@ -70,7 +69,7 @@ def read(run: RunDir) -> Ladder | None:
 def ended_on_rung(run: RunDir) -> bool:
     """Whether the last attempt was only there to be measured."""
     attempts = run.attempts()
-    return read(run) is not None and bool(attempts) and _window(run, attempts[-1]) is not None
+    return read(run) is not None and bool(attempts) and run.window(attempts[-1]) is not None
 
 
 def measured(run: RunDir, layout: str) -> Ladder | None:
@@ -79,19 +78,13 @@ def measured(run: RunDir, layout: str) -> Ladder | None:
     attempts = run.attempts()
     if ladder is None or ladder.chosen is not None or not attempts:
         return None
-    window = _window(run, attempts[-1])
+    window = run.window(attempts[-1])
     found = timing(run)
     if window is None or found is None or found.last_step < window["last"]:
         return None
     climbed = ladder.after(layout, found.samples_per_second)
     write(run, climbed)
     return climbed
-
-
-def _window(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """The steps that the probe was to measure, if it came so far."""
-    events = read_events(run.events(attempt, 0))
-    return next((event for event in events if event["event"] == "window"), None)
 
 
 def write(run: RunDir, ladder: Ladder) -> None:

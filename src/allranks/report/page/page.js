@@ -178,6 +178,7 @@ function costTable(rows, label, job) {
     {name: "time to finish", cell: path => [shown([...path, "seconds"], "duration")]},
     {name: "", text: true, cell: path => at(path).seconds_kind ? make("small", "", shown([...path, "seconds_kind"])) : ""},
     {name: hours, cell: path => shown([...path, "gpu_hours"], "number")},
+    {name: hours + "/epoch", cell: path => shown([...path, "gpu_hours_per_epoch"], "number")},
     {name: "extra " + hours, cell: path => shown([...path, "extra_gpu_hours"], "signed")},
     {name: "extra", cell: path => shown([...path, "extra_share"], "signed_percent")},
     {name: "last doubling", cell: path => shown([...path, "doubling_share"], "signed_percent")},
@@ -368,6 +369,7 @@ function footer() {
   return element;
 }
 root.replaceChildren(make("p", "eyebrow", "Scaling report · ", shown(["date"])));
+if (report.chosen) root.append(make("p", "what", shown(["chosen"])));
 root.append(...report.sections.map((_, i) => section(i)));
 if (report.notes.length) root.append(notes("About this report", ["notes"]));
 root.append(footer());

@@ -54,7 +54,7 @@ function drawTiles(run) {
     ["epoch", count(run.epoch), run.epochs ? `of ${count(run.epochs)}` : ""],
     ["loss", number(run.loss, 4), ""],
     ["samples/s", number(run.samples_per_second), ""],
-    ["efficiency", percent(run.efficiency), "", run.baseline && `against the pace of one rank in ${run.baseline}`],
+    ["efficiency", percent(run.efficiency), "", run.base && `against the pace of ${run.base}`],
     ["a step takes", step(run.step_seconds), ""],
     [run.state === "running" ? "time left" : "time", run.state === "running" ? duration(run.seconds_left)
       : duration(run.last_step !== null && run.started !== null ? run.last_step - run.started : null), ""],

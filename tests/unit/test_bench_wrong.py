@@ -1,0 +1,110 @@
+"""What is typed wrong, or ended early, in benchmarks: refused before anything runs, or told."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.commandline import Allranks
+from tests.watch_runs import GrowingRun
+
+from allranks import cli_bench
+from allranks.errors import AllranksError
+from allranks.job import load_job
+from allranks.launch import local, screen
+from allranks.launch.prepare import Prepared, Request, open_run, prepare
+from allranks.layout import Layout
+from allranks.measure.plan_runs import plan_runs
+from allranks.measure.scaling_screen import Progress
+
+LARGE = ("task=spiral", "batch_size=16384")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "scaling", "train.py"], "write it after --, as -- python train.py"),
+        (["bench", "scaling", "--price", "cpu=abc"], "abc is not a price"),
+        (
+            ["bench", "scaling", *LARGE, "--layouts", "1x1,8x1024"],
+            "8x1024 is larger than",
+        ),
+        (
+            ["bench", "data", *LARGE, "--layout", "8x1024"],
+            "8x1024 is larger than",
+        ),
+        (["bench", "precision", *LARGE, "--layout", "8x1024"], "8x1024 is larger than"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    allranks: Allranks, tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = allranks(*words)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def quiet(console: Console, run: GrowingRun) -> screen.QuietScreen:
+    shown = screen.QuietScreen(console)
+    shown.follow(run.run, load_job(None, ["task=spiral"]), 0)
+    return shown
+
+
+@pytest.mark.parametrize("makes_steps", [True, False])
+def test_a_script_without_steps_is_named_after_a_while(
+    tmp_path: Path, makes_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = GrowingRun(tmp_path, "1x2")
+    grown.begin()
+    if makes_steps:
+        grown.steps(3)
+    console = Console(file=io.StringIO(), width=200)
+    shown = quiet(console, grown)
+    shown.update(0)
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]  # a StringIO
+    monkeypatch.setattr(screen, "FIRST_STEP_SECONDS", 0.0)
+    for _ in range(3):
+        shown.update(0)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("no optimizer step for") == (0 if makes_steps else 1)
+    shown.stopping("SIGINT")
+    shown.stopping("SIGINT")
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("stopping; what was measured is kept") == 1
+
+
+def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Layout] = []
+
+    def run_here(one: Prepared, place: Any, shown: Any, signals: local.Signals) -> Any:
+        begun.append(one.layout)
+        if len(begun) == 2:  # it came before this one had any rank
+            signals.received.append(signal.SIGINT)
+            raise AllranksError("stopped before all nodes were there", fix="", exit_code=130)
+        raise AllranksError("no port is free", fix="")
+
+    monkeypatch.setattr(local, "run_here", run_here)
+    prepared = [
+        prepare(Request(overrides=["task=spiral"], layout=layout, runs=tmp_path))
+        for layout in ("1x1", "1x2", "1x4")
+    ]
+    done = cli_bench.measure_here(prepared, Progress(as_json=True, total=3))
+    assert [str(layout) for layout in begun] == ["1x1", "1x2"]
+    assert done[0].problem == "no port is free"
+
+
+def test_a_runs_folder_says_from_its_beginning_which_benchmark_it_is_of(tmp_path: Path) -> None:
+    plan = plan_runs("1x1", steps="10", repeats=1, weak=True)
+    request = Request(overrides=["task=spiral", "batch_size=8"], layout="1x1", runs=tmp_path)
+    prepared = prepare(request)
+    prepared.bench = plan.for_job(prepared.job).bench
+    info = json.loads((open_run(prepared).path / "run.json").read_text())
+    assert info["bench"]["kind"] == "scaling" and info["bench"]["mode"] == "weak"
+    assert info["bench"]["job"]["epochs"] == prepared.job.epochs

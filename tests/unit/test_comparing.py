@@ -1,0 +1,264 @@
+"""Which runs are compared, and with which of them: the same in every command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.report_runs import make_run
+from tests.watch_runs import GrowingRun
+
+from allranks.cli_comm import run_to_show
+from allranks.cli_report import chosen_runs, chosen_words
+from allranks.comparing import Base, base_of, is_compared, last_step
+from allranks.errors import AllranksError
+from allranks.report.build import build
+from allranks.report.facts import read_run
+from allranks.rundir import RunDir, find_runs
+from allranks.standing import Queue, describe
+from allranks.watch import bases
+from allranks.watch.live import Watcher
+from allranks.watch.status import gather
+
+SCALING = {"bench": {"id": "b1", "kind": "scaling", "job": {"epochs": 2, "steps": None}}}
+
+
+@dataclass(frozen=True)
+class One:
+    """A run to be compared."""
+
+    run: str
+    layout: str | None
+    ranks: int
+    samples_per_second: float | None
+    state: str = "finished"
+
+
+def test_the_base_is_the_mean_of_the_runs_with_the_fewest_ranks() -> None:
+    runs = [One("a", "1x1", 1, 100.0), One("b", "1x1", 1, 140.0), One("c", "1x4", 4, 400.0)]
+    base = base_of(runs)
+    assert base == Base("1x1", 1, 120.0, ("a", "b"))
+    assert base is not None and base.efficiency(4, 360.0) == pytest.approx(0.75)
+    assert base_of([One("a", "1x1", 1, None), One("b", None, 0, 3.0)]) is None
+
+
+def test_of_layouts_of_equal_size_the_faster_one_is_the_base() -> None:
+    base = base_of([One("a", "2x1", 2, 90.0), One("b", "1x2", 2, 100.0), One("c", "1x1", 1, None)])
+    assert base is not None and base.layout == "1x2"
+    assert base.efficiency(4, 200.0) == pytest.approx(1.0)
+
+
+def test_failed_runs_are_a_base_only_where_no_other_is() -> None:
+    failed = One("a", "1x1", 1, 50.0, "failed")
+    base = base_of([failed, One("b", "1x1", 1, 100.0)])
+    assert base is not None and base.runs == ("b",)
+    alone = base_of([failed, One("c", "1x2", 2, 100.0)])
+    assert alone is not None and alone.runs == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_one"),
+    [
+        ({}, {}, True),
+        ({}, {"id": "x", "kind": "scaling"}, True),
+        ({}, {"id": "x", "kind": "data"}, False),
+        ({"id": "x", "kind": "scaling"}, {"id": "x", "kind": "scaling"}, True),
+        ({"id": "x", "kind": "scaling"}, {"id": "y", "kind": "scaling"}, False),
+        ({"id": "x", "kind": "scaling"}, {}, False),
+    ],
+)
+def test_a_benchmark_of_scaling_stays_among_itself(
+    mine: dict[str, Any], theirs: dict[str, Any], is_one: bool
+) -> None:
+    assert is_compared({"bench": mine}, {"bench": theirs}) is is_one
+
+
+# --- The same numbers in report, status and watch ------------------------------------------------
+
+
+def study(runs: Path) -> dict[str, RunDir]:
+    """A job that ran by itself and in a benchmark; the newest run with one rank is the odd one."""
+    made = [
+        ("alone", "1x1", 0.40, {}),
+        ("bench 1", "1x1", 0.44, SCALING),
+        ("bench 4", "1x4", 0.12, SCALING),
+        ("large", "1x4", 0.125, {}),
+        ("odd", "1x1", 0.60, {}),
+    ]
+    return {
+        name: make_run(runs, layout, step_seconds=seconds, number=number, info=info)
+        for number, (name, layout, seconds, info) in enumerate(made)
+    }
+
+
+def reported(runs: list[RunDir]) -> dict[str, Any]:
+    (section,) = build([read_run(run) for run in runs], created=0.0)["sections"]
+    return {row["layout"]: row for row in section["rows"]}
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_status_watch_and_report_tell_the_same_efficiency(
+    tmp_path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:  # as of files too large to be read twice
+        monkeypatch.setattr(bases, "MAX_BYTES", limit)
+        monkeypatch.setattr("tests.report_runs._World._end", lambda *_: {"exit": 0})
+    runs = study(tmp_path)
+    watcher = Watcher(tmp_path, old=True)
+    found = {one.view.run: one.view for one in gather(watcher)}
+    watcher.close()
+    tolerance = 1e-9 if limit is None else 0.01
+    # A run that stands alone: against all with one rank, as `report NAME`.
+    large = found[runs["large"].name]
+    everything = reported([run for name, run in runs.items() if name != "bench 4"])
+    assert large.efficiency == pytest.approx(everything["1x4"]["efficiency"], rel=tolerance)
+    assert large.baseline_layout == "1x1" and large.baseline == runs["odd"].name
+    assert set(large.baseline_runs) == {runs[n].name for n in ("alone", "bench 1", "odd")}
+    # One of a benchmark: against that benchmark's, as `report`.
+    bench = found[runs["bench 4"].name]
+    within = reported([runs["bench 1"], runs["bench 4"]])["1x4"]
+    assert bench.efficiency == pytest.approx(within["efficiency"], rel=tolerance)
+    assert bench.samples_per_second == pytest.approx(
+        within["samples_per_second"]["mean"], rel=tolerance
+    )
+    assert bench.baseline_runs == (runs["bench 1"].name,)
+    assert found[runs["odd"].name].efficiency is None  # it is of the base
+
+
+def test_without_one_rank_watch_too_compares_with_the_fewest(tmp_path: Path) -> None:
+    two = make_run(tmp_path, "1x2", step_seconds=0.2, number=0)
+    four = make_run(tmp_path, "1x4", step_seconds=0.125, number=1)
+    watcher = Watcher(tmp_path, [four])
+    watcher.poll()
+    (view,) = watcher.runs()
+    assert view.efficiency == pytest.approx(reported([two, four])["1x4"]["efficiency"])
+    assert (view.baseline_layout, view.baseline) == ("1x2", two.name)
+
+
+def test_a_pace_that_is_not_read_yet_is_no_base(tmp_path: Path) -> None:
+    runs = study(tmp_path)
+    watcher = Watcher(tmp_path, old=True)
+    seen = []
+    for _ in range(20):
+        watcher.poll(budget=0.0)
+        views = {view.run: view for view in watcher.runs()}
+        if runs["large"].name in views:
+            seen.append(views[runs["large"].name].efficiency)
+    watcher.poll(budget=float("inf"))
+    views = {view.run: view for view in watcher.runs()}
+    assert {value for value in seen if value is not None} <= {views[runs["large"].name].efficiency}
+
+
+# --- How long a run that is measured is ----------------------------------------------------------
+
+
+def test_a_run_that_is_measured_is_as_long_as_its_window(tmp_path: Path) -> None:
+    start, window = {"steps": 10_000_000}, {"first": 31, "last": 230}
+    assert last_step(start, {}, window) == 10_000_000
+    assert last_step(start, SCALING, None) is None
+    assert last_step(start, SCALING, window) == 230
+
+
+def test_watch_and_ls_show_the_window_of_a_run_that_is_measured(tmp_path: Path) -> None:
+    grown = GrowingRun(tmp_path, "1x2", steps=10_000_000, info=SCALING)
+    grown.begin()
+    watcher = Watcher(tmp_path)
+    with grown.live():
+        grown.steps(30)
+        watcher.poll()
+        (view,) = watcher.runs()
+        assert (view.step, view.steps, view.seconds_left) == (30, None, None)
+        assert view.epochs == 10  # of the job
+        assert describe(grown.run, Queue())["steps"] is None
+        grown.write(0, "window", first=31, last=230, steady=True)
+        grown.steps(10)
+        watcher.poll({grown.run.name})
+        (view,) = watcher.runs()
+        assert (view.step, view.steps) == (40, 230)
+        assert view.seconds_left == pytest.approx(190 * 0.1, rel=0.01)
+        shown = describe(grown.run, Queue())
+        assert shown["steps"] == 230 and shown["seconds_left"] == pytest.approx(19.0, rel=0.01)
+
+
+# --- Which runs a report is of -------------------------------------------------------------------
+
+
+def named(runs: list[RunDir]) -> set[str]:
+    return {run.name for run in runs}
+
+
+def test_a_report_is_of_the_newest_benchmark_of_scaling(tmp_path: Path) -> None:
+    made = study(tmp_path)
+    newer = [
+        make_run(tmp_path, layout, step_seconds=0.1, number=10 + n, info={"bench": bench})
+        for n, (layout, bench) in enumerate(
+            [("1x1", {"id": "n", "kind": "scaling"}), ("1x2", {"id": "n", "kind": "scaling"})]
+        )
+    ]
+    for number, kind in enumerate(("data", "precision", "comm")):  # newest of all
+        info = {"bench": {"id": kind, "kind": kind}}
+        make_run(tmp_path, "1x1", step_seconds=0.1, number=20 + number, info=info)
+    make_run(tmp_path, "1x1", step_seconds=0.1, name="other", number=0)
+    runs, words = chosen_runs(tmp_path, [])
+    assert named(runs) == named(newer)
+    assert words is not None
+    assert "the 2 runs of the newest bench scaling, of language" in words
+    assert "all of language: allranks report language" in words
+    assert "Other jobs: other" in words
+    # By the job's name: all that can be compared.
+    runs, words = chosen_runs(tmp_path, ["language"])
+    assert named(runs) == named([*made.values(), *newer])
+    assert runs[0].name == newer[1].name  # the newest: there the report is written
+    assert words == "3 runs of other benchmarks than bench scaling are left out."
+
+
+def test_a_report_is_of_the_newest_job_where_its_newest_run_is_of_no_benchmark(
+    tmp_path: Path,
+) -> None:
+    made = study(tmp_path)
+    runs, words = chosen_runs(tmp_path, [])
+    assert named(runs) == named([*made.values()])
+    assert words == "Compared: the 5 runs of language, the newest job."
+
+
+def test_a_word_stands_for_all_runs_of_a_job_or_that_begin_so(tmp_path: Path) -> None:
+    for number, name in enumerate(("digits", "digits", "digits-big")):
+        make_run(tmp_path, "1x1", step_seconds=0.1, name=name, number=number)
+    assert len(find_runs(tmp_path, "digits")) == 2  # not digits-big
+    assert len(find_runs(tmp_path, "dig")) == 3
+    (one,) = find_runs(tmp_path, "digits-big-20260921-120002-0002")
+    assert find_runs(tmp_path, str(one.path)) == [one]
+    assert find_runs(tmp_path, "last") == [one]
+    with pytest.raises(AllranksError, match="no run 'nobody'"):
+        find_runs(tmp_path, "nobody")
+
+
+def test_where_nothing_can_be_compared_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(AllranksError, match="no run in"):
+        chosen_runs(tmp_path, [])
+    info = {"bench": {"id": "d", "kind": "data"}}
+    run = make_run(tmp_path, "1x1", step_seconds=0.1, info=info)
+    with pytest.raises(AllranksError, match="what is there is of bench data") as refusal:
+        chosen_runs(tmp_path, [])
+    assert "bench scaling" in refusal.value.fix
+    assert chosen_runs(tmp_path, ["language"]) == ([run], None)  # it was asked for
+
+
+def test_many_other_jobs_are_not_all_named() -> None:
+    words = chosen_words("a", 1, is_bench=False, jobs=["a", "b", "c", "d", "e"])
+    assert words == (
+        "Compared: the 1 run of a, the newest job. Other jobs: b, c, d, … (allranks report NAME)."
+    )
+
+
+def test_the_last_run_of_bench_comm_is_none_of_another_command(tmp_path: Path) -> None:
+    with pytest.raises(AllranksError, match="no run of bench comm"):
+        run_to_show(tmp_path, "last")
+    comm = make_run(tmp_path, "1x2", step_seconds=0.1, number=0, info={"bench": {"kind": "comm"}})
+    other = make_run(tmp_path, "1x2", step_seconds=0.1, number=1, name="digits")
+    assert run_to_show(tmp_path, "last") == comm == run_to_show(tmp_path, "language")
+    with pytest.raises(AllranksError, match="is no run of bench comm") as refusal:
+        run_to_show(tmp_path, other.name)
+    assert comm.name in refusal.value.fix
