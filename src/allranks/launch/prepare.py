@@ -21,13 +21,7 @@ from allranks.errors import AllranksError
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
 from allranks.layout import Layout
-from allranks.rundir import (
-    RunDir,
-    create_run,
-    find_run,
-    no_readable_checkpoint,
-    write_atomically,
-)
+from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint, write_atomically
 
 MEASURED_PER_CPU = 4  # ranks, at most
 DEFAULT_TIMEOUT = Duration(1800)
