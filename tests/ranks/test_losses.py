@@ -73,6 +73,7 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
         norms=batch_norms(model),
         autocast=nullcontext(),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
+        meter=SimpleNamespace(own=None),
         data=data,
     )
     shown = []
