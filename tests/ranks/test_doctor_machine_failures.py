@@ -63,7 +63,7 @@ RUN += [sys.executable, "train.py"]
 
 
 def test_a_rank_that_eats_the_memory_of_its_cgroup(allranks: Allranks, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(hungry(6, 0.02))
+    (tmp_path / "train.py").write_text(hungry(6, 0.05))
     with memory_cgroup(LIMIT_BYTES) as folder:
         enter = inside(folder, *RUN)
         done = subprocess.run(enter, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -79,17 +79,22 @@ def test_a_rank_that_eats_the_memory_of_its_cgroup(allranks: Allranks, tmp_path:
         assert "num_workers" in first["fix"] or "workers" in first["fix"]
 
 
-# The worker of rank 1's loader keeps 24 MB of every batch.
+# The worker of rank 1's loader keeps 24 MB of every batch, once the rank has written down that it
+# has this worker, as it does every two seconds.
 HUNGRY_WORKER = """
-import os, time, torch, torch.distributed as dist
+import json, os, pathlib, time, torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 dist.init_process_group("gloo")
 kept = []
+events = pathlib.Path(os.environ["ALLRANKS_RUN_DIR"], "attempts", "0", "rank-1.jsonl")
+def is_known():
+    lines = events.read_text().split("\\n")[:-1] if events.exists() else []
+    return any(os.getpid() in json.loads(line).get("processes", ()) for line in lines)
 class Data(Dataset):
     def __len__(self):
         return 10000
     def __getitem__(self, index):
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "1" and (kept or is_known()):
             kept.append(torch.ones(6 << 20))
         return torch.zeros(8)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))

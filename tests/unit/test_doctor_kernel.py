@@ -83,6 +83,18 @@ RuntimeError: DataLoader worker (pid {}) is killed by signal: Killed.
 """
 
 
+WORKER_GONE = """\
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+    for batch in loader:
+  File "/env/lib/python3.11/site-packages/torch/multiprocessing/reductions.py", line 541, in f
+    fd = df.detach()
+  File "/usr/lib/python3.11/multiprocessing/resource_sharer.py", line 57, in detach
+    with _resource_sharer.get_connection(self._id) as conn:
+ConnectionResetError: [Errno 104] Connection reset by peer
+"""
+
+
 def first(run: RunDir) -> Finding:
     return diagnose_run(run)[0]
 
@@ -132,6 +144,17 @@ def test_a_worker_that_no_sample_has_seen(tmp_path: Path, says: Any) -> None:
     run = make_run(tmp_path)
     write(run, RAISED, {1: WORKER_DIED.format(4321)})
     says(report(4321, "pt_data_worker"))
+    found = first(run)
+    assert (found.cause, found.rank, found.confidence) == ("host-out-of-memory", 1, "high")
+
+
+@pytest.mark.parametrize("log", [WORKER_DIED, WORKER_GONE], ids=["killed", "gone"])
+def test_a_worker_is_counted_where_no_message_can_be_read(
+    log: str, tmp_path: Path, says: Any
+) -> None:
+    run = make_run(tmp_path)
+    says("")
+    write(run, {0: ECHO, 1: failed(1, memory_kills=1)}, {1: log.format(4321)})
     found = first(run)
     assert (found.cause, found.rank, found.confidence) == ("host-out-of-memory", 1, "high")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from allranks.rundir import RunDir
 
 FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
+CUT_OFF = re.compile(r"Connection(?:Reset|Refused)Error|EOFError|BrokenPipeError")
 NAMES_IT = ("Killed process", "exceeded memory limit")  # of what the kernel and SLURM say
 
 
@@ -63,9 +65,16 @@ def _counted(run: RunDir, attempt: int, facts: Facts, said: Kernel) -> list[int]
 
 
 def _lost_workers(facts: Facts) -> list[int]:
-    """Ranks that say that a worker of their loader was killed."""
+    """Ranks that say that a worker of their loader was killed, or gone in the midst of a batch.
+
+    How it went is not said where a rank was about to take a batch from it just then.
+    """
     hits = facts.of("worker-killed")
-    told = [hit.rank for hit in hits if hit.fields.get("how", "").lower() == "killed"]
+    told = [
+        hit.rank
+        for hit in hits
+        if hit.fields.get("how", "").lower() == "killed" or CUT_OFF.search(hit.line.text)
+    ]
     return [rank for rank in told if rank is not None]
 
 
