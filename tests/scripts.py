@@ -161,14 +161,17 @@ def run(tmp_path: Path, text: str, num_ranks: int = 1, **env: str) -> Recorded:
 
 
 _HUNGRY = """
-import os, time, torch, torch.distributed as dist
+import os, pathlib, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 model = DDP(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 kept = []
+events = pathlib.Path(os.environ["ALLRANKS_RUN_DIR"], "attempts", "0", "rank-1.jsonl")
+def is_seen():
+    return events.exists() and "host_memory" in events.read_text()
 for step in range(2000):
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "1" and (kept or is_seen()):
         kept.append(torch.ones({floats}))
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
@@ -178,5 +181,5 @@ for step in range(2000):
 
 
 def hungry(mebibytes: int, pause: float) -> str:
-    """A script whose rank 1 keeps so much of every step, and never gives it back."""
+    """A script whose rank 1 keeps so much of every step, once the probe has seen its memory."""
     return _HUNGRY.format(floats=mebibytes << 18, pause=pause)

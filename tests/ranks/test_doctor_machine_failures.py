@@ -63,7 +63,7 @@ RUN += [sys.executable, "train.py"]
 
 
 def test_a_rank_that_eats_the_memory_of_its_cgroup(allranks: Allranks, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(hungry(6, 0.05))
+    (tmp_path / "train.py").write_text(hungry(12, 0.02))
     with memory_cgroup(LIMIT_BYTES) as folder:
         enter = inside(folder, *RUN)
         done = subprocess.run(enter, cwd=tmp_path, capture_output=True, text=True, check=False)
