@@ -84,7 +84,10 @@ def scaling(
     found = measured.as_json(
         measured.rows_of(done),
         price=price_of(device, memory, own),
-        more={"steps": steps, "device": device, "unit": "rank" if device == CPU else "GPU"},
+        more={
+            **{"steps": steps, "device": device, "unit": "rank" if device == CPU else "GPU"},
+            "interrupted": screen.is_interrupted,
+        },
     )
     tell(found, screen, as_json=as_json)
 
@@ -99,14 +102,21 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
         print(to_json(found))
     else:
         scaling_screen.show(screen.console, found)
+    if screen.is_interrupted:
+        repeats = [one for row in found["rows"] for one in row["repeats"]]
+        measured = sum(not one.get("problem") for one in repeats)
+        words = f"stopped: {measured} of {screen.total} runs were measured"
+        print(words, file=sys.stderr)
+        raise typer.Exit(130)
     failed = next((row for row in found["rows"] if row["problem"]), None)
     if failed is not None:
         if not as_json:
             print(f"error: {failed['layout']}: {failed['problem']}", file=sys.stderr)
             run = next((one["run"] for one in failed["repeats"] if one.get("problem")), "")
-            see = f"see allranks doctor {run}; what it said: allranks logs {run}"
-            is_stopped = failed["problem"] == scaling.STOPPED
-            print(f"  fix: {'let it run longer' if is_stopped else see}", file=sys.stderr)
+            see = f"see allranks doctor {run}; what it said: allranks logs {run}" if run else ""
+            fix = "let it run longer" if failed["problem"] == scaling.STOPPED else see
+            if fix:
+                print(f"  fix: {fix}", file=sys.stderr)
         raise typer.Exit(1)
     if not found["rows"]:
         raise AllranksError("nothing was measured", fix="let it run longer", exit_code=1)
@@ -133,8 +143,9 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
             done.append(repeat_of(outcome.run, one.layout))
             screen.end(done[-1])
         except AllranksError as error:
-            done.append(failed(one.layout, error.what))
+            done.append(failed(one.layout, "; ".join(filter(None, (error.what, error.fix)))))
         if signals.received:
+            screen.is_interrupted = True
             break
     return done
 
@@ -147,14 +158,14 @@ def measure_in_slurm(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     from allranks.launch.cluster import submit
     from allranks.launch.cluster.sbatch import racers_of
 
-    sent = []
-    for one in prepared:
-        run = submit.submit(one, racers_of(one.job, [])).run
-        sent.append((run, one.layout))
-        screen.queued(run.name, str(one.layout))
     done: list[Repeat] = []
-    waiting, pause = list(sent), 2.0
+    waiting: list[tuple[RunDir, Layout]] = []
+    pause = 2.0
     try:
+        for one in prepared:
+            run = submit.submit(one, racers_of(one.job, [])).run
+            waiting.append((run, one.layout))
+            screen.queued(run.name, str(one.layout))
         while waiting:
             queue = standing.look_at_queue([run for run, _ in waiting])
             for run, layout in list(waiting):
@@ -165,6 +176,7 @@ def measure_in_slurm(prepared: list[Prepared], screen: Any) -> list[Repeat]:
             time.sleep(pause if waiting else 0)
             pause = min(30.0, 1.2 * pause)
     except KeyboardInterrupt:
+        screen.is_interrupted = True
         screen.left([run.name for run, _ in waiting])
     return done
 

@@ -119,7 +119,8 @@ def named_runs(runs: Path, references: list[str]) -> tuple[list[RunDir], str | N
     ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
     if not num_left:
         return ordered, None
-    return ordered, f"{num_left} runs of other benchmarks than bench scaling are left out."
+    runs, are = ("run", "is") if num_left == 1 else ("runs", "are")
+    return ordered, f"{num_left} {runs} of other benchmarks than bench scaling {are} left out."
 
 
 def chosen_words(job: str, number: int, *, is_bench: bool, jobs: list[str]) -> str:
@@ -141,7 +142,8 @@ def nothing_to_compare(runs: Path, benches: list[dict[str, Any]]) -> AllranksErr
     from allranks.errors import AllranksError
 
     kinds = " and ".join(sorted({f"bench {bench.get('kind')}" for bench in benches}))
+    what = f"what is there is of {kinds}" if kinds else "none has the job.yaml of a run"
     return AllranksError(
-        f"no run in {runs} is there to be compared: what is there is of {kinds}",
+        f"no run in {runs} is there to be compared: {what}",
         fix="measure layouts: allranks bench scaling job.yaml; or name runs: allranks report RUN",
     )

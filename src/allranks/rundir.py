@@ -41,10 +41,14 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on with the run: by its name where that is found, else its path."""
+        """What to type to go on with the run."""
         word = "resume" if self.info().get("backend") == "slurm" else "run --resume"
-        is_found = self.path.parent == Path("runs").absolute()
-        return f"allranks {word} {self.name if is_found else self.path}"
+        return f"allranks {word} {self.reference}"
+
+    @property
+    def reference(self) -> str:
+        """How a command names it: by its name where that is found, else its path."""
+        return self.name if self.path.parent == Path("runs").absolute() else str(self.path)
 
     @property
     def job_file(self) -> Path:

@@ -211,7 +211,7 @@ def _read_when_quiet(asked: Mapping[int, int], logs: Mapping[int, Path]) -> dict
                 texts[rank] = log.read(1 << 20).decode(errors="replace")
         if texts != before:
             changed = time.monotonic()
-        if texts and all(map(is_whole, texts.values())):
+        if texts == before and texts and all(map(is_whole, texts.values())):
             break
         if all(texts.values()) and time.monotonic() - changed > QUIET_SECONDS:
             break

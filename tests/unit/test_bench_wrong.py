@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
@@ -20,6 +21,7 @@ from allranks.launch import local, screen
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
 from allranks.measure.plan_runs import plan_runs
+from allranks.measure.scaling import as_json, rows_of
 from allranks.measure.scaling_screen import Progress
 
 LARGE = ("task=spiral", "batch_size=16384")
@@ -79,7 +81,7 @@ def test_a_script_without_steps_is_named_after_a_while(
 
 
 def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun: list[Layout] = []
 
@@ -95,9 +97,23 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
         prepare(Request(overrides=["task=spiral"], layout=layout, runs=tmp_path))
         for layout in ("1x1", "1x2", "1x4")
     ]
-    done = cli_bench.measure_here(prepared, Progress(as_json=True, total=3))
+    progress = Progress(as_json=True, total=3)
+    done = cli_bench.measure_here(prepared, progress)
     assert [str(layout) for layout in begun] == ["1x1", "1x2"]
-    assert done[0].problem == "no port is free"
+    assert done[0].problem == "no port is free" and progress.is_interrupted
+    with pytest.raises(typer.Exit) as left:
+        cli_bench.tell(as_json(rows_of(done)), progress, as_json=True)
+    assert left.value.exit_code == 130
+    assert "stopped: 0 of 3 runs were measured" in capsys.readouterr().err
+
+
+def test_a_layout_that_was_refused_names_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(rows_of([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")]))
+    with pytest.raises(typer.Exit) as left:
+        cli_bench.tell(found, Progress(as_json=False, total=1), as_json=False)
+    said = capsys.readouterr().err
+    assert left.value.exit_code == 1
+    assert "port 29500 is in use; name another" in said and "allranks doctor" not in said
 
 
 def test_a_runs_folder_says_from_its_beginning_which_benchmark_it_is_of(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from allranks.report.build import build
 from allranks.report.facts import read_run
 from allranks.rundir import RunDir, find_runs
 from allranks.standing import Queue, describe
+from allranks.timing import timing
 from allranks.watch import bases
 from allranks.watch.live import Watcher
 from allranks.watch.status import gather
@@ -125,6 +126,44 @@ def test_status_watch_and_report_tell_the_same_efficiency(
     )
     assert bench.baseline_runs == (runs["bench 1"].name,)
     assert found[runs["odd"].name].efficiency is None  # it is of the base
+
+
+def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = study(tmp_path)
+    measured: list[str] = []
+
+    def timed(one: Any) -> Any:
+        measured.append(one.run.name)
+        return timing(one.run)
+
+    monkeypatch.setattr(bases, "timed", timed)
+    watcher = Watcher(tmp_path, old=True)
+    watcher.poll(budget=0.0)  # finds them, and has no time for more
+    for _ in range(20):  # at once: no run is due
+        watcher.poll(budget=0.05)
+    found = {view.run: view for view in watcher.runs()}
+    assert found[runs["large"].name].efficiency is not None
+    for name in runs.values():
+        watcher.hurry(name.name)  # they are looked at again, and nothing has changed
+    watcher.poll()
+    watcher.close()
+    assert sorted(measured) == sorted(run.name for run in runs.values())
+
+
+def test_large_files_do_not_hold_up_a_live_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bases, "LIVE_BYTES", 0)
+    monkeypatch.setattr(bases, "timed", lambda one: pytest.fail("it was read whole"))
+    runs = study(tmp_path)
+    watcher = Watcher(tmp_path, old=True)
+    for _ in range(20):
+        watcher.poll(budget=5.0)
+    found = {view.run: view for view in watcher.runs()}
+    watcher.close()
+    assert found[runs["large"].name].efficiency is not None
 
 
 def test_without_one_rank_watch_too_compares_with_the_fewest(tmp_path: Path) -> None:

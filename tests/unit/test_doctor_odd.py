@@ -169,3 +169,19 @@ def test_the_only_task_there_is(tmp_path: Path) -> None:
     assert first(tmp_path, *one) == ("host-out-of-memory", 0)
     two = [*lines, "srun: error: gpu01: tasks 0-1: Killed"]
     assert first(tmp_path, *two) == ("host-out-of-memory", None)
+
+
+def test_numbers_in_a_log_are_not_believed_beyond_measure(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. "
+        "1/3000000000 clients joined.\n"
+    )
+    (found,) = diagnose_logs([log])
+    assert found.cause == "rendezvous-timeout"
+
+
+def test_a_loss_that_is_no_number_at_no_step(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text('{"v":1,"event":"nonfinite","loss":"nan"}\nstep 3 loss: nan\n')
+    assert [one.cause for one in diagnose_logs([log])] == ["nan-loss"]

@@ -47,6 +47,25 @@ def test_the_first_step_is_told_once(
     assert told(tmp_path, steps, log_every) == first
 
 
+@pytest.mark.parametrize(("first_bad", "known"), [(4, []), (8, [(8, "nan")])])
+def test_a_step_is_no_first_one_where_those_before_it_are_lost(
+    first_bad: int, known: list[tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_losses, "MAX_KEPT", 4)
+    steps = [1.0] * (first_bad - 1) + [NAN] * (11 - first_bad)
+    assert told(tmp_path, steps, 10) == known
+
+
+def test_large_micro_batches_are_not_hoarded(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "rank-1.jsonl")
+    own = OwnLosses(log)
+    losses = torch.ones(1 << 18)
+    for step in range(1, 20):
+        own.saw(step, losses)
+    log.close()
+    assert [step for step, _ in own._kept] == [15, 16, 17, 18, 19]
+
+
 def test_an_answer_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's does: nobody waits for it before the end."""
     monkeypatch.setattr(own_losses._Asked, "is_ready", lambda self: False)

@@ -76,9 +76,10 @@ def test_only_what_left_a_checkpoint_is_to_be_gone_on_with() -> None:
     prepared = prepare(typed())
     run = open_run(prepared)
     again = f"; go on with {run.resume_command}"
-    assert failed(run, prepared).fix == f"see {run.log(0, 0)}"
+    why = f"allranks doctor {run.reference} tells why; all that it said is in "
+    assert failed(run, prepared).fix == f"{why}{run.log(0, 0)}"
     save(run, 7)
-    assert failed(run, prepared).fix == f"see {run.log(0, 0)}{again}"
+    assert failed(run, prepared).fix == f"{why}{run.log(0, 0)}{again}"
     killed = failed(run, prepared, exit=-9, signal="SIGKILL")
     assert killed.fix.endswith(f"{again}; --max-restarts N would restart by itself")
 

@@ -12,6 +12,7 @@ from allranks.doctor.tracebacks import Raised, has_progress, tracebacks
 
 GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
 OUTSIDE = ("slurm", "kernel")  # what they tell of does not end with the lines of a rank
+MAX_RANKS = 4096  # that are counted one by one
 NEAR_LINES = 8  # a message may have several lines
 
 
@@ -39,7 +40,7 @@ class Facts:
         seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
         seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
         top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
-        return set(range(top)) if top <= 4096 else seen
+        return set(range(top)) if top <= MAX_RANKS else seen
 
     def rank_of_process(self, hit: Hit) -> int | None:
         """The rank whose process, or whose loader's, a line names by its number."""

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
-from allranks.doctor.facts import Facts
+from allranks.doctor.facts import MAX_RANKS, Facts
 from allranks.doctor.silence import UNEQUAL, collectives_of, group_of
 
 # What ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) says of a rank's call.
@@ -96,7 +96,7 @@ def first_nonfinite(facts: Facts) -> tuple[int, list[int]] | None:
     steps = {
         hit.rank: int(hit.fields["step"])
         for hit in facts.of("nan-loss")
-        if hit.rank is not None and '"event":"nonfinite"' in hit.line.text
+        if hit.rank is not None and '"event":"nonfinite"' in hit.line.text and "step" in hit.fields
     }
     if not steps:
         return None
@@ -121,7 +121,9 @@ def absent(facts: Facts, num_ranks: int | None) -> int | None:
     num_joined = max(joined, default=None)
     if num_joined is not None:
         came |= _gave_up(facts, num_joined)
-    missing = set(range(num_ranks or 0)) - came
+    if not num_ranks or num_ranks > MAX_RANKS:
+        return None
+    missing = set(range(num_ranks)) - came
     if len(missing) != 1 or num_joined not in (None, len(came - {None})):
         return None
     return missing.pop()

@@ -23,7 +23,7 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.processes import STOP_SIGNALS
-from allranks.results import failure, result
+from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -371,8 +371,8 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     elif "signal" in failed:
         what = f"rank {rank} was killed by {failed['signal']}"
     else:
-        what = f"rank {rank} ended with code {failed['exit']}"
-    fix = f"see {failed['log']}"
+        what = f"rank {rank} ended with code {failed['exit']}{last_words(failed)}"
+    fix = f"allranks doctor {run.reference} tells why; all that it said is in {failed['log']}"
     if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
         fix += f"; go on with {run.resume_command}"
     if "signal" in failed and not max_restarts(prepared, place):

@@ -23,13 +23,14 @@ class Progress:
         self.console = Console(
             stderr=as_json, highlight=False, file=sys.stderr if as_json else None
         )
-        self._total = total
+        self.total = total
+        self.is_interrupted = False  # by a Ctrl-C: not all of them were waited for
         self._number = 0
 
     def begin(self, layout: str) -> None:
         self._number += 1
         if self.console.is_terminal:
-            text = f"{self._number}/{self._total}  {layout} …"
+            text = f"{self._number}/{self.total}  {layout} …"
             self.console.print(Text(text, style="dim"), end="\r")
 
     def queued(self, run: str, layout: str) -> None:

@@ -14,6 +14,7 @@ from allranks.probe.recorder import Recorder
 
 SAMPLE_SECONDS = 2.0
 MAX_PROCESSES = 256  # that a sample names
+LIST_SECONDS = 30.0  # between looks at their children: every thread has some of its own
 IB_WORD_BYTES = 4  # InfiniBand counts its data in words
 
 
@@ -26,6 +27,9 @@ class Surroundings:
         self._cpu: dict[str, float] | None = None
         self._network: dict[str, int] | None = None
         self._link: int | None = None
+        self._started: list[str] | None = None  # processes, by this one
+        self._processes: list[int] = []  # this one, and all that came of it
+        self._list_due = 0.0
         self._time = 0.0
         self._gpu: Any = None
 
@@ -51,7 +55,8 @@ class Surroundings:
         now = time.monotonic()
         passed, self._time = now - self._time, now
         fields: dict[str, Any] = {}
-        cpu, self._cpu = self._cpu, cpu_seconds()
+        started = children()
+        cpu, self._cpu = self._cpu, cpu_seconds(started)
         if cpu is not None:
             fields["cpu"] = round((self._cpu["rank"] - cpu["rank"]) / passed, 3)
             workers = max(0.0, self._cpu["workers"] - cpu["workers"])
@@ -60,7 +65,10 @@ class Surroundings:
                 fields["num_workers"] = int(self._cpu["num_workers"])
         fields["host_memory"] = host_memory()
         # The kernel names processes by number: those of a loader's workers are known here alone.
-        fields["processes"] = [os.getpid(), *descendants()]
+        if started != self._started or now > self._list_due:
+            self._started, self._list_due = started, now + LIST_SECONDS
+            self._processes = [os.getpid(), *descendants(started)]
+        fields["processes"] = self._processes
         if self.speaks_for_node:
             before, self._network = self._network, network_bytes()
             if before is not None:
@@ -95,12 +103,12 @@ def num_collectives() -> int | None:
     return None
 
 
-def cpu_seconds() -> dict[str, float]:
-    """CPU time of this process and of the processes that it has started, from /proc."""
+def cpu_seconds(started: list[str]) -> dict[str, float]:
+    """CPU time of this process and of those that it has started, from /proc."""
     own = os.times()
     tick = os.sysconf("SC_CLK_TCK")
     workers, num_workers = 0.0, 0
-    for child in children():
+    for child in started:
         with suppress(OSError, ValueError, IndexError):
             fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             workers += (int(fields[11]) + int(fields[12])) / tick
@@ -116,9 +124,9 @@ def children(process: str = "self") -> list[str]:
     return found
 
 
-def descendants() -> list[int]:
-    """Processes that this one has started, and those that they have: a fork server's too."""
-    found = children()
+def descendants(started: list[str]) -> list[int]:
+    """These processes, and those that they have started: a fork server's too."""
+    found = list(started)
     for child in found:  # grows meanwhile
         if len(found) >= MAX_PROCESSES:
             break

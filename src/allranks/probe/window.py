@@ -68,12 +68,11 @@ class Window:
         """Not with the first step: a rank may never make one, and must end all the same."""
         import torch.distributed as dist
 
-        if dist.get_rank() > 0:
-            threading.Thread(target=self._listen, name="window", daemon=True).start()
+        rank = dist.get_rank()
+        if rank > 0:
+            threading.Thread(target=self._listen, args=(rank,), name="window", daemon=True).start()
 
-    def _listen(self) -> None:
-        import torch.distributed as dist
-
+    def _listen(self, rank: int) -> None:
         with suppress(Exception):  # rank 0, and the store with it, may be gone
             known = store()
             while not known.check([KEY]):
@@ -85,9 +84,11 @@ class Window:
             if not has_steps:
                 what = f"ends here: rank 0 has made {self.last_step} steps, this one none"
                 print(f"allranks: this rank {what}", file=sys.stderr, flush=True)
-            known.set(f"{HEARD}/{dist.get_rank()}", "1")
-            if not has_steps:
-                os._exit(0)
+            try:
+                known.set(f"{HEARD}/{rank}", "1")
+            finally:  # also where the store is gone
+                if not has_steps:
+                    os._exit(0)
 
     def _leave(self) -> None:
         """As if the script had called sys.exit(): what it cleans up, it cleans up."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from allranks.events import EventLog
 
-MAX_KEPT = 1024  # micro-batches; older ones are not known any more
+MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and what is in them; the last ones
 
 
 class OwnLosses:
@@ -23,11 +23,16 @@ class OwnLosses:
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._kept: deque[tuple[int, Tensor]] = deque(maxlen=MAX_KEPT)
+        self._has_lost = False  # some that nobody has asked about
         self._asked: _Asked | None = None
 
     def saw(self, step: int, losses: Tensor) -> None:
         """Keep the losses of a micro-batch. Nothing is computed."""
-        self._kept.append((step, losses.detach()))
+        kept = self._kept
+        if kept and (len(kept) == kept.maxlen or len(kept) * losses.numel() > MAX_KEPT_LOSSES):
+            kept.popleft()
+            self._has_lost = True
+        kept.append((step, losses.detach()))
 
     def look(self, step: int, logged: Tensor) -> None:
         """Ask whether the losses of logged steps, up to this one, are numbers; no device waits.
@@ -52,6 +57,7 @@ class OwnLosses:
             return False
         self._asked = None
         if asked.is_finite():
+            self._has_lost = False
             while self._kept and self._kept[0][0] <= asked.step:
                 self._kept.popleft()
         else:
@@ -59,9 +65,11 @@ class OwnLosses:
         return True
 
     def _tell(self) -> None:
-        for step, losses in self._kept:
+        for number, (step, losses) in enumerate(self._kept):
             bad = losses[~torch.isfinite(losses)]
             if bad.numel():
+                if number == 0 and self._has_lost:
+                    break  # one that is lost may have been the first
                 self._log.write("nonfinite", step=step, loss=str(float(bad[0])))
                 break
         self._kept = deque(maxlen=0)  # the first one is what counts

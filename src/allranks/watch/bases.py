@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MIN_STEPS = 10  # of a run that goes on, before others are compared with it
 MAX_BYTES = 32 << 20  # of events: of a run with more, its first rank alone tells the pace
+LIVE_BYTES = 2 << 20  # the same on a screen that is waited for: keys are dead meanwhile
 Key = tuple[str, str, str | None]  # what is trained, on what, in which benchmark
 
 
@@ -35,6 +37,8 @@ class Bases:
 
     def __init__(self, followed: Iterable[Followed], deadline: float) -> None:
         self._deadline = deadline
+        self._max_bytes = MAX_BYTES if math.isinf(deadline) else LIVE_BYTES
+        self.is_behind = False  # whether there is more to read
         self._sets: dict[Key, list[Followed]] = {}
         self._found: dict[Key, Base | None] = {}
         self._unread: set[str] = set()  # jobs with runs that nobody has looked at yet
@@ -73,10 +77,11 @@ class Bases:
         if one.is_active or one.is_measured:
             return True
         if time.monotonic() > self._deadline:
+            self.is_behind = True
             return False
         if one.reader.lead is None:
             one.reader.look(all_ranks=False)
-        measure(one)
+        measure(one, self._max_bytes)
         return True
 
 
@@ -120,10 +125,10 @@ def pace_of(one: Followed, ranks: int) -> float | None:
     return one.reader.steady_pace(ranks) if lead and (lead.step or 0) >= MIN_STEPS else None
 
 
-def measure(one: Followed) -> None:
+def measure(one: Followed, max_bytes: int) -> None:
     """Take the pace of a run that has ended, over the same steps as every other command."""
     one.is_measured, one.measured = True, None
-    if num_bytes(one) > MAX_BYTES:
+    if num_bytes(one) > max_bytes:
         one.pace = one.reader.steady_pace(ranks_of(layout_of(one)) or 1)
         return
     one.measured = timed(one)

@@ -114,6 +114,7 @@ class Watcher:
         self._find_due = 0.0
         self._folder_sign = -1
         self._is_first = True
+        self._is_behind = False  # with reading the paces of runs that have ended
 
     def poll(self, detail: Collection[str] = (), *, budget: float = BUDGET_SECONDS) -> bool:
         """Read what is new; of the runs in `detail` that of all ranks. Whether anything was."""
@@ -131,7 +132,9 @@ class Watcher:
             has_news |= self._look(one, begin, all_ranks=is_wanted, budget=budget)
             looked.append(one)
         self._is_first = False
-        return (self._compare(looked, begin + budget) if looked else False) or has_news
+        if looked or self._is_behind:
+            has_news |= self._compare(looked, reading + budget)
+        return has_news
 
     def runs(self) -> list[RunView]:
         """Those that wait or run, newest first, then the others."""
@@ -230,13 +233,14 @@ class Watcher:
         if is_changed or was_active or not one.is_settled:
             one.is_settled = not was_active and one.is_read  # judged again when all is written
             one.standing = judge(one.run, one.info, self._asking.answer)
-            one.is_measured = False
         one.is_old = not self.shows_old and self._is_old(one)
         one.due = now + (self.look_seconds if one.is_active else SLEEP_SECONDS)
         is_wanted = all_ranks or not one.is_hidden
         if is_wanted and (is_changed or was_active or all_ranks or not one.is_settled):
             is_changed |= one.reader.look(all_ranks=all_ranks, seconds=budget)
         one.is_read = True
+        if is_changed or was_active:
+            one.is_measured = False
         return is_changed
 
     def _compare(self, looked: Sequence[Followed], deadline: float) -> bool:
@@ -253,6 +257,7 @@ class Watcher:
             if (base := bases.of(one)) != one.base:
                 one.base = base
                 changed.add(one.run.name)
+        self._is_behind = bases.is_behind
         return any([self._show(self._followed[name]) for name in changed])
 
     def _show(self, one: Followed) -> bool:
