@@ -119,8 +119,8 @@ def named_runs(runs: Path, references: list[str]) -> tuple[list[RunDir], str | N
     ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
     if not num_left:
         return ordered, None
-    runs, are = ("run", "is") if num_left == 1 else ("runs", "are")
-    return ordered, f"{num_left} {runs} of other benchmarks than bench scaling {are} left out."
+    what, are = ("run", "is") if num_left == 1 else ("runs", "are")
+    return ordered, f"{num_left} {what} of other benchmarks than bench scaling {are} left out."
 
 
 def chosen_words(job: str, number: int, *, is_bench: bool, jobs: list[str]) -> str:
