@@ -169,8 +169,8 @@ def resources() -> dict[str, Any]:
         return describe_cluster()
     except AllranksError as error:
         meaning = error.meaning if isinstance(error, SlurmError) else ""
-        silent = "SLURM was not asked" if isinstance(error, SlurmError) else "No SLURM cluster"
-        note = f"{silent}: {meaning or error.what}."
+        cluster = "SLURM" if isinstance(error, SlurmError) else "No SLURM cluster"
+        note = f"{cluster}: {meaning or error.what}."
         return {"slurm": None, "machine": describe_machine(), "notes": [note]}
 
 

@@ -154,7 +154,7 @@ def test_wrong_usage_is_answered(allranks: Allranks, tmp_path: Path, case: str) 
 def test_a_run_that_has_measured_nothing_says_so(allranks: Allranks, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "comm-20261115-120000-abcd"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text("{}")
+    (folder / "run.json").write_text('{"bench": {"kind": "comm"}}')
     done = allranks("bench", "comm", "--show", "comm")
     assert done.returncode == 2
     assert "has measured no collectives" in done.stderr

@@ -200,7 +200,7 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
 
     monkeypatch.setattr("allranks.launch.survey.cluster.describe_cluster", refuse)
     lines = resource_lines(resources())
-    assert lines[-1] == f"\nNo SLURM cluster: {meaning}."
+    assert lines[-1] == f"\nSLURM: {meaning}."
     assert lines[0].startswith("This machine (") and len(lines) == 2
 
 
