@@ -125,8 +125,8 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
     from allranks.errors import AllranksError
+    from allranks.launch.checks import check_measurable
     from allranks.launch.local import Place, Signals, run_here
-    from allranks.launch.prepare import check_measurable
     from allranks.launch.screen import QuietScreen
 
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]

@@ -75,7 +75,7 @@ def data(
 
 def check_room(prepared: Prepared, console: Console) -> None:
     """Refuse more ranks than this machine can measure; say if they have to take turns."""
-    from allranks.launch.prepare import check_measurable
+    from allranks.launch.checks import check_measurable
 
     for remark in check_measurable(prepared.layout):
         console.print(f"note: {remark}", highlight=False)

@@ -52,8 +52,8 @@ def comm(
     debug: Debug = False,
 ) -> None:
     """Measure collectives: latency and bandwidth by size, results checked."""
+    from allranks.launch.checks import check_measurable
     from allranks.launch.local import Place, run_here
-    from allranks.launch.prepare import check_measurable
     from allranks.launch.screen import Screen
 
     if show is not None:

@@ -35,7 +35,8 @@ Resume = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
 Oversubscribe = Annotated[
-    bool, typer.Option("--oversubscribe", help="Let ranks share a GPU, for testing.")
+    bool,
+    typer.Option("--oversubscribe", help="Let ranks share GPUs, or crowd CPU cores, for testing."),
 ]
 Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
 OwnPrice = Annotated[

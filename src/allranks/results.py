@@ -9,7 +9,7 @@ from typing import Any
 from allranks.events import read_events, read_last_events
 from allranks.plain import clean
 from allranks.rundir import RunDir, State
-from allranks.timing import timing
+from allranks.timing import affordable_timing
 
 LAST_WORDS = 160  # characters
 EARLY_EVENTS = 200  # what is said once is among these
@@ -17,6 +17,16 @@ EARLY_EVENTS = 200  # what is said once is among these
 
 def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     """A run in one object: what `allranks run --json` prints. `state`: for who knows better."""
+    found = outcome(run, state)
+    measured = affordable_timing(run)
+    if measured is not None and measured.samples:
+        # Of the same steps as in every other command: a task's own word is of all of them.
+        found["samples_per_second"] = round(measured.samples_per_second, 3)
+    return found
+
+
+def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
+    """The same for who measures its steps too; its pace is the word of the run's first rank."""
     state = state or run.state()
     attempts = run.attempts()
     attempt = attempts[-1] if attempts else 0
@@ -26,9 +36,6 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     steps = end.get("step", step.get("step", start.get("step")))
     loss = _last_loss(run, attempts, steps)
     metrics = {**({"loss": loss} if loss is not None else {}), **end.get("metrics", {})}
-    pace = end.get("samples_per_second")
-    if pace is None and (measured := timing(run)) is not None and measured.samples:
-        pace = round(measured.samples_per_second, 3)  # of a script, which says nothing itself
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -40,7 +47,7 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
         "epochs": end.get("epoch", _epochs(start, steps, step, state)),
         "samples": end.get("samples", _samples(start, steps)),
         "seconds": round(sum(_seconds(run, number) for number in attempts), 3),
-        "samples_per_second": pace,
+        "samples_per_second": end.get("samples_per_second"),
         "global_batch": start.get("global_batch"),
         "metrics": metrics,
     }

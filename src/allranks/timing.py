@@ -28,6 +28,7 @@ LEAST_STEPS = 5  # of fewer, one rank or another is late in most by chance alone
 LEAST_PART = 0.1  # of what others wait for it: what takes a slow rank so much longer is told
 LEAST_AFTER = 0.25  # of the exchange: so much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps, in which all ranks wait longest in the same exchange
+AFFORDABLE_BYTES = 32 << 20  # of events, of which ten megabytes take a second
 PARTS = ("compute", "comm", "straggler", "data", "other")
 PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
 
@@ -79,6 +80,23 @@ def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
                 window = event  # of ranks that never meet, each has its own
     layout = str(run.info().get("layout", ""))
     return timing_of(steps, window, one_clock=layout.startswith("1x"))
+
+
+def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:
+    """The same for who shows more than that: None where reading it would keep people waiting."""
+    try:
+        if event_bytes(run) > max_bytes:
+            return None
+        return timing(run)
+    except (KeyError, TypeError, ValueError, OSError):  # files that no rank of ours has written
+        return None
+
+
+def event_bytes(run: RunDir) -> int:
+    """What there is to read of a run's last attempt."""
+    attempt = max(run.attempts(), default=0)
+    paths = [run.events(attempt, rank) for rank in run.ranks(attempt)]
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def timing_of(

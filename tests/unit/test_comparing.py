@@ -104,7 +104,7 @@ def test_status_watch_and_report_tell_the_same_efficiency(
     tmp_path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit is not None:  # as of files too large to be read twice
-        monkeypatch.setattr(bases, "MAX_BYTES", limit)
+        monkeypatch.setattr(bases, "AFFORDABLE_BYTES", limit)
         monkeypatch.setattr("tests.report_runs._World._end", lambda *_: {"exit": 0})
     runs = study(tmp_path)
     watcher = Watcher(tmp_path, old=True)
@@ -134,11 +134,11 @@ def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
     runs = study(tmp_path)
     measured: list[str] = []
 
-    def timed(one: Any) -> Any:
-        measured.append(one.run.name)
-        return timing(one.run)
+    def timed(run: RunDir, max_bytes: int) -> Any:
+        measured.append(run.name)
+        return timing(run)
 
-    monkeypatch.setattr(bases, "timed", timed)
+    monkeypatch.setattr(bases, "affordable_timing", timed)
     watcher = Watcher(tmp_path, old=True)
     watcher.poll(budget=0.0)  # finds them, and has no time for more
     for _ in range(20):  # at once: no run is due
@@ -156,7 +156,7 @@ def test_large_files_do_not_hold_up_a_live_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bases, "LIVE_BYTES", 0)
-    monkeypatch.setattr(bases, "timed", lambda one: pytest.fail("it was read whole"))
+    monkeypatch.setattr(bases, "affordable_timing", lambda *_: pytest.fail("it was read whole"))
     runs = study(tmp_path)
     watcher = Watcher(tmp_path, old=True)
     for _ in range(20):

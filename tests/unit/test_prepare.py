@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,13 +19,16 @@ from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.gpus import LocalGPU
 from allranks.job import load_job
+from allranks.launch.checks import (
+    check_command,
+    check_machine,
+    check_measurable,
+    check_supported,
+)
 from allranks.launch.local import Place, describe_failure
 from allranks.launch.prepare import (
     Prepared,
     Request,
-    check_machine,
-    check_measurable,
-    check_supported,
     environment_warnings,
     fill_command,
     find_python,
@@ -430,6 +434,53 @@ def test_more_ranks_than_cores_are_remarked_on(monkeypatch: pytest.MonkeyPatch) 
     assert check_machine(Layout(1, 2), here=2, oversubscribe=False) == []
     (remark,) = check_machine(Layout(1, 4), here=4, oversubscribe=False)
     assert "4 ranks on 2 CPU" in remark
+
+
+def test_far_too_many_ranks_are_started_only_if_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "local_gpus", lambda: [])
+    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 2)
+    assert len(check_machine(Layout(1, 32), here=32, oversubscribe=False)) == 1
+    with pytest.raises(AllranksError, match="64 ranks would take turns on 2 CPU") as refused:
+        check_machine(Layout(1, 64), here=64, oversubscribe=False)
+    assert "1x32" in refused.value.fix
+    assert "--oversubscribe" in refused.value.fix
+    assert len(check_machine(Layout(1, 64), here=64, oversubscribe=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (["python", "trian.py"], "the script 'trian.py' was not found in"),
+        (["python3.12", "no/such.py", "--lr", "1"], "the script 'no/such.py' was not found in"),
+        (["trainer", "--fast"], "program 'trainer' was not found here"),
+        (["./plain.sh"], "program './plain.sh' may not be executed"),
+    ],
+)
+def test_a_command_that_is_not_there_is_refused_once(
+    folder: Path, command: list[str], what: str
+) -> None:
+    (folder / "plain.sh").write_text("#!/bin/sh\n")
+    with pytest.raises(AllranksError, match=re.escape(what)):
+        check_command(load_job(None, command=command))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "train.py"],
+        ["python", "-m", "trian"],
+        ["python", "-u", "trian.py"],
+        ["python", "{stage}/train.py"],
+        ["sh", "-c", "python trian.py"],
+        ["torchrun-of-{run}", "x"],
+    ],
+)
+def test_a_command_that_may_be_there_is_not(folder: Path, command: list[str]) -> None:
+    (folder / "train.py").touch()
+    check_command(load_job(None, command=command))
+    check_command(load_job(None))
 
 
 def test_a_layout_larger_than_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

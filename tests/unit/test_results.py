@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from allranks.events import append_event
-from allranks.results import failure, last_words, result, steps_by_rank
+from allranks.results import failure, last_words, outcome, result, steps_by_rank
 from allranks.rundir import RunDir
+from allranks.timing import timing
 
 START = {
     "rank": 0,
@@ -52,16 +53,31 @@ def test_a_finished_run(run: RunDir) -> None:
     for rank in range(2):
         metrics = {"val_accuracy": 0.9}
         append_event(run.events(0, rank), "end", state="finished", metrics=metrics, **end)
-    outcome = result(run)
-    assert set(outcome) >= KEYS
-    assert outcome["run"] == run.name
-    assert outcome["run_dir"] == str(run.path)
-    assert outcome["state"] == "finished"
-    assert (outcome["layout"], outcome["world_size"], outcome["global_batch"]) == ("1x2", 2, 97)
-    assert (outcome["steps"], outcome["epochs"], outcome["samples"]) == (22, 2, 2000)
-    assert (outcome["seconds"], outcome["samples_per_second"]) == (4.0, 500.0)
-    assert outcome["metrics"] == {"loss": 0.5, "val_accuracy": 0.9}
-    json.dumps(outcome, allow_nan=False)
+    found = result(run)
+    assert set(found) >= KEYS
+    assert found["run"] == run.name
+    assert found["run_dir"] == str(run.path)
+    assert found["state"] == "finished"
+    assert (found["layout"], found["world_size"], found["global_batch"]) == ("1x2", 2, 97)
+    assert (found["steps"], found["epochs"], found["samples"]) == (22, 2, 2000)
+    assert (found["seconds"], found["samples_per_second"]) == (4.0, 500.0)
+    assert found["metrics"] == {"loss": 0.5, "val_accuracy": 0.9}
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_pace_is_that_of_the_steps_that_every_command_measures(run: RunDir) -> None:
+    start(run)
+    for rank in range(2):
+        for number in range(1, 41):  # the first one takes long, as first ones do
+            took = 10.0 if number == 1 else 0.1
+            append_event(run.events(0, rank), "step", step=number, samples=50, seconds=took)
+        end = {"step": 40, "samples": 4000, "seconds": 14.0, "samples_per_second": 287.8}
+        append_event(run.events(0, rank), "end", state="finished", **end)
+    measured = timing(run)
+    assert measured is not None
+    assert result(run)["samples_per_second"] == pytest.approx(1000.0)
+    assert result(run)["samples_per_second"] == pytest.approx(measured.samples_per_second)
+    assert outcome(run)["samples_per_second"] == 287.8
 
 
 def test_epochs_of_a_script_are_those_that_it_has_completed(run: RunDir) -> None:
@@ -80,9 +96,9 @@ def test_a_killed_run_is_counted_from_its_last_step(run: RunDir, steps: int, sam
     start(run)
     if steps:
         step(run, steps)
-    outcome = result(run)
-    assert outcome["state"] == "failed"
-    assert (outcome["steps"], outcome["samples"]) == (steps, samples)
+    found = result(run)
+    assert found["state"] == "failed"
+    assert (found["steps"], found["samples"]) == (steps, samples)
 
 
 def test_seconds_add_up_over_attempts(run: RunDir) -> None:
@@ -90,9 +106,9 @@ def test_seconds_add_up_over_attempts(run: RunDir) -> None:
     append_event(run.events(0, 0), "end", state="stopped", seconds=2.5)
     start(run, attempt=1)
     append_event(run.events(1, 0), "end", state="finished", seconds=1.5)
-    outcome = result(run)
-    assert outcome["seconds"] == 4.0
-    assert outcome["attempt"] == 1
+    found = result(run)
+    assert found["seconds"] == 4.0
+    assert found["attempt"] == 1
 
 
 def test_the_loss_may_come_from_an_earlier_attempt(run: RunDir) -> None:
@@ -106,9 +122,9 @@ def test_the_loss_may_come_from_an_earlier_attempt(run: RunDir) -> None:
 def test_a_run_that_never_started(run: RunDir) -> None:
     run.path.mkdir()
     run.write_info({"layout": "1x4"})
-    outcome = result(run)
-    assert set(outcome) >= KEYS
-    assert (outcome["state"], outcome["layout"], outcome["steps"]) == ("failed", "1x4", None)
+    found = result(run)
+    assert set(found) >= KEYS
+    assert (found["state"], found["layout"], found["steps"]) == ("failed", "1x4", None)
     assert failure(run) is None
 
 

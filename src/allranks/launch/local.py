@@ -18,7 +18,7 @@ from allranks.errors import AllranksError
 from allranks.events import append_event, disk_error
 from allranks.hardware import memory_kills
 from allranks.job import load_job
-from allranks.launch import prepare
+from allranks.launch import checks, prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
@@ -59,8 +59,9 @@ def run_here(
 ) -> Outcome:
     """Run a prepared job to its end on this machine. `signals`: to see those that came."""
     here = ranks_here(prepared, place)
-    prepare.check_supported(prepared.job)
-    remarks = prepare.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
+    checks.check_supported(prepared.job)
+    checks.check_command(prepared.job)
+    remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
     if place.node_rank is None and prepared.layout.nodes > 1:
         remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
     remarks += prepare.environment_warnings(prepared.job)

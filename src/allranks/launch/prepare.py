@@ -23,7 +23,6 @@ from allranks.jobfile import EXCLUSIVE
 from allranks.layout import Layout
 from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint, write_atomically
 
-MEASURED_PER_CPU = 4  # ranks, at most
 DEFAULT_TIMEOUT = Duration(1800)
 
 
@@ -147,53 +146,6 @@ def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
     if manifest.get("layout") == str(prepared.layout):
         # Sums over another number of threads round differently.
         prepared.threads = manifest.get("threads")
-
-
-def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:
-    """Refuse `here` ranks that this machine cannot hold; remarks on those it holds badly."""
-    gpus = hardware.local_gpus()
-    if gpus and here > len(gpus) and not oversubscribe:
-        raise AllranksError(
-            f"layout {layout} needs {here} GPUs here, but this machine has {len(gpus)}",
-            fix=f"write --layout 1x{len(gpus)}, or add --oversubscribe to let ranks share a GPU "
-            "for testing",
-        )
-    if gpus:
-        shared = f"{here} ranks share {len(gpus)} GPU(s): timings are meaningless"
-        return [shared] if here > len(gpus) else []
-    cpus = hardware.cpus_allotted()
-    return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
-
-
-def check_measurable(layout: Layout) -> list[str]:
-    """The same for all ranks of a measurement: of too many it would tell nothing, and take long."""
-    remarks = check_machine(layout, here=layout.ranks, oversubscribe=False)
-    most = MEASURED_PER_CPU * hardware.cpus_allotted()
-    if not hardware.local_gpus() and layout.ranks > most:
-        raise AllranksError(
-            f"layout {layout} is larger than this machine: {layout.ranks} ranks would take turns "
-            f"on {hardware.cpus_allotted()} CPU core(s), and that is not how they scale",
-            fix=f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm",
-        )
-    return remarks
-
-
-def check_supported(job: Job) -> None:
-    """Refuse what the words allow but the training cannot do yet."""
-    if job.compress is not None:
-        raise AllranksError(
-            f"compress: {job.compress.name} is not supported yet", fix="remove compress"
-        )
-    if "{stage}" in f"{job.command} {job.resume}" and not job.stage:
-        raise AllranksError(
-            "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
-        )
-    layout = job.layout
-    if job.command is None and layout.ranks != layout.dp:
-        raise AllranksError(
-            f"layout {layout}: tasks train with data parallelism (dp) only so far",
-            fix=f"write --layout {layout.nodes}x{layout.gpus}",
-        )
 
 
 def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:

@@ -327,7 +327,8 @@ def summary_table(result: dict[str, Any]) -> Table:
     table.add_row("state", Text(result["state"], style=style))
     table.add_row("layout", f"{result['layout']}")
     if result["steps"] is not None:
-        table.add_row("steps", f"{result['steps']:,} ({count(result['epochs'], 'epoch')})")
+        epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
+        table.add_row("steps", f"{result['steps']:,}{epochs}")
     if result["samples_per_second"]:
         table.add_row("throughput", f"{result['samples_per_second']:,.0f} samples/s (measured)")
     table.add_row("time", duration(result["seconds"]))

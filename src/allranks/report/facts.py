@@ -12,7 +12,7 @@ from allranks.comparing import CPU, bench_of, device_name, gpu_memory, read_job,
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.layout import Layout
-from allranks.results import failure, failure_in_words, result, samples_per_epoch
+from allranks.results import failure, failure_in_words, outcome, samples_per_epoch
 from allranks.rundir import RunDir
 from allranks.timing import Timing, timing
 
@@ -68,9 +68,9 @@ def read_run(run: RunDir) -> RunFacts:
     """Everything that a report says of a run. Raises nothing for what a crash may leave behind."""
     info, job = run.info(), read_job(run)
     attempts = run.attempts()
-    outcome = result(run)
+    found = outcome(run)
     start = first_start(run, attempts)
-    layout = parse_layout(outcome["layout"])
+    layout = parse_layout(found["layout"])
     seen = read_ranks(run, attempts)
     try:
         measured = timing(run)
@@ -79,7 +79,7 @@ def read_run(run: RunDir) -> RunFacts:
         seen.problem = f"its events cannot be read ({type(error).__name__}: {error})"
     device, memory = device_of(start, info, seen)
     layouts = {one.get("layout") for one in info.get("attempts", []) if isinstance(one, dict)}
-    state = outcome["state"]
+    state = found["state"]
     return RunFacts(
         run=run.name,
         run_dir=str(run.path),
@@ -94,17 +94,17 @@ def read_run(run: RunDir) -> RunFacts:
         state=state,
         problem=seen.problem or problem_of(run, state, measured, layout),
         bench=bench_of(info),
-        steps=outcome["steps"],
-        samples=outcome["samples"] or seen.samples or None,
+        steps=found["steps"],
+        samples=found["samples"] or seen.samples or None,
         target_samples=target_samples({**job, **bench_of(info).get("job", {})}, start),
         samples_per_epoch=samples_per_epoch(run),
         is_complete=state == "finished" and not seen.has_window,
         # A script's start and end have its imports between them, a task's measured time has not.
-        seconds=(seen.seconds if job.get("command") else outcome["seconds"]) or None
+        seconds=(seen.seconds if job.get("command") else found["seconds"]) or None
         if len(layouts) <= 1
         else None,
         timing=measured,
-        metrics=numbers(outcome["metrics"]) | seen.metrics | numbers(outcome["metrics"]),
+        metrics=numbers(found["metrics"]) | seen.metrics | numbers(found["metrics"]),
         loss=thinned(sorted(seen.losses.items())),
         utilization=seen.utilization(),
     )

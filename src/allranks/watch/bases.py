@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allranks.comparing import SCALING, Base, base_of, bench_of, device_name, is_comparable
-from allranks.timing import Timing, timing
+from allranks.timing import AFFORDABLE_BYTES, affordable_timing, event_bytes
 from allranks.watch.summary import ranks_of
 
 if TYPE_CHECKING:
     from allranks.watch.live import Followed
 
 MIN_STEPS = 10  # of a run that goes on, before others are compared with it
-MAX_BYTES = 32 << 20  # of events: of a run with more, its first rank alone tells the pace
-LIVE_BYTES = 2 << 20  # the same on a screen that is waited for: keys are dead meanwhile
+# Of a run with more events than can be read, its first rank alone tells the pace.
+LIVE_BYTES = 2 << 20  # on a screen that is waited for: keys are dead meanwhile
 Key = tuple[str, str, str | None]  # what is trained, on what, in which benchmark
 
 
@@ -37,7 +37,7 @@ class Bases:
 
     def __init__(self, followed: Iterable[Followed], deadline: float) -> None:
         self._deadline = deadline
-        self._max_bytes = MAX_BYTES if math.isinf(deadline) else LIVE_BYTES
+        self._max_bytes = AFFORDABLE_BYTES if math.isinf(deadline) else LIVE_BYTES
         self.is_behind = False  # whether there is more to read
         self._sets: dict[Key, list[Followed]] = {}
         self._found: dict[Key, Base | None] = {}
@@ -128,21 +128,8 @@ def pace_of(one: Followed, ranks: int) -> float | None:
 def measure(one: Followed, max_bytes: int) -> None:
     """Take the pace of a run that has ended, over the same steps as every other command."""
     one.is_measured, one.measured = True, None
-    if num_bytes(one) > max_bytes:
+    if event_bytes(one.run) > max_bytes:
         one.pace = one.reader.steady_pace(ranks_of(layout_of(one)) or 1)
         return
-    one.measured = timed(one)
+    one.measured = affordable_timing(one.run, max_bytes)
     one.pace = one.measured.samples_per_second or None if one.measured else None
-
-
-def timed(one: Followed) -> Timing | None:
-    try:
-        return timing(one.run)
-    except (KeyError, TypeError, ValueError, OSError):  # files that no rank of ours has written
-        return None
-
-
-def num_bytes(one: Followed) -> int:
-    attempt = max(one.run.attempts(), default=0)
-    paths = [one.run.events(attempt, rank) for rank in one.run.ranks(attempt)]
-    return sum(path.stat().st_size for path in paths if path.exists())

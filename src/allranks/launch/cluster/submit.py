@@ -17,7 +17,7 @@ from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.gpus import find_gpu
 from allranks.job import Job
-from allranks.launch import prepare
+from allranks.launch import checks, prepare
 from allranks.launch.cluster import ladder
 from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
@@ -49,7 +49,7 @@ class Draft:
 def check(prepared: Prepared, racers: Sequence[Racer]) -> None:
     """Refuse what could only fail later, in the queue or after it."""
     for racer in racers:
-        prepare.check_supported(with_layout(prepared.job, racer))
+        checks.check_supported(with_layout(prepared.job, racer))
 
 
 def with_layout(job: Job, racer: Racer) -> Job:
@@ -232,7 +232,7 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
             fix=f"{move}: allranks resume {run.name} --layout {racers[0].layout}",
         )
     for racer in racers:
-        prepare.check_supported(with_layout(job, racer))
+        checks.check_supported(with_layout(job, racer))
     sent = run.info().get("racers", {}).values()
     known = {record["layout"] for record in sent if record["claim"] == claim}
     wanted = [racer for racer in resolve_types(racers, job)[0] if str(racer) not in known]

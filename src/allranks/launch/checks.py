@@ -1,0 +1,88 @@
+"""What is refused before anything is written or started: it could not be run here. No torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from allranks import hardware
+from allranks.errors import AllranksError
+from allranks.job import Job
+from allranks.layout import Layout
+
+# Ranks on a CPU core, at most: more tell nothing of how a training scales, or start for minutes.
+MEASURED_PER_CPU, RUN_PER_CPU = 4, 16
+
+
+def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:
+    """Refuse `here` ranks that this machine cannot hold; remarks on those it holds badly."""
+    gpus = hardware.local_gpus()
+    if gpus and here > len(gpus) and not oversubscribe:
+        raise AllranksError(
+            f"layout {layout} needs {here} GPUs here, but this machine has {len(gpus)}",
+            fix=f"write --layout 1x{len(gpus)}, or add --oversubscribe to let ranks share a GPU "
+            "for testing",
+        )
+    if gpus:
+        shared = f"{here} ranks share {len(gpus)} GPU(s): timings are meaningless"
+        return [shared] if here > len(gpus) else []
+    cpus = hardware.cpus_allotted()
+    if here > RUN_PER_CPU * cpus and not oversubscribe:
+        raise AllranksError(
+            f"layout {layout} is larger than this machine: {here} ranks would take turns on "
+            f"{cpus} CPU core(s)",
+            fix=f"write --layout 1x{RUN_PER_CPU * cpus} or a smaller one, or add --oversubscribe "
+            "to start them all the same",
+        )
+    return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
+
+
+def check_measurable(layout: Layout) -> list[str]:
+    """The same for all ranks of a measurement: of too many it would tell nothing, and take long."""
+    cpus = hardware.cpus_allotted()
+    most = MEASURED_PER_CPU * cpus
+    if not hardware.local_gpus() and layout.ranks > most:
+        raise AllranksError(
+            f"layout {layout} is larger than this machine: {layout.ranks} ranks would take turns "
+            f"on {cpus} CPU core(s), and that is not how they scale",
+            fix=f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm",
+        )
+    return check_machine(layout, here=layout.ranks, oversubscribe=False)
+
+
+def check_supported(job: Job) -> None:
+    """Refuse what the words allow but the training cannot do yet."""
+    if job.compress is not None:
+        raise AllranksError(
+            f"compress: {job.compress.name} is not supported yet", fix="remove compress"
+        )
+    if "{stage}" in f"{job.command} {job.resume}" and not job.stage:
+        raise AllranksError(
+            "command: {stage} is used, but nothing is staged", fix="write stage: [PATH of the data]"
+        )
+    layout = job.layout
+    if job.command is None and layout.ranks != layout.dp:
+        raise AllranksError(
+            f"layout {layout}: tasks train with data parallelism (dp) only so far",
+            fix=f"write --layout {layout.nodes}x{layout.gpus}",
+        )
+
+
+def check_command(job: Job) -> None:
+    """Refuse a command that is not there, once: every rank would say so, in a traceback each."""
+    program, script, *_ = [*job.argv, "", ""]
+    if "{" in program or not program:
+        return
+    is_python = Path(program).name.startswith("python")
+    if not is_python and shutil.which(program) is None:
+        is_there = Path(program).is_file()
+        raise AllranksError(
+            f"the command's program {program!r} "
+            + ("may not be executed" if is_there else "was not found here"),
+            fix=f"chmod +x {program}, or python {program}" if is_there else "write its path",
+        )
+    if is_python and script.endswith(".py") and "{" not in script and not Path(script).is_file():
+        raise AllranksError(
+            f"the script {script!r} was not found in {Path.cwd()}",
+            fix="write its path from here, or change to its folder first",
+        )
