@@ -41,6 +41,7 @@ _MEANINGS = {
     (BEGIN, BACKWARD): FORWARD,
 }
 MAX_MARKS = 50_000  # of a step
+COUNT_AFTER = 250  # calls of hooks: to count marks in each takes a microsecond
 CLOCK_SECONDS = 1.0  # two clocks drift apart by less, for as long as nobody sets one
 MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
 
@@ -63,10 +64,24 @@ Mark = tuple[str, float, DeviceEvent | None, Any]
 
 
 class Timeline:
-    """The marks of one rank's steps. Only the thread that trains makes any."""
+    """The marks of one rank's steps. Only the thread that trains makes any.
+
+    All that hooks look at is here, in one piece of memory: every other object that they touch
+    between a model's kernels has to be fetched anew, which takes longer than what they do.
+    """
+
+    __slots__ = (
+        *("_cutting", "_num_taken", "calls", "depth", "expect", "is_on", "is_taken", "label"),
+        *("marks", "num_steps", "record_event", "thread", "unix"),
+    )
 
     def __init__(self) -> None:
+        self.is_on = True
         self.label = OTHER
+        self.calls = 0  # of hooks since marks were last counted
+        self.depth = 0  # of backward passes within backward passes
+        # Called with what a backward pass begins with, for the hook to be removed after it.
+        self.expect: Callable[[Any], Any] | None = None
         self.is_taken = False  # by a loop of our own, which says where its steps end
         self.num_steps = 0  # that were ended
         self.thread = threading.get_ident()
@@ -127,6 +142,7 @@ class Timeline:
 
         Somebody must call it now and then where marks are made.
         """
+        self.calls = 0
         if len(self.marks) <= MAX_MARKS:
             return
         with self._cutting:

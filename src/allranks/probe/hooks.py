@@ -10,13 +10,12 @@ import functools
 import sys
 from collections.abc import Callable
 from threading import get_ident
-from time import perf_counter
 from typing import Any
 
 from allranks.probe.loading import hook_loader
 from allranks.probe.models import watch_model
+from allranks.probe.passes import Arrival, hook_backward
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import SampleCounter
 from allranks.probe.traced import hide_from_compilers, unless_compiled, unseen_by_compilers
 from allranks.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
@@ -33,7 +32,6 @@ EXCHANGES = (
     *("reduce_scatter_tensor_coalesced", "broadcast", "reduce", "alltoall", "alltoall_base"),
     *("barrier", "gather", "scatter"),
 )
-TRAINED = (SampleCounter.trained,)
 
 
 def install(recorder: Recorder) -> Arrival:
@@ -54,12 +52,12 @@ def install(recorder: Recorder) -> Arrival:
 
 
 def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
-    timeline = recorder.timeline
+    timeline, stepped = recorder.timeline, recorder.stepped
     around: list[str] = []  # what the steps that are under way interrupt, where it is not the end
 
     @unseen_by_compilers
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not recorder.is_on:
+        if not timeline.is_on:
             return
         try:
             # Within a backward pass, or within the step of an optimizer that holds this one.
@@ -75,9 +73,9 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
 
     @unseen_by_compilers
     def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if recorder.is_on:
+        if timeline.is_on:
             try:
-                recorder.stepped(optimizer)
+                stepped(optimizer)
                 label = around.pop() if around else OTHER
                 if timeline.label != label:
                     timeline.mark(label)
@@ -99,156 +97,6 @@ def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> No
         arrival.settle(optimizer)
     if recorder.counter.training is None and not recorder.timeline.is_taken:
         watch_model(recorder, optimizer)
-
-
-class Arrival:
-    """The moment in a backward pass when this rank has computed all its gradients.
-
-    Callbacks of the autograd engine run when all is computed, in the order in which they were
-    queued. One that is queued before the last gradient is there runs before DDP waits in its own.
-    A hook on the loss can do that, but making one for every loss takes 40 us: once a parameter is
-    known to get a gradient, a hook that stays on it does. If it ever gets none, losses do again.
-
-    A pass within a pass, which recomputes activations, has callbacks of its own; DDP waits in those
-    of the pass that the last gradient comes from. So each of them may be waiting at its end.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        import torch
-
-        self.recorder = recorder
-        self._mark = recorder.timeline.mark
-        self._queue = torch.autograd.Variable._execution_engine.queue_callback
-        self._arrive = self.arrive
-        self._tensor_type = torch.Tensor
-        self._parameter: Any = None
-        self._on_parameter: Any = None  # the hook that stays on it
-        self._is_queued = False
-        self.depth = 0  # of passes within passes
-        self.later: list[Callable[[], None]] = []  # hooks to be made when a step has been made
-
-    def expect(self, tensors: Any) -> Any:
-        """A backward pass begins; the hook to be removed after it, if any."""
-        was_queued, self._is_queued = self._is_queued, False
-        if self._on_parameter is not None:
-            if was_queued:
-                return None
-            self.let_go()
-        return self.watch(tensors, self.queue)
-
-    def watch(self, tensors: Any, queue: Hook) -> Any:
-        """A hook on what a pass begins with."""
-        root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-        if isinstance(root, self._tensor_type) and root.grad_fn is not None:
-            return root.grad_fn.register_prehook(queue)
-        return None
-
-    def settle(self, optimizer: Any) -> None:
-        """Stay on a parameter, if there is one that has got a gradient."""
-        for group in reversed(optimizer.param_groups):
-            for parameter in reversed(group["params"]):
-                if parameter.grad is not None and parameter.requires_grad:
-                    self._parameter = parameter
-                    self.take_hold()
-                    return
-
-    def take_hold(self) -> None:
-        if self._parameter is not None:
-            self._on_parameter = self._parameter.register_hook(self.queue)
-            self._is_queued = True  # nothing to blame it for yet
-
-    def let_go(self) -> None:
-        if self._on_parameter is not None:
-            self._on_parameter.remove()
-            self._on_parameter = None
-
-    def queue(self, gradients: Any) -> None:
-        try:
-            if not self._is_queued and self.depth == 1:
-                self._is_queued = True
-                self._queue(self._arrive)
-        except Exception as error:
-            self.recorder.switch_off(error)
-
-    def queue_within(self, gradients: Any) -> None:
-        try:
-            self._queue(self._arrive)
-        except Exception as error:
-            self.recorder.switch_off(error)
-
-    def arrive(self) -> None:
-        try:
-            self._mark(WAIT)
-        except Exception as error:
-            self.recorder.switch_off(error)
-
-
-def pass_within(recorder: Recorder, arrival: Arrival, original: Hook) -> Hook:
-    """A backward pass within another one; what it waits for at its end is waited for there."""
-    timeline = recorder.timeline
-
-    def within(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        handle, before = None, timeline.label
-        arrival.depth += 1
-        try:
-            if recorder.is_on and recorder.peers:
-                handle = arrival.watch(tensors, arrival.queue_within)
-        except Exception as error:
-            recorder.switch_off(error)
-        try:
-            return original(tensors, *args, **kwargs)
-        finally:
-            arrival.depth = max(0, arrival.depth - 1)
-            if handle is not None:
-                handle.remove()
-                if timeline.label != before:
-                    timeline.mark(before)
-
-    return within
-
-
-def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
-    """Every backward pass."""
-    import torch
-
-    original, timeline = torch.autograd.backward, recorder.timeline
-    append = timeline.marks.append
-    within = pass_within(recorder, arrival, original)
-
-    @unseen_by_compilers
-    @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if arrival.depth:
-            return within(tensors, *args, **kwargs)
-        if not recorder.is_on or get_ident() != timeline.thread:
-            return original(tensors, *args, **kwargs)
-        handle = None
-        arrival.depth = 1
-        try:
-            peers = recorder.peers
-            if peers or (peers is None and recorder.has_peers()):
-                handle = arrival.expect(tensors)
-            timeline.label = BACKWARD  # marks, without the calls
-            event = None if timeline.record_event is None else timeline.record_event()
-            append((BACKWARD, perf_counter(), event, TRAINED))
-        except Exception as error:
-            recorder.switch_off(error)
-        try:
-            return original(tensors, *args, **kwargs)
-        finally:
-            arrival.depth = 0
-            try:
-                timeline.label = AFTER
-                event = None if timeline.record_event is None else timeline.record_event()
-                append((AFTER, perf_counter(), event, None))
-                if handle is not None:
-                    handle.remove()
-                if len(timeline.marks) > MAX_MARKS:
-                    timeline.shorten()
-            except Exception as error:
-                recorder.switch_off(error)
-
-    torch.autograd.backward = backward
 
 
 def hook_waiting(recorder: Recorder) -> Callable[[], None]:
@@ -372,7 +220,7 @@ def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = timeline.label
-        if not recorder.is_on or before in (WAIT, label):
+        if not timeline.is_on or before in (WAIT, label):
             return function(*args, **kwargs)
         # In a backward pass on a GPU torch calls from a thread of its own; the training waits.
         if get_ident() != timeline.thread and before not in (BACKWARD, AROUND):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import Loader, SampleCounter
 from allranks.probe.traced import unseen_by_compilers
-from allranks.timeline import DATA, FORWARD, OTHER
+from allranks.timeline import COUNT_AFTER, DATA, FORWARD, OTHER
 
 MAP_DATASET = 0  # torch's number for it
 
@@ -58,14 +59,17 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
     fetch, choose = iterator.__next__, iterator._next_index
 
     timeline, fingerprints = recorder.timeline, recorder.fingerprints
+    append = timeline.marks.append
     has_fetched, has_ended = SampleCounter.fetched, SampleCounter.ended
 
     @unseen_by_compilers
     def __next__(self: Any) -> Any:
         # A loader may be part of what makes another one's batch.
-        if not recorder.is_on or timeline.label == DATA or get_ident() != timeline.thread:
+        if not timeline.is_on or timeline.label == DATA or get_ident() != timeline.thread:
             return fetch(self)
-        timeline.mark(DATA)
+        timeline.label = DATA  # marks, without the calls
+        event = None if timeline.record_event is None else timeline.record_event()
+        append((DATA, perf_counter(), event, None))
         try:
             batch = fetch(self)
         except BaseException:
@@ -74,9 +78,16 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
                 timeline.shorten()
             raise
         try:
-            loader = loaders.of(self)
-            timeline.mark(FORWARD, (has_fetched, loader, loader.fetched(batch, fingerprints)))
-            if not loader.batches % 1000:
+            try:
+                loader = self._allranks_loader
+            except AttributeError:
+                loader = loaders.of(self)
+            samples = loader.fetched(batch, fingerprints)
+            timeline.label = FORWARD
+            event = None if timeline.record_event is None else timeline.record_event()
+            append((FORWARD, perf_counter(), event, (has_fetched, loader, samples)))
+            timeline.calls += 1
+            if timeline.calls > COUNT_AFTER:
                 timeline.shorten()
         except Exception as error:
             recorder.switch_off(error)
@@ -90,7 +101,7 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
             indices = None
             with recorder.guarded:
                 indices = self._allranks_indices = loaders.indices_of(self)
-        if indices is not None and recorder.is_on:
+        if indices is not None and timeline.is_on:
             indices.append(index)
         return index
 

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import IO, Any
 
 from allranks.events import EventLog, WhatIsLate, is_ready
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
-from allranks.timeline import Timeline
+from allranks.timeline import END, OTHER, Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps
@@ -33,7 +34,6 @@ class Recorder:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.rank = rank  # as the launcher counts it; see `_open`
-        self.is_on = True
         self.step = 0
         self.timeline = Timeline()
         self.counter = SampleCounter(self.switch_off)
@@ -52,6 +52,10 @@ class Recorder:
         self._others: dict[int, int] = {}  # steps of each other one since its last
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
         self.peers: bool | None = None  # whether there are any; unknown before ranks have met
+
+    @property
+    def is_on(self) -> bool:
+        return self.timeline.is_on
 
     def has_peers(self) -> bool:
         """Whether this rank exchanges anything with others."""
@@ -73,18 +77,19 @@ class Recorder:
         if id(optimizer) != self._leader and not self._takes_over(optimizer):
             return
         timeline = self.timeline
-        if timeline.is_taken:
-            self.step = timeline.num_steps + 1
-        else:
-            timeline.end()
-            self.step = timeline.num_steps
-        if self.step == 1:
+        step = timeline.num_steps + 1
+        if not timeline.is_taken:  # ends the step, without the call
+            timeline.label, timeline.num_steps = OTHER, step
+            event = None if timeline.record_event is None else timeline.record_event()
+            timeline.marks.append((END, perf_counter(), event, step))
+        self.step = step
+        if step == 1:
             self._begin(optimizer)
         if self._others:
             self._others.clear()
         if self.at_step:
             for call in list(self.at_step):
-                call(self.step)
+                call(step)
 
     def _takes_over(self, optimizer: Any) -> bool:
         """Whether this optimizer's steps are those of the training from here on."""
@@ -165,7 +170,7 @@ class Recorder:
 
     def forget(self) -> None:
         """In a forked process: what is recorded is its parent's to write."""
-        self.is_on = False
+        self.timeline.is_on = False
         self._log = None
         if self._claim is not None:
             self._claim.close()
@@ -199,7 +204,7 @@ class Recorder:
     def switch_off(self, error: BaseException) -> None:
         """Leave the script alone from here on; one line says so."""
         if self.is_on:
-            self.is_on = False
+            self.timeline.is_on = False
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"allranks: the probe is off: {what}", file=sys.stderr, flush=True)
 

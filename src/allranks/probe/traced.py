@@ -50,7 +50,9 @@ def hide_from_compilers() -> None:
     """Have torch.compile skip what the hooks call, once it is imported: it is big."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None:
-        for part in ("hooks", "loading", "models", "recorder", "samples", "surroundings", "window"):
+        for part in ("hooks", "loading", "models", "passes", "recorder", "samples"):
+            rules.add(f"allranks.probe.{part}")
+        for part in ("surroundings", "window"):
             rules.add(f"allranks.probe.{part}")
         rules.add("allranks.timeline")
         rules.add("allranks.events")

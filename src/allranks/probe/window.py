@@ -98,7 +98,7 @@ class Window:
             os.kill(os.getpid(), signal.SIGUSR2)
             return
         if recorder.is_on:
-            recorder.is_on = False
+            recorder.timeline.is_on = False
             recorder.flush()
             sys.stdout.flush()
             threading.Thread(target=_leave_in_any_case, daemon=True).start()
