@@ -14,6 +14,8 @@ import typer
 from allranks.cli_words import AsJson, Debug, Runs, app, people_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from allranks.rundir import RunDir
     from allranks.watch.live import Watcher
     from allranks.watch.marks import Mark
@@ -230,10 +232,14 @@ def look_once(watcher: Watcher, marks: dict[str, Mark], *, ranks: bool, as_json:
         print(to_json(described))
         return
     console = people_console(False)
-    width = console.width if console.is_terminal else 160
-    for line in snapshot(watcher, marks, width, time.time(), ranks=ranks):
+    for line in snapshot(watcher, marks, width_of(console), time.time(), ranks=ranks):
         line.rstrip()
         console.print(line, soft_wrap=True)
+
+
+def width_of(console: Console) -> int:
+    """Of the terminal, or as COLUMNS says; a file has room."""
+    return console.width if console.is_terminal or os.environ.get("COLUMNS") else 160
 
 
 def watch_in_terminal(watcher: Watcher, marks: dict[str, Mark], notifier: Notifier | None) -> None:
@@ -320,6 +326,6 @@ def watch_job(job: str, marks: dict[str, Mark], *, once: bool, stacks: bool, as_
     elif stacks:
         print("\n".join(jobs.stack_lines(samples)))
     else:
-        for line in job_lines(facts, samples, marks, console.width if is_terminal() else 160):
+        for line in job_lines(facts, samples, marks, width_of(console)):
             line.rstrip()
             console.print(line, soft_wrap=True)

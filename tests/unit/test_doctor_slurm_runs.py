@@ -137,6 +137,8 @@ JOB_GONE = "slurmstepd-node1: error: *** JOB 4 ON node1 CANCELLED AT 2026-11-15T
 TOLD = "srun: error: node1: task 0: Terminated"
 BEGUN = "allranks: digits-20261115-142301-3f9a: job 4 on node1, node2 (layout 2x2, restart 0)"
 LAUNCHER = "srun: error: node1: task 0: Exited with exit code 1"
+TWO = BEGUN.replace("2x2", "2x1")
+LOST = "error: rank 0 failed: RuntimeError: [transport/tcp/pair.cc:534] Connection closed by peer"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,8 @@ LAUNCHER = "srun: error: node1: task 0: Exited with exit code 1"
         ([STEP_GONE, TOLD], "job-cancelled", None, None),  # scancel 4.0
         ([BEGUN, "error: rank 3 was killed by SIGKILL", LAUNCHER], "rank-died", 3, "node2"),
         ([BEGUN, "error: rank 1 ended with code 3", LAUNCHER], "rank-died", 1, "node1"),
+        # The other node's launcher was ended before it had a word to say of its rank.
+        ([TWO, LOST, LAUNCHER], "rank-died", 1, None),
         (
             [BEGUN, "error: rank 2 failed: ValueError: no label (train.py:9)", LAUNCHER],
             "rank-raised",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -136,6 +137,8 @@ def _with_rank(hit: Hit, ranks: Mapping[tuple[str | None, int], int]) -> Hit:
 
 def _world(hits: Sequence[Hit]) -> int | None:
     said = [int(hit.fields["wanted"]) for hit in hits if hit.fields.get("wanted", "").isdigit()]
+    layouts = [hit.fields["layout"] for hit in hits if hit.cause.slug == "allranks-job"]
+    said += [math.prod(map(int, layout.split("x"))) for layout in layouts[-1:]]
     return max(said, default=None)
 
 
