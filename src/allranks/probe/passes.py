@@ -30,12 +30,16 @@ class Arrival:
     of the pass that the last gradient comes from. So each of them may be waiting at its end.
     """
 
+    __slots__ = (
+        *("_arrive", "_is_queued", "_on_parameter", "_parameter", "_queue", "_tensor_type"),
+        *("_timeline", "later", "recorder"),
+    )
+
     def __init__(self, recorder: Recorder) -> None:
         import torch
 
         self.recorder = recorder
         self._timeline = recorder.timeline
-        self._mark = recorder.timeline.mark
         self._queue = torch.autograd.Variable._execution_engine.queue_callback
         self._arrive = self.arrive
         self._tensor_type = torch.Tensor
@@ -103,8 +107,11 @@ class Arrival:
             self.recorder.switch_off(error)
 
     def arrive(self) -> None:
+        timeline = self._timeline
         try:
-            self._mark(WAIT)
+            timeline.label = WAIT  # marks, without the call
+            event = None if timeline.record_event is None else timeline.record_event()
+            timeline.marks.append((WAIT, perf_counter(), event, None))
         except Exception as error:
             self.recorder.switch_off(error)
 
