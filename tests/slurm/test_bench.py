@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,67 @@ def test_collectives_are_measured_within_and_across_real_nodes(
         *(("node", 2), ("nodes", 2), ("all", 4))
     }
     assert found["transport"]["nodes"]["words"].startswith("TCP over ")
+
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+data = TensorDataset(torch.randn(64000, 8), torch.randint(0, 2, (64000,)))
+loader = DataLoader(
+    data, batch_size=32 // dist.get_world_size(), sampler=DistributedSampler(data)
+)
+model = DistributedDataParallel(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.soak
+def test_a_script_is_measured_on_the_nodes_of_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    layouts = ["--layouts", "1x1,2x1", "--steps", "20", "--repeats", "1", "--backend", "slurm"]
+    done = run_allranks(
+        *("bench", "scaling", *layouts, "--json", "--", "python", "train.py"), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(done.stdout)["rows"]
+    assert (one["layout"], two["layout"], two["ranks"]) == ("1x1", "2x1", 2)
+    assert two["speedup"] == pytest.approx(two["samples_per_second"] / one["samples_per_second"])
+    assert sum(two["parts"].values()) == pytest.approx(two["step_seconds"], rel=0.02)
+
+
+@pytest.mark.soak
+def test_what_was_measured_before_a_ctrl_c_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    layouts = ["--layouts", "1x1,2x1", "--steps", "20", "--repeats", "2", "--backend", "slurm"]
+    words = ["bench", "scaling", *layouts, "--json", "--", "python", "train.py"]
+    benching = subprocess.Popen(
+        [sys.executable, "-m", "allranks", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        told = []
+        assert benching.stderr is not None
+        for line in benching.stderr:  # the first that has ended
+            told.append(line)
+            if "samples/s" in line:
+                break
+        benching.send_signal(signal.SIGINT)
+        out, rest = benching.communicate(timeout=30)
+    finally:
+        benching.kill()
+    assert benching.returncode == 130, "".join(told) + rest
+    found = json.loads(out)
+    assert found["interrupted"] and any(row["samples_per_second"] for row in found["rows"])
+    assert "of 4 runs were measured" in rest
+    assert "Traceback" not in rest
