@@ -113,8 +113,11 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
         if not as_json:
             print(f"error: {failed['layout']}: {failed['problem']}", file=sys.stderr)
             run = next((one["run"] for one in failed["repeats"] if one.get("problem")), "")
-            see = f"see allranks doctor {run}; what it said: allranks logs {run}" if run else ""
-            fix = "let it run longer" if failed["problem"] == scaling.STOPPED else see
+            fix = f"what it said: allranks logs {run}" if run else ""
+            if failed["problem"] == scaling.STOPPED:
+                fix = "let it run longer"
+            elif fix and not failed["problem"].startswith(scaling.NOTHING_TO_MEASURE):
+                fix = f"see allranks doctor {run}; {fix}"
             if fix:
                 print(f"  fix: {fix}", file=sys.stderr)
         raise typer.Exit(1)

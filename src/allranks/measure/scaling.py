@@ -17,6 +17,7 @@ from allranks.spread import spread, t_975
 from allranks.timing import PARTS, Timing
 
 STOPPED = "it was stopped before there was enough to measure"
+NOTHING_TO_MEASURE = ("no optimizer step", "only one step", "no samples")  # in a run that is well
 SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
 SAME = 0.02  # global batches that differ by less are the same
 
