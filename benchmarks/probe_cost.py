@@ -49,6 +49,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from allranks import hardware
 from allranks.events import FLUSH_SECONDS
 from allranks.probe import hooks, passes
 from allranks.probe.recorder import Recorder
@@ -69,14 +70,18 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = 0.0
+        self._depth = 0  # of torch's functions, one of which may call another
 
     def torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
+            self._depth += 1
             try:
                 return function(*args, **kwargs)
             finally:
-                self._inside += time.perf_counter() - started
+                self._depth -= 1
+                if not self._depth:
+                    self._inside += time.perf_counter() - started
 
         return call
 
@@ -292,10 +297,10 @@ def main() -> int:
     print(f"at most {MAX_OWN_MICROSECONDS:.0f} us of its own, and {MAX_RATIO}x")
     holds = True
     ranks = wanted.ranks or [1, 2]
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = hardware.cpus_allotted()
     if not wanted.ranks and num_cores < CORES_PER_RANK * 2:
         ranks = [1]
-        print(f"1 rank alone: two need {CORES_PER_RANK * 2} cores, and {num_cores} are here")
+        print(f"2 ranks: not measured here, on {num_cores} cores (see above; --ranks 2 does)")
     for num_ranks in ranks:
         found = start_ranks(num_ranks, wanted.pairs)
         step = statistics.median(without for _, without in found["pairs"])

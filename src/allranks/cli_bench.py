@@ -146,6 +146,8 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
             done.append(repeat_of(outcome.run, one.layout))
             screen.end(done[-1])
         except AllranksError as error:
+            if not done and error.exit_code == 2:  # what is wrong here is wrong with all of them
+                raise
             done.append(failed(one.layout, "; ".join(filter(None, (error.what, error.fix)))))
         if signals.received:
             screen.is_interrupted = True
@@ -207,6 +209,7 @@ def price_of(device: str | None, memory: int | None, own: list[Price]) -> float 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
     from allranks.measure.scaling import Repeat, nothing_measured
+    from allranks.reading import remarks
     from allranks.results import (
         failure,
         failure_in_words,
@@ -224,7 +227,7 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None
-    return Repeat(run.name, layout, kept, problem, samples_per_epoch(run))
+    return Repeat(run.name, layout, kept, problem, samples_per_epoch(run), remarks(run, kept))
 
 
 def failed(layout: Layout, what: str) -> Repeat:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from allranks.watch.marks import Mark
     from allranks.watch.notify import Notifier
 
+LEAST_WIDTH = 20  # characters: nobody means less
 Watched = Annotated[
     list[str] | None,
     typer.Argument(metavar="RUN...", help="Runs, or the id of any job of yours. Default: all."),
@@ -239,7 +240,10 @@ def look_once(watcher: Watcher, marks: dict[str, Mark], *, ranks: bool, as_json:
 
 def width_of(console: Console) -> int:
     """Of the terminal, or as COLUMNS says; a file has room."""
-    return console.width if console.is_terminal or os.environ.get("COLUMNS") else 160
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) >= LEAST_WIDTH:
+        return int(columns)
+    return console.width if console.is_terminal else 160
 
 
 def watch_in_terminal(watcher: Watcher, marks: dict[str, Mark], notifier: Notifier | None) -> None:

@@ -90,7 +90,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
         if len(begun) == 2:  # it came before this one had any rank
             signals.received.append(signal.SIGINT)
             raise AllranksError("stopped before all nodes were there", fix="", exit_code=130)
-        raise AllranksError("no port is free", fix="")
+        raise AllranksError("no port is free", fix="", exit_code=1)
 
     monkeypatch.setattr(local, "run_here", run_here)
     prepared = [

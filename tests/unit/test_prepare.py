@@ -456,14 +456,28 @@ def test_far_too_many_ranks_are_started_only_if_that_is_said(
         (["python3.12", "no/such.py", "--lr", "1"], "the script 'no/such.py' was not found in"),
         (["trainer", "--fast"], "program 'trainer' was not found here"),
         (["./plain.sh"], "program './plain.sh' may not be executed"),
+        (["plain.sh"], "write ./plain.sh"),
+        (["python plain.py"], "leave out the quotes: -- python plain.py"),
+        (["plain.py"], "write python plain.py"),
+        (["."], "program '.' is a folder"),
+        (["x" * 300], "was not found here"),
+        (["python", "x" * 300 + ".py"], "was not found in"),
     ],
 )
 def test_a_command_that_is_not_there_is_refused_once(
     folder: Path, command: list[str], what: str
 ) -> None:
-    (folder / "plain.sh").write_text("#!/bin/sh\n")
+    for name in ("plain.sh", "plain.py"):
+        (folder / name).write_text("#!/bin/sh\n")
     with pytest.raises(AllranksError, match=re.escape(what)):
         check_command(load_job(None, command=command))
+
+
+def test_a_program_is_looked_for_where_the_ranks_will(folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "trainer").write_text("#!/bin/sh\n")
+    (folder / "bin" / "trainer").chmod(0o755)
+    check_command(load_job(None, [f"env.PATH={folder / 'bin'}"], command=["trainer"]))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from allranks.probe.samples import (
     Fingerprints,
     Loader,
     SampleCounter,
+    num_kept,
     num_samples,
     tensors,
 )
@@ -218,7 +219,7 @@ def fingerprints(indices: list[list[int]], values: list[float]) -> list[dict[str
     for chosen, value in zip(indices, values, strict=True):
         loader.indices.append(chosen)
         script.give(loader, torch.full((len(chosen), 2), value))
-    return script.fingerprints.seen
+    return script.fingerprints.take(loader)
 
 
 def test_an_index_may_be_an_array() -> None:
@@ -226,7 +227,8 @@ def test_an_index_may_be_an_array() -> None:
     loader.started()
     loader.indices.append([torch.tensor([3, 1]), torch.tensor([2, 5])])
     assert loader.fetched([torch.zeros(2, 4)], fingerprints) == 2
-    assert "indices" in fingerprints.seen[0] and "sorted" not in fingerprints.seen[0]
+    (seen,) = fingerprints.take(loader)
+    assert "indices" in seen and "sorted" not in seen
 
 
 def test_a_batch_with_nothing_in_it_has_no_samples_whatever_its_indices() -> None:
@@ -238,6 +240,49 @@ def test_a_batch_with_nothing_in_it_has_no_samples_whatever_its_indices() -> Non
         assert script.step() == 0
     script.give(loader, [torch.empty(5, 8)])
     assert script.step() == 5
+
+
+def test_an_empty_batch_among_others_counts_for_nothing() -> None:
+    script = Script()
+    loader = script.epoch()
+    steps = []
+    for size in (4, 4, 0, 4, 0):
+        script.give(loader, torch.zeros(size, 3))
+        steps.append(script.step())
+    assert steps == [4, 4, 0, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "kept"),
+    [
+        ([torch.zeros(12, 3), torch.zeros(12)], 16, 12),  # four were left out
+        ([torch.zeros(0, 3), torch.zeros(0)], 16, 0),
+        ([torch.zeros(16, 3), torch.zeros(16)], 16, 16),
+        ([torch.zeros(9, 16), torch.zeros(9, 16)], 16, 16),  # the samples are the second dimension
+        ({"ids": torch.zeros(1, 99), "labels": torch.zeros(1, 99)}, 16, 16),  # one after the other
+        ([torch.zeros(3, 64, 64), torch.zeros(5, 4)], 4, 4),  # an image and its boxes
+        ([torch.zeros(3, 64, 64)] * 4, 4, 4),  # one tensor for each sample
+        (["no", "tensors"], 16, 16),
+        ([torch.tensor(1.0)], 16, 16),
+    ],
+)
+def test_what_a_collate_function_leaves_out_does_not_count(
+    batch: Any, samples: int, kept: int
+) -> None:
+    assert num_kept(batch, samples) == kept
+    loader = Loader(starts=9, is_checked=True)
+    loader.indices.append(list(range(samples)))
+    assert loader.fetched(batch, Fingerprints()) == kept
+
+
+def test_fingerprints_tell_the_loader_that_is_trained_on() -> None:
+    script = Script()
+    training, validation = script.epoch(), script.epoch()
+    for loader in (training, validation):
+        script.give(loader, torch.ones(2, 2))
+    seen = script.fingerprints.take(training)
+    assert [(one["loader"], one["trained"]) for one in seen] == [(0, True), (1, False)]
+    assert script.fingerprints.take(training) == []
 
 
 def test_equal_batches_have_equal_fingerprints_and_others_do_not() -> None:
@@ -283,7 +328,7 @@ def test_no_tensor_is_too_odd_to_be_looked_at(tensor: torch.Tensor) -> None:
     script.give(loader, tensor)
     assert script.step() == tensor.shape[0]
     is_plain = tensor.device.type == "cpu" and not tensor.is_sparse
-    assert ("content" in script.fingerprints.seen[0]) == is_plain
+    assert ("content" in script.fingerprints.take(None)[0]) == is_plain
 
 
 @dataclass

@@ -141,8 +141,9 @@ def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> i
     """
     if not facts.ends or _num_closed(facts):  # one that is not in the list was still there
         return None
-    # Our own launchers, one a node, name the first of theirs alone; some are ended before they do.
-    if any("," in hit.fields["nodes"] for hit in facts.of("allranks-job")):
+    # Our own launchers, one a node, name the first of theirs alone, or are ended before they do.
+    own = facts.of("allranks-end") if len(facts.ranks) > 2 else []
+    if own or any("," in hit.fields["nodes"] for hit in facts.of("allranks-job")):
         return None
     left = [rank for rank in silent if rank not in facts.ends]
     if left:

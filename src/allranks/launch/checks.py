@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -73,16 +75,29 @@ def check_command(job: Job) -> None:
     program, script, *_ = [*job.argv, "", ""]
     if "{" in program or not program:
         return
-    is_python = Path(program).name.startswith("python")
-    if not is_python and shutil.which(program) is None:
-        is_there = Path(program).is_file()
-        raise AllranksError(
-            f"the command's program {program!r} "
-            + ("may not be executed" if is_there else "was not found here"),
-            fix=f"chmod +x {program}, or python {program}" if is_there else "write its path",
-        )
-    if is_python and script.endswith(".py") and "{" not in script and not Path(script).is_file():
+    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(program)) is not None
+    path = {**os.environ, **job.env}.get("PATH")  # as the ranks will have it
+    if not is_python and shutil.which(program, path=path) is None:
+        raise no_program(program)
+    if is_python and script.endswith(".py") and "{" not in script and not os.path.isfile(script):
         raise AllranksError(
             f"the script {script!r} was not found in {Path.cwd()}",
             fix="write its path from here, or change to its folder first",
         )
+
+
+def no_program(program: str) -> AllranksError:
+    """The command's program cannot be started, and what to type instead."""
+    what, fix = f"the command's program {program!r} was not found here", "write its path"
+    if " " in program:
+        fix = f"leave out the quotes: -- {program}"
+    elif os.path.isdir(program):
+        what, fix = f"the command's program {program!r} is a folder", "name a file in it"
+    elif os.path.isfile(program) and program.endswith(".py"):
+        fix = f"write python {program}"
+    elif os.path.isfile(program) and "/" not in program:
+        fix = f"write ./{program}"
+    elif os.path.isfile(program):
+        what = f"the command's program {program!r} may not be executed"
+        fix = f"chmod +x {program}"
+    return AllranksError(what, fix=fix)

@@ -60,7 +60,6 @@ def run_here(
     """Run a prepared job to its end on this machine. `signals`: to see those that came."""
     here = ranks_here(prepared, place)
     checks.check_supported(prepared.job)
-    checks.check_command(prepared.job)
     remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
     if place.node_rank is None and prepared.layout.nodes > 1:
         remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
@@ -69,6 +68,7 @@ def run_here(
     if prepared.run is not None and prepared.run.state() == "finished" and not extends:
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
+    checks.check_command(prepared.job)
     signals = signals or Signals()
     signals.listen()
     with ExitStack() as held:

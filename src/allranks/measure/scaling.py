@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.layout import Layout
 from allranks.measure.laws import Fit, differ_too_much, fit_object, law_of
+from allranks.reading import APART
 from allranks.spread import spread, t_975
 from allranks.timing import PARTS, Timing
 
@@ -31,6 +32,7 @@ class Repeat:
     timing: Timing | None
     problem: str | None = None
     samples_per_epoch: int | None = None
+    remarks: Sequence[str] = ()  # on what its ranks read, and whether they exchange anything
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +60,10 @@ class Row:
     @property
     def problem(self) -> str | None:
         return next((one.problem for one in self.repeats if one.problem), None)
+
+    @property
+    def remarks(self) -> list[str]:
+        return [*dict.fromkeys(remark for one in self.repeats for remark in one.remarks)]
 
 
 def rows_of(repeats: Sequence[Repeat]) -> list[Row]:
@@ -208,6 +214,7 @@ def as_json(
                 "hours_per_epoch": (hours := hours_per_epoch(row)),
                 "cost_per_epoch": None if hours is None or price is None else hours * price,
                 "problem": row.problem,
+                "remarks": row.remarks,
             }
             for row in rows
         ],
@@ -256,6 +263,8 @@ def verdict(rows: Sequence[Row], fit: Fit | None) -> str:
         f"{top.layout} is {top.speedup:.2f}x as fast as {measured[0].layout} "
         f"({top.efficiency:.0%} efficient, measured)"
     )
+    if any(remark.startswith(APART) for remark in top.remarks):
+        return f"{said}, but {APART}: it is one training only if they join"
     if top.efficiency > SUSPICIOUS:
         return (
             f"{said}: more than {top.ranks} ranks should do; before you trust it, look at what "

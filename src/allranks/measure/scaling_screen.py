@@ -109,13 +109,15 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
 
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why a column has nothing in it."""
+    """What is odd in a row, and why a column has nothing in it."""
+    told = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
     if all(row["hours_per_epoch"] is None for row in rows):
-        return ["no hours and no cost: how many samples an epoch has is not known"]
-    if all(row["cost_per_epoch"] is None for row in rows):
+        told.append("no hours and no cost: how many samples an epoch has is not known")
+    elif all(row["cost_per_epoch"] is None for row in rows):
         device = str(found.get("device") or "the device")
-        return [f"no price is known for {device}: name one with --price '{device.lower()}=DOLLARS'"]
-    return []
+        name = f"name one with --price '{device.lower()}=DOLLARS'"
+        told.append(f"no price is known for {device}: {name}")
+    return told
 
 
 def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:

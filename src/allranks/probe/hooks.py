@@ -44,6 +44,7 @@ def install(recorder: Recorder) -> Arrival:
     hook_backward(recorder, arrival)
     hook_loader(recorder)
     arrival.later.append(hook_waiting(recorder))
+    hook_meeting(recorder, arrival)
     hook_groups(recorder)
     hook_ddp(recorder)
     hook_graphs(recorder)
@@ -124,6 +125,27 @@ def hook_waiting(recorder: Recorder) -> Callable[[], None]:
 
     hook()
     return hook
+
+
+def hook_meeting(recorder: Recorder, arrival: Arrival) -> None:
+    """Ranks that meet late, when each had seemed to train for itself."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.init_process_group
+
+    @unseen_by_compilers
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        with recorder.guarded:
+            arrival.ask_again()
+        return found
+
+    dist.init_process_group = distributed_c10d.init_process_group = init_process_group
 
 
 def hook_groups(recorder: Recorder) -> None:

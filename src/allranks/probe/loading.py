@@ -19,8 +19,9 @@ MAP_DATASET = 0  # torch's number for it
 class Loaders:
     """The loaders of the script, as the hooks see them."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, own_collate: Any) -> None:
         self.recorder = recorder
+        self._own_collate = own_collate  # torch's
         self.starting: Loader | None = None  # an iterator asks for batches while it is being made
         # Not on the loaders themselves: scripts copy and send them, or forbid new attributes.
         self._known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
@@ -42,14 +43,17 @@ class Loaders:
         """Where to put the indices of its batches."""
         # Of an iterable data set only the batch itself tells how long it is.
         if iterator._auto_collation and iterator._dataset_kind == MAP_DATASET:
-            return self.of(iterator).indices
+            loader = self.of(iterator)
+            # Torch's own puts every sample in; a script's may leave some out.
+            loader.is_checked = iterator._collate_fn is not self._own_collate
+            return loader.indices
         return None
 
 
 def hook_loader(recorder: Recorder) -> None:
     from torch.utils.data import dataloader
 
-    loaders = Loaders(recorder)
+    loaders = Loaders(recorder, dataloader.default_collate)
     hook_fetching(recorder, loaders, dataloader._BaseDataLoaderIter)
     hook_starting(recorder, loaders, dataloader.DataLoader)
 

@@ -57,6 +57,12 @@ class Arrival:
         self._timeline.expect = self.expect
         return self.expect(tensors)
 
+    def ask_again(self) -> None:
+        """Whether there are other ranks: a process group has been made after all."""
+        if self.recorder.peers is False:
+            self.recorder.peers = None
+            self._timeline.expect = self.expect_if_any
+
     def expect(self, tensors: Any) -> Any:
         """A backward pass begins; the hook to be removed after it, if any."""
         was_queued, self._is_queued = self._is_queued, False

@@ -35,6 +35,7 @@ class Profile:
         self._seen = 0  # ends of steps
         self._marked = 0
         self._profiler: Any = None
+        self._is_running = False
         self._with_device = False
         recorder.at_step.append(self.at_step)
         # Before the recorder's own: what is said here is to be written, too.
@@ -53,12 +54,14 @@ class Profile:
 
     def finish(self) -> None:
         """Where the script ends sooner than expected: keep what there is."""
-        if self._seen and self._marked == 0 and self.recorder.is_on:
+        if self._seen and 0 <= self._marked <= 1 and self.recorder.is_on:
             self._say(f"the script made {self._seen} steps, a profile needs {FIRST_STEP + 1}")
             self._seen = 0  # said once
         try:
             if self._marked > 1:
                 self._export()
+            elif self._is_running:  # one that is left so ends with the process, in a crash
+                self._stop()
         except Exception as error:
             self._give_up(error)
         self.recorder.flush()
@@ -79,7 +82,8 @@ class Profile:
         most = max(1, MAX_TRACE_BYTES // max(size, 1))
         if most < self.num_steps:
             self._say(
-                f"{self.num_steps} steps would make {self.num_steps * size >> 20} MiB: {most}"
+                f"{self.num_steps} steps would make {self.num_steps * size >> 20} MiB: "
+                f"{most} are traced"
             )
             self.num_steps = most
         self._next = self._pause
@@ -123,8 +127,10 @@ class Profile:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
+        self._is_running = True
 
     def _stop(self) -> None:
+        self._is_running = False
         self._profiler.stop()
 
     def _give_up(self, error: Exception) -> None:

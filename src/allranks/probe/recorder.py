@@ -135,7 +135,7 @@ class Recorder:
             if late == "hold" and num_lines % LINES_AT_ONCE == 0:
                 time.sleep(BREATH_SECONDS)
         if self._log is not None:
-            for seen in self.fingerprints.take():
+            for seen in self.fingerprints.take(self.counter.training):
                 self._log.write("batch", **seen)
 
     def _follow(self, optimizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -25,6 +26,8 @@ class Loader:
     """One DataLoader of the script, over all its epochs."""
 
     dataset_samples: int | None = None  # where its data set has a length
+    number: int | None = None  # of those that were looked at
+    is_checked: bool = False  # whether its batches may be shorter than their indices
     starts: int = 0  # how often it was started
     batches: int = 0  # since it was started
     indices: deque[Any] = field(  # of batches that are being loaded
@@ -50,6 +53,8 @@ class Loader:
             samples = len(indices)
         else:
             samples = len(indices) if isinstance(indices, Sized) else num_samples(batch)
+        if self.is_checked and indices is not None:
+            samples = num_kept(batch, samples)
         if self.batches < FINGERPRINTS and self.starts <= FINGERPRINT_EPOCHS:
             if samples and is_empty(batch):
                 samples, self.indices = 0, deque(maxlen=0)  # indices do not tell what is in it
@@ -62,13 +67,16 @@ class Fingerprints:
     """What early batches looked like, to be written with the next step."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
+        self.seen: list[tuple[Loader, dict[str, Any]]] = []
         self._num_seen = 0
+        self._num_loaders = 0
 
     def look(self, loader: Loader, batch: Any, indices: Any, samples: int) -> None:
         if self._num_seen >= MAX_FINGERPRINTS:
             return
         self._num_seen += 1
+        if loader.number is None:
+            loader.number, self._num_loaders = self._num_loaders, self._num_loaders + 1
         found = {"epoch": loader.starts, "batch": loader.batches, "samples": samples}
         if indices is not None:
             values = list(indices)[:FINGERPRINT_VALUES]
@@ -79,12 +87,15 @@ class Fingerprints:
         if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
             with suppress(Exception):  # not every tensor can be read as bytes
                 found["content"] = content(tensor)
-        self.seen.append(found)
+        self.seen.append((loader, found))
 
-    def take(self) -> list[dict[str, Any]]:
-        """What was seen since the last time."""
+    def take(self, training: Loader | None) -> list[dict[str, Any]]:
+        """What was seen since the last time; `training`: the loader that is trained on."""
         seen, self.seen = self.seen, []
-        return seen
+        return [
+            {**found, "loader": loader.number, "trained": training is None or loader is training}
+            for loader, found in seen
+        ]
 
 
 class SampleCounter:
@@ -102,6 +113,7 @@ class SampleCounter:
         self._last_batch = 0  # samples of the last one that was trained on
         self._sizes: Counter[int] = Counter()  # how often batches of each size were
         self._has_trained = False  # whether this step had a backward pass
+        self._has_batch = False  # whether it was on a batch of its own, though it may be empty
 
     def started(self, loader: Loader) -> None:
         loader.epoch += 1
@@ -131,6 +143,7 @@ class SampleCounter:
             return
         self.training = loader
         self._last_batch = loader.waiting.popleft()
+        self._has_batch = True
         self.step_samples += self._last_batch
         if len(self._sizes) < MAX_SIZES or self._last_batch in self._sizes:
             self._sizes[self._last_batch] += 1
@@ -144,10 +157,10 @@ class SampleCounter:
     def take(self) -> int:
         """The samples of the step that ends here."""
         samples = self.step_samples
-        if not samples and self._has_trained:
+        if not samples and self._has_trained and not self._has_batch:
             # The script trains on one batch over and over, or on those of a list that it keeps.
             samples = max(self._sizes, key=self._sizes.__getitem__, default=self._last_batch)
-        self.step_samples, self._has_trained = 0, False
+        self.step_samples, self._has_trained, self._has_batch = 0, False, False
         # One batch may have been fetched ahead. Any more were never trained on.
         self._fresh = min(self._fresh, 1)
         return samples
@@ -203,6 +216,20 @@ def num_samples(batch: Any) -> int:
         return len(batch)
     except TypeError:
         return 0
+
+
+def num_kept(batch: Any, samples: int) -> int:
+    """Of so many samples, those that a script's own collate function has put into a batch.
+
+    Where all its tensors are shorter, and equally long. They may be one for each sample, have the
+    samples in another dimension, or all of them behind one another: then nobody knows better.
+    """
+    shapes = [tensor.shape for tensor in itertools.islice(tensors(batch), samples)]
+    lengths = {shape[0] if shape else -1 for shape in shapes}
+    if len(lengths) != 1 or len(shapes) == samples or any(samples in shape for shape in shapes):
+        return samples
+    kept = int(lengths.pop())
+    return kept if kept == 0 or 1 < kept < samples else samples
 
 
 def is_empty(batch: Any) -> bool:

@@ -147,6 +147,8 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         )
     if not paced and rows:
         notes.append("no layout has a measured pace: there is nothing to compare yet")
+    told = (f"{run.layout}: {remark}" for run in runs for remark in run.remarks)
+    notes += dict.fromkeys(told)
     notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]
     return notes
 

@@ -12,6 +12,7 @@ from allranks.comparing import CPU, bench_of, device_name, gpu_memory, read_job,
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.layout import Layout
+from allranks.reading import remarks
 from allranks.results import failure, failure_in_words, outcome, samples_per_epoch
 from allranks.rundir import RunDir
 from allranks.timing import Timing, timing
@@ -52,6 +53,7 @@ class RunFacts:
     seconds: float | None = None  # of training; None if layouts changed on the way
     timing: Timing | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()  # on what its ranks read, and whether they exchange anything
     loss: Curve | None = None  # by step
     utilization: Curve | None = None  # by seconds: percent of a GPU, or CPUs of a rank
 
@@ -104,6 +106,7 @@ def read_run(run: RunDir) -> RunFacts:
         if len(layouts) <= 1
         else None,
         timing=measured,
+        remarks=tuple(remarks(run, measured)),
         metrics=numbers(found["metrics"]) | seen.metrics | numbers(found["metrics"]),
         loss=thinned(sorted(seen.losses.items())),
         utilization=seen.utilization(),

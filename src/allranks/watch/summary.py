@@ -74,7 +74,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     step = lead.step if lead else None
     steps = last_step(start, one.info, lead.window if lead else None)
     took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
-    pace = (one.pace if one.is_measured else None) or reader.samples_per_second(world)
+    pace = one.pace if one.is_measured else reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
     base = one.base if one.base is not None and layout != one.base.layout else None
     efficiency = base.efficiency(world, pace) if base and world and pace else None
