@@ -46,6 +46,7 @@ def data(
 ) -> None:
     """Measure the data: how many loader workers a job needs, and where the ceiling is."""
     from allranks.events import to_json
+    from allranks.launch.local import Signals
     from allranks.launch.prepare import prepare
     from allranks.measure import data as measured
     from allranks.measure import data_screen
@@ -62,12 +63,16 @@ def data(
     console = people_console(as_json)
     prepared = prepare_with(more)
     check_room(prepared, console)
-    outcome = run_muted(prepared, console, measured.new_record())
+    signals = Signals()
+    outcome = run_muted(prepared, console, measured.new_record(), signals)
     found = found_in_script(outcome) if is_script else found_in_task(outcome)
     if as_json:
         print(to_json(found))
     else:
         data_screen.show(console, found)
+    if signals.received:
+        print("stopped: this is what was measured until then", file=sys.stderr)
+        raise typer.Exit(130)
     if outcome.error is not None and not is_script:
         print(f"error: {outcome.error.what}\n  fix: {outcome.error.fix}", file=sys.stderr)
         raise typer.Exit(1)
@@ -117,6 +122,8 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     from allranks.events import read_events
     from allranks.hardware import cpus_allotted
     from allranks.measure import data as measured
+    from allranks.measure.scaling import nothing_measured
+    from allranks.results import steps_by_rank
     from allranks.timing import timing
 
     run = outcome.run
@@ -124,9 +131,8 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     if outcome.result["state"] == "stopped" and (timed is None or not timed.samples):
         raise stopped_early()
     if timed is None or not timed.samples:
-        what = "no samples were seen" if timed is not None else "no optimizer step was seen"
         raise outcome.error or AllranksError(
-            f"{what}, so there is nothing to measure",
+            nothing_measured(run.state(), steps_by_rank(run)),
             fix=f"see {run.log(0, 0)}: the script must train, with torch's optimizers and loaders",
             exit_code=1,
         )
@@ -196,6 +202,8 @@ def run_trials(prepared: list[tuple[str, Prepared]], console: Console) -> list[T
         try:
             outcome = run_muted(replace(one), console, record, signals)
         except AllranksError as error:
+            if not done and error.exit_code == 2:  # what is wrong here is wrong with all of them
+                raise
             done.append(measured.Trial(name, problem=error.what))
             if signals.received:
                 break

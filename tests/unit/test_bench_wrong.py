@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks import cli_bench
+from allranks import cli_bench, cli_bench_data
 from allranks.errors import AllranksError
 from allranks.job import load_job
 from allranks.launch import local, screen
@@ -105,6 +105,40 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
         cli_bench.tell(as_json(rows_of(done)), progress, as_json=True)
     assert left.value.exit_code == 130
     assert "stopped: 0 of 3 runs were measured" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_here(*_: Any) -> Any:
+        raise AllranksError("cannot write runs: Permission denied", fix="use --runs")
+
+    monkeypatch.setattr(local, "run_here", run_here)
+    prepared = [prepare(Request(overrides=["task=spiral"], layout="1x1", runs=tmp_path))]
+    with pytest.raises(AllranksError, match="Permission denied"):
+        cli_bench.measure_here(prepared, Progress(as_json=True, total=1))
+    with pytest.raises(AllranksError, match="Permission denied"):
+        cli_bench_data.run_trials([("fp32", prepared[0])], Console(file=io.StringIO()))
+
+
+def test_data_that_were_measured_until_a_ctrl_c_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grown = GrowingRun(tmp_path, "1x1")
+    grown.begin()
+    grown.steps(30)
+
+    def run_muted(*given: Any) -> local.Outcome:
+        given[-1].received.append(signal.SIGINT)
+        return local.Outcome(grown.run, {"state": "stopped"}, 75)
+
+    monkeypatch.setattr(cli_bench_data, "run_muted", run_muted)
+    monkeypatch.setattr(cli_bench_data, "found_in_task", lambda outcome: {"verdict": "fast"})
+    with pytest.raises(typer.Exit) as left:
+        cli_bench_data.data(overrides=["task=spiral"], runs=tmp_path, as_json=True)
+    assert left.value.exit_code == 130
+    told = capsys.readouterr()
+    assert "measured until then" in told.err and json.loads(told.out)["verdict"] == "fast"
 
 
 def test_a_layout_that_was_refused_names_no_run(capsys: pytest.CaptureFixture[str]) -> None:
