@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -88,16 +89,17 @@ def check_command(job: Job) -> None:
 
 def no_program(program: str) -> AllranksError:
     """The command's program cannot be started, and what to type instead."""
-    what, fix = f"the command's program {program!r} was not found here", "write its path"
-    if " " in program:
-        fix = f"leave out the quotes: -- {program}"
-    elif os.path.isdir(program):
-        what, fix = f"the command's program {program!r} is a folder", "name a file in it"
-    elif os.path.isfile(program) and program.endswith(".py"):
-        fix = f"write python {program}"
-    elif os.path.isfile(program) and "/" not in program:
-        fix = f"write ./{program}"
-    elif os.path.isfile(program):
+    what, typed = f"the command's program {program!r} was not found here", shlex.quote(program)
+    is_file = os.path.isfile(program)
+    if os.path.isdir(program):
+        return AllranksError(f"the command's program {program!r} is a folder", fix="name a file")
+    if is_file and program.endswith(".py"):
+        return AllranksError(what, fix=f"write python {typed}")
+    if is_file and "/" not in program:
+        return AllranksError(what, fix=f"write ./{typed}")
+    if is_file:
         what = f"the command's program {program!r} may not be executed"
-        fix = f"chmod +x {program}"
-    return AllranksError(what, fix=fix)
+        return AllranksError(what, fix=f"chmod +x {typed}")
+    if " " in program:
+        return AllranksError(what, fix=f"leave out the quotes: -- {shlex.join(program.split())}")
+    return AllranksError(what, fix="write its path")

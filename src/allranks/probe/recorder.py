@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import IO, Any
 
 from allranks.events import EventLog, WhatIsLate, is_ready
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
-from allranks.timeline import END, OTHER, Timeline
+from allranks.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps
@@ -78,10 +77,8 @@ class Recorder:
             return
         timeline = self.timeline
         step = timeline.num_steps + 1
-        if not timeline.is_taken:  # ends the step, without the call
-            timeline.label, timeline.num_steps = OTHER, step
-            event = None if timeline.record_event is None else timeline.record_event()
-            timeline.marks.append((END, perf_counter(), event, step))
+        if not timeline.is_taken:
+            timeline.end()
         self.step = step
         if step == 1:
             self._begin(optimizer)

@@ -13,6 +13,9 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
+# Of the probe, that hooks call.
+PARTS = ("hooks", "loading", "models", "passes", "recorder", "samples", "surroundings", "window")
+
 
 def unless_compiled(original: Callable[..., Any], timed: Callable[..., Any]) -> Callable[..., Any]:
     """`timed` where Python runs, `original` where it is compiled."""
@@ -50,9 +53,7 @@ def hide_from_compilers() -> None:
     """Have torch.compile skip what the hooks call, once it is imported: it is big."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None:
-        for part in ("hooks", "loading", "models", "passes", "recorder", "samples"):
-            rules.add(f"allranks.probe.{part}")
-        for part in ("surroundings", "window"):
+        for part in PARTS:
             rules.add(f"allranks.probe.{part}")
         rules.add("allranks.timeline")
         rules.add("allranks.events")

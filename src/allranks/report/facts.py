@@ -74,10 +74,11 @@ def read_run(run: RunDir) -> RunFacts:
     start = first_start(run, attempts)
     layout = parse_layout(found["layout"])
     seen = read_ranks(run, attempts)
+    measured, odd = None, []
     try:
         measured = timing(run)
+        odd = remarks(run, measured)
     except (KeyError, TypeError, ValueError) as error:  # files that no rank of ours has written
-        measured = None
         seen.problem = f"its events cannot be read ({type(error).__name__}: {error})"
     device, memory = device_of(start, info, seen)
     layouts = {one.get("layout") for one in info.get("attempts", []) if isinstance(one, dict)}
@@ -106,7 +107,7 @@ def read_run(run: RunDir) -> RunFacts:
         if len(layouts) <= 1
         else None,
         timing=measured,
-        remarks=tuple(remarks(run, measured)),
+        remarks=tuple(odd),
         metrics=numbers(found["metrics"]) | seen.metrics | numbers(found["metrics"]),
         loss=thinned(sorted(seen.losses.items())),
         utilization=seen.utilization(),
