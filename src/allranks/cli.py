@@ -93,7 +93,7 @@ def run(
     """Train a job, or run your own script after `--`, on this machine."""
     from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.local import Place, listening, run_here
     from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
 
@@ -109,18 +109,19 @@ def run(
         oversubscribe=oversubscribe,
     )
     prepared = prepare(request)
-    ask_for_profile(profile)
-    outcome = run_here(prepared, place, screen)
-    if profile is not None:
-        found = show_profile(outcome.run, console)
-        outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
-    if outcome.error is not None:
-        print_error(outcome.error, as_json=as_json, more=outcome.result)
+    ask_for_profile(prepared, profile)
+    with listening() as signals:  # what comes once the ranks have ended changes nothing
+        outcome = run_here(prepared, place, screen, signals)
+        if profile is not None:
+            found = show_profile(outcome.run, console)
+            outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
+        if outcome.error is not None:
+            print_error(outcome.error, as_json=as_json, more=outcome.result)
+            raise typer.Exit(outcome.exit_code)
+        screen.summary(outcome.result, can_go_on=outcome.can_go_on)
+        if as_json:
+            print(to_json(outcome.result))
         raise typer.Exit(outcome.exit_code)
-    screen.summary(outcome.result, can_go_on=outcome.can_go_on)
-    if as_json:
-        print(to_json(outcome.result))
-    raise typer.Exit(outcome.exit_code)
 
 
 @app.command()

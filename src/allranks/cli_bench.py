@@ -20,6 +20,7 @@ from allranks.cli_words import (
 )
 
 if TYPE_CHECKING:
+    from allranks.launch.local import Signals
     from allranks.launch.prepare import Prepared
     from allranks.layout import Layout
     from allranks.measure.scaling import Repeat
@@ -127,16 +128,22 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
 
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
-    from allranks.errors import AllranksError
     from allranks.launch.checks import check_measurable
-    from allranks.launch.local import Place, Signals, run_here
-    from allranks.launch.screen import QuietScreen
+    from allranks.launch.local import listening
 
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)
+    with listening() as signals:  # to all runs: one that comes between two of them ends the next
+        return run_in_turns(prepared, screen, signals)
+
+
+def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> list[Repeat]:
+    from allranks.errors import AllranksError
+    from allranks.launch.local import Place, run_here
+    from allranks.launch.screen import QuietScreen
+
     done: list[Repeat] = []
-    signals = Signals()  # of all runs: one that comes between two of them ends the next
     for one in prepared:
         if any(each.problem and each.layout == one.layout for each in done):
             continue  # it would only fail again

@@ -69,9 +69,8 @@ def run_here(
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
     checks.check_command(prepared.job)
-    signals = signals or Signals()
-    signals.listen()
     with ExitStack() as held:
+        signals = signals or held.enter_context(listening())
         if prepared.request.leads:
             prepared = prepare.hold_run(prepared, held)
             prepare.open_run(prepared)  # before the seconds that importing torch takes
@@ -106,18 +105,25 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
 
-    def listen(self) -> None:
-        """To the end of the process: what comes after the ranks have ended changes nothing."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
     @property
     def at_once(self) -> bool:
         """A second signal, a Ctrl-C: the user does not want to wait."""
         return signal.SIGINT in self.received[1:]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+
+
+@contextmanager
+def listening() -> Iterator[Signals]:
+    """Stop signals are noted here, and do again what they did before when this is over."""
+    signals = Signals()
+    before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Launch:
@@ -183,7 +189,6 @@ class Launch:
         environment = prepare.ranks_environment(
             prepared, run, here=self.here, oversubscribe=place.oversubscribe
         )
-        os.environ.update(environment)
         is_command = prepared.job.command is not None
 
         def command(attempt: int) -> list[str]:
@@ -194,6 +199,7 @@ class Launch:
         return run, agent.Agent(
             nodes,
             command,
+            environment,
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
             logs=logs,
