@@ -62,6 +62,10 @@ ProfileSteps = Annotated[
     int | None,
     typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
 ]
+Show = Annotated[
+    str | None,
+    typer.Option(metavar="RANKS", help="Print what these ranks print: 1, or 0,2, or all."),
+]
 Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
 
@@ -87,18 +91,18 @@ def run(
     max_restarts: MaxRestarts = None,
     oversubscribe: Oversubscribe = False,
     profile: ProfileSteps = None,
+    show: Show = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train a job, or run your own script after `--`, on this machine."""
     from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
-    from allranks.launch.local import Place, listening, run_here
+    from allranks.launch.echo import read_ranks
+    from allranks.launch.local import Place, listening, ranks_here, run_here
     from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
 
-    console = people_console(as_json)
-    screen = Screen(console, debug=debug)
     request = typed_request(
         job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
     )
@@ -109,6 +113,9 @@ def run(
         oversubscribe=oversubscribe,
     )
     prepared = prepare(request)
+    first, here = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
+    console = people_console(as_json)
+    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + here)))
     ask_for_profile(prepared, profile)
     with listening() as signals:  # what comes once the ranks have ended changes nothing
         outcome = run_here(prepared, place, screen, signals)

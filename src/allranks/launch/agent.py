@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,14 +29,14 @@ class Agent(LocalElasticAgent):
 
     Off the main thread it installs no signal handlers. Its own would kill the ranks after 30
     seconds, and they may need longer for a checkpoint. `kills_peers`: end the ranks beside a
-    failed one at once, because they can only hang. `command`: what a rank runs in an attempt;
+    failed one at once, because they can only hang. `arguments`: of Python, in an attempt;
     `environment`: its variables, besides this process's own and those of torchrun.
     """
 
     def __init__(
         self,
         nodes: FixedNodes,
-        command: Callable[[int], list[str]],
+        arguments: Callable[[int], list[str]],
         environment: Mapping[str, str],
         *,
         num_ranks: int,
@@ -47,13 +48,13 @@ class Agent(LocalElasticAgent):
             role="default",
             local_world_size=num_ranks,
             rdzv_handler=nodes,
-            entrypoint=command(0)[0],
+            entrypoint=sys.executable,
             max_restarts=max_restarts,
             monitor_interval=0.1,
         )
         super().__init__(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=logs))
         self._nodes = nodes
-        self._command = command
+        self._arguments = arguments
         self._environment = environment
         self._kills_peers = kills_peers
         self._failed: dict[int, int] = {}  # exit codes by local rank
@@ -92,7 +93,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failed = {}
-        worker_group.spec.args = tuple(self._command(self.attempt)[1:])
+        worker_group.spec.args = tuple(self._arguments(self.attempt))
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:

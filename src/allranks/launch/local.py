@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -186,20 +185,21 @@ class Launch:
             run=run.name,
             attempt=meeting.attempt,
         )
-        environment = prepare.ranks_environment(
+        self.environment = prepare.ranks_environment(
             prepared, run, here=self.here, oversubscribe=place.oversubscribe
         )
         is_command = prepared.job.command is not None
 
-        def command(attempt: int) -> list[str]:
+        def arguments(attempt: int) -> list[str]:
+            self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
-            return [sys.executable, "-m", "allranks.launch.rank_env", *words]
+            return ["-m", "allranks.launch.rank_env", *words]
 
         logs = held.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
         return run, agent.Agent(
             nodes,
-            command,
-            environment,
+            arguments,
+            self.environment,
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
             logs=logs,
@@ -221,6 +221,9 @@ class Launch:
                 ended.append(error)
 
         self._show(lambda: self.screen.follow(self.run, self.prepared.job, self.first_rank))
+        terminal = self.screen.open_terminal()
+        if terminal is not None:
+            self.environment["ALLRANKS_TERMINAL"] = f"{self.first_rank}:{terminal}"
         thread = threading.Thread(target=run_agent, daemon=True)
         with blocked_signals():  # inherited by the thread and by every rank that it starts
             thread.start()

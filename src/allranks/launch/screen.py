@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from rich.text import Text
 
 from allranks.events import read_events, read_last_events
 from allranks.job import Job
+from allranks.launch.echo import Echo
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
-MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
 
 
 class PeopleConsole(Console):
@@ -35,13 +35,22 @@ class PeopleConsole(Console):
 class Screen:
     """Follows one run. `console` decides whether people read stdout or, with --json, stderr.
 
-    `echo`: show what the rank prints, too.
+    `echo`: show what the rank prints, too. `show`: what all of these print, line by line.
     """
 
-    def __init__(self, console: Console, *, debug: bool = False, echo: bool = True) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        debug: bool = False,
+        echo: bool = True,
+        show: Sequence[int] | None = None,
+    ) -> None:
         self.console = console
         self.echo = echo
         self.debug = debug
+        self.show = show
+        self._echo: Echo | None = None
         self._run: RunDir | None = None
         self._job: Job | None = None
         self._rank = 0
@@ -74,6 +83,20 @@ class Screen:
         """Show this run from now on, through the eyes of `rank`."""
         self._run, self._job, self._rank = run, job, rank
         self.console.print(Text(f"{run.name}: starting {job.layout}", style="dim"), soft_wrap=True)
+        if self.echo:
+            native = job.command is None
+            self._echo = Echo(
+                self.console, rank, self.show, has_bar=native, without=self._without_traceback
+            )
+
+    def open_terminal(self) -> str | None:
+        """The path of a terminal for the rank that is followed, if it gets one."""
+        return self._echo.open_terminal() if self._echo is not None else None
+
+    def starting(self, attempt: int) -> None:
+        """Called by whoever starts the ranks of an attempt, just before."""
+        if self._echo is not None and self._run is not None:
+            self._echo.begin(self._run, attempt)
 
     def update(self, attempt: int) -> None:
         """Show what is new. Call it often: it reads the disk twice a second at most."""
@@ -83,7 +106,7 @@ class Screen:
                 self._close()
                 self.remark(f"a rank died: all ranks restart (attempt {attempt})")
             self._attempt = attempt
-            self._log = LogTail(self._run.log(attempt, self._rank))
+            self.starting(attempt)
             self._events = self._run.events(attempt, self._rank)
             self._start: dict[str, Any] | None = None
             self._next_read = 0.0
@@ -92,7 +115,8 @@ class Screen:
             return
         # A log is shown sooner than progress: people wait for their own script's lines.
         self._next_read = now + (READ_SECONDS if self._job.command is None else 0.1)
-        self._echo()
+        if self._echo is not None:
+            self._echo.look()
         if self._job.command is None:
             self._show_progress()
 
@@ -100,6 +124,8 @@ class Screen:
         """Show the rest and take the bar away."""
         self._next_read = 0.0
         self.update(attempt)
+        if self._echo is not None:
+            self._echo.finish()
         self._close()
 
     def summary(self, result: dict[str, Any], *, can_go_on: bool = True) -> None:
@@ -118,18 +144,14 @@ class Screen:
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
 
-    def _echo(self) -> None:
-        text = self._log.read() if self.echo else ""
-        if not text:
-            return
+    def _without_traceback(self, drawn: bytes) -> bytes:
         if self._job is not None and self._job.command is None and not self.debug:
             # The rank writes its end before its traceback: the message comes from there.
             assert self._run is not None
             end = self._run.end(self._attempt, self._rank)
             if end is not None and end["state"] == "failed":
-                text = text.partition("Traceback (most recent call last)")[0]
-        if text:
-            self.console.out(text, end="", highlight=False)
+                return drawn.partition(b"Traceback (most recent call last)")[0]
+        return drawn
 
     def _show_progress(self) -> None:
         if self._start is None:
@@ -147,25 +169,6 @@ class Screen:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-class LogTail:
-    """What was added to a log since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def read(self) -> str:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                content = file.read(MAX_LOG_BYTES)
-        except FileNotFoundError:
-            return ""
-        self._position += len(content)
-        return self._decoder.decode(content)
 
 
 class Bar:
