@@ -58,6 +58,12 @@ Master = Annotated[
 MaxRestarts = Annotated[
     int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
 ]
+IdleTimeout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="10m", help="End a run that makes no step for so long (in a job: stall_timeout)."
+    ),
+]
 ProfileSteps = Annotated[
     int | None,
     typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
@@ -85,6 +91,7 @@ def run(
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
+    idle_timeout: IdleTimeout = None,
     oversubscribe: Oversubscribe = False,
     profile: ProfileSteps = None,
     as_json: AsJson = False,
@@ -99,6 +106,8 @@ def run(
 
     console = people_console(as_json)
     screen = Screen(console, debug=debug)
+    if idle_timeout is not None:
+        overrides = [*(overrides or []), f"stall_timeout={idle_timeout}"]
     request = typed_request(
         job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
     )

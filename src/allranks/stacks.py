@@ -156,6 +156,11 @@ def kernel_state(process: int, proc: Path = PROC) -> str:
         return ""
 
 
+def is_gone(process: int, proc: Path = PROC) -> bool:
+    """Whether a process has ended; False where there is no /proc to tell."""
+    return (proc / "self").exists() and kernel_state(process, proc) in ("", "Z", "X")
+
+
 def take(processes: Mapping[int, int]) -> dict[int, Stack]:
     """The stacks of these ranks (rank: process); those that cannot be had are left out."""
     found: dict[int, Stack] = {}

@@ -25,6 +25,7 @@ from allranks.launch.stalled import StallWatch
 from allranks.processes import STOP_SIGNALS
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
+from allranks.stalls import ended_for
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent
@@ -141,7 +142,13 @@ class Launch:
         self.run, self.agent = self._meet(held)
         self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
-        self._stalled = StallWatch(self.run, self.prepared.job, self.first_rank)
+        self._stalled = StallWatch(
+            self.run,
+            self.prepared.job,
+            self.first_rank,
+            makes_steps=screen.makes_steps,
+            has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
+        )
         self._memory_kills = memory_kills() or 0
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
@@ -258,14 +265,14 @@ class Launch:
 
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
-        processes = [] if self._interrupted() else self.agent.processes()
-        try:
-            is_stalled = self._stalled.look(self.agent.attempt, processes)
-        except Exception:  # a disk that does not answer now must not end a training that goes on
-            return
-        if is_stalled:
+        # Who is told to stop may save for as long as it takes: it is not ended, but said to hang.
+        if self._stalled.look_beside(
+            self.agent.attempt, self.agent.processes(), may_end=not self._interrupted()
+        ):
             self.agent.never_restart()
             self.agent.kill()
+        line = self._stalled.line()
+        self._show(lambda: self.screen.stalled(*(line or (None,))))
 
     def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
@@ -294,6 +301,8 @@ class Launch:
             return Outcome(self.run, outcome, 0)
         if state == "stopped" or self.signals.at_once:
             code = STOPPED_AT_ONCE if self.signals.at_once else self._stopped_code()
+            if why := ended_for(self.run, self.agent.attempt):
+                outcome["reason"] = why
             saved = prepare.has_checkpoint(self.prepared, self.run)
             can_go_on = saved or code == STOPPED_AT_CHECKPOINT
             return Outcome(self.run, outcome, code, can_go_on=can_go_on)

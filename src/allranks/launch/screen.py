@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from allranks.events import read_events, read_last_events
 from allranks.job import Job
+from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine, column_after
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
 
@@ -38,8 +39,13 @@ class Screen:
     `echo`: show what the rank prints, too.
     """
 
+    makes_steps = True  # what is shown; else nobody is to say that there are none
+
     def __init__(self, console: Console, *, debug: bool = False, echo: bool = True) -> None:
         self.console = console
+        self._status = StatusLine(console, lambda: self._column)
+        self._notes = StallNotes(self._note)
+        self._column = 0  # of the cursor, after what the rank has written
         self.echo = echo
         self.debug = debug
         self._run: RunDir | None = None
@@ -53,10 +59,24 @@ class Screen:
         """Show nothing more: what is shown cannot be written any longer."""
         self._bar = None
         self.console = Console(file=io.StringIO())
+        self._status = StatusLine(self.console)
 
     def remark(self, text: str) -> None:
         with suppress(OSError, ValueError):
-            self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+            self._note(text)
+
+    def stalled(self, line: str | None, seconds: float = 0.0) -> None:
+        """Say that the ranks do not get on, and take it back (None) when they do."""
+        if not self.console.is_terminal:
+            self._notes.show(line, seconds)
+        elif self._bar is not None:
+            self._bar.note(line)
+        else:
+            self._status.show(line)
+
+    def _note(self, text: str) -> None:
+        self._status.clear()
+        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
         """Said once, when the first rank is told to stop."""
@@ -68,6 +88,7 @@ class Screen:
         text = f"{signal_name}: stopping, {how}"
         if self.console.is_terminal:
             text += "; Ctrl-C (again) stops at once"
+        self._status.clear()
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
@@ -111,6 +132,8 @@ class Screen:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
+        if result.get("reason"):
+            self.console.print(Text(result["reason"], style="yellow"), soft_wrap=True)
         if result["state"] == "stopped" and can_go_on:
             again = RunDir(Path(result["run_dir"])).resume_command
             self.console.print(f"go on with: {again}", soft_wrap=True)
@@ -129,7 +152,9 @@ class Screen:
             if end is not None and end["state"] == "failed":
                 text = text.partition("Traceback (most recent call last)")[0]
         if text:
+            self._status.clear()
             self.console.out(text, end="", highlight=False)
+            self._column = column_after(self._column, text)
 
     def _show_progress(self) -> None:
         if self._start is None:
@@ -138,12 +163,14 @@ class Screen:
             if self._start is None:
                 return
             assert self._run is not None and self._job is not None
+            self._status.clear()
             self.console.print(banner(self._start, self._job), highlight=False, soft_wrap=True)
             self._bar = Bar(self.console, self._start, self._job)
         if self._bar is not None:
             self._bar.show(read_last_events(self._events))
 
     def _close(self) -> None:
+        self._status.clear()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -179,9 +206,9 @@ class Bar:
         self._seen: tuple[int, float] = (start["step"], start["t"])
         self._rate = 0.0
         self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
-        self._progress: Progress | None = None
+        self._progress: NotedProgress | None = None
         if console.is_terminal:
-            self._progress = Progress(
+            self._progress = NotedProgress(
                 TextColumn("{task.fields[where]}"),
                 BarColumn(bar_width=20 if console.width >= 90 else 8),
                 TextColumn("{task.fields[numbers]}"),
@@ -212,7 +239,12 @@ class Bar:
             line = "  ".join([where, step, *numbers])
             self._console.print(line, highlight=False, soft_wrap=True)
 
+    def note(self, text: str | None) -> None:
+        if self._progress is not None:
+            self._progress.note = text or ""
+
     def close(self) -> None:
+        self.note(None)
         if self._progress is not None:
             self._progress.stop()
 
@@ -287,11 +319,15 @@ class QuietScreen(Screen):
 
     def __init__(self, console: Console, *, makes_steps: bool = True) -> None:
         super().__init__(console, echo=False)
+        self.makes_steps = makes_steps
         self._has_stepped = not makes_steps  # or it was said that it has not
         self._begin = time.monotonic()
 
     def remark(self, text: str) -> None:
         """Said before all runs, not before each."""
+
+    def stalled(self, line: str | None, seconds: float = 0.0) -> None:
+        self._notes.show(line, seconds)
 
     def stopping(self, signal_name: str) -> None:
         if not self._stopping:
