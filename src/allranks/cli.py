@@ -100,6 +100,7 @@ def run(
     """Train a job, or run your own script after `--`, on this machine."""
     from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
+    from allranks.job_types import Duration
     from allranks.launch.local import Place, run_here
     from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
@@ -107,7 +108,7 @@ def run(
     console = people_console(as_json)
     screen = Screen(console, debug=debug)
     if idle_timeout is not None:
-        overrides = [*(overrides or []), f"stall_timeout={idle_timeout}"]
+        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
     request = typed_request(
         job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
     )

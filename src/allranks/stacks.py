@@ -36,6 +36,7 @@ DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7 if hasattr(signal, "SIGRTM
 VARIABLE = "ALLRANKS_DUMP_SIGNAL"
 MEMORY = "/memfd:allranks-stacks"  # what the kernel calls the file that they are written to
 FOLLOW = ": the stacks of this rank follow"  # what stands above them in its log
+END = "allranks: these were its stacks"
 PY_SPY_SECONDS = 5.0
 DUMP_SECONDS = 5.0
 QUIET_SECONDS = 0.5  # without another byte: the dump is whole
@@ -199,7 +200,8 @@ def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | 
     if not mains:
         return None
     frames = [
-        Frame(str(each["filename"]), int(each["line"]), str(each["name"]))
+        # Without its class, which only newer ones know.
+        Frame(str(each["filename"]), int(each["line"]), str(each["name"]).rpartition(".")[2])
         for each in mains[0]["frames"]
     ]
     return Stack(process, tuple(frames), "py-spy") if frames else None
@@ -257,6 +259,13 @@ def _read_when_quiet(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
             break
         time.sleep(LOOK_SECONDS)
     return texts
+
+
+def without_dumps(text: str) -> str:
+    """The text of a log without the stacks that the launcher has put there."""
+    return re.sub(
+        rf"^allranks: [^\n]*{FOLLOW}\n.*?^{END}\n", "", text, flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def is_whole(text: str) -> bool:

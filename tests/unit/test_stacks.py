@@ -59,6 +59,12 @@ def test_a_log_without_a_dump_has_none() -> None:
     assert parse_dump(7, "") is None
 
 
+def test_what_a_launcher_put_into_a_log_can_be_left_out() -> None:
+    printed = f"allranks: 2026-11-16: no step for 4s{stacks.FOLLOW}\n{DUMP}\n{stacks.END}\n"
+    assert stacks.without_dumps(f"one\n{printed}two\n{printed}") == "one\ntwo\n"
+    assert stacks.without_dumps(DUMP) == DUMP
+
+
 def test_a_dump_is_whole_when_the_main_thread_is() -> None:
     assert stacks.is_whole(DUMP) and stacks.is_whole(DUMP + "step 4 done\n")
     as_module = DUMP.replace("<module>", "_run_module_as_main")
@@ -67,7 +73,7 @@ def test_a_dump_is_whole_when_the_main_thread_is() -> None:
 
 
 def test_py_spy_s_main_thread_is_taken() -> None:
-    frames = [{"filename": "/home/me/train.py", "line": 9, "name": "stuck"}]
+    frames = [{"filename": "/home/me/train.py", "line": 9, "name": "Mine.stuck"}]
     threads = [
         {"os_thread_id": 8, "thread_name": "events", "frames": [{**frames[0], "line": 1}]},
         {"os_thread_id": 7, "thread_name": "MainThread", "frames": frames},

@@ -19,6 +19,7 @@ from allranks.job import Job
 from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine, column_after
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
+from allranks.stacks import without_dumps
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -142,7 +143,7 @@ class Screen:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
 
     def _echo(self) -> None:
-        text = self._log.read() if self.echo else ""
+        text = without_dumps(self._log.read()) if self.echo else ""
         if not text:
             return
         if self._job is not None and self._job.command is None and not self.debug:

@@ -32,7 +32,7 @@ from allranks.stalls import (
     with_stacks,
 )
 
-LOOK_SECONDS = 5.0
+LOOK_SECONDS, SOON_SECONDS = 5.0, 1.0  # the second while something is said that may be over
 FIRST_STEP_SECONDS = 300.0  # at least, for what comes before: imports, data, compiling
 SCRIPT_FIRST_SECONDS = 3600.0  # a script may prepare its data first
 LIFE_SECONDS = 60.0  # many times the pause between two heartbeats
@@ -65,7 +65,6 @@ class StallWatch:
         self._has_checkpoint = has_checkpoint
         self._is_script = job.command is not None
         self.limit = float((job.stall_timeout or Duration(job.timeout.seconds // 2 or 1)).seconds)
-        self.pause = min(LOOK_SECONDS, self.limit / 4)
         self._looked = self._moved = time.monotonic()
         self._newest: dict[int, tuple[int, float]] = {}  # rank -> attempt, time of its last move
         self._stepped: int | None = None  # the attempt that has made a step
@@ -76,6 +75,11 @@ class StallWatch:
         self._due, self._again = 0.0, AGAIN_SECONDS  # when to look at the stacks next, and then
         self._thread: threading.Thread | None = None
         self._shall_end = False
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two looks."""
+        return min(LOOK_SECONDS if self._said is None else SOON_SECONDS, self.limit / 4)
 
     def line(self) -> tuple[str, float] | None:
         """What to say of ranks that do not get on, and for how many seconds; None while they do."""
@@ -200,7 +204,10 @@ class StallWatch:
         for rank in here:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             log = self.run.log(attempt, rank)
-            _say(log, f"{now}: no step for {limit}{stacks.FOLLOW}\n{texts.get(rank, '')}")
+            _say(
+                log,
+                f"{now}: no step for {limit}{stacks.FOLLOW}\n{texts.get(rank, '')}\n{stacks.END}",
+            )
         return states
 
 
