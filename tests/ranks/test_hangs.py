@@ -151,7 +151,7 @@ def test_a_hang_is_told_while_it_lasts_and_the_logs_are_left_alone(tmp_path: Pat
     words = [sys.executable, str(script)]
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{code} cli.main()", *"run --layout 1x2 --".split(), *words],
+            [sys.executable, "-c", f"{code} cli.main()", *["run", "--layout", "1x2", "--"], *words],
             cwd=tmp_path,
             stdout=file,
             stderr=file,
