@@ -33,13 +33,13 @@ class StatusLine:
         text = fitting(text, self._console.width - 1)
         if text == self._text:
             return
-        if self._text:
-            before = "\r"
-        else:
+        before = ""
+        if not self._text:
             self._came_from = self._column()
             before = "\r\n" if self._came_from > 0 else ""
         colour, plain = ("", "") if self._console.no_color else ("\x1b[33m", "\x1b[0m")
-        self._write(f"{before}{colour}{text}{plain}\x1b[K")
+        # The cursor stays at its beginning: the ^C that a terminal shows must not go on below it.
+        self._write(f"{before}\r{colour}{text}{plain}\x1b[K\r")
         self._text = text
 
     def clear(self) -> None:
@@ -100,4 +100,5 @@ class NotedProgress(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         if self.note:
-            yield Text(self.note, style="yellow", no_wrap=True, overflow="ellipsis")
+            room = self.console.width - len("^C") - 1  # the terminal shows it at the end
+            yield Text(fitting(self.note, room), style="yellow", no_wrap=True)
