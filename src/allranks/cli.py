@@ -58,6 +58,12 @@ Master = Annotated[
 MaxRestarts = Annotated[
     int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
 ]
+IdleTimeout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="10m", help="End a run that makes no step for so long (in a job: stall_timeout)."
+    ),
+]
 ProfileSteps = Annotated[
     int | None,
     typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
@@ -89,6 +95,7 @@ def run(
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
+    idle_timeout: IdleTimeout = None,
     oversubscribe: Oversubscribe = False,
     profile: ProfileSteps = None,
     show: Show = None,
@@ -98,11 +105,15 @@ def run(
     """Train a job, or run your own script after `--`, on this machine."""
     from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
+    from allranks.job_types import Duration
     from allranks.launch.echo import read_ranks
-    from allranks.launch.local import Place, listening, ranks_here, run_here
+    from allranks.launch.local import Place, ranks_here, run_here
     from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
+    from allranks.processes import listening
 
+    if idle_timeout is not None:
+        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
     request = typed_request(
         job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
     )

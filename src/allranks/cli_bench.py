@@ -20,12 +20,12 @@ from allranks.cli_words import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.local import Signals
     from allranks.launch.prepare import Prepared
     from allranks.layout import Layout
     from allranks.measure.scaling import Repeat
     from allranks.measure.scaling_screen import Progress
     from allranks.prices import Price
+    from allranks.processes import Signals
     from allranks.rundir import RunDir
 
 bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
@@ -129,7 +129,7 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
     from allranks.launch.checks import check_measurable
-    from allranks.launch.local import listening
+    from allranks.processes import listening
 
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):

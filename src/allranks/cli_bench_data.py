@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from allranks.errors import AllranksError
-    from allranks.launch.local import Outcome, Signals
+    from allranks.launch.local import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.measure.precision import Trial
+    from allranks.processes import Signals
 
 
 @bench.command()
@@ -46,10 +47,10 @@ def data(
 ) -> None:
     """Measure the data: how many loader workers a job needs, and where the ceiling is."""
     from allranks.events import to_json
-    from allranks.launch.local import listening
     from allranks.launch.prepare import prepare
     from allranks.measure import data as measured
     from allranks.measure import data_screen
+    from allranks.processes import listening
 
     def prepare_with(more: tuple[str, ...]) -> Prepared:
         return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
@@ -159,10 +160,10 @@ def precision(
     """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
     from allranks.events import to_json
     from allranks.hardware import local_gpus
-    from allranks.launch.local import listening
     from allranks.launch.prepare import prepare
     from allranks.measure import precision as measured
     from allranks.measure import precision_screen
+    from allranks.processes import listening
 
     def prepare_in(wanted: str) -> Prepared:
         typed = [*(overrides or []), *measured.overrides_of(wanted, steps)]

@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,3 +26,40 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Signals:
+    """Stop signals that this process gets, kept until the ranks can be told."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+
+    @property
+    def at_once(self) -> bool:
+        """A second signal, a Ctrl-C: the user does not want to wait."""
+        return signal.SIGINT in self.received[1:]
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
+
+@contextmanager
+def listening() -> Iterator[Signals]:
+    """Stop signals are noted here, and do again what they did before when this is over."""
+    signals = Signals()
+    before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """No stop signal can hit a rank before it is able to take one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -127,7 +127,14 @@ class Shown:
     def __init__(self, folder: Path, show: Sequence[int] | None = None) -> None:
         self.run, self.text = RunDir(folder), io.StringIO()
         console = Console(file=self.text, width=80)
-        self.echo = Echo(console, 0, show, has_bar=False, without=lambda drawn: drawn)
+        self.echo = Echo(
+            console,
+            0,
+            show,
+            has_bar=False,
+            write=lambda text: print(text, end="", file=self.text),
+            without=bytes,
+        )
 
     def attempt(self, number: int, *texts: str) -> str:
         """What an attempt that prints this shows, whole or bit by bit."""

@@ -26,8 +26,8 @@ class Echo:
     """Shows what ranks of a run print, attempt after attempt.
 
     `rank` as it is, in a terminal of its own if the user looks at one; or those of `show`, each
-    line with its rank. `has_bar`: allranks itself draws below. `without` takes out what must not
-    be shown.
+    line with its rank. `has_bar`: allranks itself draws below. `write` puts text on the screen,
+    `without` takes out what must not be shown.
     """
 
     def __init__(
@@ -37,13 +37,14 @@ class Echo:
         show: Sequence[int] | None,
         *,
         has_bar: bool,
+        write: Callable[[str], None],
         without: Callable[[bytes], bytes],
     ) -> None:
         self._console = console
         self._rank = rank
         self._show = show
         self._without = without
-        self._output = Output(console, has_bar=has_bar)
+        self._output = Output(console, write, has_bar=has_bar)
         self._terminal: RankTerminal | None = None
         self._log: Path | None = None
         self._position = 0
@@ -137,8 +138,11 @@ class Output:
     `has_bar`: something is drawn below it, so that only whole lines can be shown, through rich.
     """
 
-    def __init__(self, console: Console, *, has_bar: bool = False) -> None:
+    def __init__(
+        self, console: Console, write: Callable[[str], None], *, has_bar: bool = False
+    ) -> None:
         self._console = console
+        self._put = write
         self._has_bar = has_bar
         self._screen = ScreenLines()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -181,8 +185,7 @@ class Output:
 
     def _raw(self, drawn: bytes) -> None:
         # Not through rich, which takes out what moves the cursor.
-        self._console.file.write(self._decoder.decode(drawn))
-        self._console.file.flush()
+        self._put(self._decoder.decode(drawn))
 
 
 class Repeats:

@@ -6,11 +6,10 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
@@ -21,9 +20,10 @@ from allranks.launch import checks, prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
-from allranks.processes import STOP_SIGNALS
+from allranks.processes import Signals, blocked_signals, listening
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
+from allranks.stalls import ended_for
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent
@@ -98,33 +98,6 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
     return layout.gpus
 
 
-class Signals:
-    """Stop signals that this process gets, kept until the ranks can be told."""
-
-    def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
-
-    @property
-    def at_once(self) -> bool:
-        """A second signal, a Ctrl-C: the user does not want to wait."""
-        return signal.SIGINT in self.received[1:]
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
-
-
-@contextmanager
-def listening() -> Iterator[Signals]:
-    """Stop signals are noted here, and do again what they did before when this is over."""
-    signals = Signals()
-    before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
 class Launch:
     """One attempt of one run, as seen from the process that started it."""
 
@@ -146,7 +119,13 @@ class Launch:
         self.run, self.agent = self._meet(held)
         self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
-        self._stalled = StallWatch(self.run, self.prepared.job, self.first_rank)
+        self._stalled = StallWatch(
+            self.run,
+            self.prepared.job,
+            self.first_rank,
+            makes_steps=screen.makes_steps,
+            has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
+        )
         self._memory_kills = memory_kills() or 0
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
@@ -267,14 +246,14 @@ class Launch:
 
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
-        processes = [] if self._interrupted() else self.agent.processes()
-        try:
-            is_stalled = self._stalled.look(self.agent.attempt, processes)
-        except Exception:  # a disk that does not answer now must not end a training that goes on
-            return
-        if is_stalled:
+        # Who is told to stop may save for as long as it takes: it is not ended, but said to hang.
+        if self._stalled.look_beside(
+            self.agent.attempt, self.agent.processes(), may_end=not self._interrupted()
+        ):
             self.agent.never_restart()
             self.agent.kill()
+        line = self._stalled.line()
+        self._show(lambda: self.screen.stalled(*(line or (None,))))
 
     def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
@@ -303,6 +282,8 @@ class Launch:
             return Outcome(self.run, outcome, 0)
         if state == "stopped" or self.signals.at_once:
             code = STOPPED_AT_ONCE if self.signals.at_once else self._stopped_code()
+            if why := ended_for(self.run, self.agent.attempt):
+                outcome["reason"] = why
             saved = prepare.has_checkpoint(self.prepared, self.run)
             can_go_on = saved or code == STOPPED_AT_CHECKPOINT
             return Outcome(self.run, outcome, code, can_go_on=can_go_on)
@@ -388,13 +369,3 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     if "signal" in failed and not max_restarts(prepared, place):
         fix += "; --max-restarts N would restart by itself"
     return AllranksError(what, fix=fix, exit_code=1)
-
-
-@contextmanager
-def blocked_signals() -> Iterator[None]:
-    """No stop signal can hit a rank before it is able to take one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

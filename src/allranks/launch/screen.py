@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from allranks.events import read_events, read_last_events
 from allranks.job import Job
 from allranks.launch.echo import Echo
+from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
+from allranks.stacks import without_dumps
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -38,6 +40,8 @@ class Screen:
     `echo`: show what the rank prints, too. `show`: what all of these print, line by line.
     """
 
+    makes_steps = True  # what is shown; else nobody is to say that there are none
+
     def __init__(
         self,
         console: Console,
@@ -47,6 +51,8 @@ class Screen:
         show: Sequence[int] | None = None,
     ) -> None:
         self.console = console
+        self._status = StatusLine(console, lambda: self._echo.column if self._echo else 0)
+        self._notes = StallNotes(self._note)
         self.echo = echo
         self.debug = debug
         self.show = show
@@ -62,10 +68,30 @@ class Screen:
         """Show nothing more: what is shown cannot be written any longer."""
         self._bar = None
         self.console = Console(file=io.StringIO())
+        self._status = StatusLine(self.console)
+
+    def _put(self, text: str) -> None:
+        try:
+            self._status.put(text)
+        except (OSError, ValueError):  # nobody sees it any more: the training goes on
+            self.mute()
 
     def remark(self, text: str) -> None:
         with suppress(OSError, ValueError):
-            self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+            self._note(text)
+
+    def stalled(self, line: str | None, seconds: float = 0.0) -> None:
+        """Say that the ranks do not get on, and take it back (None) when they do."""
+        if not self.console.is_terminal:
+            self._notes.show(line, seconds)
+        elif self._bar is not None:
+            self._bar.note(line)
+        else:
+            self._status.show(line)
+
+    def _note(self, text: str) -> None:
+        self._status.clear()
+        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
         """Said once, when the first rank is told to stop."""
@@ -77,6 +103,7 @@ class Screen:
         text = f"{signal_name}: stopping, {how}"
         if self.console.is_terminal:
             text += "; Ctrl-C (again) stops at once"
+        self._status.clear()
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
@@ -86,7 +113,12 @@ class Screen:
         if self.echo:
             native = job.command is None
             self._echo = Echo(
-                self.console, rank, self.show, has_bar=native, without=self._without_traceback
+                self.console,
+                rank,
+                self.show,
+                has_bar=native,
+                write=self._put,
+                without=self._without_traceback,
             )
 
     def open_terminal(self) -> str | None:
@@ -137,6 +169,8 @@ class Screen:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
+        if result.get("reason"):
+            self.console.print(Text(result["reason"], style="yellow"), soft_wrap=True)
         if result["state"] == "stopped" and can_go_on:
             again = RunDir(Path(result["run_dir"])).resume_command
             self.console.print(f"go on with: {again}", soft_wrap=True)
@@ -145,6 +179,8 @@ class Screen:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
 
     def _without_traceback(self, drawn: bytes) -> bytes:
+        text = drawn.decode(errors="surrogateescape")
+        drawn = without_dumps(text).encode(errors="surrogateescape")
         if self._job is not None and self._job.command is None and not self.debug:
             # The rank writes its end before its traceback: the message comes from there.
             assert self._run is not None
@@ -160,12 +196,14 @@ class Screen:
             if self._start is None:
                 return
             assert self._run is not None and self._job is not None
+            self._status.clear()
             self.console.print(banner(self._start, self._job), highlight=False, soft_wrap=True)
             self._bar = Bar(self.console, self._start, self._job)
         if self._bar is not None:
             self._bar.show(read_last_events(self._events))
 
     def _close(self) -> None:
+        self._status.clear()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -182,9 +220,9 @@ class Bar:
         self._seen: tuple[int, float] = (start["step"], start["t"])
         self._rate = 0.0
         self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
-        self._progress: Progress | None = None
+        self._progress: NotedProgress | None = None
         if console.is_terminal:
-            self._progress = Progress(
+            self._progress = NotedProgress(
                 TextColumn("{task.fields[where]}"),
                 BarColumn(bar_width=20 if console.width >= 90 else 8),
                 TextColumn("{task.fields[numbers]}"),
@@ -215,7 +253,12 @@ class Bar:
             line = "  ".join([where, step, *numbers])
             self._console.print(line, highlight=False, soft_wrap=True)
 
+    def note(self, text: str | None) -> None:
+        if self._progress is not None:
+            self._progress.note = text or ""
+
     def close(self) -> None:
+        self.note(None)
         if self._progress is not None:
             self._progress.stop()
 
@@ -290,11 +333,15 @@ class QuietScreen(Screen):
 
     def __init__(self, console: Console, *, makes_steps: bool = True) -> None:
         super().__init__(console, echo=False)
+        self.makes_steps = makes_steps
         self._has_stepped = not makes_steps  # or it was said that it has not
         self._begin = time.monotonic()
 
     def remark(self, text: str) -> None:
         """Said before all runs, not before each."""
+
+    def stalled(self, line: str | None, seconds: float = 0.0) -> None:
+        self._notes.show(line, seconds)
 
     def stopping(self, signal_name: str) -> None:
         if not self._stopping:

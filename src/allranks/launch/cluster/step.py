@@ -25,11 +25,11 @@ from allranks.events import append_event
 from allranks.hardware import local_gpus
 from allranks.launch import prepare
 from allranks.launch.cluster import network
-from allranks.launch.local import Launch, Place, end_of, listening
+from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
 from allranks.layout import Layout
-from allranks.processes import STOP_SIGNALS
+from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
