@@ -6,13 +6,13 @@ limits, open files. Two starts of one layout may differ in nothing but what name
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.commandline import run_allranks
+from tests.rank_states import WRITE_DOWN, differences, states
 
 from allranks.launch.local import Place, run_here
 from allranks.launch.prepare import Request, prepare
@@ -21,26 +21,6 @@ from allranks.rundir import RunDir
 
 pytestmark = pytest.mark.ranks
 
-# The user's own sitecustomize: run in every rank, of a script and of a task alike.
-WRITE_DOWN = """
-import json, os, resource, signal
-
-if "RANK" in os.environ and "ALLRANKS_RUN_DIR" in os.environ:
-    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    files = [int(name) for name in os.listdir("/proc/self/fd")]
-    state = {
-        "environment": dict(os.environ),
-        "cpus": sorted(os.sched_getaffinity(0)),
-        "nice": os.nice(0),
-        "folder": os.getcwd(),
-        "files": sorted(files)[:-1],  # the last is that of the look itself
-        "signals": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
-        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
-    }
-    path = f"{os.environ['ALLRANKS_RUN_DIR']}/state-{os.environ['RANK']}.json"
-    with open(path, "w") as file:
-        json.dump(state, file)
-"""
 TRAIN = """
 import torch
 import torch.distributed as dist
@@ -58,11 +38,6 @@ for inputs, targets in loader:
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
 """
-# What tells one run, or one benchmark, from another.
-OF_THE_RUN = {
-    *("ALLRANKS_RUN_DIR", "ALLRANKS_LAUNCHER", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-    *("ALLRANKS_MEASURE", "ALLRANKS_BENCH_DATA", "ALLRANKS_PROBE", "TORCHELASTIC_ERROR_FILE"),
-}
 TASK = ("task=spiral", "data.num_workers=0")
 NOTHING_OF_OMP = {name: "" for name in os.environ if name.startswith(("OMP_", "KMP_"))}
 
@@ -77,21 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def states(run: RunDir) -> list[dict[str, Any]]:
-    """What every rank of a run was given, less what names the run."""
-    found = []
-    for rank in range(len(list(run.path.glob("state-*.json")))):
-        state = json.loads((run.path / f"state-{rank}.json").read_text())
-        state["environment"] = {
-            name: value for name, value in state["environment"].items() if name not in OF_THE_RUN
-        }
-        said = run.log(0, rank).read_text().splitlines()
-        state["threads"] = [line for line in said if line.startswith("threads")]
-        found.append(state)
-    assert found
-    return found
 
 
 def runs_of(folder: Path, *words: str) -> dict[str, list[list[dict[str, Any]]]]:
@@ -145,13 +105,15 @@ def test_every_rank_of_a_measured_script_is_as_under_run(folder: Path) -> None:
     for layout in ("1x1", "1x2"):
         (typed,) = runs_of(folder, "run", "--layout", layout, *script)[layout]
         assert len(typed) == int(layout[-1]) and typed[0]["threads"]
-        assert measured[layout] == [typed, typed]
+        assert [differences(repeat, typed) for repeat in measured[layout]] == [[], []]
 
 
 def test_every_rank_of_a_measured_task_is_as_under_run(folder: Path) -> None:
     layout = ("--layout", "1x2", "--")
     (typed,) = runs_of(folder, "run", *TASK, "steps=3", *layout)["1x2"]
     precise = ("--precisions", "fp32", "--repeats", "2", "--steps", "3")
-    assert runs_of(folder, "bench", "precision", *TASK, *precise, *layout)["1x2"] == [typed, typed]
+    measured = runs_of(folder, "bench", "precision", *TASK, *precise, *layout)["1x2"]
+    assert [differences(repeat, typed) for repeat in measured] == [[], []]
     fed = ("--workers", "0", "--seconds", "0.1", "--repeats", "1")
-    assert runs_of(folder, "bench", "data", *TASK, *fed, *layout)["1x2"] == [typed]
+    (fed_ranks,) = runs_of(folder, "bench", "data", *TASK, *fed, *layout)["1x2"]
+    assert not differences(fed_ranks, typed)
