@@ -131,7 +131,15 @@ def test_every_rank_of_a_measured_layout_is_as_under_submit(
 def given(run: RunDir) -> list[dict[str, Any]]:
     """What its ranks were given, less what SLURM says of one job, its nodes and its GPUs."""
     found = states(run)
-    of_job = ("SLURM", "VISIBLE_DEVICES", "DEVICE_ORDINAL", "MASTER_ADDR", "HOSTNAME", "TMPDIR")
+    of_job = (
+        "SLURM",
+        "VISIBLE_DEVICES",
+        "DEVICE_ORDINAL",
+        "AFFINITY_MASK",
+        "MASTER_ADDR",
+        "HOSTNAME",
+        "TMPDIR",
+    )
     for state in found:
         env = state["environment"]
         own = (name for name in env if not any(word in name for word in of_job))
