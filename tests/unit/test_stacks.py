@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from allranks import stacks
+from allranks.frames import OURS, Frame
 from allranks.rundir import RunDir
-from allranks.stacks import Frame, Stack, parse_dump, parse_py_spy, processes_of, takes_signal
+from allranks.stacks import Stack, parse_dump, parse_py_spy, processes_of, takes_signal
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 
@@ -83,7 +84,7 @@ def test_py_spy_s_main_thread_is_taken() -> None:
         ([("/home/me/train.py", 3, "f")], False),
         ([(f"{TORCH}/utils/data/dataloader.py", 3, "f"), ("/home/me/train.py", 3, "f")], False),
         ([(f"{TORCH}/distributed/distributed_c10d.py", 3, "barrier"), ("/me/t.py", 1, "f")], True),
-        ([(f"{stacks.OURS}probe/hooks.py", 3, "call"), ("/home/me/train.py", 3, "f")], True),
+        ([(f"{OURS}probe/hooks.py", 3, "call"), ("/home/me/train.py", 3, "f")], True),
         # A backward pass may compute or wait: only the rank's own word tells.
         ([(f"{TORCH}/autograd/graph.py", 3, "run"), ("/home/me/train.py", 3, "f")], None),
         ([], None),

@@ -16,10 +16,11 @@ from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.left import was_ended_for_a_stall
 from allranks.doctor.lines import num_lines
+from allranks.frames import Frame
 from allranks.plain import plain
 from allranks.redact import redact
 from allranks.rundir import RunDir
-from allranks.stacks import Frame, Stack
+from allranks.stacks import Stack
 from allranks.stalls import (
     SURE_SECONDS,
     Blame,

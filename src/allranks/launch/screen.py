@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,13 @@ from allranks.rundir import RunDir
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
+# How what Python prints of an exception begins, and of a signal that ends it.
+TRACEBACK = re.compile(
+    r"^[^\S\n]*(?:\x1b\[[\d;]*m)*(?:\[rank\d+\]: ?)?"
+    r"(?:[+| ]*(?:Exception Group )?Traceback \(most recent call last\)|  File \"[^\"]+\", line \d)",
+    re.MULTILINE,
+)
+CRASHED = re.compile(r"^Fatal Python error: ", re.MULTILINE)
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
 
 
@@ -84,6 +92,7 @@ class Screen:
                 self.remark(f"a rank died: all ranks restart (attempt {attempt})")
             self._attempt = attempt
             self._log = LogTail(self._run.log(attempt, self._rank))
+            self._without_traceback = WithoutTraceback(self._run, attempt, self._rank)
             self._events = self._run.events(attempt, self._rank)
             self._start: dict[str, Any] | None = None
             self._next_read = 0.0
@@ -120,14 +129,8 @@ class Screen:
 
     def _echo(self) -> None:
         text = self._log.read() if self.echo else ""
-        if not text:
-            return
-        if self._job is not None and self._job.command is None and not self.debug:
-            # The rank writes its end before its traceback: the message comes from there.
-            assert self._run is not None
-            end = self._run.end(self._attempt, self._rank)
-            if end is not None and end["state"] == "failed":
-                text = text.partition("Traceback (most recent call last)")[0]
+        if text and not self.debug:
+            text = self._without_traceback(text)
         if text:
             self.console.out(text, end="", highlight=False)
 
@@ -147,6 +150,32 @@ class Screen:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class WithoutTraceback:
+    """What a rank prints, chunk by chunk, up to the traceback that it ends with.
+
+    The launcher shows the culprit's last. A rank writes what ends it to its events first: a
+    traceback of which they tell nothing is one that the script has survived.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, rank: int) -> None:
+        self._run, self._attempt, self._rank = run, attempt, rank
+        self._is_over = False
+
+    def __call__(self, text: str) -> str:
+        if self._is_over:
+            return ""
+        found = CRASHED.search(text)
+        if found is None and (told := TRACEBACK.search(text)) is not None:
+            errors = self._run.errors(self._attempt, self._rank)
+            found = (
+                told if any(event["type"] not in ("", "SystemExit") for event in errors) else None
+            )
+        if found is None:
+            return text
+        self._is_over = True
+        return text[: found.start()]
 
 
 class LogTail:

@@ -10,6 +10,7 @@ from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
+from allranks.failures import failure, failure_in_words, lines_of
 from allranks.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster import submit
@@ -23,7 +24,6 @@ from allranks.launch.cluster.inside import (
 )
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
-from allranks.results import failure, failure_in_words
 from allranks.rundir import RunDir
 
 
@@ -101,6 +101,8 @@ class Held:
             say(f"attempt {attempt} is {state} (srun: {code})")
             if state == "finished":
                 return 0
+            if state == "failed" and self.job.command is not None and self.job.launcher == "srun":
+                self._tell_failure()  # each task of srun's knows its own rank only
         else:
             state = "stopped"  # where it was
         stop = self.run.asked_to_stop(self.place.job)
@@ -130,6 +132,11 @@ class Held:
         say(reason)
         give_up(self.run, reason, "stopped" if native else "failed")
         return 1
+
+    def _tell_failure(self) -> None:
+        failed = failure(self.run)
+        if failed is not None:
+            print("\n".join([f"error: {failure_in_words(failed)}", *lines_of(failed)]), flush=True)
 
     def _tries(self, prepared: Prepared) -> int:
         """How often this attempt was opened: more than once if no rank has ever begun it."""
