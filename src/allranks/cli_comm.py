@@ -153,8 +153,9 @@ def again(outcome: Outcome) -> Exception:
         return error
     kept = " (what was measured so far: comm.json beside it)" if comm_of(outcome.run) else ""
     fix = f"see {failed['log']}{kept}; then measure again"
-    more = {"lines": error.lines, "facts": error.facts}
-    return AllranksError(error.what, fix=fix, exit_code=error.exit_code, **more)
+    return AllranksError(
+        error.what, fix=fix, exit_code=error.exit_code, lines=error.lines, facts=error.facts
+    )
 
 
 def comm_of(run: RunDir) -> dict[str, Any] | None:

@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,8 +22,7 @@ from allranks.frames import Frame, place_of, read_tracebacks
 
 MAX_MESSAGE = 2000  # characters
 MAX_SOURCE = 160
-MAX_FRAMES = 40
-OUTERMOST = 8  # of them, where there are more
+MAX_FRAMES, OUTERMOST, INNERMOST = 40, 8, 30
 MAX_CHAIN = 20
 # What a rank says when another one is gone.
 _ECHO = re.compile(
@@ -37,9 +37,12 @@ _OF_RANKS = {"DistError", "DistNetworkError", "DistStoreError", "DistBackendErro
 _NATIVE_STACK = re.compile(r"\s*(?:Exception raised from .* \(most recent call first\)|C\+\+ Capt)")
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """An exception: its type and message, where it was raised, and what it came from."""
-    fields = _describe_alone(error)
+def describe(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any]:
+    """An exception: its type and message, where it was raised, and what it came from.
+
+    `above`: the calls that led to where it was caught, which its traceback does not have.
+    """
+    fields = _describe_alone(error, above)
     fields["echo"] = is_echo(fields["type"], fields["message"])
     inner = _inside(fields["message"]) or _inside(str(error.__cause__ or ""))
     if inner is not None:  # raised in another process, whose traceback is part of the message
@@ -52,9 +55,9 @@ def describe(error: BaseException) -> dict[str, Any]:
     return fields
 
 
-def _describe_alone(error: BaseException) -> dict[str, Any]:
+def _describe_alone(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any]:
     """An exception without those that it came from."""
-    frames = [*map(_frame, traceback.extract_tb(error.__traceback__))]
+    frames = [*above, *map(_frame, traceback.extract_tb(error.__traceback__))]
     message = _message(error)
     if isinstance(error, SyntaxError) and error.filename:
         message = error.msg
@@ -82,7 +85,7 @@ def hide_ours(error: BaseException) -> None:
         one.__traceback__ = without_ours(one.__traceback__)
 
 
-def left(code: object, *, kills: bool = False) -> None:
+def left(code: Any, *, kills: bool = False) -> None:
     """Write down who ends this process with a code (a text, for sys.exit), or kills it."""
     frames = [*map(_frame, traceback.extract_stack(sys._getframe(1)))]
     while frames and frames[-1].file.endswith("probe/inject/sitecustomize.py"):
@@ -97,13 +100,24 @@ def left(code: object, *, kills: bool = False) -> None:
     elif not isinstance(code, int):
         fields |= {"message": _bounded(str(code)), "exit": 1}
     elif error is not None:  # in the handler of an exception, which the script tells of itself
-        fields |= {**describe(error), "exit": code & 0xFF}
+        fields |= {**describe(error, _above(error)), "exit": code & 0xFF}
         error = None
     else:
         fields["exit"] = code & 0xFF
     if error is not None:
         fields["cause"] = in_a_line(describe(error))
     record("error", fields)
+
+
+def _above(error: BaseException) -> list[Frame]:
+    """The calls that are under way around the one that has caught an exception."""
+    trace, frame = error.__traceback__, sys._getframe(1)
+    while trace is not None and frame is not trace.tb_frame:
+        if frame.f_back is None:
+            return []
+        frame = frame.f_back
+    above = frame.f_back if trace is not None else None
+    return [*map(_frame, traceback.extract_stack(above))] if above is not None else []
 
 
 def record(event: str, fields: dict[str, Any]) -> None:
@@ -170,15 +184,25 @@ def _places(frames: list[Frame]) -> dict[str, Any]:
     """Frames, and the line that is to blame, as an event holds them."""
     frames = [frame for frame in frames if not frame.is_ours] or frames
     place = place_of(frames)
+    frames = [frame for _, same in groupby(frames) for frame in _few([*same])]
     if len(frames) > MAX_FRAMES:
-        gone = Frame("", len(frames) - MAX_FRAMES, "")  # in whose place this stands
-        frames = [*frames[:OUTERMOST], gone, *frames[OUTERMOST - MAX_FRAMES :]]
+        frames = [*frames[:OUTERMOST], _gone(frames[OUTERMOST:-INNERMOST]), *frames[-INNERMOST:]]
     return {
         "file": place.file if place else None,
         "line": place.line if place else None,
         "function": place.function if place else None,
         "frames": [_row(frame) for frame in frames],
     }
+
+
+def _few(same: list[Frame]) -> list[Frame]:
+    """A call that calls itself over and over, once or twice."""
+    return same if len(same) < 4 else [same[0], _gone(same[1:-1]), same[-1]]
+
+
+def _gone(frames: Sequence[Frame]) -> Frame:
+    """What stands in the place of frames that are left out: their number."""
+    return Frame("", sum(1 if frame.file else frame.line for frame in frames), "")
 
 
 def _row(frame: Frame) -> list[Any]:

@@ -30,7 +30,10 @@ class AllranksError(Exception):
     @property
     def shown(self) -> str:
         """As people see it."""
-        return "\n".join([f"error: {self.what}", *self.lines, f"  fix: {self.fix}"])
+        first = f"error: {self.what}"
+        if len(first) > 80 and self.lines:  # a place that would be cut in two has a line to itself
+            first = "\n  (".join(first.rsplit("  (", 1))
+        return "\n".join([first, *self.lines, f"  fix: {self.fix}"])
 
     @property
     def fields(self) -> dict[str, Any]:

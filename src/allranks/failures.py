@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -133,7 +134,9 @@ def _fitting(parts: Sequence[list[str]], rows: int) -> list[str]:
 def _call(frame: Frame) -> list[str]:
     inside = f", in {frame.function}" if frame.function else ""
     lines = [f'  File "{short_path(frame.file)}", line {frame.line}{inside}']
-    return [*lines, f"    {_cut(frame.source, COLUMNS - 4)}"] if frame.source else lines
+    # Where only its number was known: if the file is here, as it is now.
+    source = frame.source or linecache.getline(frame.file, frame.line).strip()
+    return [*lines, f"    {_cut(source, COLUMNS - 4)}"] if source else lines
 
 
 def _folded(frames: Sequence[Frame]) -> str:
@@ -205,9 +208,8 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
         return f"rank {parts[0]}"
     if len(parts) > MAX_PARTS:
         return f"{len(numbers)} ranks"
-    return (
-        f"ranks {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"ranks {parts[0]}"
-    )
+    *most, last = parts
+    return f"ranks {', '.join(most)} and {last}" if most else f"ranks {last}"
 
 
 # --- What is known of one rank ------------------------------------------------------------------
@@ -314,6 +316,7 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
     places = [event["at"] for event in events if event.get("at")]
     if places:
         more |= dict(zip(("file", "line", "function"), places[-1], strict=True))
+        more["frames"] = [[*places[-1], ""]]
     times = [event["t"] for event in events if event["event"] != "end"]
     if times:  # the launcher has written its end, some time after others have told theirs
         more["t"] = min(found["t"], times[-1])

@@ -14,7 +14,7 @@ FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<
 RAISED = re.compile(r"^(?P<type>[A-Za-z_](?:[\w.]|<locals>)*)(?::(?: (?P<message>.*))?)?$")
 BEGIN = re.compile(r"Traceback \(most recent call last\):\s*$")
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, once ranks have met
-_PACKAGE = re.compile(r"(?:site-packages|dist-packages|/lib/python3(?:\.\d+)?)/([^/.]+)")
+_PACKAGE = re.compile(r".*(?:site-packages|dist-packages|/lib/python3(?:\.\d+)?)/([^/.]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Frame:
 
     @property
     def library(self) -> str:
-        found = _PACKAGE.search(self.file)
+        found = _PACKAGE.match(self.file)
         return found[1] if found else "Python"
 
     @property
@@ -73,7 +73,7 @@ def place_of(frames: Sequence[Frame]) -> Frame | None:
     own = [frame for frame in frames if frame.is_own]
     typed = [frame for frame in frames if frame.file in ("<string>", "<stdin>")]
     others = [frame for frame in frames if not frame.is_ours and frame.file]
-    return (own or typed or others or [None])[-1]
+    return next(reversed(own or typed or others), None)
 
 
 def is_type(name: str) -> bool:

@@ -365,7 +365,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=f"see {run.path}", exit_code=1)
     what, error = failure_in_words(failed), failed.get("error")
-    facts = {"lines": lines_of(failed), "facts": describe_for_json(failed)}
+    facts: dict[str, Any] = {"lines": lines_of(failed), "facts": describe_for_json(failed)}
     if error is not None and error["fix"]:
         return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
     fix = f"allranks doctor {run.reference} tells why; all that it said is in {failed['log']}"

@@ -25,11 +25,12 @@ READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
 # How what Python prints of an exception begins, and of a signal that ends it.
 TRACEBACK = re.compile(
-    r"^[^\S\n]*(?:\x1b\[[\d;]*m)*(?:\[rank\d+\]: ?)?"
-    r"(?:[+| ]*(?:Exception Group )?Traceback \(most recent call last\)|  File \"[^\"]+\", line \d)",
+    r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| ])*"
+    r"(?:[\u256d\u2500 ]*(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d)",
     re.MULTILINE,
 )
 CRASHED = re.compile(r"^Fatal Python error: ", re.MULTILINE)
+HOLD_SECONDS = 1.5
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
 
 
@@ -109,6 +110,8 @@ class Screen:
         """Show the rest and take the bar away."""
         self._next_read = 0.0
         self.update(attempt)
+        if rest := self._without_traceback.rest():
+            self.console.out(rest, end="", highlight=False)
         self._close()
 
     def summary(self, result: dict[str, Any], *, can_go_on: bool = True) -> None:
@@ -129,7 +132,7 @@ class Screen:
 
     def _echo(self) -> None:
         text = self._log.read() if self.echo else ""
-        if text and not self.debug:
+        if not self.debug:
             text = self._without_traceback(text)
         if text:
             self.console.out(text, end="", highlight=False)
@@ -155,27 +158,41 @@ class Screen:
 class WithoutTraceback:
     """What a rank prints, chunk by chunk, up to the traceback that it ends with.
 
-    The launcher shows the culprit's last. A rank writes what ends it to its events first: a
-    traceback of which they tell nothing is one that the script has survived.
+    The launcher shows the culprit's last. A rank writes what ends it to its events first, unless
+    the script has a hook of its own: so a traceback is held back for as long as a rank may take to
+    end after it.
     """
 
     def __init__(self, run: RunDir, attempt: int, rank: int) -> None:
         self._run, self._attempt, self._rank = run, attempt, rank
         self._is_over = False
+        self._held = ""
+        self._since = 0.0
 
     def __call__(self, text: str) -> str:
-        if self._is_over:
+        """What of it to show now, with what was held back before; call it without text, too."""
+        if self._is_over or not (text or self._held):
             return ""
-        found = CRASHED.search(text)
-        if found is None and (told := TRACEBACK.search(text)) is not None:
+        now = time.monotonic()
+        self._since = self._since if self._held else now
+        text, self._held = self._held + text, ""
+        end = CRASHED.search(text)
+        found = TRACEBACK.search(text)
+        if end is None and found is not None:
             errors = self._run.errors(self._attempt, self._rank)
-            found = (
-                told if any(event["type"] not in ("", "SystemExit") for event in errors) else None
-            )
-        if found is None:
-            return text
-        self._is_over = True
-        return text[: found.start()]
+            if any(event["type"] not in ("", "SystemExit") for event in errors):
+                end = found
+            elif now - self._since < HOLD_SECONDS:
+                self._held = text[found.start() :]
+                return text[: found.start()]
+        self._is_over = end is not None
+        return text if end is None else text[: end.start()]
+
+    def rest(self) -> str:
+        """What is held back when the rank has ended: nothing of one that failed."""
+        end = self._run.end(self._attempt, self._rank)
+        held, self._held = self._held, ""
+        return "" if end is not None and end["state"] == "failed" else held
 
 
 class LogTail:

@@ -76,7 +76,6 @@ def note_the_end():
     """
     import atexit
     import faulthandler
-    import threading
 
     process, told = os.getpid(), []
 
@@ -98,6 +97,17 @@ def note_the_end():
         if isinstance(error, BaseException) and not any(error is one for one in told):
             tell("raised", error)
 
+    before, sys.excepthook = sys.excepthook, excepthook
+    atexit.register(tell_late)
+    note_exits(tell)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)
+
+
+def note_exits(tell):
+    """Who leaves with a code that is not 0, or kills this process, is told; all else stays."""
+    import threading
+
     def noted(function, counts, **kwargs):
         def call(*args, **named):
             with contextlib.suppress(Exception):
@@ -118,16 +128,12 @@ def note_the_end():
     def kills(target, number):
         return target == os.getpid() and number in (9, 15)
 
-    before, sys.excepthook = sys.excepthook, excepthook
-    atexit.register(tell_late)
     sys.exit = noted(sys.exit, exits)
     os._exit = noted(os._exit, fails)
     os.kill = noted(os.kill, kills, kills=True)
     quitter = type(getattr(builtins, "exit", None))  # made by site, as is quit
     if quitter.__name__ == "Quitter":
         quitter.__call__ = noted(quitter.__call__, lambda quitter, code=None: exits(code))
-    if not faulthandler.is_enabled():
-        faulthandler.enable(file=2)
 
 
 def hide_probe(rules):
