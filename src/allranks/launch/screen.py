@@ -25,8 +25,8 @@ READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
 # How what Python prints of an exception begins, and of a signal that ends it.
 TRACEBACK = re.compile(
-    r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| ])*"
-    r"(?:[\u256d\u2500 ]*(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d)",
+    r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| \u256d\u2500])*"  # colours, torch, groups, rich
+    r"(?:(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d)",
     re.MULTILINE,
 )
 CRASHED = re.compile(r"^Fatal Python error: ", re.MULTILINE)
