@@ -40,11 +40,10 @@ def failure(run: RunDir) -> dict[str, Any] | None:
     return {**first, "others": others_in_words(first, others)}
 
 
-def failed_ranks(run: RunDir) -> list[dict[str, Any]]:
-    """All ranks of the last attempt that failed, the culprit first."""
-    attempt = max(run.attempts(), default=None)
+def failed_ranks(run: RunDir, attempt: int | None = None) -> list[dict[str, Any]]:
+    """All ranks of an attempt (the last one) that failed, the culprit first."""
     if attempt is None:
-        return []
+        attempt = max(run.attempts(), default=0)
     found = []
     for rank in run.ranks(attempt):
         end = run.end(attempt, rank)
