@@ -143,17 +143,19 @@ def in_a_line(described: dict[str, Any]) -> str:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback less the frames of allranks."""
+    """A traceback less the frames of allranks; whole where none is of the user's own code."""
     kept = []
     while trace is not None:
-        kept.append(trace)
+        kept.append((trace, Frame(trace.tb_frame.f_code.co_filename, 0, "")))
         trace = trace.tb_next
-    before = None
-    for one in reversed(kept):
-        if not Frame(one.tb_frame.f_code.co_filename, 0, "").is_ours:
-            one.tb_next = before
-            before = one
-    return before or (kept[-1] if kept else None)
+    if not any(frame.is_own for _, frame in kept):
+        return kept[0][0] if kept else None
+    inner = None
+    for one, frame in reversed(kept):
+        if not frame.is_ours:
+            one.tb_next = inner
+            inner = one
+    return inner
 
 
 def where_now(frame: FrameType | None) -> tuple[str, int, str] | None:
