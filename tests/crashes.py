@@ -344,6 +344,43 @@ CRASHES = [
         "LookupError: no such class",
     ),
     Crash(
+        "raised_exit",
+        """
+        def check(step):
+            if bad and step == 1:
+                raise SystemExit(6)  # HERE
+        train(data, check)
+        """,
+        "ended with code 6",
+    ),
+    Crash(
+        "error_while_cleaning_up",
+        """
+        def check(step):
+            if bad and step == 1:
+                raise ZeroDivisionError("the real one")  # HERE
+        try:
+            train(data, check)
+        finally:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]")
+        """,
+        "ZeroDivisionError: the real one",
+    ),
+    Crash(
+        "error_that_wraps_an_echo",
+        """
+        def check(step):
+            if bad and step == 1:
+                time.sleep(0.2)
+                raise ZeroDivisionError("the real one")  # HERE
+        try:
+            train(data, check)
+        except RuntimeError as error:
+            raise ValueError("the training failed") from error
+        """,
+        "ZeroDivisionError: the real one",
+    ),
+    Crash(
         "spawned_worker",
         """
         def boom(index):

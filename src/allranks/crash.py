@@ -43,14 +43,23 @@ def describe(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any
     `above`: the calls that led to where it was caught, which its traceback does not have.
     """
     fields = _describe_alone(error, above)
-    fields["echo"] = is_echo(fields["type"], fields["message"])
+    earlier = [_describe_alone(one) for one in [*_chain(error)][1:]]
+    own = [one for one in earlier if one["file"] and Frame(one["file"], 0, "").is_own]
+    if _tells_of_others(fields):
+        # Raised while cleaning up after an error of this rank's own: that is the one.
+        first = next((one for one in own if not _tells_of_others(one)), None)
+        if first is not None:
+            return {**first, "message": _bounded(first["message"]), "echo": False}
+    fields["echo"] = any(_tells_of_others(one) for one in (fields, *earlier))
     inner = _inside(fields["message"]) or _inside(str(error.__cause__ or ""))
     if inner is not None:  # raised in another process, whose traceback is part of the message
         frames = [Frame(*frame) for frame in (*fields["frames"], *inner.pop("frames"))]
         return {**fields, **inner, **_places(frames)}
-    origin = _origin(error)
-    if origin is not None:
-        fields["cause"] = origin
+    parts = getattr(error, "exceptions", ())  # of an ExceptionGroup
+    if isinstance(parts, tuple) and parts and isinstance(parts[0], BaseException):
+        earlier.append(_describe_alone(parts[0]))
+    if earlier:
+        fields["cause"] = in_a_line((own or earlier)[-1])
     fields["message"] = _bounded(fields["message"])
     return fields
 
@@ -64,6 +73,10 @@ def _describe_alone(error: BaseException, above: Sequence[Frame] = ()) -> dict[s
         source = (error.text or "").strip()
         frames.append(Frame(os.path.abspath(error.filename), error.lineno or 0, "", source))
     return {"type": type(error).__name__, "message": message, **_places(frames)}
+
+
+def _tells_of_others(described: dict[str, Any]) -> bool:
+    return is_echo(described["type"], described["message"])
 
 
 def is_echo(name: str, message: str) -> bool:
@@ -229,17 +242,6 @@ def _message(error: BaseException) -> str:
 def _bounded(text: str) -> str:
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
-
-
-def _origin(error: BaseException) -> str | None:
-    """The first exception in the chain that led to this one."""
-    earlier = [*_chain(error)][1:]
-    parts = getattr(error, "exceptions", ())  # of an ExceptionGroup
-    if isinstance(parts, tuple) and parts and isinstance(parts[0], BaseException):
-        earlier.append(parts[0])
-    told = [_describe_alone(one) for one in earlier]
-    own = [one for one in told if one["file"] and Frame(one["file"], 0, "").is_own]
-    return in_a_line((own or told)[-1]) if told else None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -33,17 +33,24 @@ def failure(run: RunDir) -> dict[str, Any] | None:
     returned is the rank's end event with `rank`, `node`, `log`, `others` (in words) and, where they
     are known, `error`, `file`, `line`, `function`, `frames`, `cause`.
     """
-    failed = failed_ranks(run)
+    attempt = max(run.attempts(), default=0)
+    failed = failed_ranks(run, attempt)
     if not failed:
         return None
     first, *others = failed
-    return {**first, "others": others_in_words(first, others)}
+    words = [others_in_words(first, others)]
+    if is_echo(first):
+        ended = [rank for rank in run.ranks(attempt) if _has_ended_well(run, attempt, rank)]
+        words += [f"{ranks_in_words(ended)} had ended without an error"] if ended else []
+    return {**first, "others": "; ".join(filter(None, words))}
 
 
-def failed_ranks(run: RunDir, attempt: int | None = None) -> list[dict[str, Any]]:
-    """All ranks of an attempt (the last one) that failed, the culprit first."""
-    if attempt is None:
-        attempt = max(run.attempts(), default=0)
+def _has_ended_well(run: RunDir, attempt: int, rank: int) -> bool:
+    return (run.end(attempt, rank) or {}).get("exit") == 0
+
+
+def failed_ranks(run: RunDir, attempt: int) -> list[dict[str, Any]]:
+    """All ranks of an attempt that failed, the culprit first."""
     found = []
     for rank in run.ranks(attempt):
         end = run.end(attempt, rank)
@@ -321,7 +328,18 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
         more["t"] = min(found["t"], times[-1])
     if "signal" not in found:
         more["said"] = last_words(Path(found["log"]))
+        line = _only_exit(more.get("file", ""))
+        if line is not None:
+            more |= {"is_last_seen": False, "line": line, "function": ""}
+            more["frames"] = [[more["file"], line, "", ""]]
     return more
+
+
+def _only_exit(file: str) -> int | None:
+    """The line that raises SystemExit, of which no hook can tell, if there is only one."""
+    lines = [*enumerate(linecache.getlines(file), 1)]
+    found = [number for number, line in lines if re.match(r"\s*raise SystemExit\b", line)]
+    return found[0] if len(found) == 1 else None
 
 
 def last_words(log: Path) -> str:

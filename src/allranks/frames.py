@@ -64,7 +64,10 @@ class Told:
 
 def short_path(file: str) -> str:
     """A file by its path from here, if it is below."""
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        return file
     return os.path.relpath(file, here) if file.startswith(f"{here}/") else file
 
 
