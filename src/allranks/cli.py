@@ -161,11 +161,11 @@ def init(
 
 
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
-    print(f"error: {error.what}\n  fix: {error.fix}", file=sys.stderr)
+    print(error.shown, file=sys.stderr)
     if as_json:
         from allranks.events import to_json
 
-        print(to_json({"error": {"what": error.what, "fix": error.fix}, **(more or {})}))
+        print(to_json({"error": error.fields, **(more or {})}))
 
 
 def main() -> NoReturn:

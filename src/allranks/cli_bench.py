@@ -215,22 +215,17 @@ def price_of(device: str | None, memory: int | None, own: list[Price]) -> float 
 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
+    from allranks.failures import failure, failure_in_words
     from allranks.measure.scaling import Repeat, nothing_measured
     from allranks.reading import remarks
-    from allranks.results import (
-        failure,
-        failure_in_words,
-        last_words,
-        samples_per_epoch,
-        steps_by_rank,
-    )
+    from allranks.results import samples_per_epoch, steps_by_rank
     from allranks.timing import timing
 
     measured = timing(run)
     broken = failure(run)
     problem = None
     if broken is not None:
-        problem = f"{failure_in_words(broken)}{last_words(broken)}: see {broken['log']}"
+        problem = f"{failure_in_words(broken)}: see {broken['log']}"
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None

@@ -75,7 +75,7 @@ def data(
         print("stopped: this is what was measured until then", file=sys.stderr)
         raise typer.Exit(130)
     if outcome.error is not None and not is_script:
-        print(f"error: {outcome.error.what}\n  fix: {outcome.error.fix}", file=sys.stderr)
+        print(outcome.error.shown, file=sys.stderr)
         raise typer.Exit(1)
 
 

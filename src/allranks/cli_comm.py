@@ -146,7 +146,7 @@ def run_to_show(runs: Path, reference: str) -> RunDir:
 def again(outcome: Outcome) -> Exception:
     """The error of a run that nobody would resume: it is measured again."""
     from allranks.errors import AllranksError
-    from allranks.results import failure
+    from allranks.failures import failure
 
     error, failed = outcome.error, failure(outcome.run)
     assert error is not None
@@ -154,7 +154,9 @@ def again(outcome: Outcome) -> Exception:
         return error
     kept = " (what was measured so far: comm.json beside it)" if comm_of(outcome.run) else ""
     fix = f"see {failed['log']}{kept}; then measure again"
-    return AllranksError(error.what, fix=fix, exit_code=error.exit_code)
+    return AllranksError(
+        error.what, fix=fix, exit_code=error.exit_code, lines=error.lines, facts=error.facts
+    )
 
 
 def comm_of(run: RunDir) -> dict[str, Any] | None:

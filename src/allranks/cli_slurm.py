@@ -205,6 +205,7 @@ def logs(
     """Print what the ranks of a run print, each line with its rank."""
     from allranks import standing
     from allranks.events import to_json
+    from allranks.failures import failure, failure_in_words
     from allranks.launch.logs import show
     from allranks.rundir import find_run
 
@@ -235,8 +236,11 @@ def logs(
         )
     except KeyboardInterrupt:
         is_interrupted = True
+    failed = None if is_interrupted or found.is_live() else failure(found)
     if as_json:
         print(to_json({"run": found.name, "lines": lines}))
+    elif failed is not None:
+        print(failure_in_words(failed), file=sys.stderr)
     if is_interrupted:
         raise typer.Exit(130)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from pathlib import Path
 from typing import Any
 
 from allranks.events import read_events, read_last_events
-from allranks.plain import clean
 from allranks.rundir import RunDir, State
 from allranks.timing import AFFORDABLE_BYTES, affordable_timing
 
-LAST_WORDS = 160  # characters
 EARLY_EVENTS = 200  # what is said once is among these
 
 
@@ -55,41 +52,6 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
     }
 
 
-def failure(run: RunDir) -> dict[str, Any] | None:
-    """The rank that failed first in the last attempt, and why; None if none did.
-
-    Ranks whose only trouble is that another one is gone are passed over: they are its echo.
-    """
-    attempts = run.attempts()
-    if not attempts:
-        return None
-    failed = []
-    for rank in run.ranks(attempts[-1]):
-        end = run.end(attempts[-1], rank)
-        if end is not None and end["state"] == "failed":
-            failed.append({**end, "rank": rank, "log": str(run.log(attempts[-1], rank))})
-    failed.sort(key=lambda end: (end.get("error", {}).get("echo", False), end["t"]))
-    return failed[0] if failed else None
-
-
-def failure_in_words(failed: dict[str, Any]) -> str:
-    """What `failure` found, in a line."""
-    if failed.get("error"):
-        return f"rank {failed['rank']}: {failed['error']['what']}"
-    if "signal" in failed:
-        return f"rank {failed['rank']} was killed by {failed['signal']}"
-    return f"rank {failed['rank']} ended with code {failed['exit']}"
-
-
-def last_words(failed: dict[str, Any]) -> str:
-    """What a rank that failed without a word of its own has last written, in brackets."""
-    if failed.get("error"):
-        return ""
-    lines = [clean(line).strip() for line in tail(Path(failed["log"]))]
-    last = next((line for line in reversed(lines) if line), "")
-    return f" ({last[:LAST_WORDS]})" if last else ""
-
-
 def steps_by_rank(run: RunDir) -> dict[int, int]:
     """How many steps each rank of the last attempt has made."""
     attempt = max(run.attempts(), default=0)
@@ -110,16 +72,6 @@ def samples_per_epoch(run: RunDir) -> int | None:
             said = event
     size = said.get("samples_per_epoch")
     return size if isinstance(size, int) else None
-
-
-def tail(path: Path, size: int = 1 << 14) -> list[str]:
-    """The last lines of a log, as text; none of a file that is not there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - size))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _first_rank(run: RunDir, attempt: int) -> int:

@@ -113,13 +113,21 @@ class RunDir:
 
     def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
         """The end event of a rank, if it has ended in order."""
+        return next(reversed(self._last(attempt, rank, "end")), None)
+
+    def errors(self, attempt: int, rank: int) -> list[dict[str, Any]]:
+        """What ended a rank's processes, as they told it themselves."""
+        return self._last(attempt, rank, "error")
+
+    def _last(self, attempt: int, rank: int, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind that is written near the end of a file."""
         path = self.events(attempt, rank)
         for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
-            last = read_last_events(path, num_bytes, word=b'"end"')
-            events = [event for event in last if event["event"] == "end"]
+            last = read_last_events(path, num_bytes, word=f'"{kind}"'.encode())
+            events = [event for event in last if event["event"] == kind]
             if events or not path.exists() or path.stat().st_size <= num_bytes:
                 break
-        return events[-1] if events else None
+        return events
 
     def window(self, attempt: int) -> dict[str, Any] | None:
         """The steps that the probe was to measure, if it came so far: first, last, steady."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.frames import OURS, Frame
 from allranks.rundir import RunDir
 
 PROC = Path("/proc")
@@ -43,35 +44,9 @@ QUIET_SECONDS = 0.5  # without another byte: the dump is whole
 LOOK_SECONDS = 0.02
 MOST_AT_ONCE = 8
 MAX_NAME = 300  # characters of a file's or a function's name that other nodes are told
-OURS = f"{Path(__file__).parent}/"
-INSTALLED = ("site-packages", "dist-packages", "/lib/python3", "<frozen", OURS)
 # Frames of torch in which a rank waits for others, by file; a backward pass may compute, or wait.
 WRAPPERS = ("wrapper", "inner", "call", "_fn", "decorate_context")  # say nothing to a reader
 WAITING_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/cuda/nccl.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call that is under way."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it is the user's code, not a library's."""
-        return not any(part in self.file for part in INSTALLED)
-
-    @property
-    def short(self) -> str:
-        """Without the folders that a reader knows: `train.py:9 in f`, `torch/_tensor.py:8 in g`."""
-        _, _, inside = self.file.rpartition("-packages/")
-        name = inside if inside != self.file else Path(self.file).name
-        return f"{name}:{self.line} in {self.function}"
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True)

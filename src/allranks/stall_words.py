@@ -54,9 +54,9 @@ def place_of(state: RankState) -> str:
     if place is None or state.stack is None:
         return {"wait": "waits in an exchange", "data": "waits for data"}.get(state.doing or "", "")
     if not is_waiting(state):
-        return f"is at {place.short}"
+        return f"is at {place.brief}"
     call = state.stack.call or "an exchange"
-    return f"waits in {call} at {place.short}" if place.is_own else f"waits in {call}"
+    return f"waits in {call} at {place.brief}" if place.is_own else f"waits in {call}"
 
 
 def clause(states: Sequence[RankState], what: str, *, with_nodes: bool = False) -> str:

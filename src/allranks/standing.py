@@ -13,7 +13,7 @@ from allranks import claims, nodelist, slurm
 from allranks.comparing import last_step
 from allranks.errors import AllranksError
 from allranks.events import read_last_events
-from allranks.results import failure, failure_in_words
+from allranks.failures import failure, failure_in_words
 from allranks.rundir import RunDir, State
 from allranks.slurm_reasons import end_reason, waiting_reason
 

@@ -15,6 +15,7 @@ from allranks.errors import AllranksError
 from allranks.launch import logs
 from allranks.launch.echo import MOST_KEPT, Echo, read_ranks
 from allranks.launch.logs import Together
+from allranks.launch.status_line import StatusLine
 from allranks.launch.terminal import ScreenLines
 from allranks.rundir import RunDir
 
@@ -127,14 +128,8 @@ class Shown:
     def __init__(self, folder: Path, show: Sequence[int] | None = None) -> None:
         self.run, self.text = RunDir(folder), io.StringIO()
         console = Console(file=self.text, width=80)
-        self.echo = Echo(
-            console,
-            0,
-            show,
-            has_bar=False,
-            write=lambda text: print(text, end="", file=self.text),
-            without=bytes,
-        )
+        status = StatusLine(console)
+        self.echo = Echo(console, 0, show, has_bar=False, write=status.put)
 
     def attempt(self, number: int, *texts: str) -> str:
         """What an attempt that prints this shows, whole or bit by bit."""

@@ -112,7 +112,7 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "problem"), [("stopped", "stopped before"), ("failed", "rank 0: it broke")]
+    ("state", "problem"), [("stopped", "stopped before"), ("failed", "rank 0 failed: it broke")]
 )
 def test_a_run_that_came_to_nothing(tmp_path: Path, state: str, problem: str) -> None:
     run = RunDir(tmp_path / "job-20260101-000000-abcd")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from allranks.events import append_event
-from allranks.results import failure, last_words, outcome, result, steps_by_rank
+from allranks.failures import failure
+from allranks.results import outcome, result, steps_by_rank
 from allranks.rundir import RunDir
 from allranks.timing import timing
 
@@ -126,77 +127,6 @@ def test_a_run_that_never_started(run: RunDir) -> None:
     assert set(found) >= KEYS
     assert (found["state"], found["layout"], found["steps"]) == ("failed", "1x4", None)
     assert failure(run) is None
-
-
-# --- Who failed ---------------------------------------------------------------------------------
-
-
-def fail(run: RunDir, rank: int, t: float, error: dict[str, Any] | None = None) -> None:
-    fields = {"error": error} if error else {}
-    append_event(run.events(0, rank), "end", state="failed", exit=1, t=t, **fields)
-
-
-def error(what: str, *, echo: bool = False) -> dict[str, Any]:
-    return {"what": what, "fix": "", "echo": echo}
-
-
-def test_the_first_to_fail_is_the_one(run: RunDir) -> None:
-    start(run, ranks=3)
-    fail(run, 0, 12.0, error("later"))
-    fail(run, 1, 11.0, error("first"))
-    fail(run, 2, 13.0, error("last"))
-    failed = failure(run)
-    assert failed is not None
-    assert (failed["rank"], failed["error"]["what"]) == (1, "first")
-    assert failed["log"] == str(run.log(0, 1))
-
-
-def test_echoes_are_passed_over_though_they_came_first(run: RunDir) -> None:
-    start(run, ranks=3)
-    fail(run, 0, 10.0, error("Connection closed by peer", echo=True))
-    fail(run, 1, 11.0, error("Connection closed by peer", echo=True))
-    fail(run, 2, 12.0, error("ValueError: no such spiral"))
-    failed = failure(run)
-    assert failed is not None
-    assert failed["rank"] == 2
-
-
-def test_a_killed_rank_is_found_among_echoes(run: RunDir) -> None:
-    start(run)
-    fail(run, 0, 10.0, error("Connection closed by peer", echo=True))
-    append_event(run.events(0, 1), "end", state="failed", exit=-9, signal="SIGKILL")
-    failed = failure(run)
-    assert failed is not None
-    assert (failed["rank"], failed["signal"]) == (1, "SIGKILL")
-
-
-def test_echoes_alone_are_still_told(run: RunDir) -> None:
-    start(run)
-    fail(run, 1, 10.0, error("Connection closed by peer", echo=True))
-    failed = failure(run)
-    assert failed is not None
-    assert failed["rank"] == 1
-
-
-def test_only_the_last_attempt_counts(run: RunDir) -> None:
-    start(run)
-    fail(run, 0, 10.0, error("old"))
-    start(run, attempt=1)
-    for rank in range(2):
-        append_event(run.events(1, rank), "end", state="finished")
-    assert failure(run) is None
-
-
-def test_the_last_words_of_a_rank_that_failed(run: RunDir) -> None:
-    log = run.log(0, 0)
-    log.parent.mkdir(parents=True)
-    failed = {"rank": 0, "exit": 1, "log": str(log)}
-    assert last_words(failed) == ""  # there is no log
-    log.write_bytes(b"epoch 1\n\x1b[31mValueError: no such data\x1b[0m\n\n")
-    assert last_words(failed) == " (ValueError: no such data)"
-    log.write_bytes(b"x" * 100_000)
-    assert len(last_words(failed)) < 200
-    assert last_words({**failed, "error": {"what": "said already"}}) == ""
 
 
 def test_steps_of_each_rank(run: RunDir) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from allranks import stacks
+from allranks.frames import OURS, Frame
 from allranks.rundir import RunDir
-from allranks.stacks import Frame, Stack, parse_dump, parse_py_spy, processes_of, takes_signal
+from allranks.stacks import Stack, parse_dump, parse_py_spy, processes_of, takes_signal
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 
@@ -89,7 +90,7 @@ def test_py_spy_s_main_thread_is_taken() -> None:
         ([("/home/me/train.py", 3, "f")], False),
         ([(f"{TORCH}/utils/data/dataloader.py", 3, "f"), ("/home/me/train.py", 3, "f")], False),
         ([(f"{TORCH}/distributed/distributed_c10d.py", 3, "barrier"), ("/me/t.py", 1, "f")], True),
-        ([(f"{stacks.OURS}probe/hooks.py", 3, "call"), ("/home/me/train.py", 3, "f")], True),
+        ([(f"{OURS}probe/hooks.py", 3, "call"), ("/home/me/train.py", 3, "f")], True),
         # A backward pass may compute or wait: only the rank's own word tells.
         ([(f"{TORCH}/autograd/graph.py", 3, "run"), ("/home/me/train.py", 3, "f")], None),
         ([], None),
@@ -114,7 +115,7 @@ def test_without_code_of_ones_own_the_innermost_line_is_the_place() -> None:
             [
                 (f"{TORCH}/distributed/distributed_c10d.py", 3, "all_reduce"),
                 (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
-                (f"{stacks.OURS}probe/hooks.py", 240, "call"),
+                (f"{OURS}probe/hooks.py", 240, "call"),
                 ("/home/me/train.py", 12, "step"),
             ],
             "all_reduce",
@@ -123,7 +124,7 @@ def test_without_code_of_ones_own_the_innermost_line_is_the_place() -> None:
             [
                 (f"{TORCH}/autograd/graph.py", 3, "_engine_run_backward"),
                 (f"{TORCH}/_tensor.py", 3, "backward"),
-                (f"{stacks.OURS}train/loop.py", 3, "train"),
+                (f"{OURS}train/loop.py", 3, "train"),
                 ("/env/lib/python3.11/runpy.py", 3, "_run_code"),
             ],
             "backward",
@@ -137,8 +138,8 @@ def test_the_call_is_what_the_user_s_own_line_is_in(
 
 
 def test_a_short_place_leaves_out_folders_that_say_nothing() -> None:
-    assert Frame("/home/me/train.py", 9, "f").short == "train.py:9 in f"
-    assert Frame(f"{TORCH}/_dynamo/a.py", 1, "g").short == "torch/_dynamo/a.py:1 in g"
+    assert Frame("/home/me/train.py", 9, "f").brief == "train.py:9 in f"
+    assert Frame(f"{TORCH}/_dynamo/a.py", 1, "g").brief == "torch/_dynamo/a.py:1 in g"
 
 
 def make_process(proc: Path, pid: int, parent: int, env: dict[str, str]) -> None:

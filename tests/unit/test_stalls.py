@@ -11,11 +11,12 @@ import pytest
 
 from allranks.doctor.hang import hang, hung, judge, stack_in_log
 from allranks.events import append_event
+from allranks.frames import Frame
 from allranks.job import parse_job
 from allranks.job_types import Duration
 from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
 from allranks.rundir import RunDir
-from allranks.stacks import FOLLOW, Frame, Stack, from_lines, to_lines
+from allranks.stacks import FOLLOW, Stack, from_lines, to_lines
 from allranks.stall_words import rank_names, who_is_where
 from allranks.stalls import (
     FIRST_STEP_SECONDS,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from allranks.crash import in_a_line
+
 Event = Mapping[str, Any]
 
 
@@ -65,6 +67,11 @@ def _end(event: Event) -> str:
     return f"{text}: {error['what']}" if error.get("what") else text
 
 
+def _error(event: Event) -> str:
+    """As results tell it; who only left has no message."""
+    return f"what ended it: {in_a_line(dict(event)) or event.get('signal')}"
+
+
 def _others(event: Event) -> str:
     said = {key: value for key, value in event.items() if key not in ("v", "t", "event")}
     words = [f"{key} {value}" for key, value in said.items() if not isinstance(value, dict | list)]
@@ -90,4 +97,5 @@ _SAY: Mapping[str, Callable[[Event], str]] = {
     "checkpoint": _checkpoint,
     "start": _start,
     "end": _end,
+    "error": _error,
 }

@@ -15,10 +15,11 @@ from allranks import slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.lines import num_lines
+from allranks.frames import Frame
 from allranks.plain import plain
 from allranks.redact import redact
 from allranks.rundir import RunDir
-from allranks.stacks import Frame, Stack
+from allranks.stacks import Stack
 from allranks.stall_words import in_seconds, who_is_where
 from allranks.stalls import (
     SURE_SECONDS,

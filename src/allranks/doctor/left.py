@@ -21,6 +21,7 @@ from allranks.doctor.flight import is_ours
 from allranks.doctor.judge import shown_path
 from allranks.doctor.scan import Source
 from allranks.events import read_events, read_last_events
+from allranks.failures import failed_ranks, is_echo
 from allranks.rundir import RunDir
 from allranks.standing import EndedJob
 
@@ -148,15 +149,13 @@ def error_file(path: Path) -> Source | None:
 def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
     """How each rank ended, by its own word or the launcher's."""
     found = {}
-    for rank in run.ranks(attempt):
-        end = run.end(attempt, rank)
-        if end is None or end.get("state") != "failed":
-            continue
-        is_echo = bool((end.get("error") or {}).get("echo")) or end.get("exit") is None
+    for one in failed_ranks(run, attempt):
+        rank, code = one["rank"], one.get("exit")
+        by_launcher = is_echo(one) or code is None
         found[rank] = End(
-            rank, end.get("exit"), end.get("signal"), starts.node(rank), is_by_launcher=is_echo
+            rank, code, one.get("signal"), starts.node(rank), is_by_launcher=by_launcher
         )
-    return found
+    return dict(sorted(found.items()))
 
 
 def memory_kills(run: RunDir, attempt: int, rank: int) -> int:

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.scan import Hit, Scanned, read_around
+from allranks.frames import FRAME, INSTALLED, RAISED, is_type
 
 READ_BYTES = 1 << 16
 CONTEXT_BYTES = 300
 MOST_FOREIGN = 4  # lines of other processes in the middle of a traceback
 ENOUGH_PROGRESS = 4  # lines; other ranks may tell one or two more before they notice
 MAX_TRACEBACKS = 400  # of a file; a crowd of ranks says the same thing
-_RAISED = re.compile(r"^(?P<type>[A-Za-z_](?:[\w.]|<locals>)*)(?::(?: (?P<message>.*))?)?$")
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
-_INSTALLED = ("site-packages", "dist-packages", "<frozen", "<string>", "/lib/python3")
 _PROGRESS = re.compile(
     r"\b(?:epoch|step|iter(?:ation)?|batch|loss|it/s)\b\W{0,4}[\w/ ]{0,12}\d|\d(?:it/s|s/it)", re.I
 )
@@ -85,10 +83,10 @@ def tracebacks(scanned: Scanned) -> list[Raised]:
 def _told(hit: Hit) -> Raised | None:
     """What the launcher says of a rank that raised, where the rank's own log is not at hand."""
     what = hit.fields.get("what", "") if hit.cause.slug == "allranks-end" else ""
-    raised = _RAISED.match(what)
-    if raised is None or not _is_type(raised["type"]):
+    raised = RAISED.match(what)
+    if raised is None or not is_type(raised["type"]):
         return None
-    place = re.search(r"\((\S+:\d+)\)?$", what)
+    place = re.search(r"\((\S+:\d+)(?: in \S+)?\)?$", what)
     where, message = place[1] if place else "", (raised["message"] or "").strip()
     rank = int(hit.fields["rank"])
     return Raised(hit, hit.number, raised["type"], message, where, (), rank, False)
@@ -141,7 +139,7 @@ def _read(mark: Hit) -> Raised | None:
     num_foreign = 0
     source_line = ""
     for number, line in _own_lines(mark):
-        frame = _FRAME.match(line.text)
+        frame = FRAME.match(line.text)
         if frame is not None:
             frames.append((frame["file"], frame["line"]))
             functions.append(f"{frame['file']} {frame['function'] or ''}")
@@ -149,9 +147,9 @@ def _read(mark: Hit) -> Raised | None:
             source_line = ""
         elif not line.text or line.text[0].isspace() or line.text[0] in "^~":
             source_line = source_line or line.text
-        elif (raised := _RAISED.match(line.text)) is not None and _is_type(raised["type"]):
+        elif (raised := RAISED.match(line.text)) is not None and is_type(raised["type"]):
             name = raised["type"].rpartition(".")[2]
-            own = [frame for frame in frames if not any(part in frame[0] for part in _INSTALLED)]
+            own = [frame for frame in frames if not any(part in frame[0] for part in INSTALLED)]
             place = (own or frames or [("", "")])[-1]
             return Raised(
                 mark,
@@ -169,11 +167,6 @@ def _read(mark: Hit) -> Raised | None:
             if num_foreign > MOST_FOREIGN or "Traceback (most recent" in line.text:
                 return None
     return None
-
-
-def _is_type(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last[:1].isupper() or "." in name or last in ("error", "gaierror", "timeout")
 
 
 def _own_lines(mark: Hit) -> Iterator[tuple[int, Line]]:

@@ -6,6 +6,7 @@ import codecs
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,18 @@ from allranks.errors import AllranksError
 from allranks.launch.logs import Tail, Together
 from allranks.launch.terminal import RankTerminal, ScreenLines
 from allranks.rundir import RunDir
+from allranks.stacks import without_dumps
 
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look
 MOST_KEPT = 1000  # lines of an attempt, to know them again in the next
+# How what Python prints of an exception begins, and of a signal that ends it.
+TRACEBACK = re.compile(
+    r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| \u256d\u2500])*"  # colours, torch, groups, rich
+    r"(?:(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d)",
+    re.MULTILINE,
+)
+CRASHED = re.compile(r"^Fatal Python error: ", re.MULTILINE)
+HOLD_SECONDS = 1.5
 PIECES = re.compile(rb"[^\n]*\n|[^\n]+")
 
 
@@ -27,7 +37,7 @@ class Echo:
 
     `rank` as it is, in a terminal of its own if the user looks at one; or those of `show`, each
     line with its rank. `has_bar`: allranks itself draws below. `write` puts text on the screen,
-    `without` takes out what must not be shown.
+    `hides`: not the traceback that a rank ends with, which is shown once it is known whose it is.
     """
 
     def __init__(
@@ -38,18 +48,20 @@ class Echo:
         *,
         has_bar: bool,
         write: Callable[[str], None],
-        without: Callable[[bytes], bytes],
+        hides: bool = True,
     ) -> None:
         self._console = console
         self._rank = rank
         self._show = show
-        self._without = without
+        self._hides = hides
+        self._without: WithoutTraceback | None = None
         self._output = Output(console, write, has_bar=has_bar)
         self._terminal: RankTerminal | None = None
         self._log: Path | None = None
         self._position = 0
         self._tails: dict[int, Tail] = {}
         self._lock = threading.Lock()
+        self._drawing = threading.Lock()  # what the terminal's thread and another may do
         self._has_bar = has_bar
 
     @property
@@ -77,6 +89,9 @@ class Echo:
             self._together = Together(len(ranks))
             if self._terminal is not None:
                 self._terminal.begin(self._log)
+            self._show_held()
+            self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            self._without = WithoutTraceback(run, attempt, self._rank) if self._hides else None
             self._output.begin()
 
     def look(self) -> None:
@@ -90,6 +105,7 @@ class Echo:
             self._look(wait=False)
             if self._terminal is not None:
                 self._terminal.close()
+            self._show_held()
             self._output.finish()
 
     def _look(self, *, wait: bool) -> None:
@@ -97,6 +113,7 @@ class Echo:
             return
         if self._terminal is not None:
             self._terminal.resize()
+            self._put(b"")
         elif self._show is None:
             self._read_log(self._log)
         else:
@@ -114,8 +131,55 @@ class Echo:
             self._put(drawn)
 
     def _put(self, drawn: bytes) -> None:
-        if drawn:
-            self._output.put(self._without(drawn))
+        with self._drawing:
+            text = without_dumps(self._decoder.decode(drawn))
+            if self._without is not None:
+                text = self._without(text)
+            self._output.put(text.encode())
+
+    def _show_held(self) -> None:
+        if self._without is not None:
+            self._output.put(self._without.rest().encode())
+
+
+class WithoutTraceback:
+    """What a rank prints, chunk by chunk, up to the traceback that it ends with.
+
+    The launcher shows the culprit's last. A rank writes what ends it to its events first, unless
+    the script has a hook of its own: so a traceback is held back for as long as a rank may take to
+    end after it.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, rank: int) -> None:
+        self._run, self._attempt, self._rank = run, attempt, rank
+        self._is_over = False
+        self._held = ""
+        self._since = 0.0
+
+    def __call__(self, text: str) -> str:
+        """What of it to show now, with what was held back before; call it without text, too."""
+        if self._is_over or not (text or self._held):
+            return ""
+        now = time.monotonic()
+        self._since = self._since if self._held else now
+        text, self._held = self._held + text, ""
+        end = CRASHED.search(text)
+        found = TRACEBACK.search(text)
+        if end is None and found is not None:
+            errors = self._run.errors(self._attempt, self._rank)
+            if any(event["type"] not in ("", "SystemExit") for event in errors):
+                end = found
+            elif now - self._since < HOLD_SECONDS:
+                self._held = text[found.start() :]
+                return text[: found.start()]
+        self._is_over = end is not None
+        return text if end is None else text[: end.start()]
+
+    def rest(self) -> str:
+        """What is held back when the rank has ended: nothing of one that failed."""
+        end = self._run.end(self._attempt, self._rank)
+        held, self._held = self._held, ""
+        return "" if end is not None and end["state"] == "failed" else held
 
 
 def read_ranks(text: str | None, ranks: range) -> list[int] | None:

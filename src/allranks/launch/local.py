@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.events import append_event, disk_error
+from allranks.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.hardware import memory_kills
 from allranks.job import load_job
 from allranks.launch import checks, prepare
@@ -21,7 +22,7 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.processes import Signals, blocked_signals, listening
-from allranks.results import failure, last_words, result
+from allranks.results import result
 from allranks.rundir import RunDir
 from allranks.stalls import ended_for
 
@@ -353,19 +354,13 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     failed = failure(run)
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=f"see {run.path}", exit_code=1)
-    rank, error = failed["rank"], failed.get("error")
+    what, error = failure_in_words(failed), failed.get("error")
+    facts: dict[str, Any] = {"lines": lines_of(failed), "facts": describe_for_json(failed)}
     if error is not None and error["fix"]:
-        code = failed["exit"]
-        return AllranksError(f"rank {rank}: {error['what']}", fix=error["fix"], exit_code=code)
-    if error is not None:
-        what = f"rank {rank} failed: {error['what']}"
-    elif "signal" in failed:
-        what = f"rank {rank} was killed by {failed['signal']}"
-    else:
-        what = f"rank {rank} ended with code {failed['exit']}{last_words(failed)}"
+        return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
     fix = f"allranks doctor {run.reference} tells why; all that it said is in {failed['log']}"
     if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
         fix += f"; go on with {run.resume_command}"
     if "signal" in failed and not max_restarts(prepared, place):
         fix += "; --max-restarts N would restart by itself"
-    return AllranksError(what, fix=fix, exit_code=1)
+    return AllranksError(what, fix=fix, exit_code=1, **facts)

@@ -20,7 +20,6 @@ from allranks.launch.echo import Echo
 from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
-from allranks.stacks import without_dumps
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -118,7 +117,7 @@ class Screen:
                 self.show,
                 has_bar=native,
                 write=self._put,
-                without=self._without_traceback,
+                hides=not self.debug,
             )
 
     def open_terminal(self) -> str | None:
@@ -177,17 +176,6 @@ class Screen:
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
-
-    def _without_traceback(self, drawn: bytes) -> bytes:
-        text = drawn.decode(errors="surrogateescape")
-        drawn = without_dumps(text).encode(errors="surrogateescape")
-        if self._job is not None and self._job.command is None and not self.debug:
-            # The rank writes its end before its traceback: the message comes from there.
-            assert self._run is not None
-            end = self._run.end(self._attempt, self._rank)
-            if end is not None and end["state"] == "failed":
-                return drawn.partition(b"Traceback (most recent call last)")[0]
-        return drawn
 
     def _show_progress(self) -> None:
         if self._start is None:

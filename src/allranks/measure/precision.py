@@ -14,9 +14,9 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.events import read_events
+from allranks.failures import failure, failure_in_words
 from allranks.gpus import LocalGPU
 from allranks.job import Job
-from allranks.results import failure, failure_in_words
 from allranks.rundir import RunDir
 from allranks.timing import timing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from allranks.crash import is_worker, record, where_now
 from allranks.probe.recorder import Recorder
 
 SAMPLE_SECONDS = 2.0
+FIRST_LOOK_SECONDS = 0.25
 MAX_PROCESSES = 256  # that a sample names
 LIST_SECONDS = 30.0  # between looks at their children: every thread has some of its own
 IB_WORD_BYTES = 4  # InfiniBand counts its data in words
@@ -35,9 +38,29 @@ class Surroundings:
 
     def begin_with_steps(self) -> None:
         self.recorder.at_step.append(self._begin)
+        if not is_worker():
+            threading.Thread(target=self._follow_start, name="place", daemon=True).start()
+
+    def _follow_start(self) -> None:
+        """Before the first step: where the rank is, should it be killed there (for its memory)."""
+        pause, last = FIRST_LOOK_SECONDS, None
+        while self.recorder.is_on:
+            time.sleep(pause)
+            pause = min(SAMPLE_SECONDS, 2 * pause)
+            at = where_now(sys._current_frames().get(threading.main_thread().ident or 0))
+            if self.recorder.step:
+                return
+            if at is not None and at != last:
+                with suppress(OSError):
+                    record("place", {"step": 0, "at": at})
+                last = at
 
     def _begin(self, step: int) -> None:
         self.recorder.at_step.remove(self._begin)
+        # At once: of a rank that is killed soon, it is all that is known.
+        at = where_now(sys._getframe())
+        if at is not None and not self.recorder.timeline.is_taken:
+            self.recorder.write_past("place", step=step, at=at)
         threading.Thread(target=self._run, name="surroundings", daemon=True).start()
 
     def _run(self) -> None:
@@ -89,6 +112,9 @@ class Surroundings:
         doing, seconds = self.recorder.timeline.doing()
         fields: dict[str, Any] = {"step": self.recorder.step}
         fields |= {"doing": doing, "doing_seconds": round(seconds, 3)}
+        at = where_now(sys._current_frames().get(self.recorder.timeline.thread))
+        if at is not None:
+            fields["at"] = at
         count = num_collectives() if self.recorder.has_peers() else None
         return fields if count is None else fields | {"collectives": count}
 

@@ -11,9 +11,10 @@ from typing import Any
 from allranks.comparing import CPU, bench_of, device_name, gpu_memory, read_job, same_job
 from allranks.errors import AllranksError
 from allranks.events import read_events
+from allranks.failures import failure, failure_in_words
 from allranks.layout import Layout
 from allranks.reading import remarks
-from allranks.results import failure, failure_in_words, outcome, samples_per_epoch
+from allranks.results import outcome, samples_per_epoch
 from allranks.rundir import RunDir
 from allranks.timing import Timing, timing
 

@@ -8,14 +8,12 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import allranks
-from allranks import timeline
+from allranks import crash, timeline
 from allranks.errors import AllranksError
 from allranks.events import EventLog
 from allranks.job import load_job
@@ -46,34 +44,23 @@ def run() -> None:
 
 
 def fail(error: BaseException, log: EventLog) -> None:
-    """Say why in the end event, then in the log, and leave without waiting for the other ranks."""
-    what, fix, code = f"{type(error).__name__}: {error}{where(error)}", "", 1
+    """Say why in the events, then in the log, and leave without waiting for the other ranks."""
+    described = crash.describe(error)
+    what, fix, code = crash.in_a_line(described), "", 1
     if isinstance(error, PeerFailure):
         what = "stopped because another rank failed"
     elif isinstance(error, AllranksError):
         what, fix, code = error.what, error.fix, error.exit_code
-    # What a rank says when another one is gone.
-    lost_peer = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    is_echo = lost_peer or isinstance(error, PeerFailure | dist.DistError)
-    # The end event comes first: the launcher then knows that what follows is a traceback.
-    fields: dict[str, Any] = {"what": what, "fix": fix, "echo": is_echo}
+    fields: dict[str, Any] = {"what": what, "fix": fix, "echo": described["echo"]}
+    # The events come first: the launcher then knows that what follows is a traceback.
+    log.write("error", pid=os.getpid(), **described)
     log.write("end", state="failed", exit=code, error=fields)
     log.flush("drop")  # losses that other ranks have a part in will never come
     with suppress(OSError):  # the log may be on a full disk too
+        crash.hide_ours(error)
         traceback.print_exception(error)
         sys.stderr.flush()
     os._exit(1)  # destroying the process group could wait for ranks that will never come
-
-
-def where(error: BaseException) -> str:
-    """The innermost line of the user's own code, if there is one."""
-    installed = ("site-packages", "dist-packages", str(Path(allranks.__file__).parent))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in installed)
-    ]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
+from allranks.failures import failure, failure_in_words, lines_of
 from allranks.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster import submit
@@ -23,8 +24,7 @@ from allranks.launch.cluster.inside import (
 )
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
-from allranks.results import failure, failure_in_words
-from allranks.rundir import RunDir
+from allranks.rundir import RunDir, State
 from allranks.stalls import ended_for
 
 
@@ -94,18 +94,11 @@ class Held:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
         self.run.look_anew()
-        has_begun, stalled = self._has_begun(prepared), None
-        if has_begun:
-            attempt = max(self.run.attempts())  # ranks may have restarted
-            self._record_silent(attempt)
-            state = self.run.ended_state()
-            say(f"attempt {attempt} is {state} (srun: {code})")
-            if stalled := ended_for(self.run, attempt):
-                say(stalled)
-            if state == "finished":
-                return 0
-        else:
-            state = "stopped"  # where it was
+        has_begun = self._has_begun(prepared)
+        # Without a rank that has begun, the run is where it was.
+        state, stalled = self._tell_end(code) if has_begun else ("stopped", None)
+        if state == "finished":
+            return 0
         stop = self.run.asked_to_stop(self.place.job)
         if stop is not None and (not stop["moves"] or self._has_successor()):
             if not stop["moves"]:
@@ -135,6 +128,21 @@ class Held:
         say(reason)
         give_up(self.run, reason, "stopped" if native else "failed")
         return 1
+
+    def _tell_end(self, code: int) -> tuple[State, str | None]:
+        """How the attempt has ended, said in the log; and who kept the others waiting."""
+        attempt = max(self.run.attempts())  # ranks may have restarted
+        self._record_silent(attempt)
+        state, stalled = self.run.ended_state(), ended_for(self.run, attempt)
+        say(f"attempt {attempt} is {state} (srun: {code})")
+        if stalled:
+            say(stalled)
+        # Each task of srun's knows its own rank only.
+        is_told = self.job.command is None or self.job.launcher != "srun"
+        failed = failure(self.run) if state == "failed" and not is_told else None
+        if failed is not None:
+            print("\n".join([f"error: {failure_in_words(failed)}", *lines_of(failed)]), flush=True)
+        return state, stalled
 
     def _tries(self, prepared: Prepared) -> int:
         """How often this attempt was opened: more than once if no rank has ever begun it."""

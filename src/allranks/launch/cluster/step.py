@@ -99,7 +99,7 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
     if outcome.error is None:
         screen.summary(outcome.result, can_go_on=outcome.can_go_on)
     elif node_rank == 0:
-        print(f"error: {outcome.error.what}\n  fix: {outcome.error.fix}", flush=True)
+        print(outcome.error.shown, flush=True)
     return 0 if outcome.exit_code in (0, 75) or signals.received else outcome.exit_code
 
 

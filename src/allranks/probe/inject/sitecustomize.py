@@ -3,10 +3,12 @@
 
 Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch, the job's
 `timeout` becomes the default of its process groups, and the probe begins to record the rank's
-steps. It also has the process write its stacks at a signal, should it hang. Nothing here may break
-the script, and nothing of ours is imported before the script imports torch.
+steps. It also has the process write its stacks at a signal, should it hang, and write down what
+ends it. Nothing here may break the script, and nothing of ours is imported before the script
+imports torch or fails.
 """
 
+import builtins
 import contextlib
 import importlib.abc
 import importlib.machinery
@@ -38,8 +40,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def start_probe(torch):
-    """From here on the rank's steps are recorded. The script's Python need not have allranks."""
+def find_allranks():
+    """The script's Python need not have it."""
     if "allranks" not in sys.modules and importlib.util.find_spec("allranks") is None:
         folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         init = os.path.join(folder, "__init__.py")
@@ -49,6 +51,11 @@ def start_probe(torch):
         package = importlib.util.module_from_spec(spec)
         sys.modules["allranks"] = package
         spec.loader.exec_module(package)
+
+
+def start_probe(torch):
+    """From here on the rank's steps are recorded."""
+    find_allranks()
     from allranks.probe.start import start
 
     start()
@@ -63,6 +70,74 @@ def write_stacks_when_asked():
 
     file = os.memfd_create("allranks-stacks")
     faulthandler.register(int(os.environ["ALLRANKS_DUMP_SIGNAL"]), file=file, all_threads=True)
+
+
+def note_the_end():
+    """Have allranks.crash write down what ends this process, before anything is printed of it.
+
+    Not in what it forks or spawns: a loader's worker tells its parent. What Python does not see,
+    a signal, is told by a handler in C.
+    """
+    import atexit
+    import faulthandler
+
+    process, told = os.getpid(), []
+
+    def tell(function, *args, **kwargs):
+        if os.getpid() == process:
+            with contextlib.suppress(Exception):
+                find_allranks()
+                from allranks import crash
+
+                getattr(crash, function)(*args, **kwargs)
+
+    def excepthook(kind, error, trace):
+        told.append(error)
+        tell("raised", error)
+        before(kind, error, error.__traceback__)
+
+    def tell_late():
+        error = getattr(sys, "last_value", None)  # where the script has a hook of its own
+        if isinstance(error, BaseException) and not any(error is one for one in told):
+            tell("raised", error)
+
+    before, sys.excepthook = sys.excepthook, excepthook
+    atexit.register(tell_late)
+    note_exits(tell)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)
+
+
+def note_exits(tell):
+    """Who leaves with a code that is not 0, or kills this process, is told; all else stays."""
+    import threading
+
+    def noted(function, counts, **kwargs):
+        def call(*args, **named):
+            with contextlib.suppress(Exception):
+                given = [*args, *named.values()]
+                if counts(*given):
+                    tell("left", given[-1], **kwargs)
+            return function(*args, **named)
+
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        return call
+
+    def fails(code=None):
+        return code not in (None, 0)
+
+    def exits(code=None):  # in another thread it only ends that
+        return fails(code) and threading.current_thread() is threading.main_thread()
+
+    def kills(target, number):
+        return target == os.getpid() and number in (9, 15)
+
+    sys.exit = noted(sys.exit, exits)
+    os._exit = noted(os._exit, fails)
+    os.kill = noted(os.kill, kills, kills=True)
+    quitter = type(getattr(builtins, "exit", None))  # made by site, as is quit
+    if quitter.__name__ == "Quitter":
+        quitter.__call__ = noted(quitter.__call__, lambda quitter, code=None: exits(code))
 
 
 def hide_probe(rules):
@@ -119,6 +194,9 @@ if os.environ.get("ALLRANKS_TIMEOUT"):
 if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch"] = start_probe
     steps["torch._dynamo.trace_rules"] = hide_probe
+    if not any("multiprocessing" in word for word in sys.orig_argv):
+        with contextlib.suppress(Exception):
+            note_the_end()
 if os.environ.get("ALLRANKS_DUMP_SIGNAL", "0") != "0" and os.environ.get("RANK"):
     # Not on this system, or (RuntimeError) not in this thread.
     with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
