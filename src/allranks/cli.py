@@ -154,7 +154,7 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     if "--" in arguments:
         cut = arguments.index("--")
-        keep_user_command(arguments[cut + 1 :])
+        keep_user_command(arguments[cut + 1 :], arguments[:cut])
         arguments = arguments[:cut]
     as_json = "--json" in arguments
     try:

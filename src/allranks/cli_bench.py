@@ -223,7 +223,10 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     broken = failure(run)
     problem = None
     if broken is not None:
-        problem = f"{failure_in_words(broken)}{last_words(broken)}: see {broken['log']}"
+        error = broken.get("error", {})
+        fix = error.get("fix") or f"see {broken['log']}"
+        problem = f"{failure_in_words(broken)}{last_words(broken)}: {fix}"
+        measured = None if error.get("own_ranks") else measured  # of who knows how many trainings
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None

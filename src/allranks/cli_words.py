@@ -20,8 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What stands after a lone `--`: click would mix it with the other arguments.
+# What stands after a lone `--`: click would mix it with the other arguments. And before it.
 _user_command: list[list[str]] = []
+_typed: list[str] = []
 
 JobFile = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
@@ -47,8 +48,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on st
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def keep_user_command(words: list[str]) -> None:
+def keep_user_command(words: list[str], typed: list[str]) -> None:
+    """`typed`: all that stands before it."""
     _user_command[:] = [words]
+    _typed[:] = typed
+
+
+def typed_words() -> list[str]:
+    """What the user typed before a lone `--`; empty if there was none."""
+    return _typed
 
 
 def user_command() -> list[str] | None:
@@ -76,7 +84,8 @@ def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> 
     from allranks.launch.prepare import Request
 
     file, pairs = split_job(job, overrides or [])
-    return Request(job_file=file, overrides=pairs, command=user_command(), **rest)
+    typed = {"command": user_command(), "typed": typed_words()}
+    return Request(job_file=file, overrides=pairs, **typed, **rest)
 
 
 def people_console(as_json: bool) -> Console:

@@ -22,6 +22,7 @@ from allranks.launch import checks, prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
+from allranks.launch.twice import TwiceWatch
 from allranks.processes import STOP_SIGNALS
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
@@ -142,6 +143,7 @@ class Launch:
         self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
         self._stalled = StallWatch(self.run, self.prepared.job, self.first_rank)
+        self._twice = TwiceWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
@@ -260,7 +262,9 @@ class Launch:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
         processes = [] if self._interrupted() else self.agent.processes()
         try:
-            is_stalled = self._stalled.look(self.agent.attempt, processes)
+            attempt = self.agent.attempt
+            is_twice = bool(processes) and self._twice.look(attempt)
+            is_stalled = is_twice or self._stalled.look(attempt, processes)
         except Exception:  # a disk that does not answer now must not end a training that goes on
             return
         if is_stalled:
@@ -278,9 +282,8 @@ class Launch:
             path = self.run.events(attempt, rank)
             try:
                 is_command = self.prepared.job.command is not None
-                end = self._stalled.end_of(rank) or end_of(
-                    code, is_command=is_command, stopped=self._interrupted()
-                )
+                end = self._twice.end(attempt) or self._stalled.end_of(rank)
+                end = end or end_of(code, is_command=is_command, stopped=self._interrupted())
                 if code and kills > 0:
                     end["memory_kills"] = kills
                 append_event(path, "end", **end)

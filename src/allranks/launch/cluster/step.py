@@ -28,6 +28,7 @@ from allranks.launch.cluster import network
 from allranks.launch.local import Launch, Place, Signals, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
+from allranks.launch.twice import TwiceWatch
 from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
@@ -140,9 +141,10 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     code = process.wait()
-    end = end_of(code, is_command=True, stopped=bool(stopped))
+    twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
+    end = twice or end_of(code, is_command=True, stopped=bool(stopped))
     append_event(run.events(prepared.attempt, rank), "end", **end)
-    return 0 if stopped else code if code >= 0 else 128 - code
+    return 1 if twice else 0 if stopped else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
