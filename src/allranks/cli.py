@@ -23,6 +23,7 @@ from allranks.cli_words import (
     AsJson,
     Debug,
     Force,
+    Here,
     JobFile,
     LayoutText,
     Overrides,
@@ -30,7 +31,7 @@ from allranks.cli_words import (
     Resume,
     Runs,
     app,
-    keep_user_command,
+    keep_typed,
     people_console,
     typed_request,
 )
@@ -86,6 +87,7 @@ def run(
     master: Master = None,
     max_restarts: MaxRestarts = None,
     oversubscribe: Oversubscribe = False,
+    here: Here = False,
     profile: ProfileSteps = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -100,7 +102,14 @@ def run(
     console = people_console(as_json)
     screen = Screen(console, debug=debug)
     request = typed_request(
-        job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
+        job,
+        overrides,
+        layout=layout,
+        resume=resume,
+        force=force,
+        here=here,
+        leads=not node_rank,
+        runs=runs,
     )
     place = Place(
         node_rank=node_rank,
@@ -152,10 +161,11 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 def main() -> NoReturn:
     """The console script, and `python -m allranks`."""
     arguments = sys.argv[1:]
+    command = None
     if "--" in arguments:
         cut = arguments.index("--")
-        keep_user_command(arguments[cut + 1 :], arguments[:cut])
-        arguments = arguments[:cut]
+        arguments, command = arguments[:cut], arguments[cut + 1 :]
+    keep_typed(arguments, command)
     as_json = "--json" in arguments
     try:
         # On its own typer prints what is wrong with the arguments, for people, and exits.

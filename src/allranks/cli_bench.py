@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +12,7 @@ import typer
 from allranks.cli_words import (
     AsJson,
     Debug,
+    Here,
     JobFile,
     Overrides,
     OwnPrice,
@@ -50,6 +52,7 @@ def scaling(
         bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
     ] = False,
     backend: Backend = "local",
+    here: Here = False,
     price: OwnPrice = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -66,7 +69,8 @@ def scaling(
         from allranks.launch.prepare import prepare
 
         typed = [*(overrides or []), *wanted.overrides]
-        prepared = prepare(typed_request(job, typed, layout=str(wanted.layout), runs=runs))
+        layout = str(wanted.layout)
+        prepared = prepare(typed_request(job, typed, layout=layout, here=here, runs=runs))
         prepared.bench = plan.bench
         return prepared
 
@@ -129,9 +133,12 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
     from allranks.errors import AllranksError
     from allranks.launch.checks import check_measurable
+    from allranks.launch.held_nodes import check_allocation
     from allranks.launch.local import Place, Signals, run_here
     from allranks.launch.screen import QuietScreen
 
+    for one in prepared:
+        check_allocation(one.layout, one.request, os.environ)
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)

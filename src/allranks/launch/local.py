@@ -19,6 +19,7 @@ from allranks.events import append_event, disk_error
 from allranks.hardware import memory_kills
 from allranks.job import load_job
 from allranks.launch import checks, prepare
+from allranks.launch.held_nodes import check_allocation
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
@@ -87,6 +88,7 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
     if place.node_rank is None:
         if place.master is not None:
             raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
+        check_allocation(layout, prepared.request, os.environ)
         return layout.ranks
     if place.master is None and layout.nodes > 1:
         raise AllranksError(

@@ -38,6 +38,7 @@ class Request:
     layout: str | None = None
     resume: str | None = None
     force: bool = False
+    here: bool = False  # also where this is one of several nodes that SLURM gave us
     leads: bool = True  # False on nodes other than 0: the run is node 0's to hold
     runs: Path = Path("runs")
 
