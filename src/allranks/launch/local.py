@@ -7,8 +7,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,8 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
-from allranks.processes import STOP_SIGNALS
+from allranks.launch.waiting import wait_for_ranks
+from allranks.processes import STOP_SIGNALS, blocked_signals
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
 
@@ -234,6 +235,9 @@ class Launch:
         if isinstance(ended[0], Exception):
             raise launch_error(ended[0])
         self._record_ends(ended[0])
+        if self._interrupted() and self.first_rank == 0:
+            ranks, at_once = self.prepared.layout.ranks, lambda: self.signals.at_once
+            wait_for_ranks(self.run, self.agent.attempt, ranks, at_once)
         self._show(lambda: self.screen.finish(self.agent.attempt))
         return self._outcome()
 
@@ -294,7 +298,10 @@ class Launch:
 
     def _outcome(self) -> Outcome:
         # The run is still held by this process: for everyone else it is running until we return.
-        outcome = result(self.run, state := self.run.ended_state())
+        state = self.run.ended_state()
+        if state == "failed" and self._interrupted() and failure(self.run) is None:
+            state = "stopped"  # ranks of other nodes have not said so yet
+        outcome = result(self.run, state)
         if state == "finished" and not self.signals.at_once:
             return Outcome(self.run, outcome, 0)
         if state == "stopped" or self.signals.at_once:
@@ -384,13 +391,3 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     if "signal" in failed and not max_restarts(prepared, place):
         fix += "; --max-restarts N would restart by itself"
     return AllranksError(what, fix=fix, exit_code=1)
-
-
-@contextmanager
-def blocked_signals() -> Iterator[None]:
-    """No stop signal can hit a rank before it is able to take one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

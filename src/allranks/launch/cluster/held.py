@@ -109,6 +109,7 @@ class Held:
                 failed = failure(self.run) if state == "failed" else None
                 why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
                 give_up(self.run, "; ".join(why), state)
+                say(f"{stop['why']}: go on with {self.run.resume_command}")
             return 0
         of_job, slurms = self._state()
         is_over = of_job not in ("RUNNING", "UNKNOWN")

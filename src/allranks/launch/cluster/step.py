@@ -99,7 +99,7 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
         outcome = launch.run_to_end()
     if outcome.error is None:
-        screen.summary(outcome.result, can_go_on=outcome.can_go_on)
+        screen.summary(outcome.result, can_go_on=False)  # the job says what comes next
     elif node_rank == 0:
         print(f"error: {outcome.error.what}\n  fix: {outcome.error.fix}", flush=True)
     return 0 if outcome.exit_code in (0, 75) or signals.received else outcome.exit_code
