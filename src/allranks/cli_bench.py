@@ -134,8 +134,9 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     from allranks.errors import AllranksError
     from allranks.launch.checks import check_measurable
     from allranks.launch.held_nodes import check_allocation
-    from allranks.launch.local import Place, Signals, run_here
+    from allranks.launch.local import Place, run_here
     from allranks.launch.screen import QuietScreen
+    from allranks.processes import Signals
 
     for one in prepared:
         check_allocation(one.layout, one.request, os.environ)

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from allranks.errors import AllranksError
-    from allranks.launch.local import Outcome, Signals
+    from allranks.launch.local import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.measure.precision import Trial
+    from allranks.processes import Signals
 
 
 @bench.command()
@@ -46,10 +47,10 @@ def data(
 ) -> None:
     """Measure the data: how many loader workers a job needs, and where the ceiling is."""
     from allranks.events import to_json
-    from allranks.launch.local import Signals
     from allranks.launch.prepare import prepare
     from allranks.measure import data as measured
     from allranks.measure import data_screen
+    from allranks.processes import Signals
 
     def prepare_with(more: tuple[str, ...]) -> Prepared:
         return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
@@ -191,8 +192,8 @@ def run_trials(prepared: list[tuple[str, Prepared]], console: Console) -> list[T
     from dataclasses import replace
 
     from allranks.errors import AllranksError
-    from allranks.launch.local import Signals
     from allranks.measure import precision as measured
+    from allranks.processes import Signals
 
     record, signals = measured.new_record(), Signals()
     done: list[Trial] = []

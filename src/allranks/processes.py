@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,6 +27,38 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Signals:
+    """Stop signals that this process gets, kept until the ranks can be told.
+
+    `delay`: seconds before they are passed on, where the ranks get them on another way too. One
+    that comes while a rank is on its way out would kill it.
+    """
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.received: list[signal.Signals] = []
+        self._delay = delay
+        self._last = 0.0
+
+    def listen(self) -> None:
+        """To the end of the process: what comes after the ranks have ended changes nothing."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    @property
+    def at_once(self) -> bool:
+        """A second signal, a Ctrl-C: the user does not want to wait."""
+        return signal.SIGINT in self.received[1:]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether they are to be passed on now."""
+        return time.monotonic() >= self._last + self._delay
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        self._last = time.monotonic()
 
 
 @contextmanager

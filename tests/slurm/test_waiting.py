@@ -38,12 +38,10 @@ def waiting(folder: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 def sent_by(cluster: Cluster, folder: Path) -> Sent:
     """The run that another process has just sent from this folder."""
-    run = cluster.wait(
-        lambda: next((run for run in list_runs(folder / "runs") if run.info().get("jobs")), None),
-        60,
-        "a run",
+    runs = cluster.wait(
+        lambda: [run for run in list_runs(folder / "runs") if run.info().get("jobs")], 60, "a run"
     )
-    return Sent(cluster, folder, run, run.info()["jobs"])
+    return Sent(cluster, folder, runs[0], runs[0].info()["jobs"])
 
 
 def test_a_run_is_waited_for_over_a_requeue_to_its_end(cluster: Cluster, tmp_path: Path) -> None:

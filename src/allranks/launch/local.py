@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
@@ -25,7 +24,7 @@ from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import wait_for_ranks
-from allranks.processes import STOP_SIGNALS, blocked_signals
+from allranks.processes import Signals, blocked_signals
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
 
@@ -102,26 +101,6 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
             fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
         )
     return layout.gpus
-
-
-class Signals:
-    """Stop signals that this process gets, kept until the ranks can be told."""
-
-    def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
-
-    def listen(self) -> None:
-        """To the end of the process: what comes after the ranks have ended changes nothing."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
-    @property
-    def at_once(self) -> bool:
-        """A second signal, a Ctrl-C: the user does not want to wait."""
-        return signal.SIGINT in self.received[1:]
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
 
 
 class Launch:
@@ -255,6 +234,8 @@ class Launch:
         self.agent.never_restart()
         if self.signals.at_once:
             self.agent.kill()
+            return
+        if not self.signals.is_due:
             return
         for process in self.agent.processes():
             if (process, len(received)) in self._told:

@@ -25,15 +25,16 @@ from allranks.events import append_event
 from allranks.hardware import local_gpus
 from allranks.launch import prepare
 from allranks.launch.cluster import network
-from allranks.launch.local import Launch, Place, Signals, end_of
+from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.twice import TwiceWatch
 from allranks.layout import Layout
-from allranks.processes import STOP_SIGNALS
+from allranks.processes import STOP_SIGNALS, Signals
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
+PASS_ON_SECONDS = 2.0  # srun signals the ranks too: for those that it has missed
 
 
 def main() -> int:
@@ -89,7 +90,7 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
     """All ranks of this node, through torch's agent."""
     node_rank = int(os.environ["SLURM_NODEID"])
     place = Place(node_rank=node_rank, master=f"{master}:{port}")
-    signals = Signals()
+    signals = Signals(PASS_ON_SECONDS)
     signals.listen()
     # Ranks have logs of their own: `allranks logs` would show every line twice.
     screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
@@ -129,10 +130,15 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     words += prepare.fill_command(prepared, run, prepared.attempt)
     stopped = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        stopped.append(number)
+    def send(number: int) -> None:
         with suppress(ProcessLookupError):
             process.send_signal(number)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        later = threading.Timer(PASS_ON_SECONDS, send, (number,))
+        later.daemon = True
+        later.start()
 
     # Blocked until both are ready: the rank unblocks them itself, in rank_env.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
