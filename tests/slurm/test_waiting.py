@@ -146,3 +146,26 @@ def test_an_allocation_of_several_nodes_is_not_played_on_one(
     (made,) = list_runs(tmp_path / "runs")
     hosts = {(made.start(0, rank) or {})["host"] for rank in range(2)}
     assert len(hosts) == 2
+
+
+def test_a_file_that_one_node_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
+    if cluster.mode != "netns":
+        pytest.skip("nodes have no disk of their own in mode ports")
+    (tmp_path / "train.py").write_text("open('/dev/shm/only-here')")
+    command = ["--layout", "2x1", "preflight=false", "--json", "--", "python", "train.py"]
+    cluster.exec("node2", "touch", "/dev/shm/only-here")
+    try:
+        options = "slurm.directives={nodelist: 'node[1-2]'}"
+        done = run_allranks("submit", "--wait", options, *command, cwd=tmp_path)
+    finally:
+        cluster.exec("node2", "rm", "/dev/shm/only-here")
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    what = "/dev/shm/only-here is on node2 but not on node1"
+    assert told["reason"] == f"rank 0 did not find a file: {what}"
+    assert "stage: [SHARED/only-here]" in told["error"]["fix"]
+    (run,) = list_runs(tmp_path / "runs")
+    assert f"error: {what}" in Sent(cluster, tmp_path, run, []).log()
+    assert what in run_allranks("ls", run.name, cwd=tmp_path).stdout
+    (finding, *_) = json.loads(run_allranks("doctor", run.name, "--json", cwd=tmp_path).stdout)
+    assert (finding["cause"], finding["title"]) == ("missing-file", what)

@@ -23,6 +23,7 @@ from allranks.layout import Layout
 from allranks.measure.plan_runs import plan_runs
 from allranks.measure.scaling import as_json, rows_of
 from allranks.measure.scaling_screen import Progress
+from allranks.processes import Signals
 
 LARGE = ("task=spiral", "batch_size=16384")
 
@@ -85,7 +86,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
 ) -> None:
     begun: list[Layout] = []
 
-    def run_here(one: Prepared, place: Any, shown: Any, signals: local.Signals) -> Any:
+    def run_here(one: Prepared, place: Any, shown: Any, signals: Signals) -> Any:
         begun.append(one.layout)
         if len(begun) == 2:  # it came before this one had any rank
             signals.received.append(signal.SIGINT)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from allranks import claims, standing
+from allranks import claims, missing, standing
 from allranks.errors import AllranksError
 from allranks.rundir import RunDir
 
@@ -76,9 +76,9 @@ def in_words(now: Mapping[str, Any]) -> str:
 
 def why_failed(run: RunDir, now: Mapping[str, Any]) -> AllranksError:
     """The error with which a command ends that has waited for a run that failed."""
-    return AllranksError(
-        f"run {run.name} failed{': ' + now['reason'] if now['reason'] else ''}",
-        fix=f"allranks doctor {run.reference} tells why; allranks logs {run.reference} shows what "
-        "it said",
-        exit_code=EXIT_CODES["failed"],
-    )
+    name, seen = run.reference, run.info().get("missing") or {}
+    fix = f"allranks doctor {name} tells why; allranks logs {name} shows what it said"
+    if seen.get("attempt") == max(run.attempts(), default=0):
+        _, fix = missing.in_words(seen)
+    what = f"run {run.name} failed{': ' + now['reason'] if now['reason'] else ''}"
+    return AllranksError(what, fix=fix, exit_code=EXIT_CODES["failed"])

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from allranks import claims, slurm
+from allranks import claims, missing, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
@@ -21,6 +21,7 @@ from allranks.launch.cluster.inside import (
     while_silent,
     why_it_ends,
 )
+from allranks.launch.cluster.missing_files import look_for_missing
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.results import failure, failure_in_words
@@ -93,7 +94,7 @@ class Held:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
         self.run.look_anew()
-        has_begun = self._has_begun(prepared)
+        has_begun, attempt = self._has_begun(prepared), prepared.attempt
         if has_begun:
             attempt = max(self.run.attempts())  # ranks may have restarted
             self._record_silent(attempt)
@@ -116,9 +117,11 @@ class Held:
         if is_over and slurms != "TimeLimit":
             return 0  # SLURM is ending this job itself, and knows what comes next
         if state != "stopped":
+            self._look_for_missing(attempt)
             return 1
         if not has_begun and code != 0 and self._tries(prepared) > 1:
             give_up(self.run, f"srun could not start the ranks, twice: {self.last_words()}")
+            self._look_for_missing(prepared.attempt)
             return 1
         saved = not has_begun or has_saved(self.run, prepared, since=self.claim.time)
         if self.job.slurm.requeue and saved:
@@ -131,6 +134,18 @@ class Held:
         say(reason)
         give_up(self.run, reason, "stopped" if native else "failed")
         return 1
+
+    def _look_for_missing(self, attempt: int) -> None:
+        """Where a rank did not find a file: which nodes have it is the reason of the end."""
+        found = look_for_missing(self.run, attempt, self.place, self.said)
+        if found is None:
+            return
+        what, fix = missing.in_words(found, is_task=self.job.command is None)
+        say(f"error: {what}\n  fix: {fix}")
+        failed = failure(self.run)
+        rank = f"rank {failed['rank']} did not find a file: " if failed is not None else ""
+        give_up(self.run, f"{rank}{what}")
+        self.run.update_info(lambda info: info.update(missing=found))
 
     def _tries(self, prepared: Prepared) -> int:
         """How often this attempt was opened: more than once if no rank has ever begun it."""
