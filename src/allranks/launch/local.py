@@ -23,7 +23,6 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
-from allranks.launch.waiting import wait_for_ranks
 from allranks.processes import Signals, blocked_signals
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
@@ -214,9 +213,6 @@ class Launch:
         if isinstance(ended[0], Exception):
             raise launch_error(ended[0])
         self._record_ends(ended[0])
-        if self._interrupted() and self.first_rank == 0:
-            ranks, at_once = self.prepared.layout.ranks, lambda: self.signals.at_once
-            wait_for_ranks(self.run, self.agent.attempt, ranks, at_once)
         self._show(lambda: self.screen.finish(self.agent.attempt))
         return self._outcome()
 

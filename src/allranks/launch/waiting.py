@@ -43,18 +43,16 @@ def attempt_of_job(run: RunDir) -> int | None:
     return int(begun[0]) if begun else None
 
 
-def wait_for_ranks(run: RunDir, attempt: int, num_ranks: int, gives_up: Callable[[], bool]) -> None:
+def wait_for_ranks(run: RunDir, attempt: int, num_ranks: int) -> None:
     """Until all ranks of an attempt that was told to stop have ended, those of other nodes too.
 
     The first node's launcher is where the others meet: their logs would fill with its absence.
     """
     deadline = time.monotonic() + OTHERS_SECONDS
     left = set(range(num_ranks))
-    while time.monotonic() < deadline and not gives_up():
+    while left and time.monotonic() < deadline:
         left = {rank for rank in left if run.end(attempt, rank) is None}
-        if not left:
-            return
-        time.sleep(0.2)
+        time.sleep(0.2 if left else 0)
 
 
 def in_words(now: Mapping[str, Any]) -> str:

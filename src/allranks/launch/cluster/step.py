@@ -29,6 +29,7 @@ from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.twice import TwiceWatch
+from allranks.launch.waiting import wait_for_ranks
 from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS, Signals
 from allranks.rundir import RunDir
@@ -99,6 +100,8 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
     with ExitStack() as held:
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
         outcome = launch.run_to_end()
+        if signals.received and node_rank == 0:
+            wait_for_ranks(launch.run, launch.agent.attempt, prepared.layout.ranks)
     if outcome.error is None:
         screen.summary(outcome.result, can_go_on=False)  # the job says what comes next
     elif node_rank == 0:
