@@ -59,9 +59,19 @@ Master = Annotated[
 MaxRestarts = Annotated[
     int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
 ]
+IdleTimeout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="10m", help="End a run that makes no step for so long (in a job: stall_timeout)."
+    ),
+]
 ProfileSteps = Annotated[
     int | None,
     typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
+]
+Show = Annotated[
+    str | None,
+    typer.Option(metavar="RANKS", help="Print what these ranks print: 1, or 0,2, or all."),
 ]
 Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
@@ -86,21 +96,26 @@ def run(
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
+    idle_timeout: IdleTimeout = None,
     oversubscribe: Oversubscribe = False,
     here: Here = False,
     profile: ProfileSteps = None,
+    show: Show = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train a job, or run your own script after `--`, on this machine."""
     from allranks.cli_profile import ask_for_profile, show_profile
     from allranks.events import to_json
-    from allranks.launch.local import Place, run_here
+    from allranks.job_types import Duration
+    from allranks.launch.echo import read_ranks
+    from allranks.launch.local import Place, ranks_here, run_here
     from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
+    from allranks.processes import listening
 
-    console = people_console(as_json)
-    screen = Screen(console, debug=debug)
+    if idle_timeout is not None:
+        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
     request = typed_request(
         job,
         overrides,
@@ -118,18 +133,22 @@ def run(
         oversubscribe=oversubscribe,
     )
     prepared = prepare(request)
-    ask_for_profile(profile)
-    outcome = run_here(prepared, place, screen)
-    if profile is not None:
-        found = show_profile(outcome.run, console)
-        outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
-    if outcome.error is not None:
-        print_error(outcome.error, as_json=as_json, more=outcome.result)
+    first, num_ranks = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
+    console = people_console(as_json)
+    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
+    ask_for_profile(prepared, profile)
+    with listening() as signals:  # what comes once the ranks have ended changes nothing
+        outcome = run_here(prepared, place, screen, signals)
+        if profile is not None:
+            found = show_profile(outcome.run, console)
+            outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
+        if outcome.error is not None:
+            print_error(outcome.error, as_json=as_json, more=outcome.result)
+            raise typer.Exit(outcome.exit_code)
+        screen.summary(outcome.result, can_go_on=outcome.can_go_on)
+        if as_json:
+            print(to_json(outcome.result))
         raise typer.Exit(outcome.exit_code)
-    screen.summary(outcome.result, can_go_on=outcome.can_go_on)
-    if as_json:
-        print(to_json(outcome.result))
-    raise typer.Exit(outcome.exit_code)
 
 
 @app.command()

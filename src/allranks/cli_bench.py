@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from allranks.measure.scaling import Repeat
     from allranks.measure.scaling_screen import Progress
     from allranks.prices import Price
+    from allranks.processes import Signals
     from allranks.rundir import RunDir
 
 bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
@@ -131,20 +132,25 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
 
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
-    from allranks.errors import AllranksError
     from allranks.launch.checks import check_measurable
     from allranks.launch.held_nodes import check_allocation
-    from allranks.launch.local import Place, run_here
-    from allranks.launch.screen import QuietScreen
-    from allranks.processes import Signals
+    from allranks.processes import listening
 
     for one in prepared:
         check_allocation(one.layout, one.request, os.environ)
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)
+    with listening() as signals:  # to all runs: one that comes between two of them ends the next
+        return run_in_turns(prepared, screen, signals)
+
+
+def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> list[Repeat]:
+    from allranks.errors import AllranksError
+    from allranks.launch.local import Place, run_here
+    from allranks.launch.screen import QuietScreen
+
     done: list[Repeat] = []
-    signals = Signals()  # of all runs: one that comes between two of them ends the next
     for one in prepared:
         if any(each.problem and each.layout == one.layout for each in done):
             continue  # it would only fail again

@@ -50,7 +50,7 @@ def data(
     from allranks.launch.prepare import prepare
     from allranks.measure import data as measured
     from allranks.measure import data_screen
-    from allranks.processes import Signals
+    from allranks.processes import listening
 
     def prepare_with(more: tuple[str, ...]) -> Prepared:
         return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
@@ -64,8 +64,8 @@ def data(
     console = people_console(as_json)
     prepared = prepare_with(more)
     check_room(prepared, console)
-    signals = Signals()
-    outcome = run_muted(prepared, console, measured.new_record(), signals)
+    with listening() as signals:
+        outcome = run_muted(prepared, console, measured.new_record(), signals)
     found = found_in_script(outcome) if is_script else found_in_task(outcome)
     if as_json:
         print(to_json(found))
@@ -163,6 +163,7 @@ def precision(
     from allranks.launch.prepare import prepare
     from allranks.measure import precision as measured
     from allranks.measure import precision_screen
+    from allranks.processes import listening
 
     def prepare_in(wanted: str) -> Prepared:
         typed = [*(overrides or []), *measured.overrides_of(wanted, steps)]
@@ -176,7 +177,8 @@ def precision(
     trials = [measured.Trial(name, problem=why) for name, why in refused.items() if why]
     for _, one in prepared[:1]:
         check_room(one, console)
-    trials += run_trials(prepared, console)
+    with listening() as signals:
+        trials += run_trials(prepared, console, signals)
     found = measured.as_json(trials, steps=steps)
     if as_json:
         print(to_json(found))
@@ -187,15 +189,16 @@ def precision(
         raise typer.Exit(1)
 
 
-def run_trials(prepared: list[tuple[str, Prepared]], console: Console) -> list[Trial]:
+def run_trials(
+    prepared: list[tuple[str, Prepared]], console: Console, signals: Signals
+) -> list[Trial]:
     """Run after run, round by round; what was measured before a Ctrl-C is kept."""
     from dataclasses import replace
 
     from allranks.errors import AllranksError
     from allranks.measure import precision as measured
-    from allranks.processes import Signals
 
-    record, signals = measured.new_record(), Signals()
+    record = measured.new_record()
     done: list[Trial] = []
     for name, one in prepared:
         if any(trial.problem for trial in done if trial.precision == name):

@@ -66,6 +66,7 @@ def comm(
     if not oversubscribe:
         check_measurable(prepared.layout)
     screen = Screen(people_console(as_json), debug=debug)
+    screen.makes_steps = False
     outcome = run_here(prepared, Place(oversubscribe=oversubscribe), screen)
     if outcome.error is not None:
         raise again(outcome)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from allranks.launch.prepare import Prepared
     from allranks.rundir import RunDir
 
 VARIABLE = "ALLRANKS_PROFILE"  # read by the probe of every rank
 LOUDNESS = "KINETO_LOG_LEVEL"  # of torch's profiler; see probe/inject
 
 
-def ask_for_profile(steps: int | None) -> None:
-    """Have the ranks of this process trace so many steps."""
+def ask_for_profile(prepared: Prepared, steps: int | None) -> None:
+    """Have the ranks of this attempt trace so many steps."""
     if steps is not None:
-        os.environ[VARIABLE] = str(steps)
+        prepared.variables[VARIABLE] = str(steps)
 
 
 def show_profile(run: RunDir, console: Console) -> dict[str, Any] | None:

@@ -28,3 +28,8 @@ def plain(text: str) -> str:
 def clean(text: str) -> str:
     """The same for what must stay one line; tabs become spaces."""
     return plain(text.expandtabs(4)).replace("\n", "")
+
+
+def last_state(line: bytes) -> bytes:
+    """What a terminal leaves of a line that was drawn over itself, as progress bars are."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -41,11 +41,6 @@ class Signals:
         self._delay = delay
         self._last = 0.0
 
-    def listen(self) -> None:
-        """To the end of the process: what comes after the ranks have ended changes nothing."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
     @property
     def at_once(self) -> bool:
         """A second signal, a Ctrl-C: the user does not want to wait."""
@@ -56,9 +51,21 @@ class Signals:
         """Whether they are to be passed on now."""
         return time.monotonic() >= self._last + self._delay
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         self._last = time.monotonic()
+
+
+@contextmanager
+def listening(delay: float = 0.0) -> Iterator[Signals]:
+    """Stop signals are noted here, and do again what they did before when this is over."""
+    signals = Signals(delay)
+    before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager

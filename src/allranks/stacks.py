@@ -1,8 +1,8 @@
 """Where the ranks of a run on this machine are in their code, by py-spy or by a signal. No torch.
 
 py-spy is used where it is found. Without it, or where the kernel does not let it look, a rank that
-allranks started prints its own stacks into its log at `DUMP_SIGNAL` (see probe/inject). As a
-program, for the other nodes of a job:
+allranks started writes its own stacks into a file in memory at `DUMP_SIGNAL` (see probe/inject):
+its log is left alone. As a program, for the other nodes of a job:
 
     python -m allranks.stacks RUN_DIR ATTEMPT
 """
@@ -34,7 +34,9 @@ HEAD = re.compile(
 # it is sent only to those that do. There is none on a Mac.
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7 if hasattr(signal, "SIGRTMIN") else 0
 VARIABLE = "ALLRANKS_DUMP_SIGNAL"
+MEMORY = "/memfd:allranks-stacks"  # what the kernel calls the file that they are written to
 FOLLOW = ": the stacks of this rank follow"  # what stands above them in its log
+END = "allranks: these were its stacks"
 PY_SPY_SECONDS = 5.0
 DUMP_SECONDS = 5.0
 QUIET_SECONDS = 0.5  # without another byte: the dump is whole
@@ -44,6 +46,7 @@ MAX_NAME = 300  # characters of a file's or a function's name that other nodes a
 OURS = f"{Path(__file__).parent}/"
 INSTALLED = ("site-packages", "dist-packages", "/lib/python3", "<frozen", OURS)
 # Frames of torch in which a rank waits for others, by file; a backward pass may compute, or wait.
+WRAPPERS = ("wrapper", "inner", "call", "_fn", "decorate_context")  # say nothing to a reader
 WAITING_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/cuda/nccl.py")
 
 
@@ -60,6 +63,13 @@ class Frame:
         """Whether it is the user's code, not a library's."""
         return not any(part in self.file for part in INSTALLED)
 
+    @property
+    def short(self) -> str:
+        """Without the folders that a reader knows: `train.py:9 in f`, `torch/_tensor.py:8 in g`."""
+        _, _, inside = self.file.rpartition("-packages/")
+        name = inside if inside != self.file else Path(self.file).name
+        return f"{name}:{self.line} in {self.function}"
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
@@ -70,13 +80,26 @@ class Stack:
 
     process: int
     frames: tuple[Frame, ...]
-    source: str  # py-spy, or the rank's log
+    source: str  # py-spy, or the rank itself
 
     @property
     def place(self) -> Frame | None:
         """The innermost line of the user's own code; of a library where there is none."""
         own = [frame for frame in self.frames if frame.is_own]
         return next(iter(own or self.frames), None)
+
+    @property
+    def call(self) -> str | None:
+        """The function of a library that the user's own line is in: `all_reduce`, `backward`."""
+        called = None
+        for frame in self.frames:
+            if frame.is_own:
+                break
+            if not frame.file.startswith(OURS) and frame.function not in WRAPPERS:
+                called = frame.function
+            elif called is not None and frame.file.startswith(f"{OURS}train/"):
+                break  # the loop of a task takes the place of the user's own
+        return called
 
     @property
     def waits(self) -> bool | None:
@@ -135,7 +158,12 @@ def kernel_state(process: int, proc: Path = PROC) -> str:
         return ""
 
 
-def take(processes: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, Stack]:
+def is_gone(process: int, proc: Path = PROC) -> bool:
+    """Whether a process has ended; False where there is no /proc to tell."""
+    return (proc / "self").exists() and kernel_state(process, proc) in ("", "Z", "X")
+
+
+def take(processes: Mapping[int, int]) -> dict[int, Stack]:
     """The stacks of these ranks (rank: process); those that cannot be had are left out."""
     found: dict[int, Stack] = {}
     program = find_py_spy()
@@ -143,8 +171,7 @@ def take(processes: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, St
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(processes))) as pool:
             looks = {rank: pool.submit(_by_py_spy, program, pid) for rank, pid in processes.items()}
         found = {rank: stack for rank, look in looks.items() if (stack := look.result())}
-    rest = {rank: pid for rank, pid in processes.items() if rank not in found and rank in logs}
-    found |= by_signal(rest, logs)
+    found |= by_signal({rank: pid for rank, pid in processes.items() if rank not in found})
     return dict(sorted(found.items()))
 
 
@@ -174,23 +201,38 @@ def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | 
     if not mains:
         return None
     frames = [
-        Frame(str(each["filename"]), int(each["line"]), str(each["name"]))
+        # Without its class, which only newer ones know.
+        Frame(str(each["filename"]), int(each["line"]), str(each["name"]).rpartition(".")[2])
         for each in mains[0]["frames"]
     ]
     return Stack(process, tuple(frames), "py-spy") if frames else None
 
 
-def by_signal(processes: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, Stack]:
-    """Have ranks print their stacks into their logs, and read them there."""
-    asked: dict[int, int] = {}  # rank -> where its dump begins in its log
+def by_signal(processes: Mapping[int, int]) -> dict[int, Stack]:
+    """The stacks that ranks write when they are asked to."""
+    found = {rank: parse_dump(processes[rank], text) for rank, text in dumps(processes).items()}
+    return {rank: stack for rank, stack in found.items() if stack is not None}
+
+
+def dumps(processes: Mapping[int, int]) -> dict[int, str]:
+    """What faulthandler prints in these ranks (rank: process), of all their threads."""
+    asked: dict[int, tuple[Path, int]] = {}  # rank -> its file, and where its dump begins there
     for rank, process in processes.items():
         with suppress(OSError):
-            if takes_signal(process):
-                asked[rank] = logs[rank].stat().st_size
+            file = memory_file(process)
+            if file is not None and takes_signal(process):
+                asked[rank] = (file, file.stat().st_size)
                 os.kill(process, DUMP_SIGNAL)
-    texts = _read_when_quiet(asked, logs)
-    found = {rank: parse_dump(processes[rank], text) for rank, text in texts.items()}
-    return {rank: stack for rank, stack in found.items() if stack is not None}
+    return _read_when_quiet(asked)
+
+
+def memory_file(process: int, proc: Path = PROC) -> Path | None:
+    """Where a process writes its stacks; None for one that has none, or has closed it."""
+    for entry in (proc / str(process) / "fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(entry).startswith(MEMORY):
+                return entry
+    return None
 
 
 def takes_signal(process: int, proc: Path = PROC) -> bool:
@@ -200,16 +242,16 @@ def takes_signal(process: int, proc: Path = PROC) -> bool:
     return bool(DUMP_SIGNAL and match and int(match[1], 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
-def _read_when_quiet(asked: Mapping[int, int], logs: Mapping[int, Path]) -> dict[int, str]:
-    """What was added to the logs, once nothing more comes."""
+def _read_when_quiet(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
+    """What was added to these files, once nothing more comes."""
     texts: dict[int, str] = {}
     until, changed = time.monotonic() + DUMP_SECONDS, time.monotonic()
     while asked and time.monotonic() < until:
         before = dict(texts)
-        for rank, start in asked.items():
-            with suppress(OSError), logs[rank].open("rb") as log:
-                log.seek(start)
-                texts[rank] = log.read(1 << 20).decode(errors="replace")
+        for rank, (path, start) in asked.items():
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(start)
+                texts[rank] = file.read(1 << 20).decode(errors="replace")
         if texts != before:
             changed = time.monotonic()
         if texts == before and texts and all(map(is_whole, texts.values())):
@@ -218,6 +260,13 @@ def _read_when_quiet(asked: Mapping[int, int], logs: Mapping[int, Path]) -> dict
             break
         time.sleep(LOOK_SECONDS)
     return texts
+
+
+def without_dumps(text: str) -> str:
+    """The text of a log without the stacks that the launcher has put there."""
+    return re.sub(
+        rf"^allranks: [^\n]*{FOLLOW}\n.*?^{END}\n", "", text, flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def is_whole(text: str) -> bool:
@@ -244,14 +293,11 @@ def parse_dump(process: int, text: str) -> Stack | None:
         frames for _, frames in threads[-1:]
     ]
     frames = ordered[-1] if ordered else []
-    return Stack(process, tuple(frames), "the rank's log") if frames else None
+    return Stack(process, tuple(frames), "the rank itself") if frames else None
 
 
 def main() -> None:
-    run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
-    processes = processes_of(run, attempt)
-    found = take(processes, {rank: run.log(attempt, rank) for rank in processes})
-    for rank, stack in found.items():
+    for rank, stack in take(processes_of(RunDir(Path(sys.argv[1])), int(sys.argv[2]))).items():
         print(to_lines(rank, stack))
 
 

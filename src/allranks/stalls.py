@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from allranks import stacks
 from allranks.events import read_last_events
 from allranks.rundir import RunDir
 from allranks.stacks import Stack
@@ -110,6 +111,21 @@ def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str,
     )
 
 
+def with_stacks(
+    states: Sequence[RankState],
+    processes: Mapping[int, int],
+    more: Mapping[int, Stack] | None = None,
+) -> list[RankState]:
+    """The same with the stacks of the ranks on this machine (rank: process), and `more`."""
+    letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
+    able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDtZ"}
+    found = {**(more or {}), **stacks.take(able)}
+    return [
+        replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
+        for state in states
+    ]
+
+
 def patience(states: Sequence[RankState]) -> float:
     """Seconds without a step that are nothing unusual for this run, by its own steps."""
     usual = [state.usual for state in states if state.usual is not None]
@@ -129,7 +145,7 @@ def blame(states: Sequence[RankState]) -> Blame | None:
     """Who keeps the others waiting; None where nothing tells."""
     gone = [state.rank for state in states if state.ended is not None]
     waiting = [state for state in states if state.ended is None]
-    if gone and waiting:
+    if gone and any(is_waiting(state) is not False for state in waiting):
         return Blame(tuple(gone), "has ended, and the others go on", True)
     if len(waiting) < 2:
         return None
@@ -203,3 +219,31 @@ def _by_phase(states: Sequence[RankState]) -> Blame | None:
         return None
     doing = next(state.doing for state in states if state.rank == apart[0])
     return Blame(apart, f"is at {doing!r}, the others wait", False)
+
+
+def wait_apart(states: Sequence[RankState]) -> bool:
+    """Whether all ranks are in exchanges, but not in the same one."""
+    places = [state.stack.place for state in states if state.stack and state.stack.waits]
+    return len(places) == len(states) > 1 and len(set(places)) > 1
+
+
+def is_worth_saying(
+    states: Sequence[RankState], found: Blame | None, seconds: float, usual: float
+) -> bool:
+    """Whether ranks that have made no step for so long, longer than usual, may be called stuck.
+
+    Ranks that are alike may be at an evaluation: they have longer than one that others wait for.
+    """
+    if found is not None or wait_apart(states) or all(map(is_waiting, states)):
+        return True
+    return seconds >= max(SURE_SECONDS, 2 * usual)
+
+
+def ended_for(run: RunDir, attempt: int) -> str | None:
+    """Why the launcher ended ranks that made no steps; None for an attempt that it did not end."""
+    ends = {rank: run.end(attempt, rank) or {} for rank in run.ranks(attempt)}
+    errors = [(rank, end.get("error") or {}) for rank, end in ends.items()]
+    said = [(error.get("echo", False), rank, error) for rank, error in errors if "stall" in error]
+    for _, rank, error in sorted(said, key=lambda one: one[:2]):
+        return f"rank {rank}: {error['what']}"
+    return None

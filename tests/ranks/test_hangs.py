@@ -92,7 +92,7 @@ def frozen(process: subprocess.Popen[str]) -> Iterator[None]:
 def test_the_rank_that_did_not_come_is_named_and_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(tmp_path, "stall_timeout=10s") as process:
+    with running(tmp_path, "--idle-timeout", "20s") as process:
         run = wait_for_hang(tmp_path)
         with frozen(process):
             assert hang(run, after=3600) == []  # it may be patient
@@ -104,9 +104,11 @@ def test_the_rank_that_did_not_come_is_named_and_the_run_ended(
             assert len(stacks.processes_of(run, 0)) == 2
         out, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
+    assert "Current thread" not in errors  # the stacks are in the logs
     error = json.loads(out)["error"]
-    assert error["what"].startswith("rank 1: made no step for 10s at ")
-    assert f"train.py:{LINE} in gone_astray" in error["what"]
+    words = f"is at train.py:{LINE} in gone_astray; rank 0 waits for it in backward"
+    assert error["what"] == f"rank 1: made no step for 20s, {words}"
+    assert f"rank 1 {words}" in errors  # it was said before, by itself
     assert run.state() == "failed" and not stacks.processes_of(run, 0)
     for rank, word in enumerate(("backward", "gone_astray")):
         after = run.log(0, rank).read_text().partition(stacks.FOLLOW)[2]
@@ -135,3 +137,87 @@ def check_finding(found: Finding) -> None:
     assert (Path(first.file).name, first.line) == ("train.py", LINE)
     assert "time.sleep(1000)" in first.text
     assert "collectives" in second.text and rest
+
+
+def test_a_hang_is_told_while_it_lasts_and_the_logs_are_left_alone(tmp_path: Path) -> None:
+    """Without py-spy, which not everybody has."""
+    script = tmp_path / "train.py"
+    naps = SCRIPT.replace("while True:", "while not os.path.exists('wake'):").replace(
+        "1000)", "0.2)"
+    )
+    script.write_text("import os" + naps.replace("range(100000)", "range(400)"))
+    output, wake = tmp_path / "output", tmp_path / "wake"
+    code = "import sys; from allranks import cli, stacks; stacks.find_py_spy = lambda: None; "
+    words = [sys.executable, str(script)]
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{code} cli.main()", *["run", "--layout", "1x2", "--"], *words],
+            cwd=tmp_path,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        place = f"rank 1 is at train.py:{LINE} in gone_astray; rank 0 waits for it in backward"
+        wait_for(output, place)
+        (run,) = list_runs(tmp_path / "runs")
+        assert all(run.log(0, rank).read_text() == "" for rank in (0, 1))
+        assert "moves on" not in output.read_text()
+        wake.touch()
+        wait_for(output, "note: moves on after ")
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(path: Path, words: str) -> None:
+    until = time.monotonic() + 120
+    while words not in path.read_text():
+        assert time.monotonic() < until, path.read_text()
+        time.sleep(0.1)
+
+
+TASK = """
+import os, time, torch
+from allranks.tasks import Task
+from torch.utils.data import Dataset
+
+class Points(Dataset):
+    seen = 0
+    def __len__(self):
+        return 8000
+    def __getitem__(self, index):
+        self.seen += 1
+        while self.seen >= 1000 and os.environ["RANK"] == "1" and not os.path.exists("wake"):
+            time.sleep(2)
+        return torch.tensor([index % 7 - 3.0]), torch.tensor([index % 2 - 0.5])
+
+class Nap(Task):
+    defaults = {"batch_size": 8, "epochs": 1}
+    num_samples = 8000
+    def model(self):
+        return torch.nn.Linear(1, 1)
+    def datasets(self):
+        return {"train": Points()}
+    def loss(self, outputs, targets):
+        return (outputs - targets).square().mean(1)
+"""
+
+
+def test_a_hang_is_ended_at_its_checkpoint_and_goes_on_from_there(tmp_path: Path) -> None:
+    (tmp_path / "nap.py").write_text(TASK)
+    keys = ("task=nap:Nap", "data.num_workers=0", "checkpoint.every=50")
+    ended = run_allranks(
+        "run", *keys, "--layout", "1x2", "--idle-timeout", "10s", "--json", cwd=tmp_path
+    )
+    assert ended.returncode == 75, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["state"] == "stopped"
+    assert result["reason"].startswith("rank 1: made no step for 10s, is at nap.py:13 in ")
+    assert "go on with: allranks run --resume" in ended.stderr
+    (found,) = hung(RunDir(Path(result["run_dir"])))
+    assert (found.cause, found.rank) == ("rank-missing-from-collective", 1)
+    (tmp_path / "wake").touch()
+    done = run_allranks("run", "--resume", "last", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1000 and "resuming after step" in done.stderr

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.commandline import run_allranks
+from tests.rank_states import WRITE_DOWN, differences, states
 from tests.slurm.live import Cluster
 from tests.slurm.runs import Sent
 
@@ -102,3 +104,36 @@ def test_what_was_measured_before_a_ctrl_c_is_kept(cluster: Cluster, tmp_path: P
     assert found["interrupted"] and any(row["samples_per_second"] for row in found["rows"])
     assert "of 4 runs were measured" in rest
     assert "Traceback" not in rest
+
+
+@pytest.mark.soak
+def test_every_rank_of_a_measured_layout_is_as_under_submit(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "sitecustomize.py").write_text(WRITE_DOWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    script = ("--", "python", "train.py")
+    layouts = ["--layouts", "2x1,1x1", "--steps", "20", "--repeats", "1", "--backend", "slurm"]
+    done = run_allranks("bench", "scaling", *layouts, "--json", *script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(done.stdout)["rows"]:
+        sent = run_allranks("submit", "--layout", row["layout"], "--json", *script, cwd=tmp_path)
+        assert sent.returncode == 0, sent.stderr
+        said = json.loads(sent.stdout)
+        typed = Sent(cluster, tmp_path, RunDir(Path(said["run_dir"])), said["jobs"])
+        assert typed.wait_for_end(180)["state"] == "finished"
+        measured = RunDir(tmp_path / "runs" / row["repeats"][0]["run"])
+        ours, theirs = given(measured), given(typed.run)
+        assert len(ours) == row["ranks"] and not differences(ours, theirs)
+
+
+def given(run: RunDir) -> list[dict[str, Any]]:
+    """What its ranks were given, less what SLURM says of one job, its nodes and its GPUs."""
+    found = states(run)
+    of_job = ("SLURM", "VISIBLE_DEVICES", "DEVICE_ORDINAL", "MASTER_ADDR", "HOSTNAME", "TMPDIR")
+    for state in found:
+        env = state["environment"]
+        own = (name for name in env if not any(word in name for word in of_job))
+        state["environment"] = {name: env[name] for name in sorted(own)}
+    return found

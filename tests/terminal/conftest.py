@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,11 @@ class Terminal:
 
     def start(self, *words: str | Path, width: int = 80, height: int = 24) -> None:
         """`allranks WORDS` in a window; when it has ended, its exit code is shown."""
-        command = shlex.join([sys.executable, "-m", "allranks", *map(str, words)])
+        self.start_words(sys.executable, "-m", "allranks", *words, width=width, height=height)
+
+    def start_words(self, *words: str | Path, width: int = 80, height: int = 24) -> None:
+        """Any command in a window."""
+        command = shlex.join(map(str, words))
         self.tmux(
             *("new-session", "-d", "-x", str(width), "-y", str(height), "sh", "-c"),
             # The shell is not one that mends its terminal after a command.
@@ -78,13 +83,24 @@ class Terminal:
         self.wait(lambda screen: {"icanon", "echo", "isig"} <= set(self.settings()))
 
 
-@pytest.fixture
-def terminal(tmp_path: Path, no_leaks: None) -> Iterator[Terminal]:
+@contextmanager
+def open_terminal(socket: Path) -> Iterator[Terminal]:
     if shutil.which("tmux") is None:
         reason = "tmux is not installed: tests/terminal/tmux.sh install, as root"
         if os.environ.get("ALLRANKS_NO_SKIPS"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    live = Terminal(tmp_path / "tmux")
-    yield live
-    subprocess.run(["tmux", "-S", str(live.socket), "kill-server"], capture_output=True)
+    yield Terminal(socket)
+    subprocess.run(["tmux", "-S", str(socket), "kill-server"], capture_output=True)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, no_leaks: None) -> Iterator[Terminal]:
+    with open_terminal(tmp_path / "tmux") as live:
+        yield live
+
+
+@pytest.fixture
+def other_terminal(tmp_path: Path, no_leaks: None) -> Iterator[Terminal]:
+    with open_terminal(tmp_path / "other") as live:
+        yield live

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -550,7 +550,9 @@ class Steps:
     def __init__(self, run: RunDir, ends: Sequence[tuple[int, dict[str, Any] | None]]) -> None:
         self.run, self.ends, self.num_run = run, ends, 0
 
-    def run_step(self, command: Sequence[str], *, attempt: int) -> int:
+    def run_step(
+        self, command: Sequence[str], *, attempt: int, variables: Mapping[str, str]
+    ) -> int:
         assert command[0] == "srun"
         code, end = self.ends[min(self.num_run, len(self.ends) - 1)]
         self.num_run += 1

@@ -118,8 +118,9 @@ def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
     prepared = [prepare(Request(overrides=["task=spiral"], layout="1x1", runs=tmp_path))]
     with pytest.raises(AllranksError, match="Permission denied"):
         cli_bench.measure_here(prepared, Progress(as_json=True, total=1))
+    trials = [("fp32", prepared[0])]
     with pytest.raises(AllranksError, match="Permission denied"):
-        cli_bench_data.run_trials([("fp32", prepared[0])], Console(file=io.StringIO()))
+        cli_bench_data.run_trials(trials, Console(file=io.StringIO()), Signals())
 
 
 def test_data_that_were_measured_until_a_ctrl_c_are_shown(

@@ -46,20 +46,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tail_gives_each_line_once_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    tail = Tail(path, "> ")
+    tail = Tail(path)
     assert list(tail.lines()) == []  # there is no file yet
     write(path, "one\ntw")
-    assert list(tail.lines()) == ["> one"]
+    assert list(tail.lines()) == ["one"]
     assert list(tail.lines()) == []
     write(path, "o\n\nthree")
-    assert list(tail.lines()) == ["> two", "> "]
-    assert list(tail.last()) == ["> three"]
+    assert list(tail.lines()) == ["two", ""]
+    assert list(tail.last()) == ["three"]
     assert list(tail.last()) == []
 
 
 def test_a_letter_that_is_cut_in_two_by_a_look_is_one_letter(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    tail = Tail(path, "")
+    tail = Tail(path)
     path.write_bytes(b"caf\xc3")
     assert list(tail.lines()) == []
     with path.open("ab") as file:
@@ -71,7 +71,7 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(logs, "CHUNK_BYTES", 7)
     lines = [f"line {number}" for number in range(50)]
     (tmp_path / "log").write_text("\n".join(lines))
-    tail = Tail(tmp_path / "log", "")
+    tail = Tail(tmp_path / "log")
     assert [*tail.lines(), *tail.last()] == lines
 
 

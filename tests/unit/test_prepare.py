@@ -309,7 +309,7 @@ def command(
 def test_placeholders_are_filled() -> None:
     words = ["python", "train.py", "--nodes={nodes}", "{gpus}", "{ranks}", "{run}", "a b"]
     run = "mine-20261101-120000-aaaa"
-    python = find_python("python")
+    python = find_python("python", os.environ["PATH"])
     assert command(words) == [python, "train.py", "--nodes=2", "4", "8", run, "a b"]
 
 

@@ -337,15 +337,14 @@ def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
 ) -> None:
     told = make(layout="1x4")  # what the file says: the job that comes next
     seen: list[Prepared] = []
-    monkeypatch.setattr(network, "apply", lambda nodes: None)
+    monkeypatch.setattr(network, "variables", lambda nodes: {})
     monkeypatch.setattr(step, "end_with_claim", lambda run, number, seconds: None)
     monkeypatch.setattr(step, "run_node", lambda prepared, master, port: seen.append(prepared))
-    monkeypatch.setenv(claims.VARIABLE, "")
     words = ["--attempt", "1", "--claim", "5", "--layout", "2x2", "--nodes", "n1,n2"]
     monkeypatch.setattr("sys.argv", ["step", str(told.run.path), *words, "--port", "20000"])
     step.main()
     assert str(seen[0].layout) == "2x2"
-    assert os.environ[claims.VARIABLE] == "5"
+    assert seen[0].claim == 5
 
 
 class Ended(BaseException):

@@ -14,7 +14,6 @@ from rich.console import Console
 from allranks.events import append_event
 from allranks.job import Job, parse_job
 from allranks.launch.screen import (
-    LogTail,
     Screen,
     batch_product,
     duration,
@@ -209,17 +208,6 @@ def test_a_traceback_of_a_task_is_shown_only_when_asked_for(tmp_path: Path, debu
     screen.finish(0)
     assert "before" in text.getvalue()
     assert ("Traceback" in text.getvalue()) == debug
-
-
-def test_a_log_is_read_from_where_it_was_left(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    assert tail.read() == ""
-    (tmp_path / "rank-0.log").write_text("one\n")
-    assert tail.read() == "one\n"
-    assert tail.read() == ""
-    with (tmp_path / "rank-0.log").open("a") as file:
-        file.write("two\n")
-    assert tail.read() == "two\n"
 
 
 def test_a_stop_is_said_once() -> None:

@@ -59,6 +59,12 @@ def test_a_log_without_a_dump_has_none() -> None:
     assert parse_dump(7, "") is None
 
 
+def test_what_a_launcher_put_into_a_log_can_be_left_out() -> None:
+    printed = f"allranks: 2026-11-16: no step for 4s{stacks.FOLLOW}\n{DUMP}\n{stacks.END}\n"
+    assert stacks.without_dumps(f"one\n{printed}two\n{printed}") == "one\ntwo\n"
+    assert stacks.without_dumps(DUMP) == DUMP
+
+
 def test_a_dump_is_whole_when_the_main_thread_is() -> None:
     assert stacks.is_whole(DUMP) and stacks.is_whole(DUMP + "step 4 done\n")
     as_module = DUMP.replace("<module>", "_run_module_as_main")
@@ -67,7 +73,7 @@ def test_a_dump_is_whole_when_the_main_thread_is() -> None:
 
 
 def test_py_spy_s_main_thread_is_taken() -> None:
-    frames = [{"filename": "/home/me/train.py", "line": 9, "name": "stuck"}]
+    frames = [{"filename": "/home/me/train.py", "line": 9, "name": "Mine.stuck"}]
     threads = [
         {"os_thread_id": 8, "thread_name": "events", "frames": [{**frames[0], "line": 1}]},
         {"os_thread_id": 7, "thread_name": "MainThread", "frames": frames},
@@ -98,6 +104,41 @@ def test_a_stack_tells_whether_a_rank_waits(
 def test_without_code_of_ones_own_the_innermost_line_is_the_place() -> None:
     only = stack((f"{TORCH}/a.py", 1, "inner"), (f"{TORCH}/b.py", 2, "outer"))
     assert only.place == Frame(f"{TORCH}/a.py", 1, "inner")
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        ([("/home/me/train.py", 3, "f")], None),
+        (
+            [
+                (f"{TORCH}/distributed/distributed_c10d.py", 3, "all_reduce"),
+                (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+                (f"{stacks.OURS}probe/hooks.py", 240, "call"),
+                ("/home/me/train.py", 12, "step"),
+            ],
+            "all_reduce",
+        ),
+        (
+            [
+                (f"{TORCH}/autograd/graph.py", 3, "_engine_run_backward"),
+                (f"{TORCH}/_tensor.py", 3, "backward"),
+                (f"{stacks.OURS}train/loop.py", 3, "train"),
+                ("/env/lib/python3.11/runpy.py", 3, "_run_code"),
+            ],
+            "backward",
+        ),
+    ],
+)
+def test_the_call_is_what_the_user_s_own_line_is_in(
+    frames: list[tuple[str, int, str]], call: str | None
+) -> None:
+    assert stack(*frames).call == call
+
+
+def test_a_short_place_leaves_out_folders_that_say_nothing() -> None:
+    assert Frame("/home/me/train.py", 9, "f").short == "train.py:9 in f"
+    assert Frame(f"{TORCH}/_dynamo/a.py", 1, "g").short == "torch/_dynamo/a.py:1 in g"
 
 
 def make_process(proc: Path, pid: int, parent: int, env: dict[str, str]) -> None:
@@ -132,8 +173,8 @@ def test_a_signal_is_sent_only_to_who_expects_it(tmp_path: Path) -> None:
     assert not takes_signal(os.getpid())  # no handler in this process: it would end here
 
 
-def test_a_process_prints_its_stack_and_goes_on(tmp_path: Path) -> None:
-    """Without py-spy: the real handler, the real signal, the real log."""
+def test_a_process_writes_its_stack_beside_its_log_and_goes_on(tmp_path: Path) -> None:
+    """Without py-spy: the real handler and the real signal."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -153,13 +194,13 @@ def test_a_process_prints_its_stack_and_goes_on(tmp_path: Path) -> None:
         until = time.monotonic() + 60
         found: dict[int, Stack] = {}
         while not found and time.monotonic() < until:
-            found = stacks.by_signal({0: process.pid}, {0: log})
+            found = stacks.by_signal({0: process.pid})
             is_there = found and found[0].place is not None
             found = found if is_there and "godot" in str(found[0].place) else {}
             time.sleep(0.05)
         assert found[0].place == Frame(str(script), 4, "waits_for_godot")
         assert found[0].waits is False
-        assert process.poll() is None
+        assert process.poll() is None and log.read_text() == ""
     finally:
         process.kill()
         process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from allranks.job_types import Duration
 from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
 from allranks.rundir import RunDir
 from allranks.stacks import FOLLOW, Frame, Stack, from_lines, to_lines
+from allranks.stall_words import rank_names, who_is_where
 from allranks.stalls import (
     FIRST_STEP_SECONDS,
     RankState,
     blame,
+    ended_for,
     patience,
     read_states,
     silence,
@@ -28,7 +31,10 @@ from allranks.stalls import (
 OWN = Stack(1, (Frame("/me/train.py", 9, "stuck"), Frame("/me/train.py", 20, "<module>")), "py-spy")
 WAITS = Stack(
     2,
-    (Frame("/e/site-packages/torch/distributed/x.py", 1, "wait"), Frame("/me/train.py", 8, "f")),
+    (
+        Frame("/e/site-packages/torch/distributed/x.py", 1, "all_reduce"),
+        Frame("/me/train.py", 8, "f"),
+    ),
     "",
 )
 BACKWARD = Stack(
@@ -144,10 +150,66 @@ def test_a_finding_names_rank_node_line_and_fix(tmp_path: Path) -> None:
     assert (found.cause, found.rank, found.node) == ("rank-missing-from-collective", 1, "n1")
     assert found.confidence == "high"
     assert judge(some, 30.0, 5.0, run)[0].confidence == "medium"  # it may be saving
+    assert found.title == who_is_where(some, blame(some))  # what the launcher says by itself
     assert "train.py:9 in stuck" in found.title
     assert (found.evidence[0].file, found.evidence[0].line) == ("/me/train.py", 9)
     assert "25 collectives, others to 26" in found.evidence[1].text
     assert "/me/train.py:9" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            [{"stack": WAITS}, {"stack": OWN}, {"stack": WAITS}],
+            "rank 1 is at train.py:9 in stuck; ranks 0 and 2 wait for it in all_reduce",
+        ),
+        (
+            [{"stack": WAITS}, {"stack": OWN}, {"stack": OWN}],
+            "ranks 1 and 2 are at train.py:9 in stuck; rank 0 waits for them in all_reduce",
+        ),
+        (
+            [{"stack": BACKWARD, "doing": "wait"}, {"stack": OWN, "node": "n2"}],
+            "rank 1 on n2 is at train.py:9 in stuck; rank 0 waits for it in run",
+        ),
+        (
+            [{"collectives": 26}, {"collectives": 25}],  # no stacks: another machine, say
+            "rank 1 has come to 25 collectives, others to 26; rank 0 waits for it",
+        ),
+        (
+            [{"made": 12}, {"made": 11}, {"made": 11}],
+            "ranks 1 and 2 have come to 11 steps, others to 12; rank 0 waits for them",
+        ),
+        (
+            [{"stack": WAITS}, {"kernel": "T"}],
+            "rank 1 is stopped by a signal; rank 0 waits for it in all_reduce",
+        ),
+        (
+            [{"stack": WAITS}, {"ended": "finished"}],
+            "rank 1 has finished; rank 0 waits for it in all_reduce",
+        ),
+        ([{"stack": OWN}], "rank 0 is at train.py:9 in stuck"),
+        ([{"stack": OWN}, {"stack": OWN}], "ranks 0 and 1 are at train.py:9 in stuck"),
+        ([{"stack": WAITS}] * 2, "ranks 0 and 1 wait in all_reduce at train.py:8 in f"),
+        ([{"doing": "data"}] * 2, "ranks 0 and 1 wait for data"),
+        ([{}, {}], "no rank stands out"),
+    ],
+)
+def test_who_is_where_is_one_line(changes: list[dict[str, Any]], line: str) -> None:
+    some = states(*changes)
+    assert who_is_where(some, blame(some)) == line
+
+
+def test_many_ranks_are_counted() -> None:
+    assert rank_names(range(64)) == "ranks 0, 1, 2, 3 and 60 more"
+    some = states({"stack": OWN}, *[{"stack": WAITS}] * 63)
+    assert who_is_where(some, blame(some)) == (
+        "rank 0 is at train.py:9 in stuck; ranks 1, 2, 3, 4 and 59 more wait for it in all_reduce"
+    )
+
+
+def test_nobody_waits_for_a_rank_that_has_finished_while_another_evaluates() -> None:
+    assert blame(states({"stack": OWN}, {"ended": "finished"})) is None
 
 
 def test_a_rank_that_has_finished_has_had_fewer_inputs(tmp_path: Path) -> None:
@@ -162,7 +224,10 @@ def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
     apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})
     (found,) = judge(apart, 30.0, 5.0, make_run(tmp_path))
     assert (found.cause, found.rank) == ("collective-mismatch", None)
-    assert "rank 0 at /me/train.py:8 in f, rank 1 at /me/train.py:11 in f" in found.title
+    assert found.title == (
+        "ranks wait in different exchanges: rank 0 waits in all_reduce at train.py:8 in f; "
+        "rank 1 waits in all_reduce at train.py:11 in f"
+    )
 
 
 def test_a_rank_that_never_joined(tmp_path: Path) -> None:
@@ -233,11 +298,23 @@ def test_other_nodes_answers_are_read_as_srun_mixes_them_and_noise_is_not() -> N
 
 def test_the_ends_of_a_run_that_was_ended_tell_the_cause_from_its_echoes() -> None:
     some = states({"stack": WAITS}, {"stack": OWN})
-    ends = ends_of(some, blame(some), Duration(600), "job-1")
-    assert ends[1]["exit"] == 1 and not ends[1]["error"]["echo"]
-    assert "made no step for 10m at /me/train.py:9 in stuck" in ends[1]["error"]["what"]
+    ends = ends_of(some, blame(some), Duration(600), RunDir(Path("runs/job-1").absolute()))
+    assert ends[1]["state"] == "failed" and ends[1]["exit"] == 1 and not ends[1]["error"]["echo"]
+    assert ends[1]["error"]["what"] == (
+        "made no step for 10m, is at train.py:9 in stuck; rank 0 waits for it in all_reduce"
+    )
     assert "allranks doctor job-1" in ends[1]["error"]["fix"]
     assert ends[0]["exit"] is None and ends[0]["error"]["echo"]
+
+
+def test_a_run_with_a_checkpoint_is_stopped_and_says_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    some = states({"stack": WAITS}, {"stack": OWN})
+    assert ended_for(run, 0) is None
+    for rank, end in ends_of(some, blame(some), Duration(600), run, can_go_on=True).items():
+        append_event(run.events(0, rank), "end", **end)
+    assert run.ended_state() == "stopped"
+    assert (ended_for(run, 0) or "").startswith("rank 1: made no step for 10m, is at train.py:9")
 
 
 def watch(run: RunDir, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> StallWatch:
@@ -267,6 +344,34 @@ def test_a_launcher_ends_ranks_that_make_no_step(
     assert FOLLOW in run.log(0, 0).read_text()
     clock[0] = 80.0
     assert not watched.look(0, never)  # once is enough
+
+
+def test_a_launcher_says_who_is_where_until_the_ranks_get_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock, began = make_run(tmp_path), [0.0], time.time()
+    watched = watch(run, clock, monkeypatch)
+    looks: list[float] = []
+
+    def looked(some: list[RankState], processes: dict[int, int]) -> list[RankState]:
+        looks.append(clock[0])
+        return [replace(state, stack=(WAITS, OWN)[state.rank]) for state in some]
+
+    monkeypatch.setattr("allranks.launch.stalled.with_stacks", looked)
+    monkeypatch.setattr("allranks.launch.stalled.stacks.is_gone", lambda process: False)
+    monkeypatch.setattr("allranks.launch.stalled.time.time", lambda: began + clock[0])
+    told = []
+    for now in range(5, 150, 5):
+        clock[0] = float(now)
+        assert not watched.look(0, [2**22 + 1, 2**22 + 2], may_end=False)
+        told.append(watched.line())
+    line, seconds = told[-1] or ("", 0.0)
+    words = "rank 1 is at train.py:9 in stuck; rank 0 waits for it in all_reduce"
+    assert line == f"no step for {seconds:.0f} s: {words}" and told[0] is None
+    assert len(looks) == 4  # ever less often
+    append_event(run.events(0, 0), "step", step=4, seconds=0.01)
+    clock[0] += 5.0
+    assert not watched.look(0, [2**22 + 1, 2**22 + 2]) and watched.line() is None
 
 
 def test_ranks_whose_probe_is_silent_are_not_ended(

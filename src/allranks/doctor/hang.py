@@ -14,24 +14,26 @@ from pathlib import Path
 from allranks import slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.left import was_ended_for_a_stall
 from allranks.doctor.lines import num_lines
 from allranks.plain import plain
 from allranks.redact import redact
 from allranks.rundir import RunDir
 from allranks.stacks import Frame, Stack
+from allranks.stall_words import in_seconds, who_is_where
 from allranks.stalls import (
     SURE_SECONDS,
     Blame,
     RankState,
     blame,
-    is_waiting,
+    ended_for,
+    is_worth_saying,
     patience,
     read_states,
     silence,
+    wait_apart,
+    with_stacks,
 )
 
-LONG_SILENCE = 120.0  # seconds: worth a word although nobody is known to wait
 OTHER_NODES_SECONDS = 20.0
 LOG_BYTES = 1 << 20  # of the end of a log, where stacks are looked for
 MOST_EVIDENCE = 8
@@ -52,16 +54,16 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
-    states = with_stacks(run, attempts[-1], states)
+    states = looked_at(run, attempts[-1], states)
     found = judge(states, seconds, usual, run)
     # It may have got on while it was looked at.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
 
 def hung(run: RunDir) -> list[Finding]:
-    """A run that has failed, whose launcher had seen it make no steps and printed the stacks."""
+    """A run that was ended by its launcher, which had seen it make no steps, and its stacks."""
     attempts = run.attempts()
-    if not attempts or run.ended_state() != "failed":
+    if not attempts or run.ended_state() == "finished":
         return []
     ranks = run.ranks(attempts[-1])
     logged = {rank: stack_in_log(run.log(attempts[-1], rank)) for rank in ranks}
@@ -72,7 +74,7 @@ def hung(run: RunDir) -> list[Finding]:
     ]
     when = min((when for when, _ in printed.values()), default=0.0)
     progress = max((state.progress for state in states), default=0.0)
-    if not printed or progress > when or not was_ended_for_a_stall(run, attempts[-1]):
+    if not printed or progress > when or ended_for(run, attempts[-1]) is None:
         return []  # there was none, it got on after that, or something else ended it
     return judge(states, when - progress, 0.0, run, is_live=False)
 
@@ -82,35 +84,26 @@ def judge(
 ) -> list[Finding]:
     """What to say of ranks that have made no step for so long. Reads nothing but source lines."""
     found = blame(states)
+    if not is_worth_saying(states, found, seconds, usual):
+        return []
     if wait_apart(states):
         return [mismatch(states, run)]
     if found is None:
-        waits = [is_waiting(state) for state in states]
-        if seconds < max(LONG_SILENCE, 2 * usual) and not all(waits):
-            return []
         return [nobody_to_blame(states, seconds, run, is_live=is_live)]
     has_passed = seconds >= SURE_SECONDS  # what an evaluation or a checkpoint may take
     by_rank = {state.rank: state for state in states}
     culprit = by_rank[found.ranks[0]]
-    place = culprit.stack.place if culprit.stack else None
     cause = "rank-missing-from-collective"
-    title = f"rank {culprit.rank} has not come to the exchange that the others wait in"
     if culprit.ended == "finished":
         cause = "uneven-inputs"
-        title = f"rank {culprit.rank} has finished, and the others still wait for it"
     elif culprit.ended:
         return []  # its end is the cause
     elif is_meeting([state for state in states if state.rank not in found.ranks]):
         cause = "rendezvous-timeout"
-        title = f"rank {culprit.rank} has not come to where the ranks meet first"
-    if culprit.kernel in ("T", "D"):
-        title += f": it {found.why}"
-    elif place is not None:
-        title += f": it is at {Path(place.file).name}:{place.line} in {place.function}"
     return [
         Finding(
             cause,
-            title,
+            who_is_where(states, found),
             fix(culprit, run, is_live=is_live),
             rank=culprit.rank,
             node=culprit.node,
@@ -129,18 +122,10 @@ def is_meeting(states: Sequence[RankState]) -> bool:
     )
 
 
-def wait_apart(states: Sequence[RankState]) -> bool:
-    """Whether all ranks are in exchanges, but not in the same one."""
-    places = [state.stack.place for state in states if state.stack and state.stack.waits]
-    return len(places) == len(states) > 1 and len(set(places)) > 1
-
-
 def mismatch(states: Sequence[RankState], run: RunDir) -> Finding:
-    lines = {str(state.stack.place): state.rank for state in states if state.stack}
-    words = ", ".join(f"rank {rank} at {place}" for place, rank in list(lines.items())[:4])
     return Finding(
         "collective-mismatch",
-        f"ranks wait in different exchanges: {words}",
+        who_is_where(states, None),
         "all ranks must make the same exchanges in the same order: look for a condition on the "
         "rank, or on its data, between these lines",
         confidence="medium",
@@ -153,15 +138,13 @@ def nobody_to_blame(
 ) -> Finding:
     """All ranks are alike: what hangs is what they have in common."""
     doing = {state.doing for state in states}
-    where = {str(s.stack.place) for s in states if s.stack and s.stack.place}
-    at = f" at {where.pop()}" if len(where) == 1 else ""
     common = {
         frozenset({"data"}): "every rank waits for its data: look at the loader, or the disk",
         frozenset({"wait"}): "every rank waits in an exchange: look at the network between them",
     }.get(frozenset(str(each) for each in doing), "all ranks are alike: look at what they share")
     return Finding(
         "no-progress",
-        f"no step for {in_words(seconds)}{at}, and no rank is told from the others",
+        f"no step for {in_seconds(seconds)}: {who_is_where(states, None)}",
         common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
         confidence="low",
         evidence=evidence(states, None, run),
@@ -186,7 +169,7 @@ def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
         at += ", in its data loader: the file or worker that it waits for"
     return (
         f"{at}: every rank must come to the same exchanges{stop}. "
-        "`stall_timeout: 10m` in the job ends such a run by itself"
+        "`--idle-timeout 10m` (in the job: stall_timeout) ends such a run by itself"
     )
 
 
@@ -231,22 +214,13 @@ def source(place: Frame) -> str:
     return f": {redact(plain(line))}" if line else ""
 
 
-def in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
-
-
-def with_stacks(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
+def looked_at(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
     """The same with the stacks of the ranks here and, in a SLURM job, on its other nodes."""
     processes = stacks.processes_of(run, attempt)
-    letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
-    able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDt"}
-    found = stacks.take(able, {rank: run.log(attempt, rank) for rank in able})
+    more: dict[int, Stack] = {}
     if len(processes) < len(states):
-        found = elsewhere(run, attempt, len({state.node for state in states})) | found
-    return [
-        replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
-        for state in states
-    ]
+        more = elsewhere(run, attempt, len({state.node for state in states}))
+    return with_stacks(states, processes, more)
 
 
 def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:

@@ -165,12 +165,6 @@ def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
     return count if isinstance(count, int) else 0
 
 
-def was_ended_for_a_stall(run: RunDir, attempt: int) -> bool:
-    """Whether the launcher ended the ranks because they made no steps."""
-    ends = (run.end(attempt, rank) or {} for rank in run.ranks(attempt))
-    return any((end.get("error") or {}).get("stall") for end in ends)
-
-
 def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
     """Where that count stands."""
     path, count = run.events(attempt, rank), memory_kills(run, attempt, rank)

@@ -18,7 +18,7 @@ def stalled(run: RunDir, state: State, *, after: float | None = None) -> list[Fi
     """
     if state == "running":
         return hang(run, after=after)
-    return hung(run) if state == "failed" else []
+    return hung(run) if state in ("failed", "stopped") else []
 
 
 def slowed(run: RunDir, state: State, limits: Thresholds | None = None) -> list[Finding]:

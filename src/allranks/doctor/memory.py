@@ -14,6 +14,7 @@ from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate, shown_path
 from allranks.doctor.kernel import Kernel
 from allranks.doctor.left import MemoryCurve
 from allranks.rundir import RunDir
+from allranks.stalls import ended_for
 
 FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
@@ -25,7 +26,7 @@ def candidates(
     run: RunDir, attempt: int, facts: Facts, curves: Sequence[MemoryCurve], said: Kernel
 ) -> list[Candidate]:
     """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
-    if left.was_ended_for_a_stall(run, attempt):
+    if ended_for(run, attempt) is not None:
         return []
     counted = _counted(run, attempt, facts, said)
     ends = facts.ends.values()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -19,19 +20,24 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from allranks.launch.rendezvous import FixedNodes
 
+# What torch gives the ranks of this process's own environment; the rest it decides itself.
+INHERITED = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
 
 class Agent(LocalElasticAgent):
     """Starts ranks and restarts all of them when one dies; run it off the main thread.
 
     Off the main thread it installs no signal handlers. Its own would kill the ranks after 30
     seconds, and they may need longer for a checkpoint. `kills_peers`: end the ranks beside a
-    failed one at once, because they can only hang. `command`: what a rank runs in an attempt.
+    failed one at once, because they can only hang. `arguments`: of Python, in an attempt;
+    `environment`: its variables, besides this process's own and those of torchrun.
     """
 
     def __init__(
         self,
         nodes: FixedNodes,
-        command: Callable[[int], list[str]],
+        arguments: Callable[[int], list[str]],
+        environment: Mapping[str, str],
         *,
         num_ranks: int,
         max_restarts: int,
@@ -42,13 +48,14 @@ class Agent(LocalElasticAgent):
             role="default",
             local_world_size=num_ranks,
             rdzv_handler=nodes,
-            entrypoint=command(0)[0],
+            entrypoint=sys.executable,
             max_restarts=max_restarts,
             monitor_interval=0.1,
         )
         super().__init__(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=logs))
         self._nodes = nodes
-        self._command = command
+        self._arguments = arguments
+        self._environment = environment
         self._kills_peers = kills_peers
         self._failed: dict[int, int] = {}  # exit codes by local rank
 
@@ -86,8 +93,20 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failed = {}
-        worker_group.spec.args = tuple(self._command(self.attempt)[1:])
+        worker_group.spec.args = tuple(self._arguments(self.attempt))
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        # Where torch adds variables to what it has built for each rank: the last place before the
+        # ranks start, and the only one that leaves this process's own environment alone.
+        super()._setup_local_watchdog(envs)
+        # A restart is the run's next attempt, on every node alike.
+        count = {"ALLRANKS_ATTEMPT": self.attempt, "ALLRANKS_RESTARTS": self._nodes.round}
+        for env in envs.values():
+            ranks_own = {name: env[name] for name in env if name not in INHERITED}
+            env.update(self._environment)
+            env.update(ranks_own)
+            env.update({name: str(number) for name, number in count.items()})
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Before torch looks: when it finds a failed rank it sends the others SIGTERM and waits up

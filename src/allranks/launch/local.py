@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,9 +22,10 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
-from allranks.processes import Signals, blocked_signals
+from allranks.processes import Signals, blocked_signals, listening
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
+from allranks.stalls import ended_for
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent
@@ -70,9 +70,8 @@ def run_here(
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
     checks.check_command(prepared.job)
-    signals = signals or Signals()
-    signals.listen()
     with ExitStack() as held:
+        signals = signals or held.enter_context(listening())
         if prepared.request.leads:
             prepared = prepare.hold_run(prepared, held)
             prepare.open_run(prepared)  # before the seconds that importing torch takes
@@ -123,7 +122,13 @@ class Launch:
         self.run, self.agent = self._meet(held)
         self._disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
-        self._stalled = StallWatch(self.run, self.prepared.job, self.first_rank)
+        self._stalled = StallWatch(
+            self.run,
+            self.prepared.job,
+            self.first_rank,
+            makes_steps=screen.makes_steps,
+            has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
+        )
         self._twice = TwiceWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
 
@@ -163,20 +168,21 @@ class Launch:
             run=run.name,
             attempt=meeting.attempt,
         )
-        environment = prepare.ranks_environment(
+        self.environment = prepare.ranks_environment(
             prepared, run, here=self.here, oversubscribe=place.oversubscribe
         )
-        os.environ.update(environment)
         is_command = prepared.job.command is not None
 
-        def command(attempt: int) -> list[str]:
+        def arguments(attempt: int) -> list[str]:
+            self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
-            return [sys.executable, "-m", "allranks.launch.rank_env", *words]
+            return ["-m", "allranks.launch.rank_env", *words]
 
         logs = held.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
         return run, agent.Agent(
             nodes,
-            command,
+            arguments,
+            self.environment,
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
             logs=logs,
@@ -198,6 +204,9 @@ class Launch:
                 ended.append(error)
 
         self._show(lambda: self.screen.follow(self.run, self.prepared.job, self.first_rank))
+        terminal = self.screen.open_terminal()
+        if terminal is not None:
+            self.environment["ALLRANKS_TERMINAL"] = f"{self.first_rank}:{terminal}"
         thread = threading.Thread(target=run_agent, daemon=True)
         with blocked_signals():  # inherited by the thread and by every rank that it starts
             thread.start()
@@ -243,16 +252,14 @@ class Launch:
 
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
-        processes = [] if self._interrupted() else self.agent.processes()
-        try:
-            attempt = self.agent.attempt
-            is_twice = bool(processes) and self._twice.look(attempt)
-            is_stalled = is_twice or self._stalled.look(attempt, processes)
-        except Exception:  # a disk that does not answer now must not end a training that goes on
-            return
-        if is_stalled:
+        # Who is told to stop may save for as long as it takes: it is not ended, but said to hang.
+        attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
+        is_twice = bool(processes) and not stops and self._twice.look(attempt)
+        if is_twice or self._stalled.look_beside(attempt, processes, may_end=not stops):
             self.agent.never_restart()
             self.agent.kill()
+        line = self._stalled.line()
+        self._show(lambda: self.screen.stalled(*(line or (None,))))
 
     def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
@@ -283,6 +290,8 @@ class Launch:
             return Outcome(self.run, outcome, 0)
         if state == "stopped" or self.signals.at_once:
             code = STOPPED_AT_ONCE if self.signals.at_once else self._stopped_code()
+            if why := ended_for(self.run, self.agent.attempt):
+                outcome["reason"] = why
             saved = prepare.has_checkpoint(self.prepared, self.run)
             can_go_on = saved or code == STOPPED_AT_CHECKPOINT
             return Outcome(self.run, outcome, code, can_go_on=can_go_on)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
+from allranks.nodelist import compress
+from allranks.plain import last_state
 from allranks.rundir import RunDir
 
 LOOK_SECONDS = 0.3
+ALIKE_SECONDS = 1.0  # in which ranks that print the same line do so
 CHUNK_BYTES = 1 << 16
+MOST_WAITING = 100_000  # lines
 
 
 @dataclass(slots=True)
@@ -20,7 +25,6 @@ class Tail:
     """Reads the lines that were added to a file since the last look."""
 
     path: Path
-    prefix: str
     offset: int = 0
     rest: bytes = field(default=b"")
 
@@ -33,15 +37,65 @@ class Tail:
                     self.offset += len(chunk)
                     *whole, self.rest = (self.rest + chunk).split(b"\n")
                     for line in whole:
-                        yield self.prefix + line.decode(errors="replace")
+                        yield last_state(line).decode(errors="replace")
         except FileNotFoundError:
             return
 
     def last(self) -> Iterator[str]:
         """What was never ended by a newline."""
         if self.rest:
-            yield self.prefix + self.rest.decode(errors="replace")
+            yield last_state(self.rest).decode(errors="replace")
             self.rest = b""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A line that other ranks may print, too."""
+
+    line: str
+    ranks: list[int | str]
+    since: float
+
+
+class Together:
+    """Lines of several ranks, each with its rank; what ranks print alike is shown once.
+
+    A line waits a moment for the other ranks to print it too, and what came after it waits with it.
+    """
+
+    def __init__(self, num_ranks: int = 0) -> None:
+        self.num_ranks = num_ranks
+        self._waiting: deque[Waiting] = deque()
+        self._by_line: dict[str, list[Waiting]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= MOST_WAITING
+
+    def add(self, rank: int | str, line: str) -> None:
+        """`rank`: or the word for somebody else, whose lines are nobody else's."""
+        alike = self._by_line.setdefault(line, [])
+        for one in alike if isinstance(rank, int) else ():
+            if rank not in one.ranks and isinstance(one.ranks[0], int):
+                one.ranks.append(rank)
+                return
+        alike.append(Waiting(line, [rank], time.monotonic()))
+        self._waiting.append(alike[-1])
+
+    def ready(self, *, wait: bool = True) -> Iterator[str]:
+        """Lines that need not wait any more; all of them without `wait`."""
+        now = time.monotonic()
+        while self._waiting:
+            first = self._waiting[0]
+            is_complete = len(first.ranks) == self.num_ranks or isinstance(first.ranks[0], str)
+            if wait and not is_complete and now < first.since + ALIKE_SECONDS:
+                return
+            self._waiting.popleft()
+            self._by_line[first.line].remove(first)
+            if not self._by_line[first.line]:
+                del self._by_line[first.line]
+            names = sorted(map(str, first.ranks), key=lambda name: (len(name), name))
+            yield f"[{compress(names).strip('[]')}] {first.line}"
 
 
 class Logs:
@@ -53,8 +107,8 @@ class Logs:
     def __init__(self, run: RunDir, rank: int | None) -> None:
         self.run = run
         self.rank = rank
-        self._attempt = -1
         self._tails: dict[Path, Tail] = {}
+        self._together = Together()
 
     def check_rank(self) -> None:
         """Refuse a rank that this run cannot have."""
@@ -71,14 +125,26 @@ class Logs:
     def look(self) -> Iterator[str]:
         """Lines that are new, of the newest attempt and of the job around it."""
         for path in self._files():
-            if path not in self._tails:
-                self._tails[path] = Tail(path, self._prefix(path))
-        for tail in list(self._tails.values()):
-            yield from tail.lines()
+            self._tails.setdefault(path, Tail(path))
+        for path, tail in self._tails.items():
+            yield from self._with_rank(path, tail.lines())
+        yield from self._together.ready()
 
     def rest(self) -> Iterator[str]:
-        for tail in self._tails.values():
-            yield from tail.last()
+        for path, tail in self._tails.items():
+            yield from self._with_rank(path, tail.last())
+        yield from self._together.ready(wait=False)
+
+    def _with_rank(self, path: Path, lines: Iterator[str]) -> Iterator[str]:
+        """Lines of one rank alone go as they are; those of several when all have spoken."""
+        if self.rank is not None:
+            yield from lines
+            return
+        rank = path.stem.removeprefix("rank-")
+        for line in lines:
+            self._together.add(int(rank) if rank.isdigit() else "job", line)
+            if self._together.is_full:
+                yield from self._together.ready(wait=False)
 
     def _files(self) -> list[Path]:
         attempts = self.run.attempts()
@@ -87,18 +153,12 @@ class Logs:
         if attempts:
             paths = self.run.attempt(attempts[-1]).glob("rank-*.log")
             of_ranks = sorted(paths, key=lambda path: int(path.stem.removeprefix("rank-")))
+        self._together.num_ranks = len(of_ranks)
         if self.rank is None:
             return [*of_job[-1:], *of_ranks]
         if self.rank < 0:
             return of_job
         return [path for path in of_ranks if path.stem == f"rank-{self.rank}"]
-
-    def _prefix(self, path: Path) -> str:
-        if self.rank is not None:
-            return ""
-        if path.stem.startswith("rank-"):
-            return f"[{path.stem.removeprefix('rank-')}] "
-        return "[job] "
 
 
 def show(

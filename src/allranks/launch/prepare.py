@@ -54,6 +54,7 @@ class Prepared:
     checkpoint: str = ""  # the checkpoint to go on from
     threads: int | None = None  # of the attempt that wrote it, if its layout was the same
     claim: int | None = None  # that was taken for it, of a run that SLURM's jobs may take too
+    variables: dict[str, str] = field(default_factory=dict)  # of this attempt's ranks alone
     bench: dict[str, Any] = field(default_factory=dict)  # the benchmark that it is part of
     changes: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -273,15 +274,16 @@ def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:
     if job.resume and attempt > 0 and Path(last).exists():
         words += shlex.split(job.resume)
     values = {**_placeholders(prepared.layout, run), "{last}": last}
-    return [find_python(words[0]), *(_fill(word, values) for word in words[1:])]
+    path = job.env.get("PATH", os.environ.get("PATH"))  # as the ranks have it
+    return [find_python(words[0], path), *(_fill(word, values) for word in words[1:])]
 
 
 @cache
-def find_python(program: str) -> str:
+def find_python(program: str, path: str | None) -> str:
     """The program; `python` is our own interpreter where the one on PATH has no torch."""
     if program not in ("python", "python3"):
         return program
-    found = shutil.which(program)
+    found = shutil.which(program, path=path)
     if found is not None and Path(found).parent == Path(sys.executable).parent:
         return program
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
@@ -327,8 +329,12 @@ def _fill(text: str, values: dict[str, str]) -> str:
 def ranks_environment(
     prepared: Prepared, run: RunDir, *, here: int, oversubscribe: bool
 ) -> dict[str, str]:
-    """What `here` ranks on this machine find besides torchrun's variables and the user's own."""
+    """What `here` ranks on this machine find besides torchrun's variables and the user's own.
+
+    The launcher's own environment stays as it is: the next run of this process starts from it.
+    """
     job, layout = prepared.job, prepared.layout
+    given = {**os.environ, **prepared.variables}
     env = {
         "ALLRANKS_RUN_DIR": str(run.path),
         "ALLRANKS_LAYOUT": str(layout),
@@ -352,15 +358,15 @@ def ranks_environment(
         # Threads that spin while they wait make every rank many times slower as soon as another
         # one wants their core. A rank alone keeps the default: waking threads costs time too.
         defaults["OMP_WAIT_POLICY"] = "passive"
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    if "PYTORCH_CUDA_ALLOC_CONF" not in given:
         # Fragments of freed memory can be joined: fewer out-of-memory errors at no known cost.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if here == layout.ranks:
         # All ranks are on this machine: its name may not resolve, the loopback always works.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    env |= {key: value for key, value in defaults.items() if key not in os.environ}
-    own = {k: v for k, v in job.env.items() if v != BUILT_IN["env"].get(k) or k not in os.environ}
-    return env | own
+    env |= {key: value for key, value in defaults.items() if key not in given}
+    own = {k: v for k, v in job.env.items() if v != BUILT_IN["env"].get(k) or k not in given}
+    return prepared.variables | env | own
 
 
 def environment_warnings(job: Job) -> list[str]:

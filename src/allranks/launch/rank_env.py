@@ -12,6 +12,7 @@ import runpy
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from allranks.errors import AllranksError
@@ -28,7 +29,7 @@ def main() -> None:
     play_node(os.environ)
     run = RunDir(Path(os.environ["ALLRANKS_RUN_DIR"]))
     attempt, rank = int(os.environ["ALLRANKS_ATTEMPT"]), int(os.environ["RANK"])
-    redirect_output(run.log(attempt, rank))
+    redirect_output(run.log(attempt, rank), own_terminal(os.environ, rank))
     command = sys.argv[1:]
     if not command:
         runpy.run_path(str(INJECT / "sitecustomize.py"))  # as a script's Python does by itself
@@ -71,13 +72,23 @@ def play_node(env: os._Environ[str]) -> None:
         env["NCCL_HOSTID"] = f"allranks-{rank}"
 
 
-def redirect_output(path: Path) -> None:
-    """Everything that this process and its children print goes to the rank's log."""
+def own_terminal(env: os._Environ[str], rank: int) -> int | None:
+    """The terminal that the launcher has for this rank, which keeps its log then."""
+    owner, _, path = env.pop("ALLRANKS_TERMINAL", "").partition(":")
+    with suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_NOCTTY) if owner == str(rank) else None
+    return None
+
+
+def redirect_output(path: Path, terminal: int | None) -> None:
+    """What this process and its children print goes to its terminal, or else to its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    os.dup2(log if terminal is None else terminal, 1)
+    os.dup2(log if terminal is None else terminal, 2)
     os.close(log)
+    if terminal is not None:
+        os.close(terminal)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text streams

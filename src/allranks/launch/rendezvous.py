@@ -169,9 +169,6 @@ class FixedNodes(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.round += 1
-        # Ranks inherit these: a restart is the run's next attempt, on every node alike.
-        os.environ["ALLRANKS_ATTEMPT"] = str(self.first_attempt + self.round)
-        os.environ["ALLRANKS_RESTARTS"] = str(self.round)
         self._store.set("round", str(self.round))
         self._store.set(f"round/{self.round}/{self._node_rank}", "here")
         everyone = [f"round/{self.round}/{node}" for node in range(self._num_nodes)]

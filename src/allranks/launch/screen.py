@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from allranks.events import read_events, read_last_events
 from allranks.job import Job
+from allranks.launch.echo import Echo
+from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
+from allranks.stacks import without_dumps
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
-MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest is in the log
 
 
 class PeopleConsole(Console):
@@ -35,13 +37,26 @@ class PeopleConsole(Console):
 class Screen:
     """Follows one run. `console` decides whether people read stdout or, with --json, stderr.
 
-    `echo`: show what the rank prints, too.
+    `echo`: show what the rank prints, too. `show`: what all of these print, line by line.
     """
 
-    def __init__(self, console: Console, *, debug: bool = False, echo: bool = True) -> None:
+    makes_steps = True  # what is shown; else nobody is to say that there are none
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        debug: bool = False,
+        echo: bool = True,
+        show: Sequence[int] | None = None,
+    ) -> None:
         self.console = console
+        self._status = StatusLine(console, lambda: self._echo.column if self._echo else 0)
+        self._notes = StallNotes(self._note)
         self.echo = echo
         self.debug = debug
+        self.show = show
+        self._echo: Echo | None = None
         self._run: RunDir | None = None
         self._job: Job | None = None
         self._rank = 0
@@ -53,10 +68,30 @@ class Screen:
         """Show nothing more: what is shown cannot be written any longer."""
         self._bar = None
         self.console = Console(file=io.StringIO())
+        self._status = StatusLine(self.console)
+
+    def _put(self, text: str) -> None:
+        try:
+            self._status.put(text)
+        except (OSError, ValueError):  # nobody sees it any more: the training goes on
+            self.mute()
 
     def remark(self, text: str) -> None:
         with suppress(OSError, ValueError):
-            self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+            self._note(text)
+
+    def stalled(self, line: str | None, seconds: float = 0.0) -> None:
+        """Say that the ranks do not get on, and take it back (None) when they do."""
+        if not self.console.is_terminal:
+            self._notes.show(line, seconds)
+        elif self._bar is not None:
+            self._bar.note(line)
+        else:
+            self._status.show(line)
+
+    def _note(self, text: str) -> None:
+        self._status.clear()
+        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
         """Said once, when the first rank is told to stop."""
@@ -68,12 +103,32 @@ class Screen:
         text = f"{signal_name}: stopping, {how}"
         if self.console.is_terminal:
             text += "; Ctrl-C (again) stops at once"
+        self._status.clear()
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
         """Show this run from now on, through the eyes of `rank`."""
         self._run, self._job, self._rank = run, job, rank
         self.console.print(Text(f"{run.name}: starting {job.layout}", style="dim"), soft_wrap=True)
+        if self.echo:
+            native = job.command is None
+            self._echo = Echo(
+                self.console,
+                rank,
+                self.show,
+                has_bar=native,
+                write=self._put,
+                without=self._without_traceback,
+            )
+
+    def open_terminal(self) -> str | None:
+        """The path of a terminal for the rank that is followed, if it gets one."""
+        return self._echo.open_terminal() if self._echo is not None else None
+
+    def starting(self, attempt: int) -> None:
+        """Called by whoever starts the ranks of an attempt, just before."""
+        if self._echo is not None and self._run is not None:
+            self._echo.begin(self._run, attempt)
 
     def update(self, attempt: int) -> None:
         """Show what is new. Call it often: it reads the disk twice a second at most."""
@@ -83,7 +138,7 @@ class Screen:
                 self._close()
                 self.remark(f"a rank died: all ranks restart (attempt {attempt})")
             self._attempt = attempt
-            self._log = LogTail(self._run.log(attempt, self._rank))
+            self.starting(attempt)
             self._events = self._run.events(attempt, self._rank)
             self._start: dict[str, Any] | None = None
             self._next_read = 0.0
@@ -92,7 +147,8 @@ class Screen:
             return
         # A log is shown sooner than progress: people wait for their own script's lines.
         self._next_read = now + (READ_SECONDS if self._job.command is None else 0.1)
-        self._echo()
+        if self._echo is not None:
+            self._echo.look()
         if self._job.command is None:
             self._show_progress()
 
@@ -100,6 +156,8 @@ class Screen:
         """Show the rest and take the bar away."""
         self._next_read = 0.0
         self.update(attempt)
+        if self._echo is not None:
+            self._echo.finish()
         self._close()
 
     def summary(self, result: dict[str, Any], *, can_go_on: bool = True) -> None:
@@ -111,6 +169,8 @@ class Screen:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
+        if result.get("reason"):
+            self.console.print(Text(result["reason"], style="yellow"), soft_wrap=True)
         if result["state"] == "stopped" and can_go_on:
             again = RunDir(Path(result["run_dir"])).resume_command
             self.console.print(f"go on with: {again}", soft_wrap=True)
@@ -118,18 +178,16 @@ class Screen:
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
 
-    def _echo(self) -> None:
-        text = self._log.read() if self.echo else ""
-        if not text:
-            return
+    def _without_traceback(self, drawn: bytes) -> bytes:
+        text = drawn.decode(errors="surrogateescape")
+        drawn = without_dumps(text).encode(errors="surrogateescape")
         if self._job is not None and self._job.command is None and not self.debug:
             # The rank writes its end before its traceback: the message comes from there.
             assert self._run is not None
             end = self._run.end(self._attempt, self._rank)
             if end is not None and end["state"] == "failed":
-                text = text.partition("Traceback (most recent call last)")[0]
-        if text:
-            self.console.out(text, end="", highlight=False)
+                return drawn.partition(b"Traceback (most recent call last)")[0]
+        return drawn
 
     def _show_progress(self) -> None:
         if self._start is None:
@@ -138,34 +196,17 @@ class Screen:
             if self._start is None:
                 return
             assert self._run is not None and self._job is not None
+            self._status.clear()
             self.console.print(banner(self._start, self._job), highlight=False, soft_wrap=True)
             self._bar = Bar(self.console, self._start, self._job)
         if self._bar is not None:
             self._bar.show(read_last_events(self._events))
 
     def _close(self) -> None:
+        self._status.clear()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-class LogTail:
-    """What was added to a log since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def read(self) -> str:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                content = file.read(MAX_LOG_BYTES)
-        except FileNotFoundError:
-            return ""
-        self._position += len(content)
-        return self._decoder.decode(content)
 
 
 class Bar:
@@ -179,9 +220,9 @@ class Bar:
         self._seen: tuple[int, float] = (start["step"], start["t"])
         self._rate = 0.0
         self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
-        self._progress: Progress | None = None
+        self._progress: NotedProgress | None = None
         if console.is_terminal:
-            self._progress = Progress(
+            self._progress = NotedProgress(
                 TextColumn("{task.fields[where]}"),
                 BarColumn(bar_width=20 if console.width >= 90 else 8),
                 TextColumn("{task.fields[numbers]}"),
@@ -212,7 +253,12 @@ class Bar:
             line = "  ".join([where, step, *numbers])
             self._console.print(line, highlight=False, soft_wrap=True)
 
+    def note(self, text: str | None) -> None:
+        if self._progress is not None:
+            self._progress.note = text or ""
+
     def close(self) -> None:
+        self.note(None)
         if self._progress is not None:
             self._progress.stop()
 
@@ -287,11 +333,15 @@ class QuietScreen(Screen):
 
     def __init__(self, console: Console, *, makes_steps: bool = True) -> None:
         super().__init__(console, echo=False)
+        self.makes_steps = makes_steps
         self._has_stepped = not makes_steps  # or it was said that it has not
         self._begin = time.monotonic()
 
     def remark(self, text: str) -> None:
         """Said before all runs, not before each."""
+
+    def stalled(self, line: str | None, seconds: float = 0.0) -> None:
+        self._notes.show(line, seconds)
 
     def stopping(self, signal_name: str) -> None:
         if not self._stopping:

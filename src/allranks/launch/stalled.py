@@ -1,10 +1,12 @@
-"""Ranks that make no more steps: their stacks go into their logs, and the run ends if it shall."""
+"""Ranks that make no more steps: who is where is said, and the run ends if it shall."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,38 +18,92 @@ from allranks.job import Job
 from allranks.job_types import Duration
 from allranks.rundir import RunDir
 from allranks.stacks import Stack
-from allranks.stalls import PROGRESS, Blame, RankState, blame, read_states
+from allranks.stall_words import in_seconds, rank_names, who_is_where
+from allranks.stalls import (
+    LEAST_SECONDS,
+    PROGRESS,
+    Blame,
+    RankState,
+    blame,
+    is_worth_saying,
+    patience,
+    read_states,
+    silence,
+    with_stacks,
+)
 
-LOOK_SECONDS = 5.0
+LOOK_SECONDS, SOON_SECONDS = 5.0, 1.0  # the second while something is said that may be over
 FIRST_STEP_SECONDS = 300.0  # at least, for what comes before: imports, data, compiling
 SCRIPT_FIRST_SECONDS = 3600.0  # a script may prepare its data first
 LIFE_SECONDS = 60.0  # many times the pause between two heartbeats
 GRACE_SECONDS = 5.0  # for the launchers of other nodes, which see the same, to print their stacks
 MOST_FRAMES = 30
+AGAIN_SECONDS, SELDOM_SECONDS = 10.0, 120.0  # between two looks at the stacks: ever longer
 
 
 class StallWatch:
     """The ranks of one node, looked at every few seconds by their events.
 
-    Without `stall_timeout` their stacks are printed once, at half of the job's `timeout`, and
-    nothing ends: torch itself ends ranks that wait longer than that for the others.
+    Ranks that make no step for longer than is usual for the run are told by `line`. Without
+    `stall_timeout` their stacks are printed once, at half of the job's `timeout`, and nothing ends:
+    torch itself ends ranks that wait longer than that for the others.
     """
 
-    def __init__(self, run: RunDir, job: Job, first_rank: int) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        job: Job,
+        first_rank: int,
+        *,
+        makes_steps: bool = True,
+        has_checkpoint: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.run = run
         self.first_rank = first_rank
         self.ends = job.stall_timeout is not None and os.environ.get("ALLRANKS_PROBE") != "off"
+        self._makes_steps = makes_steps
+        self._has_checkpoint = has_checkpoint
         self._is_script = job.command is not None
         self.limit = float((job.stall_timeout or Duration(job.timeout.seconds // 2 or 1)).seconds)
-        self.pause = min(LOOK_SECONDS, self.limit / 4)
         self._looked = self._moved = time.monotonic()
         self._newest: dict[int, tuple[int, float]] = {}  # rank -> attempt, time of its last move
         self._stepped: int | None = None  # the attempt that has made a step
         self._printed: float | None = None  # when the stacks of this stall were
         self._states: list[RankState] = []  # at that time
         self._ends: dict[int, dict[str, Any]] = {}
+        self._said: tuple[float, str] | None = None  # when the last step was, and who is where
+        self._due, self._again = 0.0, AGAIN_SECONDS  # when to look at the stacks next, and then
+        self._thread: threading.Thread | None = None
+        self._shall_end = False
 
-    def look(self, attempt: int, processes: Sequence[int]) -> bool:
+    @property
+    def pause(self) -> float:
+        """Seconds between two looks."""
+        return min(LOOK_SECONDS if self._said is None else SOON_SECONDS, self.limit / 4)
+
+    def line(self) -> tuple[str, float] | None:
+        """What to say of ranks that do not get on, and for how many seconds; None while they do."""
+        if (said := self._said) is None:
+            return None
+        seconds = time.monotonic() - said[0]
+        begin = "no step for" if self._stepped is not None else "no first step after"
+        return f"{begin} {in_seconds(seconds)}: {said[1]}", seconds
+
+    def look_beside(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
+        """`look`, in a thread of its own: a disk that does not answer holds nobody up."""
+        is_looking = self._thread is not None and self._thread.is_alive()
+        if not is_looking and time.monotonic() - self._looked >= self.pause:
+
+            def look() -> None:
+                with suppress(Exception):  # what cannot be read now is read the next time
+                    if self.look(attempt, processes, may_end=may_end):
+                        self._shall_end = True
+
+            self._thread = threading.Thread(target=look, name="stalled", daemon=True)
+            self._thread.start()
+        return may_end and self._shall_end
+
+    def look(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
         """Whether these ranks are to be ended now. Cheap: most calls only read a clock."""
         now = time.monotonic()
         if now - self._looked < self.pause or self._ends:
@@ -55,9 +111,21 @@ class StallWatch:
         # This process was stopped for a while, and so were the ranks: that is not their doing.
         was_away = now - self._looked > 4 * self.pause + 5
         self._looked = now
-        if was_away or not processes or self._has_moved(attempt, len(processes)):
-            self._moved, self._printed = now, None
-            return False
+        try:
+            if was_away or not processes:
+                self._moved, self._printed = now, None
+                return False
+            if self._has_moved(attempt, len(processes)):
+                self._moved, self._printed = now, None
+                self._said, self._due, self._again = None, 0.0, AGAIN_SECONDS
+                return False
+            if self._makes_steps and now >= max(self._due, self._moved + LEAST_SECONDS):
+                self._find_words(now, attempt, processes)
+            return may_end and self._is_over(now, attempt, processes)
+        finally:
+            self._looked = time.monotonic()  # stacks may take as long as they like
+
+    def _is_over(self, now: float, attempt: int, processes: Sequence[int]) -> bool:
         limit = self.limit
         if self._stepped != attempt:
             limit = max(limit, SCRIPT_FIRST_SECONDS if self._is_script else FIRST_STEP_SECONDS)
@@ -73,9 +141,40 @@ class StallWatch:
             return False
         if not self.ends or (has_others and now - self._printed < GRACE_SECONDS):
             return False
-        found = blame(self._states)
-        self._ends = ends_of(self._states, found, Duration(int(limit)), self.run.name)
+        self._ends = ends_of(
+            self._states,
+            blame(self._states),
+            Duration(int(limit)),
+            self.run,
+            can_go_on=self._has_checkpoint(),
+        )
         return True
+
+    def _find_words(self, now: float, attempt: int, processes: Sequence[int]) -> None:
+        """Who is where, if the run takes longer than is usual for it."""
+        states = read_states(self.run, attempt)
+        usual, seconds = patience(states), silence(states, time.time())
+        if seconds < usual or any(state.ended == "failed" for state in states):
+            self._due = now + max(usual - seconds, self.pause)
+            return
+        here = dict(enumerate(processes, start=self.first_rank))
+        # The end of a rank that leaves early is written with that of the others.
+        gone = {rank for rank, process in here.items() if stacks.is_gone(process)}
+        states = [
+            replace(state, ended="finished") if state.rank in gone else state
+            for state in with_stacks(states, here)
+        ]
+        found = blame(states)
+        if found is None and self._stepped != attempt:
+            # Whoever still prints prepares something: it may never make a step at all.
+            logs = (self.run.log(attempt, state.rank) for state in states)
+            written = max((log.stat().st_mtime for log in logs if log.exists()), default=0.0)
+            seconds = min(seconds, time.time() - written)
+        if is_worth_saying(states, found, seconds, usual) and seconds >= usual:
+            self._said = (now - seconds, who_is_where(states, found))
+            self._due, self._again = now + self._again, min(2 * self._again, SELDOM_SECONDS)
+        else:
+            self._said, self._due = None, now + AGAIN_SECONDS
 
     def end_of(self, rank: int) -> dict[str, Any] | None:
         """The end event of a rank that was ended here."""
@@ -98,39 +197,47 @@ class StallWatch:
         self, attempt: int, processes: Sequence[int], limit: Duration
     ) -> list[RankState]:
         here = dict(enumerate(processes, start=self.first_rank))
-        logs = {rank: self.run.log(attempt, rank) for rank in here}
-        for log in logs.values():
+        states = with_stacks(read_states(self.run, attempt), here)
+        # All threads of a rank, as it writes them itself; else what is known of its first.
+        texts = {state.rank: frames_in_words(state.stack) for state in states if state.stack}
+        texts |= stacks.dumps({rank: process for rank, process in here.items() if rank in texts})
+        for rank in here:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            _say(log, f"{now}: no step for {limit}{stacks.FOLLOW}")
-        found = stacks.by_signal(here, logs)
-        rest = {rank: process for rank, process in here.items() if rank not in found}
-        for rank, stack in stacks.take(rest, {}).items():
-            found[rank] = stack
-            _say(logs[rank], frames_in_words(stack))
-        states = read_states(self.run, attempt)
-        return [replace(state, stack=found.get(state.rank)) for state in states]
+            log = self.run.log(attempt, rank)
+            _say(
+                log,
+                f"{now}: no step for {limit}{stacks.FOLLOW}\n{texts.get(rank, '')}\n{stacks.END}",
+            )
+        return states
 
 
 def ends_of(
-    states: Sequence[RankState], found: Blame | None, limit: Duration, run_name: str
+    states: Sequence[RankState],
+    found: Blame | None,
+    limit: Duration,
+    run: RunDir,
+    *,
+    can_go_on: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """The end events of a run that is ended for making no steps, by rank."""
+    """The end events of a run that is ended for making no steps, by rank.
+
+    `can_go_on`: it is stopped at the checkpoint that it has, else it has failed.
+    """
     culprits = found.ranks if found is not None else ()
+    words = who_is_where(states, found)
     ends: dict[int, dict[str, Any]] = {}
     for state in states:
         is_echo = bool(culprits) and state.rank not in culprits
         if is_echo:
-            ranks = ", ".join(map(str, culprits))
-            what, fix = f"ended because rank {ranks} kept the others waiting for {limit}", ""
+            what, fix = f"ended because {rank_names(culprits)} kept it waiting for {limit}", ""
         else:
-            where = state.stack.place if state.stack is not None else None
-            place = f" at {where}" if where is not None else ""
-            reason = f"it {found.why}" if found is not None else "no rank is told from the others"
-            what = f"made no step for {limit}{place}; {reason}"
-            fix = f"allranks doctor {run_name}: it reads the stacks at the end of the ranks' logs"
+            own = words.removeprefix(f"rank {state.rank} ")
+            what = f"made no step for {limit}, {own}" if own != words else ""
+            what = what or f"made no step for {limit}: {words}"
+            fix = f"allranks doctor {run.reference}: it reads the stacks at the end of the logs"
         ends[state.rank] = {
-            "state": "failed",
-            "exit": None if is_echo else 1,
+            "state": "stopped" if can_go_on else "failed",
+            "exit": None if is_echo or can_go_on else 1,
             "error": {"what": what, "fix": fix, "echo": is_echo, "stall": True},
         }
     return ends

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from allranks.plain import plain
+from allranks.plain import last_state, plain
 from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 from allranks.rundir import RunDir
 
@@ -154,6 +154,6 @@ def _size(path: Path) -> int:
 
 def shown(raw: bytes) -> str:
     """A line as a terminal would leave it: after the last return, no colours, no secrets."""
-    line = raw.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_CHARACTERS]
+    line = last_state(raw)[: 4 * MAX_CHARACTERS]
     # Redacted before it is cut: half a key would not be known as one.
     return redact(plain(line.decode(errors="replace")))[:MAX_CHARACTERS]

@@ -6,6 +6,7 @@ import os
 from copy import copy
 from pathlib import Path
 
+from allranks.plain import last_state
 from allranks.redact import MAX_KEY_CHARACTERS, KeyLines
 from allranks.rundir import RunDir
 from allranks.watch.loglines import MAX_CHARACTERS, last_drawn, shown
@@ -104,8 +105,7 @@ class LogPage:
 
 def readable(line: bytes) -> str:
     """A line as a terminal would have left it: of a progress bar its last state."""
-    text = line.rstrip(b"\r").rpartition(b"\r")[2]
-    return text[: 4 * MAX_CHARACTERS].decode(errors="replace")
+    return last_state(line)[: 4 * MAX_CHARACTERS].decode(errors="replace")
 
 
 def log_ranks(run: RunDir) -> list[int]:

@@ -159,13 +159,13 @@ class Allocation(Held):
     def _train(self) -> tuple[Prepared, int]:
         """An attempt; how it was prepared, and the code with which srun ended."""
         climbing = ladder.read(self.run)
-        os.environ.pop(MEASURE, None)
+        more = {}
         if climbing is not None and climbing.chosen is None:
-            os.environ[MEASURE] = str(climbing.steps)
+            more[MEASURE] = str(climbing.steps)
         prepared = self._open()
         for _ in range(STEP_TRIES):
             command = step_command(self.job, self.place, prepared, self.claim)
-            code = self.relay.run_step(command, attempt=prepared.attempt)
+            code = self.relay.run_step(command, attempt=prepared.attempt, variables=more)
             self.at_limit = self.relay.at_limit
             if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
                 break

@@ -26,6 +26,7 @@ from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.results import failure, failure_in_words
 from allranks.rundir import RunDir
+from allranks.stalls import ended_for
 
 
 def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
@@ -94,12 +95,14 @@ class Held:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
         self.run.look_anew()
-        has_begun, attempt = self._has_begun(prepared), prepared.attempt
+        has_begun, attempt, stalled = self._has_begun(prepared), prepared.attempt, None
         if has_begun:
             attempt = max(self.run.attempts())  # ranks may have restarted
             self._record_silent(attempt)
             state = self.run.ended_state()
             say(f"attempt {attempt} is {state} (srun: {code})")
+            if stalled := ended_for(self.run, attempt):
+                say(stalled)
             if state == "finished":
                 return 0
         else:
@@ -129,6 +132,8 @@ class Held:
             return 0
         native = self.job.command is None
         reason = why_it_ends(self.run, prepared)
+        if stalled and self.job.slurm.requeue:
+            reason = f"{stalled}; it had saved nothing new to go on from"
         if self.at_limit:
             reason = f"the job reached its time limit; {reason}"
         say(reason)

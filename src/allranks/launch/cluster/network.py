@@ -122,17 +122,18 @@ def describe_node(peers: Sequence[str], sys_root: Path = SYS) -> NodeNetwork:
     )
 
 
-def apply(nodes: Sequence[str]) -> None:
-    """Set what this node needs in our environment, and say why; `nodes`: all of the job."""
+def variables(nodes: Sequence[str]) -> dict[str, str]:
+    """What ranks on this node need to be told, having said why; `nodes`: all of the job."""
     own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     own |= {os.environ.get("SLURMD_NODENAME", "")}
     node = describe_node([name for name in nodes if name not in own])
-    for setting in settings(node, os.environ, num_nodes=len(nodes)):
-        os.environ[setting.name] = setting.value
+    found = settings(node, os.environ, num_nodes=len(nodes))
+    for setting in found:
         if os.environ.get("SLURM_LOCALID", "0") == "0":  # once a node
             host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
             reason = f"{setting.name}={setting.value}: {setting.reason}"
             print(f"allranks: {host}: {reason}", file=sys.stderr, flush=True)
+    return {setting.name: setting.value for setting in found}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,8 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", required=True, help="the nodes of the job, this one among them")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    apply(expand(options.peers))
-    os.execvp(options.command[0], options.command)
+    env = {**os.environ, **variables(expand(options.peers))}
+    os.execvpe(options.command[0], options.command, env)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from allranks.job import Job
@@ -62,10 +62,16 @@ class Relay:
         self.at_limit = False  # the ranks were told to stop because the job's time is over
 
     def run_step(
-        self, command: Sequence[str], *, attempt: int | None = None, seconds: float = FOR_EVER
+        self,
+        command: Sequence[str],
+        *,
+        attempt: int | None = None,
+        seconds: float = FOR_EVER,
+        variables: Mapping[str, str] | None = None,
     ) -> int:
         """Run srun to its end. `attempt`: whose ranks it starts, if it starts any."""
-        step = subprocess.Popen(command, env=step_environment(os.environ), stderr=subprocess.PIPE)
+        env = step_environment({**os.environ, **(variables or {})})
+        step = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
         reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
         reader.start()
         deadline = time.monotonic() + seconds

@@ -31,7 +31,7 @@ from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import wait_for_ranks
 from allranks.layout import Layout
-from allranks.processes import STOP_SIGNALS, Signals
+from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
@@ -58,14 +58,14 @@ def main() -> int:
         attempt=wanted.attempt,
         checkpoint=wanted.checkpoint,
         threads=wanted.threads or None,
+        claim=wanted.claim,
     )
-    os.environ[claims.VARIABLE] = str(wanted.claim)
     # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
     seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
     watched = (run, wanted.claim, seconds)
     threading.Thread(target=end_with_claim, args=watched, daemon=True).start()
     nodes = wanted.nodes.split(",")
-    network.apply(nodes)
+    prepared.variables = network.variables(nodes)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
         return run_rank(prepared, run, nodes[0], wanted.port)
     return run_node(prepared, nodes[0], wanted.port)
@@ -91,13 +91,12 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
     """All ranks of this node, through torch's agent."""
     node_rank = int(os.environ["SLURM_NODEID"])
     place = Place(node_rank=node_rank, master=f"{master}:{port}")
-    signals = Signals(PASS_ON_SECONDS)
-    signals.listen()
     # Ranks have logs of their own: `allranks logs` would show every line twice.
     screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
     if node_rank:
         screen.mute()
     with ExitStack() as held:
+        signals = held.enter_context(listening(PASS_ON_SECONDS))
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
         outcome = launch.run_to_end()
         if signals.received and node_rank == 0:
@@ -111,10 +110,9 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
 
 def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     """One rank of a user's script, beside those that srun starts by itself."""
-    env = os.environ
-    rank, layout = int(env["SLURM_PROCID"]), prepared.layout
+    rank, layout = int(os.environ["SLURM_PROCID"]), prepared.layout
     # srun gave every rank its own CPUs, and started as many as the layout has.
-    env.update(prepare.ranks_environment(prepared, run, here=1, oversubscribe=False))
+    env = {**os.environ, **prepare.ranks_environment(prepared, run, here=1, oversubscribe=False)}
     env.update(
         RANK=str(rank),
         WORLD_SIZE=str(layout.ranks),
@@ -145,7 +143,7 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
 
     # Blocked until both are ready: the rank unblocks them itself, in rank_env.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    process = subprocess.Popen(words)
+    process = subprocess.Popen(words, env=env)
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

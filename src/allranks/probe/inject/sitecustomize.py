@@ -3,7 +3,7 @@
 
 Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch, the job's
 `timeout` becomes the default of its process groups, and the probe begins to record the rank's
-steps. It also has the process print its stacks at a signal, should it hang. Nothing here may break
+steps. It also has the process write its stacks at a signal, should it hang. Nothing here may break
 the script, and nothing of ours is imported before the script imports torch.
 """
 
@@ -54,11 +54,15 @@ def start_probe(torch):
     start()
 
 
-def print_stacks_when_asked():
-    """A rank that hangs cannot say where; a handler in C can, whatever holds the interpreter."""
+def write_stacks_when_asked():
+    """A rank that hangs cannot say where; a handler in C can, whatever holds the interpreter.
+
+    Into a file in memory, which others find by its name in /proc: a log is for the script's lines.
+    """
     import faulthandler
 
-    faulthandler.register(int(os.environ["ALLRANKS_DUMP_SIGNAL"]), file=2, all_threads=True)
+    file = os.memfd_create("allranks-stacks")
+    faulthandler.register(int(os.environ["ALLRANKS_DUMP_SIGNAL"]), file=file, all_threads=True)
 
 
 def hide_probe(rules):
@@ -116,8 +120,9 @@ if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch"] = start_probe
     steps["torch._dynamo.trace_rules"] = hide_probe
 if os.environ.get("ALLRANKS_DUMP_SIGNAL", "0") != "0" and os.environ.get("RANK"):
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # not on this system
-        print_stacks_when_asked()
+    # Not on this system, or (RuntimeError) not in this thread.
+    with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+        write_stacks_when_asked()
 if steps:
     sys.meta_path.insert(0, AfterImport(steps))
 if __name__ == "sitecustomize":

@@ -1,0 +1,109 @@
+"""What is said of ranks that do not get on: a line that comes and goes, or notes now and then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, RenderableType
+from rich.progress import Progress
+from rich.text import Text
+
+from allranks.stall_words import in_seconds
+
+FIRST_NOTE_SECONDS = 30.0  # after the one at the beginning; then twice as long each time
+
+
+class StatusLine:
+    """One line below everything else on a terminal, which `clear` takes away without a trace.
+
+    `column`: where the cursor is. Whoever writes anything else clears the line first; other threads
+    write through `put`.
+    """
+
+    def __init__(self, console: Console, column: Callable[[], int] = lambda: 0) -> None:
+        self._console = console
+        self._column = column
+        self._text = ""  # what is shown
+        self._came_from = 0  # the column to go back to
+        self._lock = threading.RLock()
+
+    def put(self, text: str) -> None:
+        """Write something else, from where the cursor is without the line."""
+        with self._lock:
+            self.clear()
+            self._write(text)
+
+    def show(self, text: str | None) -> None:
+        """Show this line in place of the one before; None: nothing any more."""
+        with self._lock:
+            return self.clear() if text is None else self._show(text)
+
+    def _show(self, text: str) -> None:
+        text = fitting(text, self._console.width - 1)
+        if text == self._text:
+            return
+        before = ""
+        if not self._text:
+            self._came_from = self._column()
+            before = "\r\n" if self._came_from > 0 else ""
+        colour, plain = ("", "") if self._console.no_color else ("\x1b[33m", "\x1b[0m")
+        # The cursor stays at its beginning: the ^C that a terminal shows must not go on below it.
+        self._write(f"{before}\r{colour}{text}{plain}\x1b[K\r")
+        self._text = text
+
+    def clear(self) -> None:
+        """Take the line away; the cursor is where it was before."""
+        with self._lock:
+            if not self._text:
+                return
+            back = ""
+            if 0 < self._came_from < self._console.width:  # at the edge it was about to go on below
+                back = f"\x1b[A\x1b[{self._came_from + 1}G"
+            self._text = ""
+            self._write(f"\r\x1b[K{back}")
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class StallNotes:
+    """Where nothing can be taken back: a note when it begins, ever fewer later, one at the end."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._seconds: float | None = None  # without a step, when last heard of
+        self._next = 0.0
+
+    def show(self, text: str | None, seconds: float) -> None:
+        """`seconds`: without a step. None: the ranks get on."""
+        if text is None:
+            if self._seconds is not None:
+                self._note(f"moves on after {in_seconds(self._seconds)}")
+            self._seconds = None
+            return
+        if self._seconds is None or seconds >= self._next:
+            self._note(text)
+            self._next = FIRST_NOTE_SECONDS
+            while self._next <= seconds:
+                self._next *= 2
+        self._seconds = seconds
+
+
+def fitting(text: str, width: int) -> str:
+    """As much of a line as a terminal has room for."""
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…"
+
+
+class NotedProgress(Progress):
+    """A bar with a line of text below it while there is something to say."""
+
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.note:
+            room = self.console.width - len("^C") - 1  # the terminal shows it at the end
+            yield Text(fitting(self.note, room), style="yellow", no_wrap=True)

@@ -1,0 +1,119 @@
+"""A layout's ranks come up alike, whoever starts them: `run` or any `bench`, in any order.
+
+Every Python process of a rank writes down what it was given: the whole environment, CPUs, signals,
+limits, open files. Two starts of one layout may differ in nothing but what names the run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commandline import run_allranks
+from tests.rank_states import WRITE_DOWN, differences, states
+
+from allranks.launch.local import Place, run_here
+from allranks.launch.prepare import Request, prepare
+from allranks.launch.screen import PeopleConsole, QuietScreen
+from allranks.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+data = TensorDataset(torch.randn(6400, 8), torch.randint(0, 2, (6400,)))
+loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
+model = DistributedDataParallel(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("threads", torch.get_num_threads(), torch.get_num_interop_threads())
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+"""
+TASK = ("task=spiral", "data.num_workers=0")
+NOTHING_OF_OMP = {name: "" for name in os.environ if name.startswith(("OMP_", "KMP_"))}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ranks write down what they were given."""
+    (tmp_path / "sitecustomize.py").write_text(WRITE_DOWN)
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in NOTHING_OF_OMP:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def runs_of(folder: Path, *words: str) -> dict[str, list[list[dict[str, Any]]]]:
+    """The states of all runs that a command makes, by layout."""
+    runs = folder / f"runs-{'-'.join(words[:2])}-{len(list(folder.iterdir()))}"
+    command = [*words[: words.index("--")], "--runs", str(runs), *words[words.index("--") :]]
+    done = run_allranks(*(command if command[-1] != "--" else command[:-1]), cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    for path in sorted(runs.iterdir(), key=lambda path: path.name):
+        run = RunDir(path)
+        found.setdefault(str(run.info()["layout"]), []).append(states(run))
+    return found
+
+
+def test_layouts_in_any_order_in_one_process_find_what_they_find_alone(folder: Path) -> None:
+    """By a command that ends at once: only what ranks are given is looked at."""
+    (folder / "ends.py").write_text("")
+
+    def start(layout: str) -> list[dict[str, Any]]:
+        typed = Request(command=["python", "ends.py"], layout=layout, runs=folder / "runs")
+        quiet = QuietScreen(PeopleConsole(quiet=True), makes_steps=False)
+        return states(run_here(prepare(typed), Place(), quiet).run)
+
+    alone = {
+        layout: runs_of(folder, "run", "--layout", layout, "--", "python", "ends.py")[layout][0]
+        for layout in ("1x1", "1x3")
+    }
+    for layout in ("1x3", "1x1", "1x1", "2x1", "1x3", "1x1"):
+        found = start(layout)
+        if layout in alone:  # with the signals that this test's own process ignores or not
+            assert [s["environment"] for s in found] == [s["environment"] for s in alone[layout]]
+            assert [s["cpus"] for s in found] == [s["cpus"] for s in alone[layout]]
+            assert [s["signals"] for s in found] == [s["signals"] for s in alone[layout]]
+
+
+def test_every_rank_of_a_measured_script_is_as_under_run(folder: Path) -> None:
+    script = ("--", "python", "train.py")
+    measured = runs_of(
+        folder,
+        "bench",
+        "scaling",
+        "--layouts",
+        "1x2,1x1",
+        "--repeats",
+        "2",
+        "--steps",
+        "20",
+        *script,
+    )
+    for layout in ("1x1", "1x2"):
+        (typed,) = runs_of(folder, "run", "--layout", layout, *script)[layout]
+        assert len(typed) == int(layout[-1]) and typed[0]["threads"]
+        assert [differences(repeat, typed) for repeat in measured[layout]] == [[], []]
+
+
+def test_every_rank_of_a_measured_task_is_as_under_run(folder: Path) -> None:
+    layout = ("--layout", "1x2", "--")
+    (typed,) = runs_of(folder, "run", *TASK, "steps=3", *layout)["1x2"]
+    precise = ("--precisions", "fp32", "--repeats", "2", "--steps", "3")
+    measured = runs_of(folder, "bench", "precision", *TASK, *precise, *layout)["1x2"]
+    assert [differences(repeat, typed) for repeat in measured] == [[], []]
+    fed = ("--workers", "0", "--seconds", "0.1", "--repeats", "1")
+    (fed_ranks,) = runs_of(folder, "bench", "data", *TASK, *fed, *layout)["1x2"]
+    assert not differences(fed_ranks, typed)

@@ -1,0 +1,176 @@
+"""What ranks print, on the user's screen and in their logs: bars, several ranks, attempts."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from allranks.errors import AllranksError
+from allranks.launch import logs
+from allranks.launch.echo import MOST_KEPT, Echo, read_ranks
+from allranks.launch.logs import Together
+from allranks.launch.terminal import ScreenLines
+from allranks.rundir import RunDir
+
+# What was drawn, and the lines that a terminal shows in the end.
+DRAWN = {
+    "plain text": ("one\ntwo\r\n\nthree", ["one", "two", "", "three"]),
+    "a bar": ("\r 0%|  |\r50%|# |\r100%|##|\nbye\n", ["100%|##|", "bye"]),
+    "a shorter state over a longer one": ("loading...\rdone\n", ["doneing..."]),
+    "erased first": ("loading...\r\x1b[Kdone\n", ["done"]),
+    "erased whole": ("loading...\x1b[2K\rdone\n", ["done"]),
+    "colours and titles": ("\x1b]0;title\x07\x1b[1;31mred\x1b[0m\n", ["red"]),
+    "backspaces": ("spin |\b/\b-\n", ["spin -"]),
+    "two bars": (
+        "\router 0%\n\rinner 0%\x1b[A\n\rinner 50%\x1b[A\n\rinner 99%\x1b[A\router 50%\n\n",
+        ["outer 50%", "inner 99%"],
+    ),
+    "lines above a bar": (
+        "bar 0%\n\x1b[1A\x1b[2Kfirst\nbar 50%\n\x1b[1A\x1b[2Ksecond\nbar 100%\n",
+        ["first", "second", "bar 100%"],
+    ),
+    "a cleared rest": ("a\nb\nc\x1b[2A\r\x1b[Jdone\n", ["done"]),
+    "moved right and to a column": ("a\x1b[2Cb\x1b[1Gx\n", ["x  b"]),
+    "wide letters": ("caf\u00e9 \u2588\u2588\n", ["caf\u00e9 \u2588\u2588"]),
+}
+
+
+def lines_of(drawn: bytes, cuts: Sequence[int] = ()) -> list[str]:
+    screen = ScreenLines()
+    places = [0, *sorted(cuts), len(drawn)]
+    pieces = [drawn[a:b] for a, b in itertools.pairwise(places)]
+    return [*(line for piece in pieces for line in screen.feed(piece)), *screen.finish()]
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_a_log_has_the_lines_that_a_terminal_would_show(case: str) -> None:
+    text, expected = DRAWN[case]
+    drawn = text.encode()
+    whole = lines_of(drawn)
+    assert [line.rstrip() for line in whole] == expected
+    chance = random.Random(0)
+    for _ in range(20):  # wherever the pieces that are read end, but for lines given away too early
+        found = lines_of(drawn, [chance.randrange(len(drawn) + 1) for _ in range(3)])
+        assert [line for line in found if line in whole] == whole
+        assert len(found) <= len(whole) + 2
+
+
+def test_a_thousand_states_of_a_bar_are_one_line_of_a_log() -> None:
+    screen = ScreenLines()
+    for percent in range(1000):
+        assert screen.feed(f"\r{percent}|####|\x1b[K".encode()) == []
+    assert screen.feed(b"\n") == ["999|####|"]
+    assert screen.column == 0
+
+
+# --- Several ranks --------------------------------------------------------------------------------
+
+
+def test_what_all_ranks_print_alike_is_shown_once() -> None:
+    together = Together(3)
+    for rank in range(3):
+        together.add(rank, "warning: slow")
+        together.add(rank, f"I am {rank}")
+        together.add(rank, "warning: slow")  # a second time, by all of them again
+    assert list(together.ready(wait=False)) == [
+        *("[0-2] warning: slow", "[0] I am 0", "[0-2] warning: slow", "[1] I am 1", "[2] I am 2")
+    ]
+
+
+def test_a_line_waits_a_moment_for_the_ranks_that_may_print_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = Together(2)
+    together.add(0, "first")
+    together.add(0, "second")
+    together.add(1, "second")
+    assert list(together.ready()) == []
+    together.add(1, "first")
+    assert list(together.ready()) == ["[0-1] first", "[0-1] second"]
+    together.add(1, "alone")
+    monkeypatch.setattr(logs, "ALIKE_SECONDS", 0.0)
+    assert list(together.ready()) == ["[1] alone"]
+
+
+def test_lines_of_the_job_are_nobody_elses() -> None:
+    together = Together(1)
+    together.add("job", "starting")
+    together.add(0, "starting")
+    assert list(together.ready()) == ["[job] starting", "[0] starting"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [(None, None), ("all", [4, 5, 6, 7]), ("5", [5]), ("7,4,7", [4, 7])]
+)
+def test_ranks_to_show_are_read(text: str | None, ranks: list[int] | None) -> None:
+    assert read_ranks(text, range(4, 8)) == ranks
+
+
+@pytest.mark.parametrize("text", ["3", "8", "-1", "4,", "some", ""])
+def test_ranks_that_are_not_here_cannot_be_shown(text: str) -> None:
+    with pytest.raises(AllranksError, match="are 4 to 7"):
+        read_ranks(text, range(4, 8))
+
+
+# --- Attempts -------------------------------------------------------------------------------------
+
+
+class Shown:
+    """An echo into a string, and the logs that it reads."""
+
+    def __init__(self, folder: Path, show: Sequence[int] | None = None) -> None:
+        self.run, self.text = RunDir(folder), io.StringIO()
+        console = Console(file=self.text, width=80)
+        self.echo = Echo(
+            console,
+            0,
+            show,
+            has_bar=False,
+            write=lambda text: print(text, end="", file=self.text),
+            without=bytes,
+        )
+
+    def attempt(self, number: int, *texts: str) -> str:
+        """What an attempt that prints this shows, whole or bit by bit."""
+        before = len(self.text.getvalue())
+        self.echo.begin(self.run, number)
+        for text in texts:
+            for rank in range(2):
+                self.run.log(number, rank).parent.mkdir(parents=True, exist_ok=True)
+                with self.run.log(number, rank).open("a") as file:
+                    file.write(text)
+            self.echo.look()
+        self.echo.finish()
+        return self.text.getvalue()[before:]
+
+
+def test_lines_that_an_attempt_begins_with_like_the_last_one_are_shown_once(tmp_path: Path) -> None:
+    shown = Shown(tmp_path)
+    assert shown.attempt(0, "warning\nepoch 1\n", "loss 2.0\n") == "warning\nepoch 1\nloss 2.0\n"
+    again = shown.attempt(1, "warn", "ing\nepoch 1\nlo", "ss 3.0\nloss 2.0\n")
+    assert again == "[2 lines as in the attempt before]\nloss 3.0\nloss 2.0\n"
+    same = shown.attempt(2, "warning\nepoch 1\nloss 3.0\n")
+    assert same == "[3 lines as in the attempt before]\n"
+    assert shown.attempt(3, "other\nepoch 1\n") == "other\nepoch 1\n"
+
+
+def test_a_bar_keeps_its_returns_and_its_last_line_is_ended(tmp_path: Path) -> None:
+    assert Shown(tmp_path).attempt(0, "\r10%", "\r20%") == "\r10%\r20%\n"
+
+
+def test_several_ranks_are_shown_by_line(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, show=[0, 1])
+    assert shown.attempt(0, "one\ntw", "o\nend") == "[0-1] one\n[0-1] two\n[0-1] end\n"
+
+
+def test_a_long_attempt_is_shown_whole(tmp_path: Path) -> None:
+    text = "".join(f"{number}\n" for number in range(2 * MOST_KEPT))
+    shown = Shown(tmp_path)
+    assert shown.attempt(0, text) == text
+    assert shown.attempt(1, text).startswith(f"[{MOST_KEPT} lines as in the attempt before]\n")
