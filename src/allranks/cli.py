@@ -116,16 +116,8 @@ def run(
 
     if idle_timeout is not None:
         overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
-    request = typed_request(
-        job,
-        overrides,
-        layout=layout,
-        resume=resume,
-        force=force,
-        here=here,
-        leads=not node_rank,
-        runs=runs,
-    )
+    asked: dict[str, Any] = {"layout": layout, "resume": resume, "force": force, "here": here}
+    request = typed_request(job, overrides, leads=not node_rank, runs=runs, **asked)
     place = Place(
         node_rank=node_rank,
         master=master,
