@@ -23,6 +23,7 @@ from allranks.cli_words import (
     AsJson,
     Debug,
     Force,
+    Here,
     JobFile,
     LayoutText,
     Overrides,
@@ -30,7 +31,7 @@ from allranks.cli_words import (
     Resume,
     Runs,
     app,
-    keep_user_command,
+    keep_typed,
     people_console,
     typed_request,
 )
@@ -97,6 +98,7 @@ def run(
     max_restarts: MaxRestarts = None,
     idle_timeout: IdleTimeout = None,
     oversubscribe: Oversubscribe = False,
+    here: Here = False,
     profile: ProfileSteps = None,
     show: Show = None,
     as_json: AsJson = False,
@@ -114,9 +116,8 @@ def run(
 
     if idle_timeout is not None:
         overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
-    request = typed_request(
-        job, overrides, layout=layout, resume=resume, force=force, leads=not node_rank, runs=runs
-    )
+    asked: dict[str, Any] = {"layout": layout, "resume": resume, "force": force, "here": here}
+    request = typed_request(job, overrides, leads=not node_rank, runs=runs, **asked)
     place = Place(
         node_rank=node_rank,
         master=master,
@@ -124,9 +125,9 @@ def run(
         oversubscribe=oversubscribe,
     )
     prepared = prepare(request)
-    first, here = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
+    first, num_ranks = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
     console = people_console(as_json)
-    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + here)))
+    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
     ask_for_profile(prepared, profile)
     with listening() as signals:  # what comes once the ranks have ended changes nothing
         outcome = run_here(prepared, place, screen, signals)
@@ -171,10 +172,11 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 def main() -> NoReturn:
     """The console script, and `python -m allranks`."""
     arguments = sys.argv[1:]
+    command = None
     if "--" in arguments:
         cut = arguments.index("--")
-        keep_user_command(arguments[cut + 1 :])
-        arguments = arguments[:cut]
+        arguments, command = arguments[:cut], arguments[cut + 1 :]
+    keep_typed(arguments, command)
     as_json = "--json" in arguments
     try:
         # On its own typer prints what is wrong with the arguments, for people, and exits.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +12,7 @@ import typer
 from allranks.cli_words import (
     AsJson,
     Debug,
+    Here,
     JobFile,
     Overrides,
     OwnPrice,
@@ -51,6 +53,7 @@ def scaling(
         bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
     ] = False,
     backend: Backend = "local",
+    here: Here = False,
     price: OwnPrice = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -67,7 +70,8 @@ def scaling(
         from allranks.launch.prepare import prepare
 
         typed = [*(overrides or []), *wanted.overrides]
-        prepared = prepare(typed_request(job, typed, layout=str(wanted.layout), runs=runs))
+        layout = str(wanted.layout)
+        prepared = prepare(typed_request(job, typed, layout=layout, here=here, runs=runs))
         prepared.bench = plan.bench
         return prepared
 
@@ -129,8 +133,11 @@ def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
     from allranks.launch.checks import check_measurable
+    from allranks.launch.held_nodes import check_allocation
     from allranks.processes import listening
 
+    for one in prepared:
+        check_allocation(one.layout, one.request, os.environ)
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)
@@ -225,7 +232,10 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     broken = failure(run)
     problem = None
     if broken is not None:
-        problem = f"{failure_in_words(broken)}: see {broken['log']}"
+        error = broken.get("error", {})
+        fix = error.get("fix") or f"see {broken['log']}"
+        problem = f"{failure_in_words(broken)}: {fix}"
+        measured = None if error.get("own_ranks") else measured  # of who knows how many trainings
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None

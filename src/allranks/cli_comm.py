@@ -98,7 +98,8 @@ def prepare_comm(
     # A measurement that was cut short is no use later: it is not sent again by itself.
     # Ranks that only communicate make no steps to be recorded.
     settings = ["name=comm", "slurm.requeue=false", "env.ALLRANKS_PROBE='off'", *(overrides or [])]
-    request = Request(overrides=settings, command=command, layout=layout, runs=runs)
+    typed = ["bench", "comm"]
+    request = Request(overrides=settings, command=command, typed=typed, layout=layout, runs=runs)
     prepared = prepare(request)
     prepared.bench = {"kind": COMM}
     if prepared.layout.ranks == 1:

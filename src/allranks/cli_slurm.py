@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     from allranks.launch.cluster.ladder import Ladder
     from allranks.launch.cluster.sbatch import Racer
     from allranks.launch.cluster.submit import Submitted
+    from allranks.rundir import RunDir
 
 Race = Annotated[
     str | None,
     typer.Option(metavar="LAYOUTS", help="Layouts, such as 1x4,4x1@a40: the first to start wins."),
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Until it has ended; the exit code is the run's.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
@@ -73,6 +77,7 @@ def submit(
         float, typer.Option(min=0.0, max=1.0, help="Of --ladder: what a layout must reach.")
     ] = 0.85,
     steps: Annotated[int, typer.Option(min=1, help="Of --ladder: steps to measure.")] = 200,
+    wait: Wait = False,
     dry_run: DryRun = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -90,7 +95,7 @@ def submit(
     if dry_run:
         show_draft(sending.draft(prepared, racers), as_json=as_json)
         return
-    show_submitted(sending.submit(prepared, racers, climb), as_json=as_json)
+    show_submitted(sending.submit(prepared, racers, climb), as_json=as_json, wait=wait)
 
 
 def read_ladder(
@@ -149,6 +154,7 @@ def resume(
     layout: LayoutText = None,
     race: Race = None,
     force: Force = False,
+    wait: Wait = False,
     dry_run: DryRun = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -164,7 +170,7 @@ def resume(
     if dry_run:
         show_draft(sending.draft(prepared, racers), as_json=as_json)
         return
-    show_submitted(move.resume(prepared, racers), as_json=as_json)
+    show_submitted(move.resume(prepared, racers), as_json=as_json, wait=wait)
 
 
 @app.command(name="ls")
@@ -207,15 +213,17 @@ def logs(
     from allranks.events import to_json
     from allranks.failures import failure, failure_in_words
     from allranks.launch.logs import show
+    from allranks.launch.waiting import EXIT_CODES, in_words
     from allranks.rundir import find_run
 
     found = find_run(runs, run)
     lines: list[str] = []
 
     told: list[str] = []
+    now: dict[str, Any] = {"state": "running"}
 
     def has_ended() -> bool:
-        now = standing.describe(found, standing.look_at_queue([found]))
+        now.update(standing.describe(found, standing.look_at_queue([found])))
         waits = f"{found.name} waits: {now['reason'] or 'not started yet'}"
         if now["state"] == "queued" and told[-1:] != [waits]:
             told.append(waits)
@@ -243,6 +251,10 @@ def logs(
         print(failure_in_words(failed), file=sys.stderr)
     if is_interrupted:
         raise typer.Exit(130)
+    if follow:
+        if now["state"] != "finished":
+            print(f"{found.name} {in_words(now)}", file=sys.stderr)
+        raise typer.Exit(EXIT_CODES[now["state"]])
 
 
 @app.command()
@@ -282,20 +294,57 @@ def stop(
         print("no run waits or runs")
 
 
-def show_submitted(done: Submitted, *, as_json: bool) -> None:
+def show_submitted(done: Submitted, *, as_json: bool, wait: bool = False) -> None:
+    """What was sent, and where to look; `wait`: and what came of it."""
     from allranks.events import to_json
 
     for remark in done.remarks:
         print(f"note: {remark}", file=sys.stderr)
-    if as_json:
+    if as_json and not wait:
         jobs = {"run": done.run.name, "run_dir": str(done.run.path), "jobs": done.jobs}
         print(to_json(jobs))
         return
-    if not done.jobs:
-        return
-    print(f"run  {done.run.name}")
-    print(f"job  {', '.join(done.jobs)}")
-    print(f"see  allranks ls {done.run.name}   allranks logs {done.run.name} -f")
+    if done.jobs and not as_json:
+        print(f"run  {done.run.name}")
+        print(f"job  {', '.join(done.jobs)}")
+        print(f"see  allranks ls {done.run.name}   allranks logs {done.run.name} -f")
+    if wait:
+        wait_and_tell(done.run, as_json=as_json)
+
+
+def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
+    """Wait for the end of a run, and exit with its code."""
+    import time
+
+    from allranks.events import to_json
+    from allranks.launch.screen import Screen
+    from allranks.launch.waiting import EXIT_CODES, wait_for_end, why_failed
+    from allranks.results import result
+
+    def say(text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr if as_json else None)
+        (sys.stderr if as_json else sys.stdout).flush()
+
+    try:
+        now = wait_for_end(run, say)
+    except KeyboardInterrupt:
+        print(
+            f"no longer waiting: run {run.name} goes on. Stop it: allranks stop {run.reference}; "
+            f"wait again: allranks logs {run.reference} -f",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130) from None
+    found = {**result(run, now["state"]), "jobs": run.info().get("jobs", [])}
+    found["reason"] = now["reason"]
+    if now["state"] == "failed":
+        error = why_failed(run, now)
+        found["error"] = {"what": error.what, "fix": error.fix}
+        print(f"error: {error.what}\n  fix: {error.fix}", file=sys.stderr)
+    elif not as_json:
+        Screen(people_console(False)).summary(found)
+    if as_json:
+        print(to_json(found))
+    raise typer.Exit(EXIT_CODES[now["state"]])
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:

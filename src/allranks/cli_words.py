@@ -20,8 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What stands after a lone `--`: click would mix it with the other arguments.
+# What stands after a lone `--`: click would mix it with the other arguments. And before it.
 _user_command: list[list[str]] = []
+_typed: list[str] = []
 
 JobFile = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
@@ -38,6 +39,10 @@ Oversubscribe = Annotated[
     bool,
     typer.Option("--oversubscribe", help="Let ranks share GPUs, or crowd CPU cores, for testing."),
 ]
+Here = Annotated[
+    bool,
+    typer.Option("--here", help="In a SLURM allocation: play all nodes on this machine."),
+]
 Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
 OwnPrice = Annotated[
     list[str] | None,
@@ -47,8 +52,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on st
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def keep_user_command(words: list[str]) -> None:
-    _user_command[:] = [words]
+def keep_typed(words: list[str], command: list[str] | None) -> None:
+    """What was typed: before a lone `--`, and after it, if there was one."""
+    _typed[:] = words
+    _user_command[:] = [] if command is None else [command]
 
 
 def user_command() -> list[str] | None:
@@ -76,7 +83,8 @@ def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> 
     from allranks.launch.prepare import Request
 
     file, pairs = split_job(job, overrides or [])
-    return Request(job_file=file, overrides=pairs, command=user_command(), **rest)
+    command = user_command()
+    return Request(job_file=file, overrides=pairs, command=command, typed=[*_typed], **rest)
 
 
 def people_console(as_json: bool) -> Console:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -29,24 +30,36 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 class Signals:
-    """Stop signals that this process gets, kept until the ranks can be told."""
+    """Stop signals that this process gets, kept until the ranks can be told.
 
-    def __init__(self) -> None:
+    `delay`: seconds before they are passed on, where the ranks get them on another way too. One
+    that comes while a rank is on its way out would kill it.
+    """
+
+    def __init__(self, delay: float = 0.0) -> None:
         self.received: list[signal.Signals] = []
+        self._delay = delay
+        self._last = 0.0
 
     @property
     def at_once(self) -> bool:
         """A second signal, a Ctrl-C: the user does not want to wait."""
         return signal.SIGINT in self.received[1:]
 
+    @property
+    def is_due(self) -> bool:
+        """Whether they are to be passed on now."""
+        return time.monotonic() >= self._last + self._delay
+
     def note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+        self._last = time.monotonic()
 
 
 @contextmanager
-def listening() -> Iterator[Signals]:
+def listening(delay: float = 0.0) -> Iterator[Signals]:
     """Stop signals are noted here, and do again what they did before when this is over."""
-    signals = Signals()
+    signals = Signals(delay)
     before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
     try:
         yield signals

@@ -21,6 +21,8 @@ from allranks.events import read_events, read_last_events
 
 State = Literal["queued", "running", "finished", "failed", "stopped"]
 
+TWICE = "twice.json"  # left by a second process that would record a rank
+
 NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}")
 
 
@@ -70,6 +72,9 @@ class RunDir:
 
     def events(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"rank-{rank}.jsonl"
+
+    def twice(self, attempt: int) -> Path:
+        return self.attempt(attempt) / TWICE
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""

@@ -100,7 +100,7 @@ def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]
     found: dict[int, tuple[int, int]] = {}  # process -> its rank, its parent
     for folder in proc.glob("[0-9]*"):
         with suppress(OSError, ValueError, LookupError):
-            rank = _rank_of(folder / "environ", run.name, attempt)
+            rank = rank_of(folder / "environ", run.name, attempt)
             if rank is not None:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 found[int(folder.name)] = (rank, parent)
@@ -112,7 +112,8 @@ def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]
     return dict(sorted(firsts.items()))
 
 
-def _rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
+def rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
+    """The rank whose environment this is, or that has started the process whose it is."""
     text = environ.read_bytes()
     if b"ALLRANKS_RUN_DIR=" not in text:
         return None

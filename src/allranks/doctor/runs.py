@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, standing
+from allranks import claims, missing, standing
 from allranks.doctor import kernel, layouts, left, memory
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
@@ -17,10 +18,12 @@ from allranks.doctor.judge import judge, shown_path
 from allranks.doctor.kernel import Kernel
 from allranks.doctor.left import Starts, job_of
 from allranks.doctor.scan import Source
+from allranks.events import to_json
 from allranks.rundir import RunDir
 from allranks.slurm_reasons import waiting_reason
 
 SOFT = ("nan-loss", "loss-scale-underflow")
+MISSING = "missing-file"
 BY_USER = "stopped by its user"
 STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-cancelled")
 
@@ -44,8 +47,22 @@ def diagnose_run(run: RunDir) -> list[Finding]:
         return [*_soft_alone(facts), *about_data]
     curves = list(left.memory_curves(run, attempt))
     extra = memory.candidates(run, attempt, facts, curves, said)
-    found = judge(facts, load(), extra)
+    found = on_which_nodes(run, attempt, judge(facts, load(), extra))
     return [*(memory.explained(run, attempt, one, curves) for one in found), *about_data]
+
+
+def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Finding]:
+    """Of a file that was not found, which nodes have it, where the job has looked."""
+    seen = run.info().get("missing") or {}
+    if seen.get("attempt") != attempt:
+        return found
+    title, fix = missing.in_words(seen, is_task=bool(job_of(run).get("task")))
+    line = Evidence(shown_path(run.path / "run.json"), 0, f"missing: {to_json(seen)}")
+    name = Path(seen["path"]).name
+    same = [one for one in found if any(name in each.text for each in one.evidence)]
+    told = same[0] if same else Finding(MISSING, title, fix)
+    told = replace(told, cause=MISSING, title=title, fix=fix, confidence="high")
+    return [told.with_evidence(line), *(one for one in found if one not in same)]
 
 
 def read_attempt(run: RunDir, attempt: int, queue: standing.Queue) -> tuple[Facts, Kernel]:

@@ -18,9 +18,11 @@ from allranks.failures import describe_for_json, failure, failure_in_words, line
 from allranks.hardware import memory_kills
 from allranks.job import load_job
 from allranks.launch import checks, prepare
+from allranks.launch.held_nodes import check_allocation
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
+from allranks.launch.twice import TwiceWatch
 from allranks.processes import Signals, blocked_signals, listening
 from allranks.results import result
 from allranks.rundir import RunDir
@@ -85,6 +87,7 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
     if place.node_rank is None:
         if place.master is not None:
             raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
+        check_allocation(layout, prepared.request, os.environ)
         return layout.ranks
     if place.master is None and layout.nodes > 1:
         raise AllranksError(
@@ -127,6 +130,7 @@ class Launch:
             makes_steps=screen.makes_steps,
             has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
         )
+        self._twice = TwiceWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
@@ -237,6 +241,8 @@ class Launch:
         if self.signals.at_once:
             self.agent.kill()
             return
+        if not self.signals.is_due:
+            return
         for process in self.agent.processes():
             if (process, len(received)) in self._told:
                 continue
@@ -248,9 +254,9 @@ class Launch:
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
         # Who is told to stop may save for as long as it takes: it is not ended, but said to hang.
-        if self._stalled.look_beside(
-            self.agent.attempt, self.agent.processes(), may_end=not self._interrupted()
-        ):
+        attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
+        is_twice = bool(processes) and not stops and self._twice.look(attempt)
+        if is_twice or self._stalled.look_beside(attempt, processes, may_end=not stops):
             self.agent.never_restart()
             self.agent.kill()
         line = self._stalled.line()
@@ -267,9 +273,8 @@ class Launch:
             path = self.run.events(attempt, rank)
             try:
                 is_command = self.prepared.job.command is not None
-                end = self._stalled.end_of(rank) or end_of(
-                    code, is_command=is_command, stopped=self._interrupted()
-                )
+                end = self._twice.end(attempt) or self._stalled.end_of(rank)
+                end = end or end_of(code, is_command=is_command, stopped=self._interrupted())
                 if code and kills > 0:
                     end["memory_kills"] = kills
                 append_event(path, "end", **end)
@@ -278,7 +283,10 @@ class Launch:
 
     def _outcome(self) -> Outcome:
         # The run is still held by this process: for everyone else it is running until we return.
-        outcome = result(self.run, state := self.run.ended_state())
+        state = self.run.ended_state()
+        if state == "failed" and self._interrupted() and failure(self.run) is None:
+            state = "stopped"  # ranks of other nodes have not said so yet
+        outcome = result(self.run, state)
         if state == "finished" and not self.signals.at_once:
             return Outcome(self.run, outcome, 0)
         if state == "stopped" or self.signals.at_once:

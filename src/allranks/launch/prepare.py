@@ -20,6 +20,7 @@ from allranks import __version__, claims, commits, hardware, stacks
 from allranks.errors import AllranksError
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
+from allranks.launch.launchers import find_launcher, spell, with_layout
 from allranks.layout import Layout
 from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint, write_atomically
 
@@ -33,9 +34,11 @@ class Request:
     job_file: Path | None = None
     overrides: Sequence[str] = ()
     command: Sequence[str] | None = None
+    typed: Sequence[str] = ()  # the words before that command, `allranks` left out
     layout: str | None = None
     resume: str | None = None
     force: bool = False
+    here: bool = False  # also where this is one of several nodes that SLURM gave us
     leads: bool = True  # False on nodes other than 0: the run is node 0's to hold
     runs: Path = Path("runs")
 
@@ -64,13 +67,16 @@ class Prepared:
 def prepare(request: Request) -> Prepared:
     """Check everything that can be checked before anything is written or started."""
     if request.resume is None:
-        return Prepared(request=request, job=_load(request), run=None)
+        job = _load(request)
+        refuse_launcher(job, request)
+        return Prepared(request=request, job=job, run=None)
     named = None if request.job_file is None else _load(request).name
     run = find_run(request.runs, request.resume, named)
     if request.leads and run.is_live():
         with run.held():  # says who holds it
             pass
     prepared = _next_attempt(request, run)
+    refuse_launcher(prepared.job, request)
     if prepared.job.command is None:
         _choose_checkpoint(prepared, run)
     elif not prepared.job.last:
@@ -79,6 +85,25 @@ def prepare(request: Request) -> Prepared:
             "the job does not say where that is (last: PATH)"
         )
     return prepared
+
+
+def refuse_launcher(job: Job, request: Request) -> None:
+    """Refuse a command that starts ranks itself: each rank of the layout would train for itself."""
+    meant = find_launcher(job.argv) if job.command is not None else None
+    if meant is None:
+        return
+    layout, command = meant.layout(job.layout), spell(meant.command)
+    also = "" if layout == job.layout else f" and layout: {layout}"
+    if request.command is not None:
+        fix = f"allranks {spell(with_layout(request.typed, layout))} -- {command}"
+    else:
+        file = request.job_file or "the job file"
+        fix = f"write command: {command}{also} in {file}"
+    raise AllranksError(
+        f"{meant.launcher} starts ranks, and so does allranks: each rank of layout {job.layout} "
+        "would start a whole training",
+        fix=fix,
+    )
 
 
 def _load(request: Request, earlier: Sequence[str] = ()) -> Job:

@@ -56,6 +56,7 @@ def main() -> None:
 def play_node(env: os._Environ[str]) -> None:
     """Where one launcher plays several nodes, give each rank the numbers of the node it plays."""
     rank, per_node = int(env["RANK"]), int(env["ALLRANKS_RANKS_PER_NODE"])
+    env["ALLRANKS_RANK"] = env["RANK"]  # also where a command numbers ranks anew
     env["LOCAL_RANK"] = str(rank % per_node)
     env["LOCAL_WORLD_SIZE"] = str(per_node)
     env["GROUP_RANK"] = str(rank // per_node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import sys
 import threading
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from allranks.events import EventLog, WhatIsLate, is_ready
+from allranks.probe.one_process import claim_rank
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
 from allranks.timeline import Timeline
 
@@ -152,14 +152,7 @@ class Recorder:
 
             self.rank = dist.get_rank()
         path = self.folder / f"rank-{self.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._claim = path.open("ab")
-        try:
-            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"another process already records rank {self.rank}") from None
-        except OSError:
-            pass  # a disk without locks
+        self._claim = claim_rank(path, self.rank)
         # Not atexit: a rank that the script has started with multiprocessing never comes to it.
         Finalize(None, self.flush, exitpriority=0)
         self._log = EventLog(path, self._lines)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from allranks import claims, slurm
+from allranks import claims, missing, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
@@ -22,6 +22,7 @@ from allranks.launch.cluster.inside import (
     while_silent,
     why_it_ends,
 )
+from allranks.launch.cluster.missing_files import look_for_missing
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.rundir import RunDir, State
@@ -105,15 +106,18 @@ class Held:
                 failed = failure(self.run) if state == "failed" else None
                 why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
                 give_up(self.run, "; ".join(why), state)
+                say(f"{stop['why']}: go on with {self.run.resume_command}")
             return 0
         of_job, slurms = self._state()
         is_over = of_job not in ("RUNNING", "UNKNOWN")
         if is_over and slurms != "TimeLimit":
             return 0  # SLURM is ending this job itself, and knows what comes next
         if state != "stopped":
+            self._look_for_missing(max(self.run.attempts()))
             return 1
         if not has_begun and code != 0 and self._tries(prepared) > 1:
             give_up(self.run, f"srun could not start the ranks, twice: {self.last_words()}")
+            self._look_for_missing(prepared.attempt)
             return 1
         saved = not has_begun or has_saved(self.run, prepared, since=self.claim.time)
         if self.job.slurm.requeue and saved:
@@ -143,6 +147,18 @@ class Held:
         if failed is not None:
             print("\n".join([f"error: {failure_in_words(failed)}", *lines_of(failed)]), flush=True)
         return state, stalled
+
+    def _look_for_missing(self, attempt: int) -> None:
+        """Where a rank did not find a file: which nodes have it is the reason of the end."""
+        found = look_for_missing(self.run, attempt, self.place, self.said)
+        if found is None:
+            return
+        what, fix = missing.in_words(found, is_task=self.job.command is None)
+        say(f"error: {what}\n  fix: {fix}")
+        failed = failure(self.run)
+        rank = f"rank {failed['rank']} did not find a file: " if failed is not None else ""
+        give_up(self.run, f"{rank}{what}")
+        self.run.update_info(lambda info: info.update(missing=found))
 
     def _tries(self, prepared: Prepared) -> int:
         """How often this attempt was opened: more than once if no rank has ever begun it."""

@@ -28,11 +28,14 @@ from allranks.launch.cluster import network
 from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
+from allranks.launch.twice import TwiceWatch
+from allranks.launch.waiting import wait_for_ranks
 from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
+PASS_ON_SECONDS = 2.0  # srun signals the ranks too: for those that it has missed
 
 
 def main() -> int:
@@ -93,11 +96,13 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
     if node_rank:
         screen.mute()
     with ExitStack() as held:
-        signals = held.enter_context(listening())
+        signals = held.enter_context(listening(PASS_ON_SECONDS))
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
         outcome = launch.run_to_end()
+        if signals.received and node_rank == 0:
+            wait_for_ranks(launch.run, launch.agent.attempt, prepared.layout.ranks)
     if outcome.error is None:
-        screen.summary(outcome.result, can_go_on=outcome.can_go_on)
+        screen.summary(outcome.result, can_go_on=False)  # the job says what comes next
     elif node_rank == 0:
         print(outcome.error.shown, flush=True)
     return 0 if outcome.exit_code in (0, 75) or signals.received else outcome.exit_code
@@ -126,10 +131,15 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     words += prepare.fill_command(prepared, run, prepared.attempt)
     stopped = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        stopped.append(number)
+    def send(number: int) -> None:
         with suppress(ProcessLookupError):
             process.send_signal(number)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        later = threading.Timer(PASS_ON_SECONDS, send, (number,))
+        later.daemon = True
+        later.start()
 
     # Blocked until both are ready: the rank unblocks them itself, in rank_env.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -138,9 +148,10 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     code = process.wait()
-    end = end_of(code, is_command=True, stopped=bool(stopped))
+    twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
+    end = twice or end_of(code, is_command=True, stopped=bool(stopped))
     append_event(run.events(prepared.attempt, rank), "end", **end)
-    return 0 if stopped else code if code >= 0 else 128 - code
+    return 1 if twice else 0 if stopped else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

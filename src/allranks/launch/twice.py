@@ -1,0 +1,85 @@
+"""Ranks that two processes record: the command starts ranks itself, and the run ends for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from allranks.job import Job
+from allranks.launch.launchers import launcher_in_script
+from allranks.rundir import RunDir
+from allranks.stacks import PROC, rank_of
+
+LOOK_SECONDS = 1.0
+
+
+class TwiceWatch:
+    """Looks for the word that a probe leaves when it finds its rank recorded by another process."""
+
+    def __init__(self, run: RunDir, job: Job) -> None:
+        self.run = run
+        self.job = job
+        self._next_look = 0.0
+
+    def look(self, attempt: int) -> bool:
+        """Whether the ranks are to be ended now; then all that they have started is ended here."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        if self._found(attempt) is None:
+            return False
+        kill_all(self.run, attempt)
+        return True
+
+    def end(self, attempt: int) -> dict[str, Any] | None:
+        """The end event of every rank of such an attempt; None if there is nothing wrong."""
+        found = self._found(attempt)
+        if found is not None:
+            what = f"two processes recorded rank {found['rank']}"
+            return end_of_own_ranks(what, self.job)
+        layout = self.job.layout
+        foreign = [rank for rank in self.run.ranks(attempt) if rank >= layout.ranks]
+        if not foreign:
+            return None
+        what = f"rank {foreign[0]} was recorded, which layout {layout} does not have"
+        return end_of_own_ranks(what, self.job)
+
+    def _found(self, attempt: int) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads(self.run.twice(attempt).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found
+
+
+def end_of_own_ranks(seen: str, job: Job) -> dict[str, Any]:
+    """How a rank ends where the command has started ranks itself."""
+    inside = launcher_in_script(job.argv) if job.command is not None else None
+    who = "the command starts ranks itself, beside those of allranks"
+    fix = (
+        "have allranks alone start the ranks: no torchrun, mpirun or mp.spawn in what it runs. "
+        "Is a second training meant? Start that one with ALLRANKS_PROBE=off in its environment"
+    )
+    if inside is not None:
+        where, meant = inside
+        who = f"the command starts ranks itself ({meant.launcher} in {where})"
+        fix = (
+            f"write {' '.join(meant.command)} in {where} in place of {meant.launcher}, "
+            f"and start it with --layout {meant.layout(job.layout)}"
+        )
+    error = {"what": f"{seen}: {who}", "fix": fix, "own_ranks": True}
+    return {"state": "failed", "exit": 1, "error": error}
+
+
+def kill_all(run: RunDir, attempt: int, proc: Path = PROC) -> None:
+    """End every process of an attempt on this machine: a launcher's own ranks outlive it."""
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError, ValueError, LookupError):
+            if rank_of(folder / "environ", run.name, attempt) is not None:
+                os.kill(int(folder.name), signal.SIGKILL)

@@ -1,0 +1,82 @@
+"""Waiting for a run wherever it is: over requeues and moves, a line whenever something changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from allranks import claims, missing, standing
+from allranks.errors import AllranksError
+from allranks.rundir import RunDir
+
+FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to SLURM
+OTHERS_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
+EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 75}
+
+
+def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
+    """The run as `allranks ls --json` shows it, once it neither waits nor runs."""
+    told, pause = "", FIRST_PAUSE
+    had_ended = False
+    while True:
+        now = standing.describe(run, standing.look_at_queue([run]))
+        now["attempt"] = attempt_of_job(run)
+        words = in_words(now)
+        is_over = now["state"] in EXIT_CODES
+        if not told.startswith(words) and (not is_over or had_ended):
+            say(words)
+            told, pause = words, FIRST_PAUSE
+        if is_over and had_ended:
+            return now
+        # Asked once more before it is believed: a job may be leaving the queue for the next one.
+        had_ended = is_over
+        time.sleep(FIRST_PAUSE if had_ended else pause)
+        pause = min(LAST_PAUSE, 1.3 * pause)
+
+
+def attempt_of_job(run: RunDir) -> int | None:
+    """The attempt that the job which holds a run has begun; None while it checks its nodes."""
+    holder = claims.newest(run.claims)
+    opened = run.info().get("attempts", [])[-1:]
+    begun = [one["attempt"] for one in opened if holder is None or one["started"] >= holder.time]
+    return int(begun[0]) if begun else None
+
+
+def wait_for_ranks(run: RunDir, attempt: int, num_ranks: int) -> None:
+    """Until all ranks of an attempt that was told to stop have ended, those of other nodes too.
+
+    The first node's launcher is where the others meet: their logs would fill with its absence.
+    """
+    deadline = time.monotonic() + OTHERS_SECONDS
+    left = set(range(num_ranks))
+    while left and time.monotonic() < deadline:
+        left = {rank for rank in left if run.end(attempt, rank) is None}
+        time.sleep(0.2 if left else 0)
+
+
+def in_words(now: Mapping[str, Any]) -> str:
+    """How a run stands, in a line that is new only where something has changed."""
+    state, reason = now["state"], now["reason"]
+    if state == "queued":
+        jobs = f" as job {', '.join(now['jobs'])}" if now["jobs"] else ""
+        return f"queued{jobs}{f': {reason}' if reason else ''}"
+    if state == "running":
+        begun = now["attempt"] is not None
+        nodes = f" on {', '.join(now['nodes'])}" if now["nodes"] else ""
+        also = f"; {reason}" if reason else ""
+        named = f"layout {now['layout']}, job {now['job']}"
+        if not begun:
+            return f"starting{nodes} ({named}){also}"
+        return f"running{nodes} ({named}, attempt {now['attempt']}){also}"
+    return f"{state}{f': {reason}' if reason else ''}"
+
+
+def why_failed(run: RunDir, now: Mapping[str, Any]) -> AllranksError:
+    """The error with which a command ends that has waited for a run that failed."""
+    name, seen = run.reference, run.info().get("missing") or {}
+    fix = f"allranks doctor {name} tells why; allranks logs {name} shows what it said"
+    if seen.get("attempt") == max(run.attempts(), default=0):
+        _, fix = missing.in_words(seen)
+    what = f"run {run.name} failed{': ' + now['reason'] if now['reason'] else ''}"
+    return AllranksError(what, fix=fix, exit_code=EXIT_CODES["failed"])

@@ -1,0 +1,58 @@
+"""A rank is recorded by one process. A second one means that two trainings run as one."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from allranks.events import append_event, read_events, to_json
+from allranks.rundir import TWICE, write_atomically
+
+STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever it started then
+EARLY_EVENTS = 200
+MOST_PARENTS = 100
+
+
+def claim_rank(path: Path, rank: int) -> IO[bytes]:
+    """The file of a rank, held open: its lock keeps other processes out.
+
+    Raises RuntimeError if another process has recorded the rank. Unless that one has started this
+    one, say for an evaluation that trains something small, the launcher ends the run then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    own = {"pid": os.getpid(), "host": socket.gethostname(), "of": os.environ.get(STARTED_AS)}
+    is_free = True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_free = False
+    except OSError:
+        pass  # a disk without locks
+    if is_free:
+        append_event(path, "recorder", **own)
+    events = itertools.islice(read_events(path), EARLY_EVENTS)
+    before = [event for event in events if event["event"] == "recorder"]
+    others = [one for one in before if (one["pid"], one["host"]) != (own["pid"], own["host"])]
+    # A script may train one thing after another, each in a process of its own.
+    if is_free and all(one["of"] == own["of"] for one in others):
+        return file
+    file.close()
+    if not any(one["host"] == own["host"] and one["pid"] in ancestors() for one in others):
+        write_atomically(path.parent / TWICE, to_json({"rank": rank, **own}))
+    raise RuntimeError(f"another process already records rank {rank}")
+
+
+def ancestors() -> list[int]:
+    """The processes that this one descends from, as far as this system shows them."""
+    found = [os.getppid()]
+    with suppress(OSError, ValueError, IndexError):
+        while found[-1] > 1 and len(found) < MOST_PARENTS:
+            stat = Path(f"/proc/{found[-1]}/stat").read_text()
+            found.append(int(stat.rpartition(")")[2].split()[1]))
+    return found

@@ -1,0 +1,145 @@
+"""A file that a rank did not find: which it was, and which nodes have it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.runs import on_which_nodes
+from allranks.events import append_event
+from allranks.launch.cluster import missing_files
+from allranks.launch.cluster.inside import Place
+from allranks.missing import found_on, in_words, missing_path
+from allranks.rundir import RunDir
+
+PLACE = Place(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/a b/x.pt'", "/a b/x.pt"),
+        ('[rank1]: FileNotFoundError: [Errno 2] No such file or directory: "it\'s"', "it's"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: b'/x'", "/x"),
+        ("python: can't open file '/w/train.py': [Errno 2] No such file or directory", None),
+        ("cannot run ./train: No such file or directory", "./train"),
+        ("stage: cannot read /data/x: No such file or directory", "/data/x"),
+        ("OSError: Unable to open file (unable to open file: name = 'x.h5', errno = 2, e", "x.h5"),
+        ("slurmstepd: error: execve(): /venv/python: No such file or directory", "/venv/python"),
+        ("bash: line 1: /opt/x/run.sh: No such file or directory", "/opt/x/run.sh"),
+        ("ValueError: no such data", None),
+        ("PermissionError: [Errno 13] Permission denied: '/x'", None),
+        ("", None),
+    ],
+)
+def test_the_path_that_is_missing(line: str, path: str | None) -> None:
+    if "train.py" in line:
+        path = "/w/train.py"
+    assert missing_path(["Traceback", line, ""]) == path
+
+
+def test_what_was_said_long_before_the_end_is_not_its_reason() -> None:
+    lines = ["FileNotFoundError: [Errno 2] No such file or directory: '/x'", *["step"] * 30]
+    assert missing_path(lines) is None
+    assert missing_path(lines[:10]) == "/x"
+
+
+def test_words() -> None:
+    seen = found_on("/scratch/data.pt", {"node1": True, "node2": False, "node3": False}, 0)
+    assert seen is not None
+    what, fix = in_words(seen)
+    assert what == "/scratch/data.pt is on node1 but not on node2, node3"
+    assert "stage: [SHARED/data.pt]" in fix and "{stage}/data.pt" in fix
+    assert "data.stage: local" in in_words(seen, is_task=True)[1]
+    assert found_on("/x", {"node1": True, "node2": True}, 0) is None
+    none = found_on("/x", {"node1": False, "node2": False}, 0)
+    assert none is not None and in_words(none)[0] == "/x is on none of the nodes (node1, node2)"
+
+
+def failed_run(folder: Path, said: str, cwd: str = "/work") -> RunDir:
+    run = RunDir(folder)
+    run.attempt(0).mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"cwd": cwd}))
+    for rank in range(2):
+        append_event(run.events(0, rank), "start", rank=rank)
+        run.log(0, rank).write_text(said if rank else "RuntimeError: connection closed by peer\n")
+        append_event(run.events(0, rank), "end", state="failed", exit=1)
+    return run
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, printed: str) -> list[Sequence[str]]:
+    asked: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], **options: Any) -> Any:
+        asked.append(command)
+        return SimpleNamespace(stdout=printed)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+NOT_FOUND = "FileNotFoundError: [Errno 2] No such file or directory: 'data/x.pt'\n"
+
+
+def test_the_nodes_are_asked_for_a_path_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = failed_run(tmp_path, NOT_FOUND)
+    printed = "0 node1 /work\n0 node2 /work\n1 node2 /work/data/x.pt\n0 node1 /work/data/x.pt\n"
+    asked = answer(monkeypatch, "hello from the site's profile\n" + printed)
+    found = missing_files.look_for_missing(run, 0, PLACE, [])
+    assert found == {"attempt": 0, "path": "/work/data/x.pt", "on": ["node1"], "not_on": ["node2"]}
+    assert list(asked[0][-2:]) == ["/work", "/work/data/x.pt"]
+
+
+def test_a_working_folder_that_is_missing_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = failed_run(tmp_path, "python: can't open file '/tmp/a.py': [Errno 2] No such file")
+    answer(monkeypatch, "0 node1 /work\n1 node2 /work\n1 node1 /tmp/a.py\n1 node2 /tmp/a.py\n")
+    found = missing_files.look_for_missing(run, 0, PLACE, [])
+    assert found is not None and (found["path"], found["not_on"]) == ("/work", ["node2"])
+
+
+@pytest.mark.parametrize("printed", ["", "0 node1 /work\n1 node2 /work/data/x.pt\n", "x"])
+def test_nodes_that_do_not_answer_are_not_blamed(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = failed_run(tmp_path, NOT_FOUND)
+    answer(monkeypatch, printed)
+    assert missing_files.look_for_missing(run, 0, PLACE, []) is None
+
+
+def test_other_failures_ask_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(monkeypatch, "")
+    run = failed_run(tmp_path, "ValueError: no\n")
+    assert missing_files.look_for_missing(run, 0, PLACE, ["srun: error: exit code 1"]) is None
+    assert asked == []
+
+
+def test_errors_in_events_tell_it_too(tmp_path: Path) -> None:
+    run = failed_run(tmp_path, "something else\n")
+    what = "FileNotFoundError: [Errno 2] No such file or directory: '/x'"
+    append_event(run.events(0, 1), "end", state="failed", exit=1, error={"what": what, "fix": ""})
+    assert missing_files.path_of_failure(run, 0) == "/x"
+
+
+def test_the_doctor_names_the_nodes(tmp_path: Path) -> None:
+    run = failed_run(tmp_path, NOT_FOUND)
+    line = Evidence("rank-1.log", 1, NOT_FOUND)
+    found = [Finding("rank-raised", "Rank 1 raised", "mend it", 1, "node2", evidence=(line,))]
+    assert on_which_nodes(run, 0, found) == found
+    seen = found_on("/work/data/x.pt", {"node1": True, "node2": False}, 0)
+    run.update_info(lambda info: info.update(missing=seen))
+    (told,) = on_which_nodes(run, 0, found)
+    assert (told.cause, told.rank, told.node) == ("missing-file", 1, "node2")
+    assert told.title == "/work/data/x.pt is on node1 but not on node2"
+    assert "stage:" in told.fix and len(told.evidence) == 2
+    assert on_which_nodes(run, 1, found) == found  # of an earlier attempt

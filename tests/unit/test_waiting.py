@@ -1,0 +1,85 @@
+"""Waiting for a run: a line for every change, the end believed when it is seen twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks import standing
+from allranks.events import append_event
+from allranks.launch import waiting
+from allranks.rundir import RunDir
+
+
+def line(state: str, **more: Any) -> dict[str, Any]:
+    said = {"state": state, "reason": None, "jobs": ["7"], "job": "7", "layout": "2x1"}
+    return {**said, "nodes": [], "attempt": None, **more}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "run.json").write_text("{}")
+    return RunDir(tmp_path)
+
+
+def wait(run: RunDir, monkeypatch: pytest.MonkeyPatch, lines: Sequence[dict[str, Any]]) -> Any:
+    """What was said, and how it ended."""
+    coming = iter(lines)
+    said: list[str] = []
+    monkeypatch.setattr(standing, "look_at_queue", lambda runs: None)
+    monkeypatch.setattr(standing, "describe", lambda run, queue: next(coming))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return waiting.wait_for_end(run, said.append)["state"], said
+
+
+def test_changes_are_told_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = line("running", nodes=["node1", "node2"])
+    waits = line("queued", reason="next in line")
+    lines = [waits, waits, line("queued"), runs, runs, line("queued", reason="begin"), runs]
+    ended, said = wait(run, monkeypatch, [*lines, line("finished"), line("finished")])
+    assert ended == "finished"
+    starting = "starting on node1, node2 (layout 2x1, job 7)"
+    queued = ["queued as job 7: next in line", starting, "queued as job 7: begin", starting]
+    assert said == [*queued, "finished"]
+
+
+def test_an_end_that_was_none_is_not_told(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = line("failed", reason="rank 1 ended with code 1")
+    lines = [line("stopped"), line("queued"), line("failed"), line("running"), over, over]
+    ended, said = wait(run, monkeypatch, lines)
+    assert ended == "failed"
+    assert said[-1] == "failed: rank 1 ended with code 1" and "stopped" not in said
+
+
+def test_the_attempt_is_the_one_of_the_job(run: RunDir) -> None:
+    assert waiting.attempt_of_job(run) is None
+    opened = [{"attempt": 0, "started": 1.0}, {"attempt": 3, "started": 2.0}]
+    run.update_info(lambda info: info.update(attempts=opened))
+    assert waiting.attempt_of_job(run) == 3
+    told = waiting.in_words(line("running", attempt=3, reason="moves to 1x4"))
+    assert told == "running (layout 2x1, job 7, attempt 3); moves to 1x4"
+
+
+def test_all_ranks_are_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.attempt(0).mkdir(parents=True)
+    left = [1, 0]
+
+    def sleep(seconds: float) -> None:
+        if left:
+            append_event(run.events(0, left.pop()), "end", state="stopped", exit=0)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    waiting.wait_for_ranks(run, 0, 2)
+    assert all(run.end(0, rank) for rank in range(2))
+
+
+def test_the_fix_of_a_missing_file_is_told(run: RunDir) -> None:
+    assert "doctor" in waiting.why_failed(run, line("failed")).fix
+    seen = {"attempt": 0, "path": "/x/a.pt", "on": ["a"], "not_on": ["b"]}
+    run.update_info(lambda info: info.update(missing=seen))
+    run.attempt(0).mkdir(parents=True)
+    assert "stage: [SHARED/a.pt]" in waiting.why_failed(run, line("failed")).fix
