@@ -1,17 +1,17 @@
-"""From the command to the first optimizer step: at most 1.15x the hand-written way, here and on SLURM.
+"""Seconds to the first optimizer step: at most 1.15x the hand-written way, here and on SLURM.
 
-    python benchmarks/first_step.py                  # about 6 minutes; exit code 1 if it takes longer
-    python benchmarks/first_step.py --only here      # without SLURM: 2 minutes
+    python benchmarks/first_step.py               # about 6 minutes; exit code 1 if it takes longer
+    python benchmarks/first_step.py --only here   # without SLURM: 2 minutes
 
 Here, `allranks run --layout 1x2 -- python train.py` against `torchrun --nproc-per-node 2 train.py`.
-On SLURM, `allranks submit --layout 2x1 -- python train.py` against an sbatch file with `srun torchrun
---nnodes 2`, on the cluster at hand, or else on that of tests/slurm/cluster.sh (as root). The nodes
-must be free: time in the queue is counted, since both wait for the same scheduler.
+On SLURM, `allranks submit --layout 2x1 -- python train.py` against an sbatch file with `srun
+torchrun --nnodes 2`, on the cluster at hand, or else on that of tests/slurm/cluster.sh (as root).
+Its nodes must be free: both sides wait for the same scheduler.
 
-Both train the same script, in turns, each alone. It notes the time when Python has come to its first
-line, when torch is imported, when the process group stands and after its first optimizer step, and
-when the processes above it were started; the last rank counts. Times of files that the job leaves
-show the rest. Nothing is measured by allranks itself.
+Both train the same script, in turns, each alone. The script notes the time when Python has come to
+its first line, when torch is imported, when the process group stands and after its first optimizer
+step, and when its process and its launcher were started; the last rank counts. The rest is told by
+the times of files that a job leaves. Nothing is measured by allranks itself.
 """
 
 from __future__ import annotations
