@@ -81,9 +81,9 @@ PARTS = {
     "command": "command line, to sbatch",
     "job": "sbatch and scheduler, to the job's start",
     "claim": "allranks' first process, to its claim",
-    "opened": "the nodes checked (before), attempt opened",
     "launcher": "srun, to the launchers' start",
-    "rank": "launcher: torch, rendezvous, ranks started",
+    "opened": "launcher: torch, the nodes checked",
+    "rank": "launcher: (torch,) rendezvous, ranks started",
     "script": "rank: to the script's first line",
     "torch": "script: import torch",
     "group": "script: process group",
@@ -170,6 +170,7 @@ def wait_until_gone(turn: Turn, job: str) -> None:
     states = "PENDING,RUNNING,COMPLETING"
     while turn.run("squeue", "-h", "-t", states, "-j", job):
         time.sleep(0.2)
+    time.sleep(1)  # the scheduler rests, too
 
 
 def parts(marks: Marks) -> dict[str, float]:

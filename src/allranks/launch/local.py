@@ -22,7 +22,7 @@ from allranks.launch import checks, prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
-from allranks.processes import STOP_SIGNALS
+from allranks.processes import STOP_SIGNALS, quick_imports
 from allranks.results import failure, last_words, result
 from allranks.rundir import RunDir
 
@@ -147,7 +147,8 @@ class Launch:
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
         # Imports torch: from here on ranks really run on this machine.
-        from allranks.launch import agent, rendezvous
+        with quick_imports():
+            from allranks.launch import agent, rendezvous
 
         place, prepared = self.place, self.prepared
         node_rank = place.node_rank or 0

@@ -19,7 +19,7 @@ from typing import NoReturn
 from allranks.errors import AllranksError
 from allranks.launch.cluster import checks
 from allranks.launch.cluster.checks import Verdict
-from allranks.processes import die_with_parent
+from allranks.processes import die_with_parent, quick_imports
 
 # In the folder of the checks. Both are of the first node: no network disk shows them late there.
 ENDED = "ended"  # its launcher: the checks are over
@@ -90,7 +90,7 @@ def pass_gate(words: Sequence[str], *, node_rank: int, num_nodes: int) -> None:
 
 
 def _import_torch() -> None:
-    with suppress(Exception):  # the checks say so
+    with suppress(Exception), quick_imports():  # the checks say what is wrong
         from allranks.launch import agent  # noqa: F401
 
 
