@@ -184,7 +184,7 @@ class Allocation(Held):
     def _train_checked(self) -> tuple[Prepared, int] | None:
         """An attempt on nodes that this run has not used yet; None if another job takes over."""
         if has_launchers(self.job):
-            prepared, folder = self._prepare(), self._check_folder("launch")
+            prepared, folder = self._prepare(), self._check_folder(0)
             gate = Gate(
                 folder,
                 self.place.nodes,
@@ -283,7 +283,7 @@ class Allocation(Held):
     def _check_nodes(self, *, tries: int) -> checks.Verdict:
         """Run the checks on all nodes; again where something failed that is no node's fault."""
         for number in range(tries):
-            folder = self._check_folder(number)
+            folder = self._check_folder(1 + number)
             command = check_command(self.place, folder, *self._check_settings(1 + number))
             self.relay.run_step(command, seconds=PREFLIGHT_SECONDS + 15)
             verdict = checks.verdict(folder, self.place.nodes)
@@ -291,8 +291,8 @@ class Allocation(Held):
                 break
         return verdict
 
-    def _check_folder(self, name: str | int) -> Path:
-        folder = self.run.path / "preflight" / f"{self.claim.number}-{name}"
+    def _check_folder(self, number: int) -> Path:
+        folder = self.run.path / "preflight" / f"{self.claim.number}-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

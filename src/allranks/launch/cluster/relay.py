@@ -78,7 +78,7 @@ class Relay:
         reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
         reader.start()
         deadline = time.monotonic() + seconds
-        told, goes_on = False, judge()
+        told, goes_on = False, None
         self._watch_limit()
         while True:
             try:
@@ -86,9 +86,8 @@ class Relay:
                 break
             except subprocess.TimeoutExpired:
                 pass
-            if goes_on is None:
-                goes_on = judge()
-                deadline = deadline if goes_on is not False else 0.0
+            if goes_on is None and (goes_on := judge()) is False:
+                deadline = 0.0
             if attempt is not None and not told and self.must_stop() and self._listen(attempt):
                 told = True
                 # srun passes USR2 on to every task; of TERM and INT it has ideas of its own.
