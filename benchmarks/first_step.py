@@ -124,14 +124,14 @@ class Turn:
 def here_by_hand(turn: Turn) -> Marks:
     typed = time.time()
     turn.run(TORCHRUN, "--nproc-per-node", "2", str(turn.script), str(turn.marks))
-    return {"typed": typed, **turn.of_ranks()}
+    return {**turn.of_ranks(), "typed": typed, "launcher": typed}
 
 
 def here_by_allranks(turn: Turn) -> Marks:
     typed = time.time()
     words = [PYTHON, "-m", "allranks", "run", "--layout", "1x2", "--"]
     turn.run(*words, PYTHON, str(turn.script), str(turn.marks))
-    return {"typed": typed, **turn.of_ranks()}
+    return {**turn.of_ranks(), "typed": typed, "launcher": typed}
 
 
 def slurm_by_hand(turn: Turn) -> Marks:
@@ -205,7 +205,7 @@ def measure(
     both = [[parts(one) for one in side] for side in zip(*pairs, strict=True)]
     for name, words in PARTS.items():
         each = [[turn[name] for turn in side if name in turn] for side in both]
-        if any(each):
+        if any(map(any, each)):
             cells = [f"{statistics.median(cell):6.2f} s" if cell else "       -" for cell in each]
             print(f"  {words:44} {'  '.join(cells)}")
     print(f"  at most {LIMIT}x: {'yes' if ratio <= LIMIT else 'NO'}", flush=True)
