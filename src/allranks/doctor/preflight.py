@@ -162,7 +162,7 @@ def run(preflight: Preflight) -> bool:
     """All checks, side by side; whether their outcome was written or told to another node."""
     directory = Directory(preflight.folder)
     listener = Listener(preflight.node)
-    alone = [_thread(_check_disks, preflight), _thread(_check_gpus, preflight)]
+    alone = [_thread(_check_gpus, preflight), _thread(_check_disks, preflight)]
     threads = list(alone)
     if preflight.others:
         reach = _thread(_check_network, preflight, directory, listener.port)
@@ -251,6 +251,8 @@ def _meet(
         words = _slow_import(preflight.took["torch"])
         preflight.check("rendezvous", Finding, None, "not made", words)
         return
+    # Where torch was there already, GPUs take longer: whether they are well decides on NCCL.
+    before[0].join(max(0.0, preflight.start + preflight.seconds / 2 - time.monotonic()))
     found = preflight.check("rendezvous", _rendezvous, preflight, directory, port)
     if found.ok:
         preflight.check("allreduce", _all_reduce, preflight)

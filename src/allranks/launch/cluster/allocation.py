@@ -47,7 +47,7 @@ from allranks.rundir import RunDir
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
 PREFLIGHT_SECONDS = 25
-IMPORT_SECONDS = 90  # that launchers have to import torch, before they check their nodes
+IMPORT_SECONDS = 300  # that launchers have to import torch, before they check their nodes
 STEP_TRIES = 3  # srun fails at once where the controller is deaf
 
 
