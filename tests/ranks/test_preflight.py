@@ -26,6 +26,7 @@ from allranks.doctor.node import free_disk, gpu_health, visible_gpus, write_test
 from allranks.doctor.reach import Directory, Listener, reach_all
 from allranks.gpus import LocalGPU
 from allranks.launch.cluster.checks import verdict
+from allranks.launch.cluster.gate import ENDED, OPEN
 from allranks.processes import die_with_parent
 
 pytestmark = pytest.mark.ranks
@@ -205,6 +206,37 @@ def test_a_node_that_hangs_in_the_all_reduce(played: Played, tmp_path: Path, por
     assert verdict(tmp_path, NODES).failed == {"n3": "did not answer"}
     hung = checks(tmp_path, "n1")["allreduce"]
     assert hung["ok"] is False and hung["seconds"] > 1
+
+
+LAUNCHER = """
+import sys
+from allranks.launch.cluster.gate import pass_gate
+pass_gate(sys.argv[2:], node_rank=int(sys.argv[1]), num_nodes=2)
+assert "torch" in sys.modules
+"""
+
+
+def test_launchers_check_their_nodes_and_wait_for_the_verdict(tmp_path: Path, port: int) -> None:
+    nodes = NODES[:2]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(rank), *command(tmp_path, node, nodes, port, 200)],
+            env={**os.environ, **GLOO},
+        )
+        for rank, node in enumerate(nodes)
+    ]
+    try:
+        assert started[1].wait(250) == 0  # it goes on to wait for the first node
+        while not (tmp_path / ENDED).exists():
+            assert started[0].poll() is None
+            time.sleep(0.05)
+        assert verdict(tmp_path, nodes).ok and started[0].poll() is None
+        (tmp_path / OPEN).touch()
+        assert started[0].wait(60) == 0
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_one_node_alone_needs_no_torch(start: Start, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from allranks.events import append_event
 from allranks.job import parse_job
 from allranks.launch.cluster import allocation, submit
 from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, take_claim
+from allranks.launch.cluster.checks import Verdict
+from allranks.launch.cluster.gate import ENDED, OPEN
 from allranks.launch.cluster.held import no_progress
 from allranks.launch.cluster.inside import (
     FIRST_PORT,
@@ -616,6 +619,78 @@ def test_a_step_that_slurm_ended_is_not_tried_again(
     answers.said["squeue"] = state
     assert to_end(hold(preflight=False), NOT_BEGUN) == (0, 1)
     assert answers.of("scontrol") == answers.of("sbatch") == []
+
+
+# --- Nodes that are checked by their launchers --------------------------------------------------
+
+
+class CheckedSteps(Steps):
+    """The first step's launchers check their node n1; `well`: and find no fault."""
+
+    well = True
+
+    def run_step(
+        self,
+        command: Sequence[str],
+        *,
+        attempt: int,
+        variables: Mapping[str, str],
+        judge: Callable[[], bool | None] = bool,
+    ) -> int:
+        if "--check" not in command:
+            return super().run_step(command, attempt=attempt, variables=variables)
+        assert judge() is None and self.run.info().get("attempts") is None
+        folder = Path(command[command.index("--folder") + 1])
+        write = {"name": "write", "ok": self.well, "detail": "cannot write"}
+        (folder / "n1.json").write_text(json.dumps({"checks": [write]}))
+        (folder / ENDED).touch()
+        if not judge():
+            return -signal.SIGTERM
+        assert (folder / OPEN).exists() and len(self.run.info()["attempts"]) == 1
+        return super().run_step(command, attempt=attempt, variables=variables)
+
+
+@pytest.fixture
+def to_checked_end(to_end: ToEnd, monkeypatch: pytest.MonkeyPatch) -> ToEnd:
+    monkeypatch.setitem(globals(), "Steps", CheckedSteps)
+    return to_end
+
+
+def test_launchers_check_their_nodes_and_start_ranks(
+    hold: Callable[..., Allocation], to_checked_end: ToEnd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = hold()
+    assert to_checked_end(held, (0, FINISHED)) == (0, 1)
+    info = held.run.info()
+    assert (info["checked_nodes"], len(info["attempts"])) == (["n1"], 1)
+    assert "preflight: 1 node checked in 0 s, no fault found" in capsys.readouterr().out
+
+
+def test_a_checked_step_that_does_not_begin_is_tried_again_without_checks(
+    hold: Callable[..., Allocation], to_checked_end: ToEnd
+) -> None:
+    held = hold()
+    assert to_checked_end(held, NOT_BEGUN, (0, FINISHED)) == (0, 2)
+    assert len(held.run.info()["attempts"]) == 1
+
+
+@pytest.mark.parametrize("failed", [{"n1": "cannot write"}, {}])
+def test_what_launchers_find_wrong_is_checked_on_its_own(
+    hold: Callable[..., Allocation],
+    answers: Answers,
+    to_checked_end: ToEnd,
+    monkeypatch: pytest.MonkeyPatch,
+    failed: dict[str, str],
+) -> None:
+    held = hold()
+    monkeypatch.setattr(CheckedSteps, "well", False)
+    verdict = Verdict(("n1",), failed)
+    monkeypatch.setattr(held, "_check_nodes", lambda *, tries: verdict)
+    assert to_checked_end(held, (0, FINISHED)) == (0, 0 if failed else 1)
+    info = held.run.info()
+    assert info.get("failed_nodes", {}) == failed
+    assert len(info.get("attempts", [])) == (0 if failed else 1)
+    assert len(answers.of("sbatch")) == (1 if failed else 0)
 
 
 @pytest.mark.parametrize("end", [FAILED, STOPPED])

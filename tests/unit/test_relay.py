@@ -292,6 +292,16 @@ def test_a_step_that_takes_too_long_is_ended(make: Callable[..., Relay]) -> None
     assert make().run_step(["sleep", "60"], seconds=0.1) == -signal.SIGTERM
 
 
+def test_a_step_that_is_judged_badly_is_ended(make: Callable[..., Relay]) -> None:
+    answers = iter([None, None, False])
+    assert make().run_step(["sleep", "60"], judge=lambda: next(answers)) == -signal.SIGTERM
+
+
+def test_a_step_that_is_judged_well_goes_on(make: Callable[..., Relay]) -> None:
+    answers = iter([None, True])
+    assert make().run_step(["bash", "-c", "sleep 1.2; exit 7"], judge=lambda: next(answers)) == 7
+
+
 def test_what_srun_says_is_repeated_and_lost_nodes_are_recorded_at_once(
     make: Callable[..., Relay], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +339,9 @@ def test_the_ranks_of_a_node_follow_each_other(make: Callable[..., Relay]) -> No
     assert words[words.index("--layout") + 1] == "2x1"
     assert words[words.index("--claim") + 1] == "5"
     assert words[words.index("--attempt") + 1] == "3"
+    assert "--check" not in words
+    checked = step_command(told.job, PLACE, prepared, claim, ["--folder", "x"])
+    assert checked == [*words, "--check", "--folder", "x"]  # last: the rest is the preflight's
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(words)
 
 

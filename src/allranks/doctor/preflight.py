@@ -46,7 +46,7 @@ MEETING_SHARE = 0.75  # of the time, at least, for all nodes to come
 ALL_REDUCE_SECONDS = 5.0  # that are kept for the all-reduce
 CLOSING_SECONDS = 1.0  # to write what is known
 LEAVING_SECONDS = 4.0  # that a node which is done waits for the others
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # at most
 MOST_SKEW_SECONDS = 1.0
 NOT_ENDED = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure if they hang
 
@@ -75,6 +75,11 @@ class Preflight:
     @property
     def others(self) -> list[str]:
         return [node for node in self.nodes if node != self.node]
+
+    @property
+    def poll_seconds(self) -> float:
+        """The first node answers everyone: the more ask, the less often."""
+        return min(POLL_SECONDS, 0.005 * len(self.nodes))
 
     @property
     def deadline(self) -> float:
@@ -157,7 +162,7 @@ def run(preflight: Preflight) -> bool:
     """All checks, side by side; whether their outcome was written or told to another node."""
     directory = Directory(preflight.folder)
     listener = Listener(preflight.node)
-    alone = [_thread(_check_disks, preflight), _thread(_check_gpus, preflight)]
+    alone = [_thread(_check_gpus, preflight), _thread(_check_disks, preflight)]
     threads = list(alone)
     if preflight.others:
         reach = _thread(_check_network, preflight, directory, listener.port)
@@ -176,7 +181,7 @@ def _stay(preflight: Preflight, listener: Listener) -> None:
     """For nodes that came later: they would find nobody here, and this node would be blamed."""
     until = min(preflight.deadline, time.monotonic() + LEAVING_SECONDS)
     while len(listener.greeted) < len(preflight.others) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 2)
+        time.sleep(preflight.poll_seconds / 2)
 
 
 def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
@@ -246,6 +251,8 @@ def _meet(
         words = _slow_import(preflight.took["torch"])
         preflight.check("rendezvous", Finding, None, "not made", words)
         return
+    # Where torch was there already, GPUs take longer: whether they are well decides on NCCL.
+    before[0].join(max(0.0, preflight.start + preflight.seconds / 2 - time.monotonic()))
     found = preflight.check("rendezvous", _rendezvous, preflight, directory, port)
     if found.ok:
         preflight.check("allreduce", _all_reduce, preflight)
@@ -303,7 +310,7 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Findin
                 directory.tell(node, came[node])
         if store.check(["backend"]):
             break
-        time.sleep(POLL_SECONDS)
+        time.sleep(preflight.poll_seconds)
     missing = [node for node in preflight.nodes if node not in came]
     if is_first:
         usable = "nccl" if all(entry["cuda"] for entry in came.values()) else "gloo"
@@ -327,7 +334,7 @@ def _wait_for_port(preflight: Preflight) -> None:
         except OSError:
             if left <= 0:
                 raise
-        time.sleep(POLL_SECONDS)
+        time.sleep(preflight.poll_seconds)
 
 
 def _all_reduce(preflight: Preflight) -> Finding:
@@ -354,7 +361,7 @@ def _leave(preflight: Preflight, store: dist.TCPStore, came: list[str]) -> None:
             theirs = json.loads(store.get(f"done/{node}"))
             if is_written and not theirs["written"]:
                 _write(preflight, node, theirs["record"])  # it has nobody else to do it
-        time.sleep(POLL_SECONDS / 2)
+        time.sleep(preflight.poll_seconds / 2)
 
 
 def _write(preflight: Preflight, node: str, record: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
-from allranks.processes import Signals, blocked_signals, listening
+from allranks.processes import Signals, blocked_signals, listening, quick_imports
 from allranks.results import result
 from allranks.rundir import RunDir
 from allranks.stalls import ended_for
@@ -136,7 +136,8 @@ class Launch:
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
         # Imports torch: from here on ranks really run on this machine.
-        from allranks.launch import agent, rendezvous
+        with quick_imports():
+            from allranks.launch import agent, rendezvous
 
         place, prepared = self.place, self.prepared
         node_rank = place.node_rank or 0

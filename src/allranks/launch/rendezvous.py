@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from allranks.errors import AllranksError
 
 MEETING_SECONDS = 600.0
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) ->
             raise Interrupted
         if time.monotonic() > deadline:
             raise TimeoutError(f"no answer for {MEETING_SECONDS:.0f} seconds")
-        time.sleep(0.2)
+        time.sleep(POLL_SECONDS)
 
 
 def _answers(address: str, port: int) -> bool:

@@ -26,11 +26,14 @@ from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.launch import prepare
 from allranks.launch.cluster import checks, ladder, submit
+from allranks.launch.cluster.gate import Gate
 from allranks.launch.cluster.held import Held, give_up
 from allranks.launch.cluster.inside import (
     Place,
     check_command,
+    check_words,
     free_port,
+    has_launchers,
     say,
     step_command,
     unusable_nodes,
@@ -44,6 +47,7 @@ from allranks.rundir import RunDir
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
 PREFLIGHT_SECONDS = 25
+IMPORT_SECONDS = 300  # that launchers have to import torch, before they check their nodes
 STEP_TRIES = 3  # srun fails at once where the controller is deaf
 
 
@@ -145,9 +149,12 @@ class Allocation(Held):
             say("the run is finished already")
             return 0
         self._check_progress()
-        if self._leave_failed_nodes() or not self._preflight():
+        if self._leave_failed_nodes():
             return 0
-        prepared, code = self._train()
+        tried = self._train_checked() if self._must_check() else self._train()
+        if tried is None:
+            return 0
+        prepared, code = tried
         climbed = ladder.measured(self.run, str(self.racer.layout))
         if climbed is not None and not self.signals:
             say(rung_words(climbed, str(self.racer.layout)))
@@ -156,21 +163,54 @@ class Allocation(Held):
             prepared, code = self._train()  # the best is where it is
         return self._what_next(prepared, code)
 
-    def _train(self) -> tuple[Prepared, int]:
+    def _train(self, prepared: Prepared | None = None) -> tuple[Prepared, int]:
         """An attempt; how it was prepared, and the code with which srun ended."""
-        climbing = ladder.read(self.run)
-        more = {}
-        if climbing is not None and climbing.chosen is None:
-            more[MEASURE] = str(climbing.steps)
-        prepared = self._open()
+        prepared = prepared or self._open()
         for _ in range(STEP_TRIES):
             command = step_command(self.job, self.place, prepared, self.claim)
-            code = self.relay.run_step(command, attempt=prepared.attempt, variables=more)
-            self.at_limit = self.relay.at_limit
-            if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
+            code = self.relay.run_step(
+                command, attempt=prepared.attempt, variables=self._variables()
+            )
+            if self._is_over(prepared, code):
                 break
-            say(f"srun ended with code {code} before any rank had begun: once more")
         return prepared, code
+
+    def _variables(self) -> dict[str, str]:
+        """What ranks on a rung of a ladder are told: how many steps to measure."""
+        climbing = ladder.read(self.run)
+        if climbing is None or climbing.chosen is not None:
+            return {}
+        return {MEASURE: str(climbing.steps)}
+
+    def _is_over(self, prepared: Prepared, code: int) -> bool:
+        """Whether a step was all of an attempt; else srun could not start its ranks."""
+        self.at_limit = self.relay.at_limit
+        if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
+            return True
+        say(f"srun ended with code {code} before any rank had begun: once more")
+        return False
+
+    def _train_checked(self) -> tuple[Prepared, int] | None:
+        """An attempt on nodes that this run has not used yet; None if another job takes over."""
+        if has_launchers(self.job):
+            prepared, folder = self._prepare(), self._check_folder(0)
+            gate = Gate(
+                folder,
+                self.place.nodes,
+                seconds=IMPORT_SECONDS + PREFLIGHT_SECONDS,
+                signals=self.signals,
+                opens=lambda verdict: (self._hear(verdict), self._open(prepared)),
+            )
+            check = check_words(self.place, folder, *self._check_settings(0))
+            command = step_command(self.job, self.place, prepared, self.claim, check)
+            code = self.relay.run_step(
+                command, attempt=prepared.attempt, variables=self._variables(), judge=gate.judge
+            )
+            if gate.is_open:
+                is_over = self._is_over(prepared, code)
+                return (prepared, code) if is_over else self._train(prepared)
+            say("not all is well with the nodes: they are checked on their own")
+        return self._train() if self._preflight() else None
 
     def _climb(self, racer: Racer) -> int:
         """Go on in another layout."""
@@ -226,36 +266,51 @@ class Allocation(Held):
         say(f"{', '.join(here)} failed this run before: asking for other nodes")
         return self._resubmit(f"excludes {', '.join(here)}")
 
+    def _must_check(self) -> bool:
+        """Whether there are nodes that this run has not used yet."""
+        checked = self.run.info().get("checked_nodes", [])
+        return self.job.preflight and not set(self.place.nodes) <= set(checked)
+
     def _preflight(self) -> bool:
-        """Check nodes that this run has not used yet; False if another job takes over."""
-        checked = set(self.run.info().get("checked_nodes", []))
-        if not self.job.preflight or set(self.place.nodes) <= checked:
-            return True
+        """Check the nodes in a step of its own; False if another job takes over."""
         started = time.monotonic()
         verdict = self._check_nodes(tries=2)
+        if not self._hear(verdict):
+            return True
+        say(f"preflight took {time.monotonic() - started:.1f} s in all")
+        return True if not verdict.failed else self._replace_nodes(verdict.failed)
+
+    def _hear(self, verdict: checks.Verdict) -> bool:
+        """Say and record what is known of the nodes; False if there is no time for it."""
         if self.signals:
-            return True  # there is no time to judge: let the ranks save what there is
+            return False  # let the ranks save what there is
         for line in checks.words(verdict).splitlines():
             say(line)
-        say(f"preflight took {time.monotonic() - started:.1f} s in all")
         if verdict.ok:
-            good = sorted(checked | set(self.place.nodes))
-            self.run.update_info(lambda info: info.update(checked_nodes=good))
-        return True if not verdict.failed else self._replace_nodes(verdict.failed)
+            good = {*self.run.info().get("checked_nodes", []), *self.place.nodes}
+            self.run.update_info(lambda info: info.update(checked_nodes=sorted(good)))
+        return True
 
     def _check_nodes(self, *, tries: int) -> checks.Verdict:
         """Run the checks on all nodes; again where something failed that is no node's fault."""
-        gpus = ask(self.job, self.racer).gpus_per_node
         for number in range(tries):
-            folder = self.run.path / "preflight" / f"{self.claim.number}-{number}"
-            folder.mkdir(parents=True, exist_ok=True)
-            port = free_port(self.place.job, offset=1 + number)
-            command = check_command(self.place, folder, port, gpus, PREFLIGHT_SECONDS)
+            folder = self._check_folder(1 + number)
+            command = check_command(self.place, folder, *self._check_settings(1 + number))
             self.relay.run_step(command, seconds=PREFLIGHT_SECONDS + 15)
             verdict = checks.verdict(folder, self.place.nodes)
             if verdict.failed or not verdict.trouble or self.signals:
                 break
         return verdict
+
+    def _check_folder(self, number: int) -> Path:
+        folder = self.run.path / "preflight" / f"{self.claim.number}-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _check_settings(self, number: int) -> tuple[int, int, int]:
+        """Port, GPUs and seconds of the checks of this number."""
+        port = free_port(self.place.job, offset=1 + number)
+        return port, ask(self.job, self.racer).gpus_per_node, PREFLIGHT_SECONDS
 
     def _replace_nodes(self, failed: Mapping[str, str]) -> bool:
         """Send the job again without the nodes that failed; True if it has to do with them."""
@@ -273,12 +328,16 @@ class Allocation(Held):
             return True
         return False
 
-    def _open(self) -> Prepared:
-        """Write the attempt into the run's folder."""
+    def _prepare(self) -> Prepared:
+        """The attempt that is next."""
         layout = str(self.racer.layout)
         # What may change was decided when the job was sent.
         request = Request(resume=str(self.run.path), layout=layout, leads=False, force=True)
-        prepared = prepare.prepare(request)
+        return prepare.prepare(request)
+
+    def _open(self, prepared: Prepared | None = None) -> Prepared:
+        """Write the attempt into the run's folder."""
+        prepared = prepared or self._prepare()
         prepare.open_run(prepared, backend="slurm")
         for remark in [*prepared.remarks, *prepare.environment_warnings(prepared.job)]:
             say(remark)

@@ -140,20 +140,35 @@ def srun(place: Place, *, tasks_per_node: int, ends_together: bool) -> list[str]
     ]
 
 
+def check_words(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
+    """What the preflight of every node is told; what it finds is written into the folder."""
+    words = ["--folder", str(folder), "--nodes", ",".join(place.nodes)]
+    words += ["--master", f"{place.nodes[0]}:{port}", "--gpus", str(gpus)]
+    return [*words, "--seconds", str(seconds)]
+
+
 def check_command(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
-    """The preflight, once on every node; what it finds is written into the folder."""
+    """The preflight as a step of its own, once on every node."""
     nodes = ",".join(place.nodes)
     words = [sys.executable, "-m", "allranks.launch.cluster.network", "--peers", nodes, "--"]
-    words += [sys.executable, "-m", "allranks.doctor.preflight", "--folder", str(folder)]
-    words += ["--nodes", nodes, "--master", f"{place.nodes[0]}:{port}", "--gpus", str(gpus)]
-    words += ["--seconds", str(seconds)]
+    words += [sys.executable, "-m", "allranks.doctor.preflight"]
+    words += check_words(place, folder, port, gpus, seconds)
     return [*srun(place, tasks_per_node=1, ends_together=False), *words]
 
 
-def step_command(job: Job, place: Place, prepared: Prepared, claim: Claim) -> list[str]:
-    """What srun starts: a launcher on every node, or every rank by itself."""
-    per_rank = job.command is not None and job.launcher == "srun"
-    tasks = job.layout.gpus if per_rank else 1
+def has_launchers(job: Job) -> bool:
+    """Whether a process on each node starts its ranks; else srun starts every rank by itself."""
+    return job.command is None or job.launcher != "srun"
+
+
+def step_command(
+    job: Job, place: Place, prepared: Prepared, claim: Claim, check: Sequence[str] = ()
+) -> list[str]:
+    """What srun starts: a launcher on every node, or every rank by itself.
+
+    `check`: what launchers tell the preflight of their node, if they are to check it.
+    """
+    tasks = 1 if has_launchers(job) else job.layout.gpus
     assert prepared.run is not None
     words = [sys.executable, "-m", "allranks.launch.cluster.step", str(prepared.run.path)]
     words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
@@ -161,6 +176,7 @@ def step_command(job: Job, place: Place, prepared: Prepared, claim: Claim) -> li
     words += ["--layout", str(job.layout)]
     words += ["--nodes", ",".join(place.nodes)]
     words += ["--port", str(free_port(place.job))]
+    words += ["--check", *check] if check else []
     return [*srun(place, tasks_per_node=tasks, ends_together=True), *words]
 
 

@@ -27,6 +27,7 @@ from allranks.rundir import RunDir
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
 LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal
+JUDGE_SECONDS = 0.02  # between looks at what launchers wait for
 ASK_SECONDS = 120.0  # between questions after the limit, while they are not answered
 FOR_EVER = math.inf
 
@@ -68,21 +69,27 @@ class Relay:
         attempt: int | None = None,
         seconds: float = FOR_EVER,
         variables: Mapping[str, str] | None = None,
+        judge: Callable[[], bool | None] = lambda: True,
     ) -> int:
-        """Run srun to its end. `attempt`: whose ranks it starts, if it starts any."""
+        """Run srun to its end. `attempt`: whose ranks it starts, if it starts any.
+
+        `judge` is asked whether the step may go on, until it knows.
+        """
         env = step_environment({**os.environ, **(variables or {})})
         step = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
         reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
         reader.start()
         deadline = time.monotonic() + seconds
-        told = False
+        told, goes_on = False, None
         self._watch_limit()
         while True:
             try:
-                step.wait(0.5)
+                step.wait(JUDGE_SECONDS if goes_on is None else 0.5)
                 break
             except subprocess.TimeoutExpired:
                 pass
+            if goes_on is None and (goes_on := judge()) is False:
+                deadline = 0.0
             if attempt is not None and not told and self.must_stop() and self._listen(attempt):
                 told = True
                 # srun passes USR2 on to every task; of TERM and INT it has ideas of its own.

@@ -24,7 +24,7 @@ from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.hardware import local_gpus
 from allranks.launch import prepare
-from allranks.launch.cluster import network
+from allranks.launch.cluster import gate, network
 from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
@@ -48,7 +48,13 @@ def main() -> int:
     parser.add_argument("--layout", type=Layout.parse, required=True)
     parser.add_argument("--nodes", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--check", nargs=argparse.REMAINDER, help="first; as doctor/preflight.py")
     wanted = parser.parse_args()
+    nodes = wanted.nodes.split(",")
+    variables = network.variables(nodes)
+    if wanted.check:
+        node_rank = int(os.environ["SLURM_NODEID"])
+        gate.pass_gate(wanted.check, variables, node_rank=node_rank, num_nodes=len(nodes))
     run = RunDir(wanted.run_dir)
     prepared = Prepared(
         request=Request(runs=run.path.parent, leads=False),
@@ -59,13 +65,12 @@ def main() -> int:
         checkpoint=wanted.checkpoint,
         threads=wanted.threads or None,
         claim=wanted.claim,
+        variables=variables,
     )
     # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
     seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
     watched = (run, wanted.claim, seconds)
     threading.Thread(target=end_with_claim, args=watched, daemon=True).start()
-    nodes = wanted.nodes.split(",")
-    prepared.variables = network.variables(nodes)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
         return run_rank(prepared, run, nodes[0], wanted.port)
     return run_node(prepared, nodes[0], wanted.port)

@@ -298,7 +298,7 @@ def gpu_types() -> list[str]:
 
 def resolve_types(racers: Sequence[Racer], job: Job) -> tuple[list[Racer], list[str]]:
     """Racers with the cluster's names for GPUs; without types of a list that it does not have."""
-    types = gpu_types()
+    types = gpu_types() if any(racer.gpu for racer in racers) else []
     found: dict[Racer, None] = {}
     missing: list[AllranksError] = []
     for racer in racers:
