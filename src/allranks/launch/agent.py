@@ -69,9 +69,12 @@ class Agent(LocalElasticAgent):
         # Its warnings tell of what the launcher tells better.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         outcome = self.run()
+        failed = self.failed()
+        return dict.fromkeys(failed, 0) if outcome.state == WorkerState.SUCCEEDED else failed
+
+    def failed(self) -> dict[int, int | None]:
+        """Exit code by rank, once a rank has failed; None for those ended because of another."""
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        if outcome.state == WorkerState.SUCCEEDED:
-            return dict.fromkeys(ranks, 0)
         return {rank: self._failed.get(local_rank) for local_rank, rank in enumerate(ranks)}
 
     def processes(self) -> list[int]:
@@ -92,8 +95,8 @@ class Agent(LocalElasticAgent):
                 continue
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._failed = {}
         worker_group.spec.args = tuple(self._arguments(self.attempt))
+        self._failed = {}
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:

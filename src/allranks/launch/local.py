@@ -176,6 +176,8 @@ class Launch:
         is_command = prepared.job.command is not None
 
         def arguments(attempt: int) -> list[str]:
+            if attempt > prepared.attempt:  # the ranks of the last one have failed
+                self._record_ends(self.agent.failed(), attempt - 1)
             self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
             return ["-m", "allranks.launch.rank_env", *words]
@@ -223,7 +225,7 @@ class Launch:
             self._show(lambda: self.screen.update(self.agent.attempt))
         if isinstance(ended[0], Exception):
             raise launch_error(ended[0])
-        self._record_ends(ended[0])
+        self._record_ends(ended[0], self.agent.attempt)
         self._show(lambda: self.screen.finish(self.agent.attempt))
         return self._outcome()
 
@@ -263,9 +265,8 @@ class Launch:
         line = self._stalled.line()
         self._show(lambda: self.screen.stalled(*(line or (None,))))
 
-    def _record_ends(self, exit_codes: dict[int, int | None]) -> None:
+    def _record_ends(self, exit_codes: dict[int, int | None], attempt: int) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
-        attempt = self.agent.attempt
         # The kernel's own count: its messages are mostly not for users to read.
         kills = (memory_kills() or 0) - self._memory_kills
         for rank, code in exit_codes.items():

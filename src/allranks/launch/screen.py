@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allranks.events import read_events, read_last_events
+from allranks.failures import failed_ranks, failure_in_words
 from allranks.job import Job
 from allranks.launch.echo import Echo
 from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine
@@ -135,7 +136,9 @@ class Screen:
         if attempt != self._attempt:
             if self._attempt >= 0:
                 self._close()
-                self.remark(f"a rank died: all ranks restart (attempt {attempt})")
+                died = failed_ranks(self._run, self._attempt)
+                why = failure_in_words(died[0]) if died else "a rank died"
+                self.remark(f"{why}: all ranks restart (attempt {attempt})")
             self._attempt = attempt
             self.starting(attempt)
             self._events = self._run.events(attempt, self._rank)
