@@ -115,6 +115,6 @@ def test_a_script_that_restarts_is_told_where_to_go_on(tmp_path: Path, allranks:
     assert "arguments []" in run.log(0, 0).read_text()
     assert "arguments ['--from', 'last.ckpt']" in run.log(1, 0).read_text()
     said = " ".join(done.stdout.split())
-    assert "note: rank 0 ended with code 1 (train.py:6 in <module>): all ranks restart" in said
+    assert "note: rank 0 ended with code 1: arguments [] (train.py:6 in <module>): all" in said
     end = run.end(0, 0)
     assert end is not None and (end["state"], end["exit"]) == ("failed", 1)
