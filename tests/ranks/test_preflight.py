@@ -211,7 +211,7 @@ def test_a_node_that_hangs_in_the_all_reduce(played: Played, tmp_path: Path, por
 LAUNCHER = """
 import sys
 from allranks.launch.cluster.gate import pass_gate
-pass_gate(sys.argv[2:], node_rank=int(sys.argv[1]), num_nodes=2)
+pass_gate(sys.argv[2:], {}, node_rank=int(sys.argv[1]), num_nodes=2)
 assert "torch" in sys.modules
 """
 

@@ -108,6 +108,7 @@ def test_every_rank_of_a_measured_script_is_as_under_run(folder: Path) -> None:
         assert [differences(repeat, typed) for repeat in measured[layout]] == [[], []]
 
 
+@pytest.mark.soak
 def test_every_rank_of_a_measured_task_is_as_under_run(folder: Path) -> None:
     layout = ("--layout", "1x2", "--")
     (typed,) = runs_of(folder, "run", *TASK, "steps=3", *layout)["1x2"]

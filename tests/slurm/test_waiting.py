@@ -44,6 +44,7 @@ def sent_by(cluster: Cluster, folder: Path) -> Sent:
     return Sent(cluster, folder, runs[0], runs[0].info()["jobs"])
 
 
+@pytest.mark.soak
 def test_a_run_is_waited_for_over_a_requeue_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     with waiting(tmp_path, "submit", "--wait", *SLOW, "steps=300") as process:
         sent = sent_by(cluster, tmp_path)

@@ -23,6 +23,7 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
+from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.processes import Signals, blocked_signals, listening, quick_imports
 from allranks.results import result
 from allranks.rundir import RunDir
@@ -226,6 +227,8 @@ class Launch:
         if isinstance(ended[0], Exception):
             raise launch_error(ended[0])
         self._record_ends(ended[0], self.agent.attempt)
+        if self.place.node_rank == 0:
+            self._wait_for_other_nodes()
         self._show(lambda: self.screen.finish(self.agent.attempt))
         return self._outcome()
 
@@ -282,6 +285,11 @@ class Launch:
                 append_event(path, "end", **end)
             except OSError as error:
                 self._disk_error = disk_error(error, path)
+
+    def _wait_for_other_nodes(self) -> None:
+        seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
+        ranks, attempt = self.prepared.layout.ranks, self.agent.attempt
+        wait_for_ranks(self.run, attempt, ranks, seconds, lambda: self.signals.at_once)
 
     def _outcome(self) -> Outcome:
         # The run is still held by this process: for everyone else it is running until we return.

@@ -11,7 +11,8 @@ from allranks.errors import AllranksError
 from allranks.rundir import RunDir
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to SLURM
-OTHERS_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
+SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
+ENDING_SECONDS = 15.0  # for what other nodes' launchers write at the end
 EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 75}
 
 
@@ -43,14 +44,17 @@ def attempt_of_job(run: RunDir) -> int | None:
     return int(begun[0]) if begun else None
 
 
-def wait_for_ranks(run: RunDir, attempt: int, num_ranks: int) -> None:
-    """Until all ranks of an attempt that was told to stop have ended, those of other nodes too.
+def wait_for_ranks(
+    run: RunDir, attempt: int, num_ranks: int, seconds: float, is_enough: Callable[[], bool]
+) -> None:
+    """Until all ranks of an attempt have ended, those of other nodes too, or it `is_enough`.
 
-    The first node's launcher is where the others meet: their logs would fill with its absence.
+    The first node's launcher says what the run came to, and the ends of other nodes' ranks come a
+    moment later. It is also where the others meet: their logs would fill with its absence.
     """
-    deadline = time.monotonic() + OTHERS_SECONDS
+    deadline = time.monotonic() + seconds
     left = set(range(num_ranks))
-    while left and time.monotonic() < deadline:
+    while left and time.monotonic() < deadline and not is_enough():
         left = {rank for rank in left if run.end(attempt, rank) is None}
         time.sleep(0.2 if left else 0)
 

@@ -29,7 +29,6 @@ from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.twice import TwiceWatch
-from allranks.launch.waiting import wait_for_ranks
 from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
@@ -104,8 +103,6 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
         signals = held.enter_context(listening(PASS_ON_SECONDS))
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
         outcome = launch.run_to_end()
-        if signals.received and node_rank == 0:
-            wait_for_ranks(launch.run, launch.agent.attempt, prepared.layout.ranks)
     if outcome.error is None:
         screen.summary(outcome.result, can_go_on=False)  # the job says what comes next
     elif node_rank == 0:

@@ -73,7 +73,7 @@ def test_all_ranks_are_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
             append_event(run.events(0, left.pop()), "end", state="stopped", exit=0)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    waiting.wait_for_ranks(run, 0, 2)
+    waiting.wait_for_ranks(run, 0, 2, 60.0, lambda: False)
     assert all(run.end(0, rank) for rank in range(2))
 
 
