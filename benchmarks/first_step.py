@@ -1,4 +1,4 @@
-"""Seconds to the first optimizer step: at most 1.15x the hand-written way, here and on SLURM.
+"""Seconds to the first optimizer step: at most 1.15x a hand-written start, here and on SLURM.
 
     python benchmarks/first_step.py               # about 6 minutes; exit code 1 if it takes longer
     python benchmarks/first_step.py --only here   # without SLURM: 2 minutes
@@ -8,10 +8,10 @@ On SLURM, `allranks submit --layout 2x1 -- python train.py` against an sbatch fi
 torchrun --nnodes 2`, on the cluster at hand, or else on that of tests/slurm/cluster.sh (as root).
 Its nodes must be free: both sides wait for the same scheduler.
 
-Both train the same script, in turns, each alone. The script notes the time when Python has come to
-its first line, when torch is imported, when the process group stands and after its first optimizer
-step, and when its process and its launcher were started; the last rank counts. The rest is told by
-the times of files that a job leaves. Nothing is measured by allranks itself.
+Both train the same script, in turns, each alone. The script notes the time when Python reaches its
+first line, when torch is imported, when the process group is up and after its first optimizer step,
+and when its process and its launcher were started; the last rank counts. The rest comes from the
+timestamps of files that a job leaves. Nothing is measured by allranks itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ srun {torchrun} --nnodes 2 --nproc-per-node 1 --rdzv-id "$SLURM_JOB_ID" \\
   --rdzv-backend c10d --rdzv-endpoint "$head:29500" {script} {marks}
 """
 
-# What the time goes into: the name of a mark, and what ends with it.
+# Where the time goes: the name of a mark, and what ends with it.
 PARTS = {
     "command": "command line, to sbatch",
     "job": "sbatch and scheduler, to the job's start",
@@ -103,7 +103,7 @@ class Turn:
         self.script.write_text(SCRIPT)
 
     def run(self, *words: str) -> str:
-        """A command that must succeed; what it prints."""
+        """Run a command that must succeed; return what it prints."""
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{words} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -166,15 +166,15 @@ def born(path: Path) -> float:
 
 
 def wait_until_gone(turn: Turn, job: str) -> None:
-    """Until the job is over and its nodes are free."""
+    """Wait until the job is over and its nodes are free."""
     states = "PENDING,RUNNING,COMPLETING"
     while turn.run("squeue", "-h", "-t", states, "-j", job):
         time.sleep(0.2)
-    time.sleep(1)  # the scheduler rests, too
+    time.sleep(1)  # let the scheduler come to rest, too
 
 
 def parts(marks: Marks) -> dict[str, float]:
-    """Seconds between one mark and the next that there is."""
+    """Seconds between each mark and the next one that exists."""
     found, last = {}, marks["typed"]
     for name in PARTS:
         if name in marks:

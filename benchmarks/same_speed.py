@@ -1,14 +1,14 @@
-"""The claim: a training is as fast under `allranks run` and `bench scaling` as under torchrun.
+"""The claim: training is as fast under `allranks run` and `bench scaling` as under torchrun.
 
     python benchmarks/same_speed.py [--rounds 3] [--kinds plain,loader,lightning,task]
 
 Scripts of three kinds and a native task are started in turns by torchrun, by `allranks run` and by
-`allranks bench scaling`, which measures all layouts in one process. A stopwatch in the script looks
-at the clock after every step, the same one in all three; what `run` and `bench scaling` report is
+`allranks bench scaling`, which measures all layouts in one process. A stopwatch in the script reads
+the clock after every step, the same one in all three; what `run` and `bench scaling` report is
 printed beside it. The task's ranks are started by torchrun, too, and their events are the
-stopwatch. All have as many threads a rank as there are cores for it, which torchrun must be told.
+stopwatch. All have as many threads per rank as there are cores for it; torchrun must be told that.
 
-Medians must agree within the noise: how far the repeats of one and the same way lie apart.
+Medians must agree within the noise: the spread between repeats that are started the same way.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> int:
     options = parse()
     layouts = [f"1x{ranks}" for ranks in (1, 2, 4) if ranks <= cpus_allotted()]
     print(f"{cpus_allotted()} cores, {len(local_gpus())} GPUs; layouts {', '.join(layouts)}")
-    print("samples/s: the median of the stopwatch (its repeats' range); [what is reported]\n")
+    print("samples/s: the stopwatch's median (range of its repeats); [what is reported]\n")
     holds = True
     for kind in options.kinds.split(","):
         found = measure(kind, layouts, options.rounds)
@@ -141,7 +141,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of two runs of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of two runs each way")
     parser.add_argument("--kinds", default="plain,loader,lightning,task")
     return parser.parse_args()
 
@@ -222,7 +222,7 @@ class Trial:
         return rate
 
     def stopwatches(self) -> list[float]:
-        """Of each run since the last start, the first of them first."""
+        """The rate of each run since the last start, the oldest first."""
         paths = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
         found = []
         for path in paths:

@@ -62,7 +62,7 @@ MaxRestarts = Annotated[
 IdleTimeout = Annotated[
     str | None,
     typer.Option(
-        metavar="10m", help="End a run that makes no step for so long (in a job: stall_timeout)."
+        metavar="10m", help="End a run that makes no step for this long (in a job: stall_timeout)."
     ),
 ]
 ProfileSteps = Annotated[
@@ -71,7 +71,7 @@ ProfileSteps = Annotated[
 ]
 Show = Annotated[
     str | None,
-    typer.Option(metavar="RANKS", help="Print what these ranks print: 1, or 0,2, or all."),
+    typer.Option(metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."),
 ]
 Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
@@ -129,7 +129,7 @@ def run(
     console = people_console(as_json)
     screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
     ask_for_profile(prepared, profile)
-    with listening() as signals:  # what comes once the ranks have ended changes nothing
+    with listening() as signals:  # one that comes after the ranks have ended changes nothing
         outcome = run_here(prepared, place, screen, signals)
         if profile is not None:
             found = show_profile(outcome.run, console)

@@ -141,7 +141,7 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     remarks = [remark for one in prepared for remark in check_measurable(one.layout)]
     for remark in dict.fromkeys(remarks):
         screen.console.print(f"note: {remark}", highlight=False)
-    with listening() as signals:  # to all runs: one that comes between two of them ends the next
+    with listening() as signals:  # for all runs: one that comes between two of them ends the next
         return run_in_turns(prepared, screen, signals)
 
 
@@ -235,7 +235,7 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
         error = broken.get("error", {})
         fix = error.get("fix") or f"see {broken['log']}"
         problem = f"{failure_in_words(broken)}: {fix}"
-        measured = None if error.get("own_ranks") else measured  # of who knows how many trainings
+        measured = None if error.get("own_ranks") else measured  # of an unknown number of trainings
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None

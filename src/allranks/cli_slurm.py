@@ -32,7 +32,7 @@ Race = Annotated[
     typer.Option(metavar="LAYOUTS", help="Layouts, such as 1x4,4x1@a40: the first to start wins."),
 ]
 Wait = Annotated[
-    bool, typer.Option("--wait", help="Until it has ended; the exit code is the run's.")
+    bool, typer.Option("--wait", help="Wait until the run has ended; exit with its code.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
@@ -295,7 +295,7 @@ def stop(
 
 
 def show_submitted(done: Submitted, *, as_json: bool, wait: bool = False) -> None:
-    """What was sent, and where to look; `wait`: and what came of it."""
+    """What was sent, and where to look; `wait`: also what came of it."""
     from allranks.events import to_json
 
     for remark in done.remarks:
@@ -329,8 +329,8 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
         now = wait_for_end(run, say)
     except KeyboardInterrupt:
         print(
-            f"no longer waiting: run {run.name} goes on. Stop it: allranks stop {run.reference}; "
-            f"wait again: allranks logs {run.reference} -f",
+            f"no longer waiting; run {run.name} goes on. To stop it: "
+            f"allranks stop {run.reference}; to wait again: allranks logs {run.reference} -f",
             file=sys.stderr,
         )
         raise typer.Exit(130) from None

@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What stands after a lone `--`: click would mix it with the other arguments. And before it.
+# The words after a lone `--`, which click would mix with the other arguments; those before it.
 _user_command: list[list[str]] = []
 _typed: list[str] = []
 
@@ -41,7 +41,7 @@ Oversubscribe = Annotated[
 ]
 Here = Annotated[
     bool,
-    typer.Option("--here", help="In a SLURM allocation: play all nodes on this machine."),
+    typer.Option("--here", help="In a SLURM allocation: run all ranks on this machine."),
 ]
 Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
 OwnPrice = Annotated[

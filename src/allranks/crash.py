@@ -1,7 +1,7 @@
 """What ended a rank's process, described as plain data and written to its events. No torch.
 
 Called in the rank (by `probe/inject` in a script, by `train/rank.py` in a task) before anything is
-printed: who shows the rank's output then knows that what follows is a traceback.
+printed: whoever shows the rank's output then knows that a traceback follows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def describe(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any
     earlier = [_describe_alone(one) for one in [*_chain(error)][1:]]
     own = [one for one in earlier if one["file"] and Frame(one["file"], 0, "").is_own]
     if _tells_of_others(fields):
-        # Raised while cleaning up after an error of this rank's own: that is the one.
+        # Raised while cleaning up after an error of this rank's own: that one is the cause.
         first = next((one for one in own if not _tells_of_others(one)), None)
         if first is not None:
             return {**first, "message": _bounded(first["message"]), "echo": False}
@@ -80,39 +80,39 @@ def _tells_of_others(described: dict[str, Any]) -> bool:
 
 
 def is_echo(name: str, message: str) -> bool:
-    """Whether an error only tells that another rank is gone."""
+    """Whether an error only says that another rank is gone."""
     if name == "PeerFailure":
         return True
     return name in {"RuntimeError", *_OF_RANKS} and bool(_ECHO.search(message))
 
 
 def raised(error: BaseException) -> None:
-    """Write down an exception that nobody caught, which is about to be printed."""
+    """Record an uncaught exception, which is about to be printed."""
     record("error", {"pid": os.getpid(), **describe(error)})
     hide_ours(error)
 
 
 def hide_ours(error: BaseException) -> None:
-    """Take frames of allranks out of an exception's traceback, and of those that led to it."""
+    """Remove allranks' own frames from an exception's traceback, and from those that led to it."""
     for one in _chain(error):
         one.__traceback__ = without_ours(one.__traceback__)
 
 
 def left(code: Any, *, kills: bool = False) -> None:
-    """Write down who ends this process with a code (a text, for sys.exit), or kills it."""
+    """Record the call that ends this process with a code (a text, for sys.exit), or kills it."""
     frames = [*map(_frame, traceback.extract_stack(sys._getframe(1)))]
     while frames and frames[-1].file.endswith("probe/inject/sitecustomize.py"):
         frames.pop()
     error = sys.exc_info()[1]
     if not frames or frames[-1].is_ours or isinstance(error, SystemExit):
-        return  # told already
+        return  # recorded already
     fields: dict[str, Any] = {"type": "SystemExit", "message": "", "echo": False}
     fields |= {"pid": os.getpid(), **_places(frames)}
     if kills:
         fields |= {"type": "", "signal": signal.Signals(code).name}
     elif not isinstance(code, int):
         fields |= {"message": _bounded(str(code)), "exit": 1}
-    elif error is not None:  # in the handler of an exception, which the script tells of itself
+    elif error is not None:  # in an exception's handler: the script reports it itself
         fields |= {**describe(error, _above(error)), "exit": code & 0xFF}
         error = None
     else:
@@ -123,7 +123,7 @@ def left(code: Any, *, kills: bool = False) -> None:
 
 
 def _above(error: BaseException) -> list[Frame]:
-    """The calls that are under way around the one that has caught an exception."""
+    """The calls in progress above the one that caught an exception."""
     trace, frame = error.__traceback__, sys._getframe(1)
     while trace is not None and frame is not trace.tb_frame:
         if frame.f_back is None:
@@ -134,14 +134,14 @@ def _above(error: BaseException) -> list[Frame]:
 
 
 def record(event: str, fields: dict[str, Any]) -> None:
-    """Write an event to the file of this process's rank, past its log of events."""
+    """Write an event to the file of this process's rank, bypassing its event log."""
     env = os.environ
     folder = Path(env["ALLRANKS_RUN_DIR"]) / "attempts" / env["ALLRANKS_ATTEMPT"]
     append_event(folder / f"rank-{env['RANK']}.jsonl", event, **fields)
 
 
 def is_worker() -> bool:
-    """Whether this process was started by a rank's multiprocessing: its parent tells of it."""
+    """Whether this process was started by a rank's multiprocessing: its parent reports it."""
     return any("multiprocessing" in word for word in sys.orig_argv)
 
 
@@ -156,7 +156,7 @@ def in_a_line(described: dict[str, Any]) -> str:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback less the frames of allranks; whole where none is of the user's own code."""
+    """A traceback without allranks' own frames; all of it if no frame is the user's own code."""
     kept = []
     while trace is not None:
         kept.append((trace, Frame(trace.tb_frame.f_code.co_filename, 0, "")))
@@ -182,7 +182,7 @@ def where_now(frame: FrameType | None) -> tuple[str, int, str] | None:
 
 
 def _inside(message: str) -> dict[str, Any] | None:
-    """The exception whose traceback a message holds: of a loader's worker, of a spawned process."""
+    """The exception whose traceback a message contains: a loader worker's, a spawned process's."""
     if "Traceback (most recent call last):" not in message:
         return None
     told = read_tracebacks(message)
@@ -211,12 +211,12 @@ def _places(frames: list[Frame]) -> dict[str, Any]:
 
 
 def _few(same: list[Frame]) -> list[Frame]:
-    """A call that calls itself over and over, once or twice."""
+    """A call that repeats over and over, shown once or twice."""
     return same if len(same) < 4 else [same[0], _gone(same[1:-1]), same[-1]]
 
 
 def _gone(frames: Sequence[Frame]) -> Frame:
-    """What stands in the place of frames that are left out: their number."""
+    """A placeholder for frames that are left out: their number."""
     return Frame("", sum(1 if frame.file else frame.line for frame in frames), "")
 
 

@@ -31,7 +31,7 @@ class AllranksError(Exception):
     def shown(self) -> str:
         """As people see it."""
         first = f"error: {self.what}"
-        if len(first) > 80 and self.lines:  # a place that would be cut in two has a line to itself
+        if len(first) > 80 and self.lines:  # a place that would be cut in two gets its own line
             first = "\n  (".join(first.rsplit("  (", 1))
         return "\n".join([first, *self.lines, f"  fix: {self.fix}"])
 

@@ -1,4 +1,4 @@
-"""Which rank of a run failed first, by cause and by time, and the lines that tell it. No torch."""
+"""Which rank of a run failed first, by cause and by time, and the lines that show it. No torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from allranks.rundir import RunDir
 
 LAST_WORDS = 160  # characters
 LOG_BYTES = 1 << 16
-FEW_LINES = 30  # behind a traceback: torch's warnings, not a training that goes on
+FEW_LINES = 30  # after a traceback: torch's warnings, not a training that continues
 CHILD_SECONDS = 30.0  # within which a process ends because of one that it has started
 MAX_ROWS, COLUMNS = 12, 80  # of a traceback
 MESSAGE_ROWS = 3  # below its first line
 MAX_PARTS = 8  # of a list of ranks
 _THREAD = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")
-_OF_CPP = re.compile(r"(?m)^\s*what\(\):\s*(.+)$")  # an exception that nobody caught
+_OF_CPP = re.compile(r"(?m)^\s*what\(\):\s*(.+)$")  # an uncaught exception
 
 
 def failure(run: RunDir) -> dict[str, Any] | None:
@@ -63,12 +63,12 @@ def failed_ranks(run: RunDir, attempt: int) -> list[dict[str, Any]]:
 
 
 def is_echo(failed: dict[str, Any]) -> bool:
-    """Whether a rank only fell with another one."""
+    """Whether a rank only went down with another one."""
     return bool((failed.get("error") or {}).get("echo"))
 
 
 def failure_in_words(failed: dict[str, Any]) -> str:
-    """What `failure` found, in a line."""
+    """What `failure` found, on one line."""
     rank, error = failed["rank"], failed.get("error")
     named = f"rank {rank} on {failed['node']}" if failed.get("node") else f"rank {rank}"
     if error and error["fix"]:
@@ -86,7 +86,7 @@ def failure_in_words(failed: dict[str, Any]) -> str:
 
 
 def lines_of(failed: dict[str, Any]) -> list[str]:
-    """What is shown between that line and the fix: message, traceback, cause, other ranks."""
+    """What is shown between the error line and the fix: message, traceback, cause, other ranks."""
     what = (failed.get("error") or {}).get("what", "")
     lines = _message_lines(what)
     lines += traceback_lines([Frame(*row) for row in failed.get("frames", [])])
@@ -98,7 +98,7 @@ def lines_of(failed: dict[str, Any]) -> list[str]:
 
 
 def describe_for_json(failed: dict[str, Any]) -> dict[str, Any]:
-    """The same as fields."""
+    """What `failure` found, as fields for `--json`."""
     keys = ("rank", "node", "file", "line", "function", "cause", "others")
     found = {key: failed[key] for key in keys if failed.get(key) not in (None, "")}
     frames = [Frame(*row) for row in failed.get("frames", [])]
@@ -106,7 +106,7 @@ def describe_for_json(failed: dict[str, Any]) -> dict[str, Any]:
 
 
 def traceback_lines(frames: Sequence[Frame], rows: int = MAX_ROWS) -> list[str]:
-    """A traceback in so many rows of a terminal: the user's calls, those of libraries folded."""
+    """A traceback for `rows` rows of a terminal: the user's calls, those of libraries folded."""
     frames = [frame for frame in frames if not frame.is_ours]
     if not any(frame.is_own for frame in frames):
         parts = [_call(frame) for frame in frames[-3:] if frame.file]
@@ -140,7 +140,7 @@ def _fitting(parts: Sequence[list[str]], rows: int) -> list[str]:
 def _call(frame: Frame) -> list[str]:
     inside = f", in {frame.function}" if frame.function else ""
     lines = [f'  File "{short_path(frame.file)}", line {frame.line}{inside}']
-    # Where only its number was known: if the file is here, as it is now.
+    # Where only its number is known: the line as it is now, if the file is here.
     source = frame.source or linecache.getline(frame.file, frame.line).strip()
     return [*lines, f"    {_cut(source, COLUMNS - 4)}"] if source else lines
 
@@ -157,7 +157,7 @@ def _rows(lines: Iterable[str]) -> int:
 
 
 def _message_lines(what: str) -> list[str]:
-    """The lines of a message behind its first one."""
+    """The lines of a message after its first one."""
     more = [line.rstrip() for line in what.strip().splitlines()[1:] if line.strip()]
     shown = [f"  {_cut(line.strip(), COLUMNS - 2)}" for line in more[:MESSAGE_ROWS]]
     return [*shown, "  ..."] if len(more) > MESSAGE_ROWS else shown
@@ -182,7 +182,7 @@ def _place(failed: dict[str, Any]) -> str:
 
 
 def others_in_words(first: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
-    """What became of the ranks beside the one that failed first, in a line."""
+    """What happened to the ranks other than the one that failed first, on one line."""
     alike = [one for one in others if _kind(one) == _kind(first) and one.get("error")]
     fallen = [one for one in others if is_echo(one) and one not in alike]
     odd = [one for one in others if one not in alike and one not in fallen]
@@ -191,7 +191,7 @@ def others_in_words(first: dict[str, Any], others: Sequence[dict[str, Any]]) -> 
         every = sorted(one["rank"] for one in [first, *alike])
         words.append(f"{ranks_in_words(every)} failed with the same error")
     if fallen:
-        words.append(f"{ranks_in_words([one['rank'] for one in fallen])} fell with it")
+        words.append(f"{ranks_in_words([one['rank'] for one in fallen])} went down with it")
     if odd:
         said = failure_in_words(odd[0]).replace(" failed: ", " failed differently: ", 1)
         words.append(said + (f", and {len(odd) - 1} more" if len(odd) > 1 else ""))
@@ -222,7 +222,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _told(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str, Any]:
-    """A rank's end with what it, or its log, tells of the cause."""
+    """A rank's end, with what it or its log says about the cause."""
     start = run.start(attempt, rank) or {}
     log = run.log(attempt, rank)
     found = {**end, "rank": rank, "log": str(log), "node": start.get("host")}
@@ -235,7 +235,7 @@ def _told(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str
     if told is None:
         return found | _last_seen(run, attempt, rank, found)
     if is_ended_by_launcher and told["type"] in ("SystemExit", "KeyboardInterrupt", ""):
-        return found  # how it took the launcher's signal
+        return found  # that is how it reacted to the launcher's signal
     place = {key: told.get(key) for key in ("file", "line", "function", "frames", "cause")}
     found |= {"t": told.get("t", end["t"]), **{k: v for k, v in place.items() if v is not None}}
     if is_ended_by_launcher and not told["echo"]:
@@ -257,7 +257,7 @@ def _told(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str
 def _error_event(
     events: Sequence[dict[str, Any]], end: dict[str, Any], process: int | None
 ) -> dict[str, Any] | None:
-    """The event that tells of this end: the script may have gone on after others."""
+    """The event that describes this end: the script may have carried on after earlier ones."""
     code, name = end.get("exit"), end.get("signal")
     fitting = [
         event
@@ -275,7 +275,7 @@ def _error_event(
 
 
 def _from_log(log: Path, end: dict[str, Any]) -> dict[str, Any] | None:
-    """What the end of a log tells where no event does: of a crash in C, of another hook."""
+    """What the end of a log shows where no event does: after a crash in C, or with another hook."""
     lines = [clean(line) for line in tail(log, LOG_BYTES)]
     text = "\n".join(lines)
     if "signal" in end:
@@ -291,7 +291,7 @@ def _from_log(log: Path, end: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _dumped(dump: str) -> list[Frame]:
-    """The calls of the thread that crashed; the main one's, where it is none of the user's."""
+    """The calls of the thread that crashed; the main thread's, if none of those are the user's."""
     threads = [stacks.parse_dump(0, part) for part in _THREAD.split(dump)]
     own = [one for one in threads if one is not None and any(call.is_own for call in one.frames)]
     crashed = stacks.parse_dump(0, dump)
@@ -311,7 +311,7 @@ def _as_event(name: str, message: str, frames: Sequence[Frame]) -> dict[str, Any
 
 
 def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Where a rank was that was killed, or ended without a word, by its last signs of life."""
+    """Where a rank that was killed, or ended without a word, was by its last signs of life."""
     if found.get("error"):
         return {}
     more: dict[str, Any] = {"is_last_seen": True}
@@ -324,7 +324,7 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
         more |= dict(zip(("file", "line", "function"), places[-1], strict=True))
         more["frames"] = [[*places[-1], ""]]
     times = [event["t"] for event in events if event["event"] != "end"]
-    if times:  # the launcher has written its end, some time after others have told theirs
+    if times:  # the launcher wrote its end, some time after others had reported theirs
         more["t"] = min(found["t"], times[-1])
     if "signal" not in found:
         more["said"] = last_words(Path(found["log"]))
@@ -336,21 +336,21 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
 
 
 def _only_exit(file: str) -> int | None:
-    """The line that raises SystemExit, of which no hook can tell, if there is only one."""
+    """The line that raises SystemExit, which no hook sees, if there is only one."""
     lines = [*enumerate(linecache.getlines(file), 1)]
     found = [number for number, line in lines if re.match(r"\s*raise SystemExit\b", line)]
     return found[0] if len(found) == 1 else None
 
 
 def last_words(log: Path) -> str:
-    """What a rank has last written."""
+    """The last line that a rank wrote."""
     lines = [clean(line).strip() for line in tail(log)]
     last = next((line for line in reversed(lines) if line), "")
     return last[:LAST_WORDS]
 
 
 def tail(path: Path, size: int = 1 << 14) -> list[str]:
-    """The last lines of a log, as text; none of a file that is not there."""
+    """The last lines of a log, as text; none if the file does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - size))

@@ -33,7 +33,7 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is allranks' own, which is none of the user's business."""
+        """Whether it is allranks' own code, which is of no interest to the user."""
         return self.file.startswith(OURS)
 
     @property
@@ -43,14 +43,14 @@ class Frame:
 
     @property
     def short(self) -> str:
-        """Where it is, as whoever works in this folder would say it."""
+        """Where it is, as seen from the current folder."""
         return f"{short_path(self.file)}:{self.line}" + (
             f" in {self.function}" if self.function else ""
         )
 
     @property
     def brief(self) -> str:
-        """Without the folders that a reader knows: `train.py:9 in f`, `torch/_tensor.py:8 in g`."""
+        """Without folders that the reader knows: `train.py:9 in f`, `torch/_tensor.py:8 in g`."""
         _, _, inside = self.file.rpartition("-packages/")
         name = inside if inside != self.file else Path(self.file).name
         return f"{name}:{self.line} in {self.function}"
@@ -61,7 +61,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """An exception as its printed traceback tells it, the outermost call first."""
+    """An exception as its printed traceback shows it, the outermost call first."""
 
     type: str
     message: str
@@ -70,7 +70,7 @@ class Told:
 
 
 def short_path(file: str) -> str:
-    """A file by its path from here, if it is below."""
+    """A file's path relative to the current folder, if it is below that."""
     try:
         here = os.getcwd()
     except OSError:  # it was removed
@@ -93,7 +93,7 @@ def is_type(name: str) -> bool:
 
 
 def read_tracebacks(text: str) -> list[Told]:
-    """The tracebacks in a text; of a message of several lines the first one."""
+    """The tracebacks in a text; of a message of several lines, only the first."""
     found: list[Told] = []
     frames: list[Frame] | None = None
     source: list[str] = []

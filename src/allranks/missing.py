@@ -20,11 +20,11 @@ _PATTERNS = tuple(
         r"(?P<path>/\S+): No such file or directory",
     )
 )
-LAST_LINES = 20  # where the reason of an end is
+LAST_LINES = 20  # which hold the reason for an end
 
 
 def missing_path(lines: Iterable[str]) -> str | None:
-    """The path that a rank did not find, by what it said last; None if it ended for another."""
+    """The path that a rank did not find, by its last output; None if that is not why it ended."""
     last = [line for line in lines if line.strip()][-LAST_LINES:]
     for line in reversed(last):
         for pattern in _PATTERNS:
@@ -34,7 +34,7 @@ def missing_path(lines: Iterable[str]) -> str | None:
 
 
 def found_on(path: str, nodes: Mapping[str, bool], attempt: int) -> dict[str, Any] | None:
-    """What run.json keeps of it; None if every node has the path."""
+    """What run.json records about a path; None if every node has it."""
     if all(nodes.values()):
         return None
     return {
@@ -56,6 +56,6 @@ def in_words(found: Mapping[str, Any], *, is_task: bool = False) -> tuple[str, s
         how = "data.stage: local"
     return (
         f"{path} is on {', '.join(found['on'])} but not on {absent}",
-        "put it on a disk that all nodes see, and name that path; have allranks copy it from there "
-        f"to each node's own disk with {how}",
+        "put it on a disk that all nodes see, and use that path; to have it on each node's own "
+        f"disk, let allranks copy it from there with {how}",
     )

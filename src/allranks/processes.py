@@ -33,7 +33,7 @@ def die_with_parent(parent: int | None = None) -> None:
 class Signals:
     """Stop signals that this process gets, kept until the ranks can be told.
 
-    `delay`: seconds before they are passed on, where the ranks get them on another way too. One
+    `delay`: seconds before they are passed on, where the ranks get them in another way, too. One
     that comes while a rank is on its way out would kill it.
     """
 
@@ -59,7 +59,7 @@ class Signals:
 
 @contextmanager
 def listening(delay: float = 0.0) -> Iterator[Signals]:
-    """Stop signals are noted here, and do again what they did before when this is over."""
+    """Stop signals are noted here; afterwards they do again what they did before."""
     signals = Signals(delay)
     before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
     try:
@@ -81,7 +81,10 @@ def blocked_signals() -> Iterator[None]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports without looks for garbage: of what torch makes all stays, and they take a tenth."""
+    """Imports without garbage collection.
+
+    It takes a tenth of their time, and frees nothing: all that torch creates stays.
+    """
     gc.disable()
     try:
         yield

@@ -21,7 +21,7 @@ from allranks.events import read_events, read_last_events
 
 State = Literal["queued", "running", "finished", "failed", "stopped"]
 
-TWICE = "twice.json"  # left by a second process that would record a rank
+TWICE = "twice.json"  # left by a second process that wanted to record a rank
 
 NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}")
 

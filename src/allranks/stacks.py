@@ -113,7 +113,7 @@ def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]
 
 
 def rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
-    """The rank whose environment this is, or that has started the process whose it is."""
+    """The rank that this environment belongs to, or that started the process that it belongs to."""
     text = environ.read_bytes()
     if b"ALLRANKS_RUN_DIR=" not in text:
         return None

@@ -1,6 +1,6 @@
-"""Ranks that do not get on, in a line: who is where, and who waits for whom. Pure; no torch.
+"""Ranks that make no progress, in a line: who is where, and who waits for whom. Pure; no torch.
 
-The launcher says it beside the run, the doctor when it is asked: in the same words.
+The launcher says it during the run, the doctor when asked, both in the same words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def who_is_where(states: Sequence[RankState], found: Blame | None) -> str:
     culprits = [state for state in states if state.rank in found.ranks]
     others = [state for state in states if state.rank not in found.ranks and not state.ended]
     has_nodes = len({state.node for state in states}) > 1
-    # How it is known stands in for where they are: they have ended, cannot run, or are elsewhere.
+    # Why they are blamed stands in for where they are: ended, unable to run, or elsewhere.
     is_told = any(state.ended or state.kernel in ("T", "D") for state in culprits)
     said = "" if is_told else places(culprits, with_nodes=has_nodes)
     if not said:
@@ -38,7 +38,7 @@ def who_is_where(states: Sequence[RankState], found: Blame | None) -> str:
 
 
 def places(states: Sequence[RankState], *, with_nodes: bool = False) -> str:
-    """Where ranks are, those that are at the same place together; empty if of none it is known."""
+    """Where ranks are, grouped by place; empty if that is not known for any of them."""
     groups: dict[str, list[RankState]] = defaultdict(list)
     for state in states:
         if state.ended is None and (where := place_of(state)):
@@ -60,7 +60,7 @@ def place_of(state: RankState) -> str:
 
 
 def clause(states: Sequence[RankState], what: str, *, with_nodes: bool = False) -> str:
-    """Ranks and what is said of one of them, in the right number."""
+    """Ranks and what is said about them, in the singular or the plural."""
     nodes = list(dict.fromkeys(state.node for state in states if state.node))
     on = f" on {rank_names(nodes, '')}" if with_nodes and nodes else ""
     verb, _, rest = what.partition(" ")

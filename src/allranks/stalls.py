@@ -116,7 +116,7 @@ def with_stacks(
     processes: Mapping[int, int],
     more: Mapping[int, Stack] | None = None,
 ) -> list[RankState]:
-    """The same with the stacks of the ranks on this machine (rank: process), and `more`."""
+    """The states with the stacks of the ranks on this machine (rank: process), and `more`."""
     letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
     able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDtZ"}
     found = {**(more or {}), **stacks.take(able)}

@@ -44,7 +44,7 @@ def check(crash: Crash, shown: str) -> None:
     assert f"train.py:{crash.line}" in screen, shown
     assert f"{Path(failures.__file__).parent}/" not in shown, shown
     if crash.rank is not None:
-        assert f"rank {1 - crash.rank} fell with it" in shown, shown
+        assert f"rank {1 - crash.rank} went down with it" in shown, shown
 
 
 @pytest.mark.parametrize(

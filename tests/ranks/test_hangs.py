@@ -163,7 +163,7 @@ def test_a_hang_is_told_while_it_lasts_and_the_logs_are_left_alone(tmp_path: Pat
         assert all(run.log(0, rank).read_text() == "" for rank in (0, 1))
         assert "moves on" not in output.read_text()
         wake.touch()
-        wait_for(output, "note: moves on after ")
+        wait_for(output, "note: makes progress again after ")
         assert process.wait(timeout=120) == 0
     finally:
         process.kill()

@@ -29,7 +29,7 @@ def test_a_node_that_fails_its_check_is_replaced(cluster: Cluster, tmp_path: Pat
         )
         assert "node2" not in sent.log().splitlines()[-1]
         # The launchers found that something was wrong, a step of its own what; then all was well.
-        for words in ("they are checked on their own", "1 of 2 nodes failed: node2", "no fault"):
+        for words in ("checked in a separate step", "1 of 2 nodes failed: node2", "no fault"):
             assert words in sent.log()
         assert sent.run.attempts() == [0] and len(sent.run.info()["attempts"]) == 1
         assert sorted(sent.losses()) == list(range(1, 301))

@@ -149,9 +149,9 @@ def test_lines_that_an_attempt_begins_with_like_the_last_one_are_shown_once(tmp_
     shown = Shown(tmp_path)
     assert shown.attempt(0, "warning\nepoch 1\n", "loss 2.0\n") == "warning\nepoch 1\nloss 2.0\n"
     again = shown.attempt(1, "warn", "ing\nepoch 1\nlo", "ss 3.0\nloss 2.0\n")
-    assert again == "[2 lines as in the attempt before]\nloss 3.0\nloss 2.0\n"
+    assert again == "[2 lines as in the previous attempt]\nloss 3.0\nloss 2.0\n"
     same = shown.attempt(2, "warning\nepoch 1\nloss 3.0\n")
-    assert same == "[3 lines as in the attempt before]\n"
+    assert same == "[3 lines as in the previous attempt]\n"
     assert shown.attempt(3, "other\nepoch 1\n") == "other\nepoch 1\n"
 
 
@@ -168,4 +168,4 @@ def test_a_long_attempt_is_shown_whole(tmp_path: Path) -> None:
     text = "".join(f"{number}\n" for number in range(2 * MOST_KEPT))
     shown = Shown(tmp_path)
     assert shown.attempt(0, text) == text
-    assert shown.attempt(1, text).startswith(f"[{MOST_KEPT} lines as in the attempt before]\n")
+    assert shown.attempt(1, text).startswith(f"[{MOST_KEPT} lines as in the previous attempt]\n")

@@ -123,7 +123,7 @@ def test_a_rank_that_was_about_to_end_by_itself_is_the_culprit(run: RunDir) -> N
     end(run, 1, None, **gone())
     said = in_words(run)
     assert said.startswith("rank 1 failed: KeyError: 'label'  (/home/me/train.py:31 in forward)")
-    assert said.endswith("rank 0 fell with it")
+    assert said.endswith("rank 0 went down with it")
     failed = failure(run)
     assert failed is not None and failed["exit"] == 1
 
@@ -147,7 +147,7 @@ def test_ranks_that_fail_alike_and_differently(run: RunDir) -> None:
     end(run, 4, None, **gone())
     others = in_words(run).splitlines()[-1]
     assert others.startswith(
-        "  ranks 0-2 failed with the same error; rank 4 fell with it; "
+        "  ranks 0-2 failed with the same error; rank 4 went down with it; "
         "rank 3 failed differently: OSError: disk"
     )
 

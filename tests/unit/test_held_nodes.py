@@ -59,7 +59,7 @@ def test_the_lines_to_type() -> None:
         "--nodelist=node[1-2] bash -c 'allranks run --layout 2x2 --node-rank $SLURM_NODEID "
         "--master node1:29500 -- python train.py '\"'\"'a b'\"'\"''",
         "send it to the queue: allranks submit --layout 2x2 -- python train.py 'a b'",
-        "add --here, and this machine plays all nodes",
+        "add --here to run all ranks on this machine",
     ]
     job = Request(typed=["run", "a.yaml"], job_file=Path("a.yaml"), overrides=["steps=3"])
     fix = refusal("4x1", ALLOCATION, job).fix  # more nodes than there are
@@ -72,9 +72,9 @@ def test_the_lines_to_type() -> None:
 @pytest.mark.parametrize(
     ("kind", "fix"),
     [
-        ("scaling", "measure layouts of one node; or add --backend slurm; or add --here, and"),
-        ("comm", "measure layouts of one node; or add --backend slurm"),
-        ("data", "measure layouts of one node"),
+        ("scaling", "measure layouts of a single node; or add --backend slurm; or add --here to"),
+        ("comm", "measure layouts of a single node; or add --backend slurm"),
+        ("data", "measure layouts of a single node"),
     ],
 )
 def test_benchmarks(kind: str, fix: str) -> None:

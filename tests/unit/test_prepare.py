@@ -80,7 +80,7 @@ def test_only_what_left_a_checkpoint_is_to_be_gone_on_with() -> None:
     prepared = prepare(typed())
     run = open_run(prepared)
     again = f"; go on with {run.resume_command}"
-    why = f"allranks doctor {run.reference} tells why; all that it said is in "
+    why = f"allranks doctor {run.reference} shows why; the rank's output is in "
     assert failed(run, prepared).fix == f"{why}{run.log(0, 0)}"
     save(run, 7)
     assert failed(run, prepared).fix == f"{why}{run.log(0, 0)}{again}"

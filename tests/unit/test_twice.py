@@ -100,5 +100,5 @@ def test_ranks_that_a_layout_does_not_have_are_told(run: RunDir) -> None:
     append_event(run.events(0, 1), "recorder", pid=1, host="a", of="0")
     end = TwiceWatch(run, load_job(None, command=["python", "a.py"], layout="1x1")).end(0)
     assert end is not None
-    assert end["error"]["what"].startswith("rank 1 was recorded, which layout 1x1 does not have")
+    assert end["error"]["what"].startswith("rank 1 was recorded, but layout 1x1 does not have it")
     assert "ALLRANKS_PROBE=off" in end["error"]["fix"]

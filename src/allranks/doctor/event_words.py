@@ -68,7 +68,7 @@ def _end(event: Event) -> str:
 
 
 def _error(event: Event) -> str:
-    """As results tell it; who only left has no message."""
+    """As failures are reported; a rank that only exited has no message."""
     return f"what ended it: {in_a_line(dict(event)) or event.get('signal')}"
 
 

@@ -251,7 +251,7 @@ def _meet(
         words = _slow_import(preflight.took["torch"])
         preflight.check("rendezvous", Finding, None, "not made", words)
         return
-    # Where torch was there already, GPUs take longer: whether they are well decides on NCCL.
+    # Torch may be imported before the GPU checks are done; their result decides on NCCL.
     before[0].join(max(0.0, preflight.start + preflight.seconds / 2 - time.monotonic()))
     found = preflight.check("rendezvous", _rendezvous, preflight, directory, port)
     if found.ok:

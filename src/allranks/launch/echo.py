@@ -20,8 +20,8 @@ from allranks.rundir import RunDir
 from allranks.stacks import without_dumps
 
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look
-MOST_KEPT = 1000  # lines of an attempt, to know them again in the next
-# How what Python prints of an exception begins, and of a signal that ends it.
+MOST_KEPT = 1000  # lines of an attempt, to recognise them in the next
+# How Python's report of an exception begins, and of a signal that ends it.
 TRACEBACK = re.compile(
     r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| \u256d\u2500])*"  # colours, torch, groups, rich
     r"(?:(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d)",
@@ -35,9 +35,9 @@ PIECES = re.compile(rb"[^\n]*\n|[^\n]+")
 class Echo:
     """Shows what ranks of a run print, attempt after attempt.
 
-    `rank` as it is, in a terminal of its own if the user looks at one; or those of `show`, each
-    line with its rank. `has_bar`: allranks itself draws below. `write` puts text on the screen,
-    `hides`: not the traceback that a rank ends with, which is shown once it is known whose it is.
+    `rank` as it is, in a terminal of its own if the user is at one; or those in `show`, each line
+    with its rank. `has_bar`: allranks itself draws below. `write` puts text on the screen. `hides`:
+    leave out the traceback that a rank ends with; the culprit's is shown later, once it is known.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Echo:
         self._position = 0
         self._tails: dict[int, Tail] = {}
         self._lock = threading.Lock()
-        self._drawing = threading.Lock()  # what the terminal's thread and another may do
+        self._drawing = threading.Lock()  # which the terminal's thread and another may do
         self._has_bar = has_bar
 
     @property
@@ -70,7 +70,7 @@ class Echo:
         return self._output.column
 
     def open_terminal(self) -> str | None:
-        """The path of a terminal for the rank, if there is one to be had and somebody to look."""
+        """The path of a terminal for the rank, if one can be had and somebody is there to look."""
         with suppress(OSError, ValueError):  # no file, or no more terminals on this machine
             screen = self._console.file.fileno()
             if not self._has_bar and self._show is None and os.isatty(screen):
@@ -100,7 +100,7 @@ class Echo:
             self._look(wait=True)
 
     def finish(self) -> None:
-        """Show the rest, to the beginning of a fresh line."""
+        """Show the rest, and go to a fresh line."""
         with self._lock:
             self._look(wait=False)
             if self._terminal is not None:
@@ -145,9 +145,9 @@ class Echo:
 class WithoutTraceback:
     """What a rank prints, chunk by chunk, up to the traceback that it ends with.
 
-    The launcher shows the culprit's last. A rank writes what ends it to its events first, unless
-    the script has a hook of its own: so a traceback is held back for as long as a rank may take to
-    end after it.
+    The launcher shows the culprit's at the end. A rank writes what ends it to its events first,
+    unless the script has a hook of its own: so a traceback is held back for as long as a rank may
+    take to end after it.
     """
 
     def __init__(self, run: RunDir, attempt: int, rank: int) -> None:
@@ -157,7 +157,7 @@ class WithoutTraceback:
         self._since = 0.0
 
     def __call__(self, text: str) -> str:
-        """What of it to show now, with what was held back before; call it without text, too."""
+        """What to show of it now, with what was held back before; call it without text, too."""
         if self._is_over or not (text or self._held):
             return ""
         now = time.monotonic()
@@ -176,7 +176,7 @@ class WithoutTraceback:
         return text if end is None else text[: end.start()]
 
     def rest(self) -> str:
-        """What is held back when the rank has ended: nothing of one that failed."""
+        """What is held back when the rank has ended; nothing if it failed."""
         end = self._run.end(self._attempt, self._rank)
         held, self._held = self._held, ""
         return "" if end is not None and end["state"] == "failed" else held
@@ -191,7 +191,7 @@ def read_ranks(text: str | None, ranks: range) -> list[int] | None:
         last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
         raise AllranksError(
             f"--show {text} does not name ranks on this machine, which are {ranks[0]}{last}",
-            fix=f"write --show {ranks[-1]}, several as 0,1, or --show all",
+            fix=f"write --show {ranks[-1]}, --show 0,1 for several, or --show all",
         )
     return sorted({int(word) for word in words})
 
@@ -219,7 +219,7 @@ class Output:
         return self._screen.column
 
     def begin(self) -> None:
-        """Another attempt begins, maybe with the lines of the last one."""
+        """Another attempt begins, maybe with the same lines as the last one."""
         self.finish()
         self._repeats = Repeats(self._repeats.lines)
 
@@ -248,12 +248,12 @@ class Output:
             self._console.out(line, highlight=False)
 
     def _raw(self, drawn: bytes) -> None:
-        # Not through rich, which takes out what moves the cursor.
+        # Not through rich, which removes what moves the cursor.
         self._put(self._decoder.decode(drawn))
 
 
 class Repeats:
-    """Lines that an attempt begins with as the one before has: they are not shown again."""
+    """Lines that an attempt begins with just like the previous one: they are not shown again."""
 
     def __init__(self, before: list[bytes]) -> None:
         self.lines: list[bytes] = []  # the first ones of this attempt
@@ -264,17 +264,17 @@ class Repeats:
         self._held = b""
 
     def pass_on(self, drawn: bytes) -> bytes:
-        """What of it is to be shown."""
+        """What to show of it."""
         if not self._is_same and len(self.lines) >= MOST_KEPT:
             return drawn
         return b"".join(self._pass_piece(piece) for piece in PIECES.findall(drawn))
 
     def rest(self) -> bytes:
-        """What was held back until it was known to be new; and a word on what was not shown."""
+        """What was held back until it was known to be new, and a note on what was not shown."""
         held, self._held, was_same, self._is_same = self._held, b"", self._is_same, False
         num_same = self._num_same
         is_any = was_same and num_same
-        return (b"[%d lines as in the attempt before]\n" % num_same if is_any else b"") + held
+        return (b"[%d lines as in the previous attempt]\n" % num_same if is_any else b"") + held
 
     def _pass_piece(self, piece: bytes) -> bytes:
         self._line += piece

@@ -1,4 +1,4 @@
-"""`run` inside of a SLURM allocation: what it would start there, refused unless it is meant."""
+"""`run` inside a SLURM allocation: what it would start there, refused unless that is intended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORT = 29500
 
 
 def check_allocation(layout: Layout, request: Request, env: Mapping[str, str]) -> None:
-    """Refuse to play nodes of a layout on one node of an allocation, or in each of its tasks."""
+    """Refuse to run a layout's nodes on one node of an allocation, or a whole run in each task."""
     job = env.get("SLURM_JOB_ID")
     if not job:
         return
@@ -29,14 +29,14 @@ def check_allocation(layout: Layout, request: Request, env: Mapping[str, str]) -
         )
     if layout.nodes > 1 and not request.here:
         raise AllranksError(
-            f"layout {layout} has {layout.nodes} nodes, but this starts all {layout.ranks} ranks "
-            f"on this machine, and not on the nodes of job {job}",
+            f"layout {layout} has {layout.nodes} nodes, but this would start all {layout.ranks} "
+            f"ranks on this machine, not on the nodes of job {job}",
             fix=what_to_type(layout, request, env, in_step=False),
         )
 
 
 def tasks_of_step(env: Mapping[str, str]) -> int:
-    """How many tasks srun started beside this one, with it; 1 outside of a step."""
+    """How many tasks srun started, including this one; 1 outside of a step."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_PROCID" not in env:
         return 1
@@ -45,13 +45,13 @@ def tasks_of_step(env: Mapping[str, str]) -> int:
 
 
 def what_to_type(layout: Layout, request: Request, env: Mapping[str, str], *, in_step: bool) -> str:
-    """The lines that may be meant."""
+    """The commands that the user may want."""
     _, bench, *_ = [*request.typed, "", ""] if request.typed[:1] == ["bench"] else ("", "")
     ways = []
     if layout.nodes == 1 or (bench and in_step):
         ways.append("start it once: without srun, or with srun --ntasks=1")
     elif bench:
-        ways.append("measure layouts of one node")
+        ways.append("measure layouts of a single node")
     elif per_node := launcher_per_node(layout, request, env):
         ways.append(f"start one launcher on each node: {per_node}")
     if bench in ("scaling", "comm"):
@@ -59,12 +59,12 @@ def what_to_type(layout: Layout, request: Request, env: Mapping[str, str], *, in
     elif not bench:
         ways.append(f"send it to the queue: {spell(submit_line(layout, request))}")
     if not in_step and bench in ("", "scaling"):
-        ways.append("add --here, and this machine plays all nodes")
+        ways.append("add --here to run all ranks on this machine")
     return "; or ".join(ways)
 
 
 def submit_line(layout: Layout, request: Request) -> list[str]:
-    """`allranks submit` of what was to be run here."""
+    """`allranks submit` for what was to be run here."""
     file = [str(request.job_file)] if request.job_file is not None else []
     if request.resume is not None:
         words = ["allranks", "resume", request.resume]

@@ -1,7 +1,7 @@
-"""Commands that start ranks themselves: torchrun and its like. Found, and what is meant. No torch.
+"""Commands that start ranks themselves: torchrun and the like, and what to type instead. No torch.
 
-allranks starts the ranks. One that starts a launcher would have every rank of the layout start a
-whole training of its own, all of them recording the same ranks.
+allranks starts the ranks. If it started a launcher, every rank of the layout would start a whole
+training of its own, and all of them would record the same ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from allranks.layout import Layout
 
 PYTHON = r"(?:python|pypy)[\d.]*"
 SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
-# Programs that start another: how many words stand before it, and their options with a value.
+# Programs that start another: how many words come before it, and which options take a value.
 WRAPPERS = {
     "env": (0, "-u --unset -C --chdir"),
     "nice": (0, "-n --adjustment"),
@@ -50,11 +50,11 @@ WRAPPERS = {
 class Launcher:
     """How a launcher is called: what its options say, and where the script begins."""
 
-    starts: str  # "python": a script of Python's follows; "program": any program does
+    starts: str  # "python": a Python script follows; "program": any program does
     nodes: str = ""  # options that give the number of nodes,
-    per_node: str = ""  # of ranks of a node,
+    per_node: str = ""  # of ranks per node,
     ranks: str = ""  # of all ranks
-    hosts: str = ""  # lists of hosts, with commas
+    hosts: str = ""  # comma-separated lists of hosts
     flags: str = ""  # options without a value
     two_values: str = ""
     subcommand: str = ""  # that must follow
@@ -157,7 +157,7 @@ class Meant:
     ranks: int | None = None
 
     def layout(self, typed: Layout) -> Layout:
-        """The layout that is meant: what the launcher does not say is as it was typed."""
+        """The intended layout: what the launcher does not specify is as it was typed."""
         nodes, per_node = self.nodes, self.per_node
         if self.ranks and per_node:
             nodes = nodes or max(1, self.ranks // per_node)
@@ -169,14 +169,14 @@ class Meant:
         return typed if same else Layout(nodes, per_node)
 
     def around(self, outer: Meant) -> Meant:
-        """This launcher, started by another one: once on each node, as a rule."""
+        """This launcher, started by another one, usually once per node."""
         self.launcher = f"{outer.launcher} ... {self.launcher}"
         self.nodes = self.nodes or outer.nodes or outer.ranks
         return self
 
 
 def find_launcher(words: Sequence[str]) -> Meant | None:
-    """What is meant by a command that starts ranks itself; None for any other command."""
+    """What a command that starts ranks itself is meant to do; None for any other command."""
     begin = skip_wrappers(words)
     before, rest = list(words[:begin]), list(words[begin:])
     if rest and os.path.basename(rest[0]) in SHELLS:
@@ -215,7 +215,7 @@ def launcher_of(words: Sequence[str]) -> tuple[Launcher, int, str] | None:
 
 
 def skip_wrappers(words: Sequence[str]) -> int:
-    """Where the program begins that `env X=1`, `nice`, `uv run` and their like start."""
+    """Where the program started by `env X=1`, `nice`, `uv run` and the like begins."""
     at = 0
     while at < len(words):
         while at < len(words) and re.match(r"[A-Za-z_]\w*=", words[at]):
@@ -238,7 +238,7 @@ def skip_wrappers(words: Sequence[str]) -> int:
 
 
 def module_of(words: Sequence[str]) -> int | None:
-    """Where the module's name stands in `python -u -m MODULE`; None if a script follows."""
+    """Where the module's name is in `python -u -m MODULE`; None if a script follows."""
     at = 1
     while at < len(words) and words[at].startswith("-"):
         if re.fullmatch(r"-[a-zA-Z]*m", words[at]):
@@ -248,7 +248,7 @@ def module_of(words: Sequence[str]) -> int | None:
 
 
 def in_shell(before: list[str], words: list[str]) -> Meant | None:
-    """The same inside `bash -c "..."`; what else the shell is told stays as it is."""
+    """What is meant by `bash -c "..."` with a launcher in it; the rest of it stays as it is."""
     at = next((n for n, word in enumerate(words) if re.fullmatch(r"-[a-z]*c", word)), None)
     if at is None or at + 1 >= len(words):
         return None
@@ -265,7 +265,7 @@ def in_shell(before: list[str], words: list[str]) -> Meant | None:
 
 
 def raw_words(text: str) -> list[str]:
-    """Words of a shell's line, with their quotes."""
+    """The words of a shell command, with their quotes."""
     try:
         lexer = shlex.shlex(text, posix=False)
         lexer.whitespace_split, lexer.commenters = True, "#"
@@ -275,7 +275,7 @@ def raw_words(text: str) -> list[str]:
 
 
 def read_options(launcher: Launcher, words: list[str], meant: Meant, python: str) -> list[str]:
-    """Note what the launcher's own options say; the command that it would start."""
+    """Note what the launcher's own options say; return the command that it would start."""
     flags = launcher.flags.split()
     at, is_module, is_program = 0, False, launcher.starts == "program"
     while at < len(words) and words[at].startswith(("-", "$")):
@@ -290,7 +290,7 @@ def read_options(launcher: Launcher, words: list[str], meant: Meant, python: str
             is_module |= plain in ("-m", "--module", "--module-mode")
             is_program |= plain in ("--no-python", "--command-mode")
             is_program |= plain == "-c" and "-c" in flags
-        if plain in flags or plain.startswith("$"):  # a shell's variable with options
+        if plain in flags or plain.startswith("$"):  # a shell variable that holds options
             continue
         if not equals and launcher.starts == "program" and re.fullmatch(r"-[nNc]\d+", plain):
             plain, value, equals = plain[:2], plain[2:], "="
@@ -326,7 +326,7 @@ def count(launcher: Launcher, option: str, value: str, meant: Meant) -> None:
 
 
 def launcher_in_script(words: Sequence[str]) -> tuple[str, Meant] | None:
-    """A file among a command's words that starts ranks, by its text, and what is meant there."""
+    """A file named in a command whose text starts ranks, and what is meant there."""
     for word in words:
         try:
             text = Path(word).read_text()[:100_000] if not word.endswith(".py") else ""
@@ -347,7 +347,7 @@ def spell(words: Sequence[str]) -> str:
 
 
 def with_layout(typed: Sequence[str], layout: Layout) -> list[str]:
-    """Words of `allranks run` or `submit` with another layout; those that name several stay."""
+    """Words of `allranks run` or `submit` with another layout; unchanged if they name several."""
     words = list(typed) or ["run"]
     if words[0] == "bench" or any(w.startswith(("--race", "--ladder")) for w in words):
         return words

@@ -259,7 +259,7 @@ class Launch:
 
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
-        # Who is told to stop may save for as long as it takes: it is not ended, but said to hang.
+        # Ranks told to stop may save for as long as it takes: they are not ended, only reported.
         attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
         is_twice = bool(processes) and not stops and self._twice.look(attempt)
         if is_twice or self._stalled.look_beside(attempt, processes, may_end=not stops):
@@ -376,7 +376,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     facts: dict[str, Any] = {"lines": lines_of(failed), "facts": describe_for_json(failed)}
     if error is not None and error["fix"]:
         return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
-    fix = f"allranks doctor {run.reference} tells why; all that it said is in {failed['log']}"
+    fix = f"allranks doctor {run.reference} shows why; the rank's output is in {failed['log']}"
     if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
         fix += f"; go on with {run.resume_command}"
     if "signal" in failed and not max_restarts(prepared, place):

@@ -15,7 +15,7 @@ from allranks.plain import last_state
 from allranks.rundir import RunDir
 
 LOOK_SECONDS = 0.3
-ALIKE_SECONDS = 1.0  # in which ranks that print the same line do so
+ALIKE_SECONDS = 1.0  # within which ranks that print the same line do so
 CHUNK_BYTES = 1 << 16
 MOST_WAITING = 100_000  # lines
 
@@ -58,7 +58,7 @@ class Waiting:
 
 
 class Together:
-    """Lines of several ranks, each with its rank; what ranks print alike is shown once.
+    """Lines of several ranks, each with its rank; a line that several print is shown once.
 
     A line waits a moment for the other ranks to print it too, and what came after it waits with it.
     """
@@ -73,7 +73,7 @@ class Together:
         return len(self._waiting) >= MOST_WAITING
 
     def add(self, rank: int | str, line: str) -> None:
-        """`rank`: or the word for somebody else, whose lines are nobody else's."""
+        """`rank`: or the name of another source, whose lines are never joined with others."""
         alike = self._by_line.setdefault(line, [])
         for one in alike if isinstance(rank, int) else ():
             if rank not in one.ranks and isinstance(one.ranks[0], int):
@@ -136,7 +136,7 @@ class Logs:
         yield from self._together.ready(wait=False)
 
     def _with_rank(self, path: Path, lines: Iterator[str]) -> Iterator[str]:
-        """Lines of one rank alone go as they are; those of several when all have spoken."""
+        """Lines of a single rank, as they are; those of several, once all have printed."""
         if self.rank is not None:
             yield from lines
             return

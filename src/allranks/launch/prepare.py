@@ -38,7 +38,7 @@ class Request:
     layout: str | None = None
     resume: str | None = None
     force: bool = False
-    here: bool = False  # also where this is one of several nodes that SLURM gave us
+    here: bool = False  # even where this is one of several nodes that SLURM gave us
     leads: bool = True  # False on nodes other than 0: the run is node 0's to hold
     runs: Path = Path("runs")
 
@@ -88,7 +88,7 @@ def prepare(request: Request) -> Prepared:
 
 
 def refuse_launcher(job: Job, request: Request) -> None:
-    """Refuse a command that starts ranks itself: each rank of the layout would train for itself."""
+    """Refuse a command that starts ranks itself: each rank of the layout would train by itself."""
     meant = find_launcher(job.argv) if job.command is not None else None
     if meant is None:
         return
@@ -101,7 +101,7 @@ def refuse_launcher(job: Job, request: Request) -> None:
         fix = f"write command: {command}{also} in {file}"
     raise AllranksError(
         f"{meant.launcher} starts ranks, and so does allranks: each rank of layout {job.layout} "
-        "would start a whole training",
+        "would start a whole training of its own",
         fix=fix,
     )
 

@@ -40,7 +40,7 @@ class Screen:
     `echo`: show what the rank prints, too. `show`: what all of these print, line by line.
     """
 
-    makes_steps = True  # what is shown; else nobody is to say that there are none
+    makes_steps = True  # what is shown; if not, nobody is told that there are none
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Screen:
             self._note(text)
 
     def stalled(self, line: str | None, seconds: float = 0.0) -> None:
-        """Say that the ranks do not get on, and take it back (None) when they do."""
+        """Say that the ranks make no progress, and take it back (None) when they do."""
         if not self.console.is_terminal:
             self._notes.show(line, seconds)
         elif self._bar is not None:

@@ -1,4 +1,4 @@
-"""Ranks that make no more steps: who is where is said, and the run ends if it shall."""
+"""Ranks that make no more steps: say who is where, and end the run if that is asked for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from allranks.stalls import (
     with_stacks,
 )
 
-LOOK_SECONDS, SOON_SECONDS = 5.0, 1.0  # the second while something is said that may be over
+LOOK_SECONDS, SOON_SECONDS = 5.0, 1.0  # the second while something is shown that may be over
 FIRST_STEP_SECONDS = 300.0  # at least, for what comes before: imports, data, compiling
 SCRIPT_FIRST_SECONDS = 3600.0  # a script may prepare its data first
 LIFE_SECONDS = 60.0  # many times the pause between two heartbeats
@@ -44,7 +44,7 @@ AGAIN_SECONDS, SELDOM_SECONDS = 10.0, 120.0  # between two looks at the stacks: 
 class StallWatch:
     """The ranks of one node, looked at every few seconds by their events.
 
-    Ranks that make no step for longer than is usual for the run are told by `line`. Without
+    Ranks that make no step for longer than is usual for the run are described by `line`. Without
     `stall_timeout` their stacks are printed once, at half of the job's `timeout`, and nothing ends:
     torch itself ends ranks that wait longer than that for the others.
     """
@@ -82,7 +82,7 @@ class StallWatch:
         return min(LOOK_SECONDS if self._said is None else SOON_SECONDS, self.limit / 4)
 
     def line(self) -> tuple[str, float] | None:
-        """What to say of ranks that do not get on, and for how many seconds; None while they do."""
+        """What to say of ranks that are stuck, and for how many seconds; None if none are."""
         if (said := self._said) is None:
             return None
         seconds = time.monotonic() - said[0]
@@ -166,7 +166,7 @@ class StallWatch:
         ]
         found = blame(states)
         if found is None and self._stepped != attempt:
-            # Whoever still prints prepares something: it may never make a step at all.
+            # A rank that still prints is preparing something: it may never make a step at all.
             logs = (self.run.log(attempt, state.rank) for state in states)
             written = max((log.stat().st_mtime for log in logs if log.exists()), default=0.0)
             seconds = min(seconds, time.time() - written)
@@ -234,7 +234,7 @@ def ends_of(
             own = words.removeprefix(f"rank {state.rank} ")
             what = f"made no step for {limit}, {own}" if own != words else ""
             what = what or f"made no step for {limit}: {words}"
-            fix = f"allranks doctor {run.reference}: it reads the stacks at the end of the logs"
+            fix = f"allranks doctor {run.reference} reads the stacks at the end of the logs"
         ends[state.rank] = {
             "state": "stopped" if can_go_on else "failed",
             "exit": None if is_echo or can_go_on else 1,

@@ -1,4 +1,4 @@
-"""What is said of ranks that do not get on: a line that comes and goes, or notes now and then."""
+"""What is said about ranks that make no progress: a line that comes and goes, or a few notes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_NOTE_SECONDS = 30.0  # after the one at the beginning; then twice as long 
 
 
 class StatusLine:
-    """One line below everything else on a terminal, which `clear` takes away without a trace.
+    """One line below everything else on a terminal, which `clear` removes without a trace.
 
     `column`: where the cursor is. Whoever writes anything else clears the line first; other threads
     write through `put`.
@@ -36,7 +36,7 @@ class StatusLine:
             self._write(text)
 
     def show(self, text: str | None) -> None:
-        """Show this line in place of the one before; None: nothing any more."""
+        """Show this line in place of the previous one; None: show no line."""
         with self._lock:
             return self.clear() if text is None else self._show(text)
 
@@ -49,17 +49,17 @@ class StatusLine:
             self._came_from = self._column()
             before = "\r\n" if self._came_from > 0 else ""
         colour, plain = ("", "") if self._console.no_color else ("\x1b[33m", "\x1b[0m")
-        # The cursor stays at its beginning: the ^C that a terminal shows must not go on below it.
+        # The cursor stays at its beginning: the ^C that a terminal shows must not wrap below it.
         self._write(f"{before}\r{colour}{text}{plain}\x1b[K\r")
         self._text = text
 
     def clear(self) -> None:
-        """Take the line away; the cursor is where it was before."""
+        """Remove the line; the cursor goes back to where it was."""
         with self._lock:
             if not self._text:
                 return
             back = ""
-            if 0 < self._came_from < self._console.width:  # at the edge it was about to go on below
+            if 0 < self._came_from < self._console.width:  # at the edge it was about to wrap
                 back = f"\x1b[A\x1b[{self._came_from + 1}G"
             self._text = ""
             self._write(f"\r\x1b[K{back}")
@@ -70,18 +70,18 @@ class StatusLine:
 
 
 class StallNotes:
-    """Where nothing can be taken back: a note when it begins, ever fewer later, one at the end."""
+    """Where nothing can be taken back: a note when a stall begins, then fewer, one at its end."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._seconds: float | None = None  # without a step, when last heard of
+        self._seconds: float | None = None  # without a step, as last reported
         self._next = 0.0
 
     def show(self, text: str | None, seconds: float) -> None:
-        """`seconds`: without a step. None: the ranks get on."""
+        """`seconds`: without a step. None: the ranks make progress."""
         if text is None:
             if self._seconds is not None:
-                self._note(f"moves on after {in_seconds(self._seconds)}")
+                self._note(f"makes progress again after {in_seconds(self._seconds)}")
             self._seconds = None
             return
         if self._seconds is None or seconds >= self._next:

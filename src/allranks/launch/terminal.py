@@ -16,7 +16,7 @@ from pathlib import Path
 
 READ_BYTES = 1 << 16
 MOST_HELD = 200  # lines; no screen is taller
-# Text, or one thing that a terminal obeys: CSI (group 1: numbers, 2: letter), OSC, others.
+# Text, or one control sequence of a terminal: CSI (group 1: numbers, 2: letter), OSC, others.
 TOKENS = re.compile(
     r"\x1b\[([0-9;:<=>?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
     r"|[\r\n\b\x07\x0b\x0c\x0e\x0f\x00]|[^\x1b\r\n\b\x07\x0b\x0c\x0e\x0f\x00]+|\x1b"
@@ -25,11 +25,11 @@ UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:<=>? -/]*|\][^\x07\x1b]*\x1b?|[ -/]*)?$
 
 
 class ScreenLines:
-    """The lines that stay on a terminal, of all that is drawn there: bars in their last state.
+    """The lines that remain of all that is drawn on a terminal: bars in their last state.
 
-    A line is given away once it can no longer be drawn over: as soon as the cursor is further below
-    it than the cursor was ever moved up. So plain text is given away line by line, and of a
-    progress bar, however many lines it has, what it showed last.
+    A line is released once it can no longer be drawn over: as soon as the cursor is further below
+    it than the cursor was ever moved up. So plain text is released line by line, and a progress
+    bar, however many lines it has, as it was drawn last.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ScreenLines:
         self._begin()
 
     def _begin(self) -> None:
-        self._lines: list[str | None] = [""]  # None: given away before, and not drawn over since
+        self._lines: list[str | None] = [""]  # None: released before, and not drawn over since
         self._row = 0
         self._reach = 0
         self.column = 0
@@ -67,7 +67,7 @@ class ScreenLines:
             yield self._lines.pop(0)
 
     def _draw(self, text: str) -> None:
-        if text == "\n":  # and to the line's beginning: terminals are set so
+        if text == "\n":  # and to the line's beginning: terminals are set up that way
             self._row += 1
             self.column = 0
             if self._row == len(self._lines):
@@ -115,7 +115,7 @@ class ScreenLines:
 
 
 class RankTerminal:
-    """A pseudo-terminal of the size of the user's own, read by a thread as long as it is open.
+    """A pseudo-terminal the size of the user's own, read by a thread for as long as it is open.
 
     `screen`: a file descriptor of the user's; `write` gets all that is drawn.
     """
@@ -129,7 +129,7 @@ class RankTerminal:
         self._lines = ScreenLines()
         self._log: Path | None = None
         self._lock = threading.RLock()
-        # What is drawn arrives as it was drawn: the user's terminal makes of it what it does.
+        # What is drawn is passed on unchanged: the user's own terminal interprets it.
         settings = termios.tcgetattr(self._slave)
         settings[1] &= ~termios.OPOST
         settings[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
@@ -145,7 +145,7 @@ class RankTerminal:
         return self._lines.column
 
     def begin(self, log: Path) -> None:
-        """A rank is about to draw here, whose log this is."""
+        """A rank is about to draw here; this is its log."""
         with self._lock:
             self._drain()
             self._finish_log()
@@ -153,7 +153,7 @@ class RankTerminal:
             self._log = log
 
     def resize(self) -> None:
-        """Give it the size that the user's terminal has now: bars look before they draw."""
+        """Give it the size that the user's terminal has now: bars check it before they draw."""
         with suppress(OSError):
             columns, rows = os.get_terminal_size(self._screen)
             size = struct.pack("HHHH", rows, columns, 0, 0)
@@ -163,7 +163,7 @@ class RankTerminal:
             fcntl.ioctl(self._slave, termios.TIOCSWINSZ, size)
 
     def close(self) -> None:
-        """All that was drawn has been shown and is in the log. May be called twice."""
+        """Close it once all that was drawn is shown and logged. May be called twice."""
         with self._lock:
             if not self._is_open:
                 return
@@ -176,7 +176,7 @@ class RankTerminal:
 
     def _read(self) -> None:
         while True:
-            # Not for ever: what a rank left behind may keep it open.
+            # Not for ever: processes that a rank left behind may keep it open.
             select.select([self._master], [], [], 0.2)
             with self._lock:
                 if not self._is_open:

@@ -1,4 +1,4 @@
-"""Ranks that two processes record: the command starts ranks itself, and the run ends for it."""
+"""Ranks that two processes record: the command starts ranks itself, and the run is ended for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOK_SECONDS = 1.0
 
 
 class TwiceWatch:
-    """Looks for the word that a probe leaves when it finds its rank recorded by another process."""
+    """Looks for the file that a probe leaves when it finds its rank recorded by another process."""
 
     def __init__(self, run: RunDir, job: Job) -> None:
         self.run = run
@@ -47,7 +47,7 @@ class TwiceWatch:
         foreign = [rank for rank in self.run.ranks(attempt) if rank >= layout.ranks]
         if not foreign:
             return None
-        what = f"rank {foreign[0]} was recorded, which layout {layout} does not have"
+        what = f"rank {foreign[0]} was recorded, but layout {layout} does not have it"
         return end_of_own_ranks(what, self.job)
 
     def _found(self, attempt: int) -> dict[str, Any] | None:
@@ -59,12 +59,12 @@ class TwiceWatch:
 
 
 def end_of_own_ranks(seen: str, job: Job) -> dict[str, Any]:
-    """How a rank ends where the command has started ranks itself."""
+    """The end event of a rank whose command has started ranks itself."""
     inside = launcher_in_script(job.argv) if job.command is not None else None
-    who = "the command starts ranks itself, beside those of allranks"
+    who = "the command starts ranks itself, in addition to those of allranks"
     fix = (
-        "have allranks alone start the ranks: no torchrun, mpirun or mp.spawn in what it runs. "
-        "Is a second training meant? Start that one with ALLRANKS_PROBE=off in its environment"
+        "let only allranks start ranks: no torchrun, mpirun or mp.spawn in what it runs. "
+        "If you want a second training, start it with ALLRANKS_PROBE=off in its environment"
     )
     if inside is not None:
         where, meant = inside

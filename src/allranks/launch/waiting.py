@@ -1,4 +1,4 @@
-"""Waiting for a run wherever it is: over requeues and moves, a line whenever something changes."""
+"""Waiting for a run wherever it is: across requeues and moves, a line for every change."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def attempt_of_job(run: RunDir) -> int | None:
 def wait_for_ranks(
     run: RunDir, attempt: int, num_ranks: int, seconds: float, is_enough: Callable[[], bool]
 ) -> None:
-    """Until all ranks of an attempt have ended, those of other nodes too, or it `is_enough`.
+    """Wait until all ranks of an attempt have ended, on other nodes too, or it `is_enough`.
 
-    The first node's launcher says what the run came to, and the ends of other nodes' ranks come a
-    moment later. It is also where the others meet: their logs would fill with its absence.
+    The first node's launcher says what became of the run, and other nodes write their ranks' ends a
+    moment later. The others meet there, too: without it they would fill their logs with errors.
     """
     deadline = time.monotonic() + seconds
     left = set(range(num_ranks))
@@ -60,7 +60,7 @@ def wait_for_ranks(
 
 
 def in_words(now: Mapping[str, Any]) -> str:
-    """How a run stands, in a line that is new only where something has changed."""
+    """The state of a run, in a line that differs only if something has changed."""
     state, reason = now["state"], now["reason"]
     if state == "queued":
         jobs = f" as job {', '.join(now['jobs'])}" if now["jobs"] else ""
@@ -77,9 +77,9 @@ def in_words(now: Mapping[str, Any]) -> str:
 
 
 def why_failed(run: RunDir, now: Mapping[str, Any]) -> AllranksError:
-    """The error with which a command ends that has waited for a run that failed."""
+    """The error that ends a command which has waited for a run that failed."""
     name, seen = run.reference, run.info().get("missing") or {}
-    fix = f"allranks doctor {name} tells why; allranks logs {name} shows what it said"
+    fix = f"allranks doctor {name} shows why; allranks logs {name} shows its output"
     if seen.get("attempt") == max(run.attempts(), default=0):
         _, fix = missing.in_words(seen)
     what = f"run {run.name} failed{': ' + now['reason'] if now['reason'] else ''}"

@@ -13,7 +13,7 @@ from typing import IO
 from allranks.events import append_event, read_events, to_json
 from allranks.rundir import TWICE, write_atomically
 
-STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever it started then
+STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever that rank then starts
 EARLY_EVENTS = 200
 MOST_PARENTS = 100
 
@@ -21,8 +21,8 @@ MOST_PARENTS = 100
 def claim_rank(path: Path, rank: int) -> IO[bytes]:
     """The file of a rank, held open: its lock keeps other processes out.
 
-    Raises RuntimeError if another process has recorded the rank. Unless that one has started this
-    one, say for an evaluation that trains something small, the launcher ends the run then.
+    Raises RuntimeError if another process has recorded the rank. Unless that process started this
+    one, say for an evaluation that trains something small, the launcher then ends the run.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")

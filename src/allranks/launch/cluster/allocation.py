@@ -209,7 +209,7 @@ class Allocation(Held):
             if gate.is_open:
                 is_over = self._is_over(prepared, code)
                 return (prepared, code) if is_over else self._train(prepared)
-            say("not all is well with the nodes: they are checked on their own")
+            say("something is wrong with the nodes: they are checked in a separate step")
         return self._train() if self._preflight() else None
 
     def _climb(self, racer: Racer) -> int:

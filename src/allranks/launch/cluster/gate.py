@@ -2,7 +2,7 @@
 
 A launcher imports torch anyway, and so do the checks: each launcher forks those of its node. The
 job's first process (allocation.py) judges. It opens the gate if all is well; if not, it ends the
-step, and has the nodes checked by a step of its own, which finds out whose fault it is.
+step and has the nodes checked in a separate step, which finds out where the fault lies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from allranks.launch.cluster import checks
 from allranks.launch.cluster.checks import Verdict
 from allranks.processes import die_with_parent, quick_imports
 
-# In the folder of the checks. Both are of the first node: no network disk shows them late there.
+# In the folder of the checks. Only the first node uses them: no network disk shows them late.
 ENDED = "ended"  # its launcher: the checks are over
 OPEN = "open"  # the job's first process: ranks may start
 POLL_SECONDS = 0.02
@@ -31,7 +31,7 @@ MOST_SECONDS = 600.0  # that a launcher waits; a job that does not open the gate
 class Gate:
     """The job's side. `opens` is called with what was found, just before ranks may start.
 
-    `signals`: those that the job has had. Then there is no time to judge: ranks must save at once.
+    `signals`: received by the job. If any, there is no time to judge: ranks must save at once.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def pass_gate(
 ) -> None:
     """The launcher's side: check this node, and wait until ranks may start. Before any thread.
 
-    `words`: what doctor/preflight.py is told; `variables`: what its environment has besides ours.
+    `words`: arguments of doctor/preflight.py; `variables`: what its environment has besides ours.
     """
     folder, launcher = Path(words[words.index("--folder") + 1]), os.getpid()
     if num_nodes > 1:  # one node on its own is checked without it
@@ -87,7 +87,7 @@ def pass_gate(
     until = time.monotonic() + MOST_SECONDS
     while not (folder / OPEN).exists():
         if time.monotonic() > until:
-            what = f"nobody judged the checks of the nodes for {MOST_SECONDS:.0f} seconds"
+            what = f"the checks of the nodes were not judged within {MOST_SECONDS:.0f} seconds"
             raise AllranksError(what, fix="send the job again", exit_code=1)
         time.sleep(POLL_SECONDS)
 
@@ -98,7 +98,7 @@ def _import_torch() -> None:
 
 
 def _check(words: Sequence[str], launcher: int) -> NoReturn:
-    """Be the node's checks to their end, which is the end of what they hold of a GPU, too."""
+    """Run the node's checks and exit, which also frees whatever they hold on a GPU."""
     try:
         die_with_parent(launcher)
         sys.argv = ["allranks.doctor.preflight", *words]

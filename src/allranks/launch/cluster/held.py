@@ -126,7 +126,7 @@ class Held:
         native = self.job.command is None
         reason = why_it_ends(self.run, prepared)
         if stalled and self.job.slurm.requeue:
-            reason = f"{stalled}; it had saved nothing new to go on from"
+            reason = f"{stalled}; it had saved nothing new to resume from"
         if self.at_limit:
             reason = f"the job reached its time limit; {reason}"
         say(reason)
@@ -149,7 +149,7 @@ class Held:
         return state, stalled
 
     def _look_for_missing(self, attempt: int) -> None:
-        """Where a rank did not find a file: which nodes have it is the reason of the end."""
+        """If a rank did not find a file, record which nodes have it as the reason for the end."""
         found = look_for_missing(self.run, attempt, self.place, self.said)
         if found is None:
             return

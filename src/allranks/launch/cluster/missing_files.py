@@ -1,6 +1,6 @@
 """After a failure on several nodes: which of them have the path that a rank did not find. No torch.
 
-One short step of srun, since disks that are thought to be shared may not be.
+One short srun step finds out, since disks that are thought to be shared may not be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK = 'for path; do [ -e "$path" ]; echo "$? $SLURMD_NODENAME $path"; done'
 def look_for_missing(
     run: RunDir, attempt: int, place: Place, said: Iterable[str]
 ) -> dict[str, Any] | None:
-    """The path that a run failed for, and the nodes that have it; None if it is nothing of that.
+    """The missing path that a run failed for, and the nodes that have it; None if there is none.
 
     `said`: srun's last lines.
     """
@@ -35,7 +35,7 @@ def look_for_missing(
         return None
     wanted = [cwd, os.path.normpath(os.path.join(cwd, path))]
     nodes = ask_nodes(place, wanted)
-    # In a folder that is not there, nothing that is named from it is: that is the reason then.
+    # If the folder is missing, so is everything named relative to it: then that is the reason.
     for one in wanted:
         if found := found_on(one, nodes.get(one, {}), attempt):
             return found
@@ -43,7 +43,7 @@ def look_for_missing(
 
 
 def path_of_failure(run: RunDir, attempt: int) -> str | None:
-    """What the rank that failed first for a missing file did not find."""
+    """The path that the first rank to fail for a missing file did not find."""
     failed = []
     for rank in run.ranks(attempt)[:MOST_RANKS]:
         end = run.end(attempt, rank)
@@ -59,7 +59,7 @@ def path_of_failure(run: RunDir, attempt: int) -> str | None:
 
 
 def words_of(event: dict[str, Any]) -> list[str]:
-    """What an event says of an error."""
+    """What an event says about an error."""
     if event["event"] == "end":
         return [str(event.get("error", {}).get("what", ""))]
     if event["event"] == "error":
@@ -87,7 +87,7 @@ def ask_nodes(place: Place, paths: Sequence[str]) -> dict[str, dict[str, bool]]:
         code, node, path = [*line.split(" ", 2), "", ""][:3]
         if node in place.nodes and path in paths:
             answers.setdefault(path, {})[node] = code == "0"
-    # Of a node that did not answer nothing is known, and so nothing of where the path is.
+    # Unless every node has answered, it is not known where the path is.
     return {
         path: {node: nodes[node] for node in place.nodes}
         for path, nodes in answers.items()

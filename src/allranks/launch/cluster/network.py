@@ -123,7 +123,7 @@ def describe_node(peers: Sequence[str], sys_root: Path = SYS) -> NodeNetwork:
 
 
 def variables(nodes: Sequence[str]) -> dict[str, str]:
-    """What ranks on this node need to be told, having said why; `nodes`: all of the job."""
+    """The variables that ranks on this node need, having said why; `nodes`: all of the job."""
     own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     own |= {os.environ.get("SLURMD_NODENAME", "")}
     node = describe_node([name for name in nodes if name not in own])

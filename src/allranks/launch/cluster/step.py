@@ -34,7 +34,7 @@ from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
-PASS_ON_SECONDS = 2.0  # srun signals the ranks too: for those that it has missed
+PASS_ON_SECONDS = 2.0  # srun signals the ranks too: this is for those it has missed
 
 
 def main() -> int:

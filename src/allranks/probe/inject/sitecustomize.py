@@ -41,7 +41,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def find_allranks():
-    """The script's Python need not have it."""
+    """Make allranks importable: the script's Python need not have it."""
     if "allranks" not in sys.modules and importlib.util.find_spec("allranks") is None:
         folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         init = os.path.join(folder, "__init__.py")
@@ -73,7 +73,7 @@ def write_stacks_when_asked():
 
 
 def note_the_end():
-    """Have allranks.crash write down what ends this process, before anything is printed of it.
+    """Have allranks.crash write down what ends this process, before anything is printed about it.
 
     Not in what it forks or spawns: a loader's worker tells its parent. What Python does not see,
     a signal, is told by a handler in C.
@@ -109,7 +109,7 @@ def note_the_end():
 
 
 def note_exits(tell):
-    """Who leaves with a code that is not 0, or kills this process, is told; all else stays."""
+    """Record who exits with a code that is not 0, or kills this process; change nothing else."""
     import threading
 
     def noted(function, counts, **kwargs):
