@@ -142,7 +142,7 @@ def record(event: str, fields: dict[str, Any]) -> None:
 
 def is_worker() -> bool:
     """Whether this process was started by a rank's multiprocessing: its parent reports it."""
-    return any("multiprocessing" in word for word in sys.orig_argv)
+    return any("multiprocessing" in word for word in getattr(sys, "orig_argv", ()))
 
 
 def in_a_line(described: dict[str, Any]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.launch import logs
+from allranks.launch import logs, terminal
 from allranks.launch.echo import MOST_KEPT, Echo, read_ranks
 from allranks.launch.logs import Together
 from allranks.launch.status_line import StatusLine
-from allranks.launch.terminal import ScreenLines
+from allranks.launch.terminal import RankTerminal, ScreenLines
 from allranks.rundir import RunDir
 
 # What was drawn, and the lines that a terminal shows in the end.
@@ -169,3 +171,69 @@ def test_a_long_attempt_is_shown_whole(tmp_path: Path) -> None:
     shown = Shown(tmp_path)
     assert shown.attempt(0, text) == text
     assert shown.attempt(1, text).startswith(f"[{MOST_KEPT} lines as in the previous attempt]\n")
+
+
+# --- A terminal of its own ------------------------------------------------------------------------
+
+
+class Screened:
+    """A rank's terminal on a pseudo-terminal of the test's, which plays the user's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shown: list[bytes] = []
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.user, self._tty = os.openpty()
+        self.terminal = RankTerminal(self._tty, self._write)
+        self.log = folder / "attempt" / "rank-0.log"
+        self.terminal.begin(self.log)
+        self.rank = os.open(self.terminal.path, os.O_RDWR | os.O_NOCTTY)
+
+    def _write(self, drawn: bytes) -> None:
+        self.may_write.wait()
+        self.shown.append(drawn)
+
+    def draw(self, text: str) -> None:
+        drawn = text.encode()
+        while drawn:
+            drawn = drawn[os.write(self.rank, drawn) :]
+
+    def close(self) -> bool:
+        os.close(self.rank)
+        is_shown = self.terminal.close()
+        for file in (self.user, self._tty):
+            os.close(file)
+        return is_shown
+
+
+def test_what_a_rank_draws_is_shown_as_it_is_and_logged_by_line(tmp_path: Path) -> None:
+    screened = Screened(tmp_path)
+    screened.draw("hello\n\r10%\r100%\ncaf\u00e9 \x1b[31mred\x1b[0m\nno end")
+    assert screened.close()
+    assert (
+        b"".join(screened.shown).decode().endswith("\r100%\ncaf\u00e9 \x1b[31mred\x1b[0m\nno end")
+    )
+    assert screened.log.read_text() == "hello\n100%\ncaf\u00e9 red\nno end\n"
+
+
+def test_a_screen_that_takes_no_more_does_not_hold_up_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(terminal, "MOST_QUEUED", 10_000)
+    screened = Screened(tmp_path)
+    screened.may_write.clear()
+    lines = [f"line {number} {'x' * 80}" for number in range(2000)]
+    screened.draw("\n".join(lines))  # many times what a terminal keeps
+    screened.may_write.set()
+    monkeypatch.setattr(terminal, "FLUSH_SECONDS", 60.0)
+    assert screened.terminal.flush()
+    screened.draw("\nthe end")
+    assert screened.close()
+    assert screened.log.read_text().splitlines() == [*lines, "the end"]
+    assert b"too slow" in b"".join(screened.shown) and len(b"".join(screened.shown)) < 150_000
+
+
+def test_a_sequence_that_never_ends_swallows_nothing() -> None:
+    found = lines_of(b"before\n\x1b]garbage\nline\n\x1b]0;rest")
+    assert found == ["before", "]garbage", "line", "]0;rest"]

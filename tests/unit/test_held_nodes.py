@@ -81,3 +81,7 @@ def test_benchmarks(kind: str, fix: str) -> None:
     request = Request(typed=["bench", kind])
     assert refusal("2x2", ALLOCATION, request).fix.startswith(fix)
     assert refusal("2x2", STEP, request).fix.startswith("start it once")
+
+
+def test_a_shell_of_srun_with_a_terminal_is_one_task() -> None:
+    check_allocation(Layout(1, 1), SCRIPT, {**STEP, "SLURM_PTY_PORT": "40001"})

@@ -20,8 +20,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from allranks.launch.rendezvous import FixedNodes
 
-# What torch gives the ranks of this process's own environment; the rest it decides itself.
-INHERITED = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+# What only torchrun decides; the rest that torch gives a rank is from our own environment.
+OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
+)
 
 
 class Agent(LocalElasticAgent):
@@ -30,7 +33,8 @@ class Agent(LocalElasticAgent):
     Off the main thread it installs no signal handlers. Its own would kill the ranks after 30
     seconds, and they may need longer for a checkpoint. `kills_peers`: end the ranks beside a
     failed one at once, because they can only hang. `arguments`: of Python, in an attempt;
-    `environment`: its variables, besides this process's own and those of torchrun.
+    `environment`: a rank's variables besides this process's own and those of torchrun. `ended` is
+    called with an attempt that has failed, before the next one is begun.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Agent(LocalElasticAgent):
         nodes: FixedNodes,
         arguments: Callable[[int], list[str]],
         environment: Mapping[str, str],
+        ended: Callable[[int], None],
         *,
         num_ranks: int,
         max_restarts: int,
@@ -56,6 +61,7 @@ class Agent(LocalElasticAgent):
         self._nodes = nodes
         self._arguments = arguments
         self._environment = environment
+        self._ended = ended
         self._kills_peers = kills_peers
         self._failed: dict[int, int] = {}  # exit codes by local rank
 
@@ -94,9 +100,14 @@ class Agent(LocalElasticAgent):
             except ProcessLookupError:
                 continue
 
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        if self._nodes.round >= 0:  # a restart: its ranks are stopped, the other nodes not met yet
+            self._ended(self.attempt)
+        super()._initialize_workers(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        worker_group.spec.args = tuple(self._arguments(self.attempt))
         self._failed = {}
+        worker_group.spec.args = tuple(self._arguments(self.attempt))
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
@@ -106,7 +117,7 @@ class Agent(LocalElasticAgent):
         # A restart is the run's next attempt, on every node alike.
         count = {"ALLRANKS_ATTEMPT": self.attempt, "ALLRANKS_RESTARTS": self._nodes.round}
         for env in envs.values():
-            ranks_own = {name: env[name] for name in env if name not in INHERITED}
+            ranks_own = {name: env[name] for name in env if name.startswith(OF_TORCHRUN)}
             env.update(self._environment)
             env.update(ranks_own)
             env.update({name: str(number) for name, number in count.items()})

@@ -20,15 +20,16 @@ from allranks.rundir import RunDir
 from allranks.stacks import without_dumps
 
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look
-MOST_KEPT = 1000  # lines of an attempt, to recognise them in the next
+MOST_KEPT = 1000  # lines of an attempt, to know them again in the next
+MOST_IN_LINE = 1 << 12  # bytes of one of them
 # How Python's report of an exception begins, and of a signal that ends it.
 TRACEBACK = re.compile(
     r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| \u256d\u2500])*"  # colours, torch, groups, rich
-    r"(?:(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d)",
+    r"(?:(?:Exception Group )?Traceback \(most recent call last\)|File \"[^\"]+\", line \d"
+    r"|Fatal Python error: )",
     re.MULTILINE,
 )
-CRASHED = re.compile(r"^Fatal Python error: ", re.MULTILINE)
-HOLD_SECONDS = 1.5
+HOLD_SECONDS, ENDING_SECONDS = 1.5, 10.0
 PIECES = re.compile(rb"[^\n]*\n|[^\n]+")
 
 
@@ -103,8 +104,8 @@ class Echo:
         """Show the rest, and go to a fresh line."""
         with self._lock:
             self._look(wait=False)
-            if self._terminal is not None:
-                self._terminal.close()
+            if self._terminal is not None and not self._terminal.close():
+                return  # the screen takes no more
             self._show_held()
             self._output.finish()
 
@@ -113,7 +114,7 @@ class Echo:
             return
         if self._terminal is not None:
             self._terminal.resize()
-            self._put(b"")
+            self._terminal.poke()
         elif self._show is None:
             self._read_log(self._log)
         else:
@@ -145,41 +146,43 @@ class Echo:
 class WithoutTraceback:
     """What a rank prints, chunk by chunk, up to the traceback that it ends with.
 
-    The launcher shows the culprit's at the end. A rank writes what ends it to its events first,
-    unless the script has a hook of its own: so a traceback is held back for as long as a rank may
-    take to end after it.
+    The launcher shows the culprit's last. So a traceback, and what follows it, is held back for as
+    long as a rank may take to end after it: longer where its events say that it ends.
     """
 
     def __init__(self, run: RunDir, attempt: int, rank: int) -> None:
         self._run, self._attempt, self._rank = run, attempt, rank
-        self._is_over = False
         self._held = ""
         self._since = 0.0
 
     def __call__(self, text: str) -> str:
-        """What to show of it now, with what was held back before; call it without text, too."""
-        if self._is_over or not (text or self._held):
-            return ""
+        """What to show now, with what was held back before; call it without text, too."""
         now = time.monotonic()
-        self._since = self._since if self._held else now
-        text, self._held = self._held + text, ""
-        end = CRASHED.search(text)
-        found = TRACEBACK.search(text)
-        if end is None and found is not None:
-            errors = self._run.errors(self._attempt, self._rank)
-            if any(event["type"] not in ("", "SystemExit") for event in errors):
-                end = found
-            elif now - self._since < HOLD_SECONDS:
-                self._held = text[found.start() :]
-                return text[: found.start()]
-        self._is_over = end is not None
-        return text if end is None else text[: end.start()]
+        if not self._held:
+            found = TRACEBACK.search(text)
+            if found is None:
+                return text
+            self._held, self._since = text[found.start() :], now
+            return text[: found.start()]
+        self._held += text
+        # It goes on: what failed was caught, or was a process that it had started.
+        goes_on = now >= self._since + (ENDING_SECONDS if self._is_ending() else HOLD_SECONDS)
+        if not goes_on or (self._is_ending() and not text):
+            return ""
+        held, self._held = self._held, ""
+        return held
 
     def rest(self) -> str:
-        """What is held back when the rank has ended; nothing if it failed."""
+        """What is held back when the rank has ended: nothing of one that failed."""
         end = self._run.end(self._attempt, self._rank)
         held, self._held = self._held, ""
         return "" if end is not None and end["state"] == "failed" else held
+
+    def _is_ending(self) -> bool:
+        if self._held.startswith("Fatal Python error"):
+            return True
+        errors = self._run.errors(self._attempt, self._rank)
+        return any(event["type"] not in ("", "SystemExit") for event in errors)
 
 
 def read_ranks(text: str | None, ranks: range) -> list[int] | None:
@@ -277,7 +280,8 @@ class Repeats:
         return (b"[%d lines as in the previous attempt]\n" % num_same if is_any else b"") + held
 
     def _pass_piece(self, piece: bytes) -> bytes:
-        self._line += piece
+        if len(self._line) < MOST_IN_LINE:  # of a bar that is drawn over and over, the beginning
+            self._line += piece
         if piece.endswith(b"\n"):
             if len(self.lines) < MOST_KEPT:
                 self.lines.append(self._line)

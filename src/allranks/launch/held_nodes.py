@@ -37,6 +37,8 @@ def check_allocation(layout: Layout, request: Request, env: Mapping[str, str]) -
 
 def tasks_of_step(env: Mapping[str, str]) -> int:
     """How many tasks srun started, including this one; 1 outside of a step."""
+    if "SLURM_PTY_PORT" in env or "SLURM_PTY_WIN_COL" in env:
+        return 1  # a shell: srun --pty gives the terminal to one task, and the others end
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_PROCID" not in env:
         return 1

@@ -177,8 +177,6 @@ class Launch:
         is_command = prepared.job.command is not None
 
         def arguments(attempt: int) -> list[str]:
-            if attempt > prepared.attempt:  # the ranks of the last one have failed
-                self._record_ends(self.agent.failed(), attempt - 1)
             self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
             return ["-m", "allranks.launch.rank_env", *words]
@@ -188,6 +186,7 @@ class Launch:
             nodes,
             arguments,
             self.environment,
+            lambda attempt: self._record_ends(self.agent.failed(), attempt),
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
             logs=logs,
@@ -215,6 +214,19 @@ class Launch:
         thread = threading.Thread(target=run_agent, daemon=True)
         with blocked_signals():  # inherited by the thread and by every rank that it starts
             thread.start()
+        try:
+            self._follow(thread)
+            if isinstance(ended[0], Exception):
+                raise launch_error(ended[0])
+            self._record_ends(ended[0], self.agent.attempt)
+            if self.place.node_rank == 0:
+                self._wait_for_other_nodes()
+        finally:
+            self._show(lambda: self.screen.finish(self.agent.attempt))
+        return self._outcome()
+
+    def _follow(self, thread: threading.Thread) -> None:
+        """Until the agent's thread has ended."""
         while thread.is_alive():
             thread.join(0.1)
             if self._interrupted() and not self.agent.processes():
@@ -224,13 +236,6 @@ class Launch:
             self._pass_signals_on()
             self._end_if_stalled()
             self._show(lambda: self.screen.update(self.agent.attempt))
-        if isinstance(ended[0], Exception):
-            raise launch_error(ended[0])
-        self._record_ends(ended[0], self.agent.attempt)
-        if self.place.node_rank == 0:
-            self._wait_for_other_nodes()
-        self._show(lambda: self.screen.finish(self.agent.attempt))
-        return self._outcome()
 
     def _show(self, draw: Callable[[], None]) -> None:
         """Draw, if it can be: a closed pipe or a poor terminal must not end the training."""
@@ -253,9 +258,9 @@ class Launch:
             if (process, len(received)) in self._told:
                 continue
             self._told.add((process, len(received)))
-            self._show(lambda: self.screen.stopping(received[-1].name))
             with suppress(ProcessLookupError):
                 os.kill(process, received[-1])
+            self._show(lambda: self.screen.stopping(received[-1].name))
 
     def _end_if_stalled(self) -> None:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
@@ -285,6 +290,7 @@ class Launch:
                 append_event(path, "end", **end)
             except OSError as error:
                 self._disk_error = disk_error(error, path)
+        self._memory_kills += kills
 
     def _wait_for_other_nodes(self) -> None:
         seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
@@ -294,6 +300,8 @@ class Launch:
     def _outcome(self) -> Outcome:
         # The run is still held by this process: for everyone else it is running until we return.
         state = self.run.ended_state()
+        if self.place.node_rank and self._own_states() == {"finished"}:
+            state = "finished"  # as far as this node knows: the first one says what the run came to
         if state == "failed" and self._interrupted() and failure(self.run) is None:
             state = "stopped"  # ranks of other nodes have not said so yet
         outcome = result(self.run, state)
@@ -308,6 +316,11 @@ class Launch:
             return Outcome(self.run, outcome, code, can_go_on=can_go_on)
         error = self._disk_error or describe_failure(self.run, self.prepared, self.place)
         return Outcome(self.run, outcome, error.exit_code, error)
+
+    def _own_states(self) -> set[str]:
+        ranks = range(self.first_rank, self.first_rank + self.here)
+        ends = [self.run.end(self.agent.attempt, rank) for rank in ranks]
+        return {end["state"] if end is not None else "failed" for end in ends}
 
     def _stopped_code(self) -> int:
         """75 if the run can go on from where it was stopped."""

@@ -197,7 +197,7 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     if prepared.attempt == next_attempt(prepared.run):
         return prepared
     now = prepare(replace(request, leads=False))  # another resume came and went in between
-    now.claim = prepared.claim
+    now.claim, now.variables, now.bench = prepared.claim, prepared.variables, prepared.bench
     return now
 
 

@@ -67,6 +67,7 @@ class Screen:
     def mute(self) -> None:
         """Show nothing more: what is shown cannot be written any longer."""
         self._bar = None
+        self.makes_steps = False  # nobody would read that there are none
         self.console = Console(file=io.StringIO())
         self._status = StatusLine(self.console)
 

@@ -60,7 +60,8 @@ class StallWatch:
     ) -> None:
         self.run = run
         self.first_rank = first_rank
-        self.ends = job.stall_timeout is not None and os.environ.get("ALLRANKS_PROBE") != "off"
+        probe = {**os.environ, **job.env}.get("ALLRANKS_PROBE")  # as the ranks have it
+        self.ends = job.stall_timeout is not None and probe != "off"
         self._makes_steps = makes_steps
         self._has_checkpoint = has_checkpoint
         self._is_script = job.command is not None

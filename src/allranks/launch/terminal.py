@@ -10,18 +10,24 @@ import select
 import struct
 import termios
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 READ_BYTES = 1 << 16
+MOST_QUEUED = 1 << 20  # bytes for a screen that is slow to take them
+FLUSH_SECONDS = 5.0
+LEFT_OUT = b"\r\n[left out what this terminal was too slow for; the log has all of it]\r\n"
 MOST_HELD = 200  # lines; no screen is taller
 # Text, or one control sequence of a terminal: CSI (group 1: numbers, 2: letter), OSC, others.
 TOKENS = re.compile(
-    r"\x1b\[([0-9;:<=>?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
+    r"\x1b\[([0-9;:<=>?]*)[ -/]*([@-~])"
+    r"|\x1b\][^\x07\x1b\n]{0,4096}(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
     r"|[\r\n\b\x07\x0b\x0c\x0e\x0f\x00]|[^\x1b\r\n\b\x07\x0b\x0c\x0e\x0f\x00]+|\x1b"
 )
-UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:<=>? -/]*|\][^\x07\x1b]*\x1b?|[ -/]*)?$")
+UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:<=>? -/]*|\][^\x07\x1b\n]{0,4096}\x1b?|[ -/]*)?$")
 
 
 class ScreenLines:
@@ -57,6 +63,9 @@ class ScreenLines:
 
     def finish(self) -> list[str]:
         """What is left, when nothing more will be drawn; the next line is a fresh one."""
+        rest, self._rest = self._rest.lstrip("\x1b"), ""
+        if rest:  # the beginning of a sequence that never ended
+            self._draw(rest)
         left = [line for line in (*self._beyond(0), self._lines[0]) if line is not None]
         self._begin()
         return left if left[-1:] != [""] else left[:-1]
@@ -115,9 +124,10 @@ class ScreenLines:
 
 
 class RankTerminal:
-    """A pseudo-terminal the size of the user's own, read by a thread for as long as it is open.
+    """A pseudo-terminal of the size of the user's own, read by a thread as long as it is open.
 
-    `screen`: a file descriptor of the user's; `write` gets all that is drawn.
+    `screen`: a file descriptor of the user's terminal. `write` gets all that is drawn, in a thread
+    of its own: a terminal that takes no more (Ctrl-S, a sleeping laptop) must not hold up the rank.
     """
 
     def __init__(self, screen: int, write: Callable[[bytes], None]) -> None:
@@ -128,60 +138,78 @@ class RankTerminal:
         self._size = b""
         self._lines = ScreenLines()
         self._log: Path | None = None
-        self._lock = threading.RLock()
-        # What is drawn is passed on unchanged: the user's own terminal interprets it.
+        self._touched = 0.0
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._queue: deque[bytes] = deque()
+        self._queued = 0  # bytes, with those that are being written
+        self._is_behind = False  # something was left out
+        self._change = threading.Condition()
+        # What is drawn arrives as it was drawn: the user's terminal makes of it what it does.
         settings = termios.tcgetattr(self._slave)
         settings[1] &= ~termios.OPOST
         settings[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
         termios.tcsetattr(self._slave, termios.TCSANOW, settings)
         self.resize()
-        self._is_open = True
         self._reader = threading.Thread(target=self._read, daemon=True)
+        self._writer = threading.Thread(target=self._show, daemon=True)
         self._reader.start()
-
-    @property
-    def column(self) -> int:
-        """Where the cursor is."""
-        return self._lines.column
+        self._writer.start()
 
     def begin(self, log: Path) -> None:
-        """A rank is about to draw here; this is its log."""
+        """A rank is about to draw here, whose log this is."""
         with self._lock:
             self._drain()
-            self._finish_log()
+            self._append(self._lines.finish())
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = log
+        self.flush()
 
     def resize(self) -> None:
-        """Give it the size that the user's terminal has now: bars check it before they draw."""
+        """Give it the size that the user's terminal has now: bars look before they draw."""
         with suppress(OSError):
             columns, rows = os.get_terminal_size(self._screen)
             size = struct.pack("HHHH", rows, columns, 0, 0)
-            if size == self._size:
-                return
-            self._size = size
-            fcntl.ioctl(self._slave, termios.TIOCSWINSZ, size)
+            if size != self._size:
+                self._size = size
+                fcntl.ioctl(self._slave, termios.TIOCSWINSZ, size)
 
-    def close(self) -> None:
-        """Close it once all that was drawn is shown and logged. May be called twice."""
+    def poke(self) -> None:
+        """Have `write` called without anything new: it may hold something back."""
+        with self._change:
+            if not self._queue:
+                self._queue.append(b"")
+                self._change.notify_all()
+
+    def flush(self) -> bool:
+        """Wait until all is written; False if the user's terminal does not take it."""
+        with self._change:
+            return self._change.wait_for(
+                lambda: not self._queue and not self._queued, FLUSH_SECONDS
+            )
+
+    def close(self) -> bool:
+        """Show the rest, complete the log, and end; False if the user's terminal takes no more."""
         with self._lock:
-            if not self._is_open:
-                return
-            self._drain()
-            self._finish_log()
+            if self._is_open:
+                self._drain()
+                self._append(self._lines.finish())
+        is_shown = self.flush()
+        with self._lock, self._change:
             self._is_open = False
-        os.close(self._slave)  # the reader's last read ends
+            self._change.notify_all()
         self._reader.join()
+        os.close(self._slave)
         os.close(self._master)
+        return is_shown
 
     def _read(self) -> None:
-        while True:
-            # Not for ever: processes that a rank left behind may keep it open.
+        while self._is_open:
+            # Not for ever: what a rank left behind may keep it open.
             select.select([self._master], [], [], 0.2)
             with self._lock:
-                if not self._is_open:
-                    return
-                self._drain()
+                if self._is_open:
+                    self._drain()
 
     def _drain(self) -> None:
         while select.select([self._master], [], [], 0)[0]:
@@ -190,13 +218,40 @@ class RankTerminal:
             except OSError:  # no rank has it open
                 return
             self._append(self._lines.feed(drawn))
-            self._write(drawn)
+            self._enqueue(drawn)
 
-    def _finish_log(self) -> None:
-        self._append(self._lines.finish())
+    def _enqueue(self, drawn: bytes) -> None:
+        with self._change:
+            if self._queued > MOST_QUEUED:
+                self._is_behind = True
+                return
+            if self._is_behind:
+                drawn = LEFT_OUT + drawn
+                self._is_behind = False
+            self._queue.append(drawn)
+            self._queued += len(drawn)
+            self._change.notify_all()
+
+    def _show(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._queue or not self._is_open)
+                if not self._queue:
+                    return
+                drawn = self._queue.popleft()
+            with suppress(Exception):  # whatever becomes of the screen, the rank must be read
+                self._write(drawn)
+            with self._change:
+                self._queued -= len(drawn)
+                self._change.notify_all()
 
     def _append(self, lines: list[str]) -> None:
-        if self._log is None or not lines:
+        """To the log; while a bar is drawn, only the time of its last sign of life."""
+        now = time.monotonic()
+        if self._log is None or (not lines and now < self._touched + 1.0):
             return
-        with suppress(OSError), self._log.open("a") as file:  # a full disk must not end a training
-            file.writelines(f"{line.rstrip()}\n" for line in lines)
+        self._touched = now
+        with suppress(OSError):  # a full disk must not end a training
+            with self._log.open("a", encoding="utf-8", errors="replace") as file:
+                file.writelines(f"{line.rstrip()}\n" for line in lines)
+            os.utime(self._log)

@@ -121,6 +121,7 @@ def note_exits(tell):
             return function(*args, **named)
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
+        call.__module__, call.__qualname__ = function.__module__, function.__qualname__
         return call
 
     def fails(code=None):
@@ -133,8 +134,10 @@ def note_exits(tell):
         return target == os.getpid() and number in (9, 15)
 
     sys.exit = noted(sys.exit, exits)
-    os._exit = noted(os._exit, fails)
-    os.kill = noted(os.kill, kills, kills=True)
+    # Where pickle looks for them, too.
+    posix = sys.modules.get(os.kill.__module__, os)
+    os._exit = posix._exit = noted(os._exit, fails)
+    os.kill = posix.kill = noted(os.kill, kills, kills=True)
     quitter = type(getattr(builtins, "exit", None))  # made by site, as is quit
     if quitter.__name__ == "Quitter":
         quitter.__call__ = noted(quitter.__call__, lambda quitter, code=None: exits(code))
@@ -194,7 +197,7 @@ if os.environ.get("ALLRANKS_TIMEOUT"):
 if os.environ.get("RANK") and os.environ.get("ALLRANKS_RUN_DIR"):
     steps["torch"] = start_probe
     steps["torch._dynamo.trace_rules"] = hide_probe
-    if not any("multiprocessing" in word for word in sys.orig_argv):
+    if not any("multiprocessing" in word for word in getattr(sys, "orig_argv", ())):
         with contextlib.suppress(Exception):
             note_the_end()
 if os.environ.get("ALLRANKS_DUMP_SIGNAL", "0") != "0" and os.environ.get("RANK"):
