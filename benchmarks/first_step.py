@@ -103,9 +103,10 @@ class Turn:
         self.script.write_text(SCRIPT)
 
     def run(self, *words: str) -> str:
-        """Run a command that must succeed; return what it prints."""
+        """Run a command that must succeed, or whose ranks have; return what it prints."""
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=False)
-        if done.returncode:
+        # gloo's threads sometimes abort a rank that has ended well, under torchrun as well.
+        if done.returncode and len(list(self.marks.iterdir())) < 2:
             sys.exit(f"{words} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 

@@ -10,6 +10,7 @@ imports torch or fails.
 
 import builtins
 import contextlib
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -30,11 +31,14 @@ class AfterImport(importlib.abc.MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module):
-                load(module)
+                collects = gc.isenabled()
+                gc.disable()  # what torch makes stays: looking for garbage takes a tenth of it
                 try:
-                    step(module)
-                except Exception as error:
-                    print(f"allranks: {step.__name__} failed: {error!r}", file=sys.stderr)
+                    load(module)
+                    report_failure(step, module)
+                finally:
+                    if collects:
+                        gc.enable()
 
             spec.loader.exec_module = exec_module
         return spec
@@ -51,6 +55,13 @@ def find_allranks():
         package = importlib.util.module_from_spec(spec)
         sys.modules["allranks"] = package
         spec.loader.exec_module(package)
+
+
+def report_failure(step, module):
+    try:
+        step(module)
+    except Exception as error:
+        print(f"allranks: {step.__name__} failed: {error!r}", file=sys.stderr)
 
 
 def start_probe(torch):
