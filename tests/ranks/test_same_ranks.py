@@ -118,3 +118,20 @@ def test_every_rank_of_a_measured_task_is_as_under_run(folder: Path) -> None:
     fed = ("--workers", "0", "--seconds", "0.1", "--repeats", "1")
     (fed_ranks,) = runs_of(folder, "bench", "data", *TASK, *fed, *layout)["1x2"]
     assert not differences(fed_ranks, typed)
+
+
+def test_what_a_job_sets_beats_what_this_process_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "ends.py").write_text("")
+    outer = {"CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "7", "MINE": "7"}
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    job = [f"env.{name}='3'" for name in outer] + ["env.RANK='3'"]
+    typed = Request(
+        overrides=job, command=["python", "ends.py"], layout="1x1", runs=folder / "runs"
+    )
+    quiet = QuietScreen(PeopleConsole(quiet=True), makes_steps=False)
+    (rank,) = states(run_here(prepare(typed), Place(), quiet).run)
+    assert {name: rank["environment"][name] for name in outer} == dict.fromkeys(outer, "3")
+    assert rank["environment"]["RANK"] == "0"  # but for what only the launcher knows

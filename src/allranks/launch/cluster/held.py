@@ -155,7 +155,7 @@ class Held:
             return
         what, fix = missing.in_words(found, is_task=self.job.command is None)
         say(f"error: {what}\n  fix: {fix}")
-        failed = failure(self.run)
+        failed = failure(self.run) if self.run.attempts()[-1:] == [attempt] else None
         rank = f"rank {failed['rank']} did not find a file: " if failed is not None else ""
         give_up(self.run, f"{rank}{what}")
         self.run.update_info(lambda info: info.update(missing=found))
