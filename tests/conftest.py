@@ -36,6 +36,12 @@ settings.register_profile("others", unhurried, max_examples=1000)
 settings.load_profile("same")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests see no GPU, so that they do the same on every machine; those marked `gpu` see all."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what takes longest: the other workers do the rest meanwhile."""
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
