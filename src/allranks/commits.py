@@ -43,28 +43,30 @@ class Commit:
     def manifest(self) -> dict[str, Any]:
         """The content of `checkpoint.json`; raises ValueError if it is not as it was written."""
         try:
-            content = json.loads((self.path / MANIFEST).read_bytes())
+            read = json.loads((self.path / MANIFEST).read_bytes())
+            content = read if isinstance(read, dict) else {}
+            expected = with_checksum(content)["crc32"]
         except OSError as error:
             raise ValueError(f"{MANIFEST}: {error.strerror}") from None
         except (ValueError, RecursionError):
             raise ValueError(f"{MANIFEST} is not JSON") from None
-        version = content.get("v") if isinstance(content, dict) else None
+        version = content.get("v")
         if version not in (1, VERSION):
             known = f"this allranks knows versions 1 to {VERSION}"
             raise ValueError(f"{MANIFEST} is of version {version}: {known}")
-        has_checksum = version != 1 or "crc32" in content
-        if has_checksum and content.get("crc32") != with_checksum(content)["crc32"]:
+        if content.get("crc32", expected if version == 1 else None) != expected:
             raise ValueError(f"{MANIFEST} has another checksum than when it was written")
         if not isinstance(content.get("files"), dict) or not content["files"]:
             raise ValueError(f"{MANIFEST} lists no files")
-        if self.path.name != f"step-{content.get('step')}":
-            raise ValueError(f"{MANIFEST} is of step {content.get('step')}")
-        return dict(content)
+        return content
 
     def damage(self) -> str | None:
         """What is wrong with it, or None. Reads every byte."""
         try:
-            for name, expected in self.manifest()["files"].items():
+            manifest = self.manifest()
+            if self.path.name != f"step-{manifest['step']}":
+                return f"{MANIFEST} is of step {manifest['step']}"
+            for name, expected in manifest["files"].items():
                 path = self.path / name
                 if path.name != name or (path.exists() and not path.is_file()):
                     return f"{name} is not a file of it"

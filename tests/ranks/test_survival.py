@@ -238,7 +238,7 @@ def test_ranks_die_with_the_launcher(tmp_path: Path) -> None:
     live.wait()
     assert gone(processes)
     assert list_runs(live.runs)[0].state() == "failed"
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "tmp").glob("allranks-*")) == []
 
 
 def test_a_live_run_is_not_resumed(tmp_path: Path) -> None:

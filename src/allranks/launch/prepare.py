@@ -168,7 +168,8 @@ def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
         return
     manifest = commit.manifest()
     prepared.checkpoint = commit.path.name
-    prepared.remarks.append(f"resuming after step {commit.step}")
+    removed = "; what is damaged is removed" if damaged else ""
+    prepared.remarks.append(f"resuming after step {commit.step}{removed}")
     if manifest.get("layout") == str(prepared.layout):
         # Sums over another number of threads round differently.
         prepared.threads = manifest.get("threads")
