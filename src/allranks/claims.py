@@ -1,8 +1,9 @@
-"""Who may train a run that several jobs could train: claims, numbered, each taken by one job.
+"""Who may train a run: claims, numbered, each taken by one SLURM job or one `allranks run`.
 
 A claim is a file `claims/N` that comes into being by a hard link: on any file system, a network's
 too, exactly one of those who try succeeds. The newest claim is the run's holder; an older one may
-still be alive somewhere (a node that SLURM lost sight of) and must not commit anything more.
+still be alive somewhere (a node that SLURM lost sight of, a process on a machine whose locks others
+do not see) and must not commit anything more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from pathlib import Path
 from allranks.errors import AllranksError
 
 VARIABLE = "ALLRANKS_CLAIM"  # the number of the claim under which a rank works
+LOOK_SECONDS = 5.0  # between a launcher's looks for a newer claim
+
+
+class NoLinks(AllranksError):
+    """A file system on which no claim can be taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,25 @@ class Claim:
     def is_of(self, job: str, restart: int) -> bool:
         return (self.job, self.restart) == (job, restart)
 
+    @property
+    def is_of_another_machine(self) -> bool:
+        return self.host != socket.gethostname()
+
+    @property
+    def is_alive_here(self) -> bool:
+        """Whether the process that made it, on this machine, is still there: it, not its number."""
+        if self.is_of_another_machine or self.pid == os.getpid():
+            return False
+        with suppress(OSError, ValueError, LookupError):
+            ticks = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[19])
+            boot = next(
+                line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line
+            )
+            # The kernel tells when it booted in whole seconds.
+            started = int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+            return started < self.time + 1.5
+        return False
+
 
 def take(folder: Path, claim: Claim) -> bool:
     """Take a claim for this process; False if another one was first. Safe on network disks."""
@@ -55,7 +80,7 @@ def take(folder: Path, claim: Claim) -> bool:
         # A server whose answer got lost is asked again, and then finds our own link.
         return _read(folder, claim.number).token == claim.token
     except OSError as error:
-        raise AllranksError(
+        raise NoLinks(
             f"the file system of {folder} has no hard links ({error.strerror}), by which jobs "
             "agree on who trains a run",
             fix="keep runs on another disk that all nodes see: --runs DIR",
@@ -64,6 +89,16 @@ def take(folder: Path, claim: Claim) -> bool:
     finally:
         own.unlink()
     return True
+
+
+def take_next(folder: Path, *, layout: str, run: str) -> int:
+    """Take the next claim for this process, outside of SLURM; its number."""
+    claim = Claim(number=next_number(folder), layout=layout)
+    if not take(folder, claim):
+        raise AllranksError(
+            f"another process has taken run {run} in this second", fix=f"see allranks ls {run}"
+        )
+    return claim.number
 
 
 def newest(folder: Path) -> Claim | None:
@@ -86,8 +121,9 @@ def all_of(folder: Path) -> list[Claim]:
 def check(folder: Path, number: int) -> None:
     """Raise if the run has a newer holder than claim `number`."""
     look_anew(folder)
-    holder = newest(folder)
-    if holder is not None and holder.number > number:
+    highest = max(_numbers(folder), default=number)
+    if highest > number:
+        holder = _read(folder, highest)
         who = f"job {holder.job}" if holder.job else f"process {holder.pid}"
         raise AllranksError(
             f"this attempt has lost the run to {who} on {holder.host}: nothing more is committed",
@@ -96,11 +132,47 @@ def check(folder: Path, number: int) -> None:
         )
 
 
+def own() -> int | None:
+    """The claim under which this process, a rank, works; None if there is none."""
+    number = os.environ.get(VARIABLE)
+    return int(number) if number else None
+
+
 def check_own(folder: Path) -> None:
     """Raise if this process works under a claim that is not the newest any more."""
-    number = os.environ.get(VARIABLE)
+    number = own()
     if number is not None:
-        check(folder, int(number))
+        check(folder, number)
+
+
+class Watch:
+    """A launcher's looks, now and then, for a newer holder of its run than claim `number`.
+
+    One that does not lead (`looks`) leaves it to others: in SLURM to launch/cluster/step.py.
+    """
+
+    def __init__(self, folder: Path, number: int | None, *, looks: bool) -> None:
+        self._folder = folder
+        self._number = number if looks else None
+        self._next_look = 0.0
+
+    def is_lost(self) -> bool:
+        """Whether there is one, as far as is known by now."""
+        if time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        try:
+            self.check()
+        except AllranksError:
+            return True
+        except OSError:  # a disk that does not answer says nothing about the claim
+            return False
+        return False
+
+    def check(self) -> None:
+        """Raise if there is one."""
+        if self._number is not None:
+            check(self._folder, self._number)
 
 
 @contextmanager

@@ -3,15 +3,24 @@
 A checkpoint is written into a hidden folder, its files are synced and checksummed, and one rename
 makes it `checkpoints/step-N`: it is there whole, or not at all. `checkpoint.json` in it says
 everything but the tensors.
+
+A process that lost the run to a newer attempt may be suspended, and wake up, between any two lines
+of this file. What it writes has names of its own, and what it would replace or delete is first
+renamed, then put back if the run has a newer holder by then: nothing of that one's is ever lost.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import re
+import secrets
 import shutil
 import zlib
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +29,7 @@ from allranks import claims
 from allranks.events import to_json
 
 MANIFEST = "checkpoint.json"
+VERSION = 2  # of the manifest; version 1 had no checksum of its own, and is still read
 CHUNK_BYTES = 1 << 22
 
 
@@ -31,22 +41,32 @@ class Commit:
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        """The content of `checkpoint.json`; raises ValueError if it cannot be read."""
+        """The content of `checkpoint.json`; raises ValueError if it is not as it was written."""
         try:
-            content = json.loads((self.path / MANIFEST).read_bytes())
+            read = json.loads((self.path / MANIFEST).read_bytes())
+            content = read if isinstance(read, dict) else {}
+            expected = with_checksum(content)["crc32"]
         except OSError as error:
             raise ValueError(f"{MANIFEST}: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{MANIFEST} is not JSON") from None
-        files = content.get("files") if isinstance(content, dict) else None
-        if not isinstance(files, dict) or not files:
+        version = content.get("v")
+        if version not in (1, VERSION):
+            known = f"this allranks knows versions 1 to {VERSION}"
+            raise ValueError(f"{MANIFEST} is of version {version}: {known}")
+        if content.get("crc32", expected if version == 1 else None) != expected:
+            raise ValueError(f"{MANIFEST} has another checksum than when it was written")
+        if not isinstance(content.get("files"), dict) or not content["files"]:
             raise ValueError(f"{MANIFEST} lists no files")
-        return dict(content)
+        return content
 
     def damage(self) -> str | None:
         """What is wrong with it, or None. Reads every byte."""
         try:
-            for name, expected in self.manifest()["files"].items():
+            manifest = self.manifest()
+            if self.path.name != f"step-{manifest['step']}":
+                return f"{MANIFEST} is of step {manifest['step']}"
+            for name, expected in manifest["files"].items():
                 path = self.path / name
                 if path.name != name or (path.exists() and not path.is_file()):
                     return f"{name} is not a file of it"
@@ -67,15 +87,31 @@ def commits(folder: Path) -> list[Commit]:
     found = [
         Commit(path=path, step=int(match[1]))
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := re.fullmatch(r"step-(\d+)", path.name))
+        if (match := re.fullmatch(r"step-([0-9]+)", path.name))
     ]
     return sorted(found, key=lambda commit: -commit.step)
+
+
+def _in_order_of_use(folder: Path) -> list[Commit]:
+    """All committed checkpoints, that of the run's newest holder first, whatever its step.
+
+    An older holder may have committed a higher step after it lost the run.
+    """
+
+    def holder(commit: Commit) -> float:
+        try:
+            claim = commit.manifest().get("claim")
+        except ValueError:
+            return math.inf  # unusable whosever it is, and to be told
+        return claim if isinstance(claim, int) else -1
+
+    return sorted(commits(folder), key=holder, reverse=True)  # and by step: sorting is stable
 
 
 def newest_whole(folder: Path) -> tuple[Commit | None, list[str]]:
     """The newest undamaged checkpoint, and a line about each damaged one that is newer."""
     damaged: list[str] = []
-    for commit in commits(folder):
+    for commit in _in_order_of_use(folder):
         problem = commit.damage()
         if problem is None:
             return commit, damaged
@@ -92,12 +128,20 @@ def checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
+def with_checksum(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the CRC-32 of all else that it says, however it is laid out."""
+    content = json.loads(to_json(manifest))  # as it will be read
+    content.pop("crc32", None)
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "crc32": f"{zlib.crc32(text.encode()):08x}"}
+
+
 def writing_folder(folder: Path, step: int) -> Path:
     """Where a checkpoint is written before it is committed.
 
     Each holder of a run has its own: one that lost the run, and wakes up, must not touch another's.
     """
-    return folder / f".step-{step}.{os.environ.get(claims.VARIABLE, 'own')}.writing"
+    return folder / f".step-{step}.{_name(claims.own())}.writing"
 
 
 def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:
@@ -108,38 +152,75 @@ def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "crc32": value}
 
 
-def commit(folder: Path, step: int, manifest: dict[str, Any], *, keep: int) -> Commit:
-    """Make the written checkpoint of `step` the newest one, and drop those beyond `keep`."""
-    writing = writing_folder(folder, step)
+def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -> Commit:
+    """Make the written checkpoint of `step` the newest one, and drop those beyond `keep`.
+
+    Raises if the run has a newer holder. None of a later step is dropped: only a holder that was
+    taken for lost can have left one, and the next attempt sorts them out.
+    """
+    claim, writing, final = claims.own(), writing_folder(folder, step), folder / f"step-{step}"
+    content = with_checksum({**manifest, "v": VERSION, "claim": claim})
     with (writing / MANIFEST).open("w") as file:
-        file.write(to_json(manifest, indent=1))
+        file.write(to_json(content, indent=1))
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(writing)
-    final = folder / f"step-{step}"
-    if final.exists():  # a damaged one that this run trained past again
-        _drop(final)
-    writing.rename(final)
+    _check(folder, claim)  # after syncing, which may take minutes
+    try:
+        writing.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _check(folder, claim)
+        _drop(final, claim)  # of an older holder, which went on after it had lost the run
+        writing.rename(final)
     _sync_folder(folder)
-    for old in commits(folder):
-        if old.step > step:  # damaged ones that the training went back behind
-            _drop(old.path)
-    for old in commits(folder)[max(keep, 1) :]:
-        _drop(old.path)
+    _check(folder, claim)
+    older = [old for old in commits(folder) if old.step < step]
+    for old in reversed(older[max(keep, 1) - 1 :]):
+        _drop(old.path, claim)
     return Commit(path=final, step=step)
 
 
-def clean(folder: Path) -> None:
-    """Remove what a killed attempt left half written or half deleted."""
+def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
+    """Remove what killed attempts left half written or half deleted.
+
+    Also the damaged checkpoints that are newer than the `chosen` one, from which the holder of
+    `claim` goes on: it says so once, and they do not take the place of good ones.
+    """
     for path in folder.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        match = re.match(r"\.step-[0-9]+\.([0-9]+)\.", path.name)
+        if claim is None or match is None or int(match[1]) <= claim:
+            shutil.rmtree(path, ignore_errors=True)
+    for commit in _in_order_of_use(folder) if chosen else []:
+        if commit.path.name == chosen:
+            break
+        if commit.damage() is not None:
+            _drop(commit.path, claim)
 
 
-def _drop(path: Path) -> None:
+def _drop(path: Path, claim: int | None) -> None:
+    """Delete a checkpoint, or raise and leave it if the run has a newer holder than `claim`."""
     # Renamed first: a deletion that is interrupted must not leave a torn checkpoint behind.
-    doomed = path.with_name(f".{path.name}.deleting")
+    doomed = path.with_name(f".{path.name}.{_name(claim)}.{secrets.token_hex(4)}.deleting")
     path.rename(doomed)
+    try:
+        _check(path.parent, claim)
+    except BaseException:
+        with suppress(OSError):  # the newer holder has made one of this name meanwhile
+            doomed.rename(path)
+        raise
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _check(folder: Path, claim: int | None) -> None:
+    """Raise if the run of these checkpoints has a newer holder than `claim`."""
+    if claim is not None:
+        claims.check(folder.parent / "claims", claim)
+
+
+def _name(claim: int | None) -> str:
+    return "own" if claim is None else str(claim)
 
 
 def _sync_folder(path: Path) -> None:

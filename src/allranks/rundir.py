@@ -193,6 +193,27 @@ class RunDir:
         """Before something is decided by a file that may have been made elsewhere just now."""
         claims.look_anew(self.path)
 
+    def refuse_if_held_unseen(self) -> str | None:
+        """Raise if the last holder is alive here, though no lock says so; else a word about it.
+
+        Some network disks show a lock to no other machine, some do not have any.
+        """
+        holder = claims.newest(self.claims)
+        opened = [one["attempt"] for one in self.info().get("attempts", [])]
+        last = max([*opened, *self.attempts()], default=0)
+        ends = [self.end(last, rank) for rank in self.ranks(last)]
+        if holder is None or holder.job or (ends and all(ends)):
+            return None
+        who = f"process {holder.pid} on {holder.host}"
+        if holder.is_alive_here:
+            raise self._is_live(who)
+        if not holder.is_of_another_machine:
+            return None
+        return (
+            f"this attempt takes the run from {who}, which has not said how it ended: "
+            "if it is still alive it will stop, and commit nothing more"
+        )
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the run's one writer; raises if another process is. Released even by SIGKILL."""
@@ -214,7 +235,10 @@ class RunDir:
         if claims.lock(descriptor):
             return
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-        raise AllranksError(
+        raise self._is_live(holder)
+
+    def _is_live(self, holder: str) -> AllranksError:
+        return AllranksError(
             f"run {self.name} is live: {holder} is writing to it",
             fix="wait for it or stop it (Ctrl-C in its terminal), then resume; "
             "or leave out --resume for a new run",

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,11 +18,22 @@ from allranks.errors import AllranksError
 def own_folder() -> Path:
     """The folder for our copies on this node's own disk, made if it is not there yet."""
     folder = local_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
+    fix = "point TMPDIR at a folder of your own, or stage nothing"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise AllranksError(f"stage: cannot make {folder}: {error.strerror}", fix=fix) from None
+    # Everybody knows its name, and may have made it first where all users have one /tmp.
+    if not stat.S_ISDIR(found.st_mode):
+        raise AllranksError(f"stage: {folder} is a link or a file, not a folder", fix=fix)
+    if found.st_uid != os.getuid():
+        raise AllranksError(f"stage: {folder} belongs to another user", fix=fix)
+    if found.st_mode & 0o022:
         raise AllranksError(
-            f"stage: {folder} belongs to another user",
-            fix="point TMPDIR at a folder of your own, or stage nothing",
+            f"stage: others may write to {folder}", fix=f"remove it: rm -r {folder}"
         )
     return folder
 

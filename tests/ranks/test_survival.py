@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -30,6 +31,7 @@ from tests.faults import (
 from tests.ports import free_port
 from torch import Tensor
 
+from allranks.commits import newest_whole
 from allranks.events import read_last_events
 from allranks.rundir import RunDir, list_runs
 
@@ -227,23 +229,66 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_ranks_die_with_the_launcher(tmp_path: Path) -> None:
-    live = start(tmp_path, "epochs=500", "--layout", "1x2")
+    (tmp_path / "tmp").mkdir()
+    temporary = {"TMPDIR": str(tmp_path / "tmp")}
+    live = start(tmp_path, "epochs=500", "--layout", "1x2", env=temporary)
     live.wait_until(lambda: step_of(live) > 0)
     processes = live.descendants()
     os.kill(live.process.pid, signal.SIGKILL)
     live.wait()
     assert gone(processes)
     assert list_runs(live.runs)[0].state() == "failed"
+    assert list((tmp_path / "tmp").glob("allranks-*")) == []
 
 
 def test_a_live_run_is_not_resumed(tmp_path: Path) -> None:
-    live = start(tmp_path, "epochs=500")
-    live.wait_until(lambda: step_of(live) > 0)
+    live = start(tmp_path, "epochs=500", "checkpoint.every=20")
+    live.wait_until(lambda: step_of(live) > 60)
     code, result = start(tmp_path, "--resume", "last").wait()
     assert code == 2
     assert "is live" in result["error"]["what"]
-    live.process.send_signal(signal.SIGTERM)
-    assert live.wait()[0] == 75
+    takes_over_from(live, tmp_path)
+
+
+BLIND = """
+import fcntl, socket
+fcntl.flock = lambda *_: None
+socket.gethostname = lambda: "node7"
+from allranks.cli import main
+main()
+"""
+
+
+def takes_over_from(live: Live, cwd: Path) -> None:
+    """A process of another machine, which does not see the lock, goes on with the live run.
+
+    What trains it is suspended meanwhile, in whatever it does, and wakes up when it is finished.
+    """
+    processes = live.descendants()
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    run = list_runs(live.runs)[0]
+    newest, _ = newest_whole(run.checkpoints)
+    assert newest is not None
+    words = ["run", "--resume", "last", f"steps={newest.step + 30}"]
+    done = subprocess.run(
+        [sys.executable, "-c", BLIND, *words], cwd=cwd, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert f"takes the run from process {live.process.pid} on" in said
+    kept = {path.name for path in run.checkpoints.iterdir()}
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+    code, result = live.wait()
+    assert code == 1
+    assert "this attempt has lost the run to process" in result["error"]["what"]
+    assert "on node7: nothing more is committed" in result["error"]["what"]
+    assert gone(processes)
+    assert kept <= {path.name for path in run.checkpoints.iterdir()}
+    found, damaged = newest_whole(run.checkpoints)
+    assert found is not None and (found.step, damaged) == (newest.step + 30, [])
+    assert (run.state(), run.attempts()) == ("finished", [0, 1])
 
 
 def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path) -> None:
@@ -258,6 +303,8 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path) -> Non
     assert "step-40 is damaged" in (tmp_path / "stderr.txt").read_text()
     assert RunDir(run.path).start(1)["step"] == 30  # type: ignore[index]
     assert newest_weights(run.path)[0] == 50
+    start(tmp_path, "steps=60", "--resume", "last").wait()
+    assert (tmp_path / "stderr.txt").read_text().count("step-40 is damaged") == 1
 
 
 @pytest.mark.parametrize("layout", ["1x1", "1x2"])

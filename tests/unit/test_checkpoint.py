@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from allranks.commits import MANIFEST, Commit, commit, commits, newest_whole, seal
+from allranks import claims
+from allranks.claims import Claim
+from allranks.commits import MANIFEST, Commit, commit, commits, newest_whole, seal, with_checksum
 from allranks.errors import AllranksError
 from allranks.events import EventLog, read_events
 from allranks.train.checkpoint import (
@@ -94,7 +96,7 @@ def reseal(commit: Commit) -> None:
     manifest["files"] = {
         path.name: seal(path) for path in commit.path.iterdir() if path.name != MANIFEST
     }
-    (commit.path / MANIFEST).write_text(json.dumps(manifest))
+    (commit.path / MANIFEST).write_text(json.dumps(with_checksum(manifest)))
 
 
 # --- There and back -----------------------------------------------------------------------------
@@ -233,6 +235,27 @@ def test_a_write_that_fails_is_told_when_asked_and_the_old_one_stays(
     assert (found.step, damaged) == (1, [])
 
 
+def test_who_lost_the_run_is_told_so_and_leaves_nothing_half_written(
+    tmp_path: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the newer attempt has removed what it was writing, which looks like a lost disk."""
+    folder = tmp_path / "checkpoints"
+    monkeypatch.setenv(claims.VARIABLE, "0")
+    assert claims.take(tmp_path / "claims", Claim(number=0))
+    checkpointer = saver(folder, *trained(0), log)
+
+    def taken(path: Path, crc32: int | None = None) -> None:
+        claims.take(tmp_path / "claims", Claim(number=1))
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr("allranks.commits.seal", taken)
+    checkpointer.save(Progress(step=2), {"metrics": []})
+    with pytest.raises(AllranksError, match="has lost the run to process"):
+        checkpointer.finish()
+    checkpointer._thread.shutdown()
+    assert list(folder.iterdir()) == []
+
+
 # --- Who writes what ----------------------------------------------------------------------------
 
 
@@ -315,7 +338,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(tmp_path: Path, log:
     commit = saved(tmp_path / "checkpoints", log)
     manifest = json.loads((commit.path / MANIFEST).read_text())
     del manifest["files"]["__0_0.distcp"]
-    (commit.path / MANIFEST).write_text(json.dumps(manifest))
+    (commit.path / MANIFEST).write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(AllranksError, match=r"names __0_0\.distcp, which is not its own"):
         load(commit, *trained(1))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -217,18 +219,93 @@ def test_a_run_that_jobs_may_take_too_is_claimed_and_its_ranks_know() -> None:
     assert env[claims.VARIABLE] == "1"
 
 
-def test_a_run_of_this_machine_needs_no_claim() -> None:
+def test_a_run_of_this_machine_takes_a_claim_too_and_the_next_one_to_resume_it() -> None:
+    with ExitStack() as held:
+        prepared = hold_run(prepare(typed()), held)
+    run = prepared.run
+    assert run is not None and prepared.claim == 0
+    open_run(prepared)
+    assert resumed(run).claim == 1
+    with pytest.raises(AllranksError, match="has lost the run"):
+        claims.check(run.claims, 0)
+
+
+def test_a_run_of_this_machine_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started()
+
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
     prepared = resumed(run)
     assert prepared.claim is None
-    assert claims.newest(run.claims) is None
-    assert claims.VARIABLE not in ranks_environment(prepared, run, here=1, oversubscribe=False)
+    monkeypatch.setenv(claims.VARIABLE, "7")  # of a rank that has started this process
+    env = ranks_environment(prepared, run, here=1, oversubscribe=False)
+    assert env[claims.VARIABLE] == ""
+    run.update_info(lambda info: info.update(jobs=["100"]))
+    with pytest.raises(AllranksError, match="no hard links"):
+        resumed(run)
+
+
+# --- Where locks are not seen -------------------------------------------------------------------
+
+
+@pytest.fixture
+def unseen_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
+
+
+def claimed(run: RunDir, **holder: Any) -> None:
+    assert claims.take(run.claims, Claim(number=0, **holder))
+
+
+@pytest.mark.usefixtures("unseen_locks")
+def test_a_run_whose_holder_is_alive_here_is_refused() -> None:
+    run = started()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            claimed(run, pid=other.pid)
+            with pytest.raises(AllranksError, match=f"is live: process {other.pid} on"):
+                resumed(run)
+            append_event(run.events(0, 0), "end", state="stopped", exit=0)
+            assert resumed(run).claim == 1  # the process does something else by now
+        finally:
+            other.kill()
+
+
+@pytest.mark.usefixtures("unseen_locks")
+def test_a_process_that_only_has_the_holders_number_holds_nothing() -> None:
+    run = started()
+    claimed(run, pid=1, time=0.0)  # before this machine was started
+    assert resumed(run).claim == 1
+
+
+@pytest.mark.usefixtures("unseen_locks")
+def test_a_run_is_taken_visibly_from_a_holder_on_another_machine() -> None:
+    run = started()
+    claimed(run, pid=17, host="node7")
+    prepared = resumed(run)
+    assert prepared.claim == 1
+    assert "takes the run from process 17 on node7" in prepared.remarks[-1]
+
+
+def test_a_launcher_looks_for_a_newer_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "LOOK_SECONDS", 0.0)
+    run = started()
+    claimed(run)
+    watch, other = (claims.Watch(run.claims, 0, looks=looks) for looks in (True, False))
+    assert not watch.is_lost()
+    assert claims.take(run.claims, Claim(number=1))
+    assert watch.is_lost()
+    assert not other.is_lost()
+    with pytest.raises(AllranksError, match="has lost the run"):
+        watch.check()
 
 
 def test_who_is_beaten_by_a_job_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     run = sent()
     monkeypatch.setattr(claims, "next_number", lambda folder: 0)  # it looked a moment too early
-    with pytest.raises(AllranksError, match="has started in this second"):
+    with pytest.raises(AllranksError, match=r"has taken run .* in this second"):
         resumed(run)
     assert not run.is_live()
 

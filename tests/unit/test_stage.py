@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,23 @@ def test_a_copy_is_made_once_and_anew_when_the_data_changes(tmp_path: Path) -> N
     assert local_copy(data, own_folder()).stat().st_ino == inode
     data.write_text("other")
     assert local_copy(data, own_folder()).read_text() == "other"
+
+
+def test_a_folder_that_others_made_or_may_change_is_refused(local_disk: Path) -> None:
+    """Its name is known to everybody, and /tmp is everybody's."""
+    folder, elsewhere = local_disk / f"allranks-{os.getuid()}", local_disk / "elsewhere"
+    for _ in range(2):  # to nowhere, and to a folder
+        folder.symlink_to(elsewhere)
+        with pytest.raises(AllranksError, match="is a link or a file"):
+            own_folder()
+        folder.unlink()
+        elsewhere.mkdir(exist_ok=True)
+    assert list(elsewhere.iterdir()) == []
+    own_folder().chmod(0o777)
+    with pytest.raises(AllranksError, match="others may write to"):
+        own_folder()
+    folder.chmod(0o700)
+    assert own_folder() == folder
 
 
 def test_several_paths_stand_together_under_their_own_names(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from allranks.launch.rendezvous import FixedNodes
 
@@ -25,6 +25,15 @@ OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
 )
+
+
+class NoLogs(DefaultLogsSpecs):
+    """Ranks have logs of their own: a folder of torch's would outlive a launcher that is killed."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        found: LogsDest = super().reify(envs)
+        found.tee_stdouts, found.tee_stderrs = {}, {}  # else threads would read from nowhere
+        return found
 
 
 class Agent(LocalElasticAgent):
@@ -46,7 +55,6 @@ class Agent(LocalElasticAgent):
         *,
         num_ranks: int,
         max_restarts: int,
-        logs: str,
         kills_peers: bool,
     ) -> None:
         spec = WorkerSpec(
@@ -57,7 +65,7 @@ class Agent(LocalElasticAgent):
             max_restarts=max_restarts,
             monitor_interval=0.1,
         )
-        super().__init__(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=logs))
+        super().__init__(spec=spec, logs_specs=NoLogs(log_dir=os.devnull))
         self._nodes = nodes
         self._arguments = arguments
         self._environment = environment

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks import claims
 from allranks.errors import AllranksError
 from allranks.events import append_event, disk_error
 from allranks.failures import describe_for_json, failure, failure_in_words, lines_of
@@ -133,6 +133,7 @@ class Launch:
         )
         self._twice = TwiceWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
+        self._claim = claims.Watch(self.run.claims, prepared.claim, looks=prepared.request.leads)
 
     def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
@@ -141,7 +142,7 @@ class Launch:
             from allranks.launch import agent, rendezvous
 
         place, prepared = self.place, self.prepared
-        node_rank = place.node_rank or 0
+        node_rank, layout = place.node_rank or 0, str(prepared.layout)
         num_nodes = 1 if place.node_rank is None else prepared.layout.nodes
         address, port = split_master(place.master)
         is_first = node_rank == 0
@@ -156,11 +157,12 @@ class Launch:
             (run.path / token).touch()
             held.callback((run.path / token).unlink, missing_ok=True)
             mine = rendezvous.Meeting(
-                str(run.path), prepared.attempt, str(prepared.layout), prepared.checkpoint, token
+                str(run.path), prepared.attempt, layout, prepared.checkpoint, token, prepared.claim
             )
-        meeting = rendezvous.meet(store, node_rank, str(prepared.layout), mine, self._interrupted)
+        meeting = rendezvous.meet(store, node_rank, layout, mine, self._interrupted)
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
+        prepared.claim = meeting.claim
         # Node 0's job is the one that counts; its layout is that of the meeting.
         prepared.job = load_job(run.job_file, layout=meeting.layout, resolved=True)
         nodes = rendezvous.FixedNodes(
@@ -177,11 +179,11 @@ class Launch:
         is_command = prepared.job.command is not None
 
         def arguments(attempt: int) -> list[str]:
+            self._claim.check()  # the number of an attempt may be a newer holder's, too
             self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
             return ["-m", "allranks.launch.rank_env", *words]
 
-        logs = held.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
         return run, agent.Agent(
             nodes,
             arguments,
@@ -189,7 +191,6 @@ class Launch:
             lambda attempt: self._record_ends(self.agent.failed(), attempt),
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
-            logs=logs,
             # Ranks of a task cannot save once one is gone; a script may want to clean up.
             kills_peers=not is_command,
         )
@@ -266,8 +267,8 @@ class Launch:
         """Hours of a whole allocation may be left when ranks wait for one that never comes."""
         # Ranks told to stop may save for as long as it takes: they are not ended, only reported.
         attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
-        is_twice = bool(processes) and not stops and self._twice.look(attempt)
-        if is_twice or self._stalled.look_beside(attempt, processes, may_end=not stops):
+        is_over = self._claim.is_lost() or (processes and not stops and self._twice.look(attempt))
+        if is_over or self._stalled.look_beside(attempt, processes, may_end=not stops):
             self.agent.never_restart()
             self.agent.kill()
         line = self._stalled.line()
@@ -275,6 +276,7 @@ class Launch:
 
     def _record_ends(self, exit_codes: dict[int, int | None], attempt: int) -> None:
         """Write the end of every rank that could not, or (a user's script) did not know how to."""
+        self._claim.check()  # a newer holder's ranks have written what there is to write
         # The kernel's own count: its messages are mostly not for users to read.
         kills = (memory_kills() or 0) - self._memory_kills
         for rank, code in exit_codes.items():

@@ -53,7 +53,7 @@ class Prepared:
     attempt: int = 0
     checkpoint: str = ""  # the checkpoint to go on from
     threads: int | None = None  # of the attempt that wrote it, if its layout was the same
-    claim: int | None = None  # that was taken for it, of a run that SLURM's jobs may take too
+    claim: int | None = None  # that was taken for it; None where there are no hard links
     variables: dict[str, str] = field(default_factory=dict)  # of this attempt's ranks alone
     bench: dict[str, Any] = field(default_factory=dict)  # the benchmark that it is part of
     changes: list[dict[str, Any]] = field(default_factory=list)
@@ -168,7 +168,8 @@ def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
         return
     manifest = commit.manifest()
     prepared.checkpoint = commit.path.name
-    prepared.remarks.append(f"resuming after step {commit.step}")
+    removed = "; what is damaged is removed" if damaged else ""
+    prepared.remarks.append(f"resuming after step {commit.step}{removed}")
     if manifest.get("layout") == str(prepared.layout):
         # Sums over another number of threads round differently.
         prepared.threads = manifest.get("threads")
@@ -177,27 +178,23 @@ def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
 def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     """Make or take the run's folder for this process alone; what to start there by then."""
     request = prepared.request
-    if prepared.run is None:
-        prepared.run = create_run(request.runs, prepared.job.name)
-        held.enter_context(prepared.run.held())
-        return prepared
-    held.enter_context(prepared.run.held())
-    if prepared.run.info().get("jobs"):
-        check_not_in_slurm(prepared.run)
-        # Jobs of this run that still wait in a queue must find it taken.
-        claim = claims.Claim(
-            number=claims.next_number(prepared.run.claims), layout=str(prepared.layout)
-        )
-        if not claims.take(prepared.run.claims, claim):
-            raise AllranksError(
-                f"a job of run {prepared.run.name} has started in this second",
-                fix=f"see allranks ls {prepared.run.name}",
-            )
-        prepared.claim = claim.number
-    if prepared.attempt == next_attempt(prepared.run):
-        return prepared
-    now = prepare(replace(request, leads=False))  # another resume came and went in between
-    now.claim, now.variables, now.bench = prepared.claim, prepared.variables, prepared.bench
+    run = prepared.run = prepared.run or create_run(request.runs, prepared.job.name)
+    held.enter_context(run.held())
+    jobs = run.info().get("jobs")
+    if jobs:
+        check_not_in_slurm(run)
+    unseen = run.refuse_if_held_unseen()
+    try:
+        # Jobs of this run that wait in a queue, and processes that see no lock, find it taken.
+        prepared.claim = claims.take_next(run.claims, layout=str(prepared.layout), run=run.name)
+    except claims.NoLinks:
+        if jobs:
+            raise
+    now = prepared
+    if request.resume is not None and prepared.attempt != next_attempt(run):
+        now = prepare(replace(request, leads=False))  # another resume came and went in between
+        now.claim, now.variables, now.bench = prepared.claim, prepared.variables, prepared.bench
+    now.remarks += [unseen] if unseen else []
     return now
 
 
@@ -236,7 +233,7 @@ def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
         info["attempts"] = [*info.get("attempts", []), attempt]
 
     run.update_info(start)
-    commits.clean(run.checkpoints)
+    commits.clean(run.checkpoints, claim=prepared.claim, chosen=prepared.checkpoint)
     return run
 
 
@@ -344,10 +341,9 @@ def ranks_environment(
         "ALLRANKS_LAUNCHER": str(os.getpid()),
         "ALLRANKS_TIMEOUT": str(job.timeout.seconds),
         stacks.VARIABLE: str(stacks.DUMP_SIGNAL),
+        claims.VARIABLE: "" if prepared.claim is None else str(prepared.claim),
         "ALLRANKS_TIMEOUT_IS_SET": str(int(job.timeout != DEFAULT_TIMEOUT)),
     }
-    if prepared.claim is not None:
-        env[claims.VARIABLE] = str(prepared.claim)
     if job.stage:
         env["ALLRANKS_STAGE"] = json.dumps(job.stage)
     if oversubscribe:

@@ -34,6 +34,7 @@ class Meeting:
     layout: str
     checkpoint: str
     token: str  # name of a file in the run folder: who sees it sees the same disk
+    claim: int | None = None  # under which the ranks of all nodes work
 
 
 class Interrupted(AllranksError):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from allranks import commits
+from allranks import claims, commits
 from allranks.errors import AllranksError
 from allranks.events import EventLog
 from allranks.hardware import cpus_allotted, gpu_link, local_gpus
@@ -277,13 +277,13 @@ def restore(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         # The launcher looked before the first start; there may be a newer one by now.
         if me.rank == 0:
-            commits.clean(me.run.checkpoints)
             commit, damaged = commits.newest_whole(me.run.checkpoints)
             for line in damaged:
                 print(line)
             if commit is None and damaged:
                 raise no_readable_checkpoint(me.run, damaged)
             choice = [commit.path.name if commit else ""]
+            commits.clean(me.run.checkpoints, claim=claims.own(), chosen=choice[0])
         dist.broadcast_object_list(choice, src=0)
     if not choice[0]:
         return Progress(), []

@@ -78,7 +78,6 @@ class Checkpointer:
         waited = time.perf_counter() - started
         unchanged = self._copy_at_once()
         manifest = {
-            "v": 1,
             "step": progress.step,
             "epoch": progress.epoch,
             "position": progress.position,
@@ -148,19 +147,19 @@ class Checkpointer:
         finally:
             self._copied.set()
         if self.rank == 0:
-            claims.check_own(
-                self.folder.parent / "claims"
-            )  # before a newer attempt's files are hit
+            claims.check_own(self.folder.parent / "claims")  # before anything is written
         step = manifest["step"]
         writing = commits.writing_folder(self.folder, step)
         try:
             files = self._write_files(writing, step)
             if self.rank == 0:
-                claims.check_own(self.folder.parent / "claims")
                 commits.commit(self.folder, step, {**manifest, "files": files}, keep=self.keep)
-        except OSError as error:
+        except (OSError, AllranksError) as error:
             # Half a checkpoint is of no use, and the space is needed to say what happened.
             shutil.rmtree(writing, ignore_errors=True)
+            if isinstance(error, AllranksError):
+                raise
+            claims.check_own(self.folder.parent / "claims")  # a newer holder cleans up after us
             raise disk_error(error, Path(error.filename or writing)) from error
         seconds = round(time.perf_counter() - started, 6)
         self.log.write("checkpoint", step=step, seconds=seconds, stall=round(self.stall, 6))

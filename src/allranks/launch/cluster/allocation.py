@@ -333,7 +333,9 @@ class Allocation(Held):
         layout = str(self.racer.layout)
         # What may change was decided when the job was sent.
         request = Request(resume=str(self.run.path), layout=layout, leads=False, force=True)
-        return prepare.prepare(request)
+        prepared = prepare.prepare(request)
+        prepared.claim = self.claim.number
+        return prepared
 
     def _open(self, prepared: Prepared | None = None) -> Prepared:
         """Write the attempt into the run's folder."""
