@@ -33,6 +33,10 @@ VERSION = 2  # of the manifest; version 1 had no checksum of its own, and is sti
 CHUNK_BYTES = 1 << 22
 
 
+class NewerVersionError(ValueError):
+    """A manifest that a newer allranks has written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """One committed checkpoint."""
@@ -53,12 +57,24 @@ class Commit:
         version = content.get("v")
         if version not in (1, VERSION):
             known = f"this allranks knows versions 1 to {VERSION}"
-            raise ValueError(f"{MANIFEST} is of version {version}: {known}")
+            is_later = isinstance(version, int) and version > VERSION
+            kind = NewerVersionError if is_later else ValueError
+            raise kind(f"{MANIFEST} is of version {version}: {known}")
         if content.get("crc32", expected if version == 1 else None) != expected:
             raise ValueError(f"{MANIFEST} has another checksum than when it was written")
         if not isinstance(content.get("files"), dict) or not content["files"]:
             raise ValueError(f"{MANIFEST} lists no files")
         return content
+
+    def is_of_a_newer_allranks(self) -> bool:
+        """Whether it may be whole, and only not for us to read."""
+        try:
+            self.manifest()
+        except NewerVersionError:
+            return True
+        except ValueError:
+            pass
+        return False
 
     def damage(self) -> str | None:
         """What is wrong with it, or None. Reads every byte."""
@@ -186,7 +202,8 @@ def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
     """Remove what killed attempts left half written or half deleted.
 
     Also the damaged checkpoints that are newer than the `chosen` one, from which the holder of
-    `claim` goes on: it says so once, and they do not take the place of good ones.
+    `claim` goes on: it says so once, and they do not take the place of good ones. One that a newer
+    allranks has written stays.
     """
     for path in folder.glob(".step-*"):
         match = re.match(r"\.step-[0-9]+\.([0-9]+)\.", path.name)
@@ -195,7 +212,7 @@ def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
     for commit in _in_order_of_use(folder) if chosen else []:
         if commit.path.name == chosen:
             break
-        if commit.damage() is not None:
+        if commit.damage() is not None and not commit.is_of_a_newer_allranks():
             _drop(commit.path, claim)
 
 
