@@ -159,7 +159,7 @@ def precision(
 ) -> None:
     """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
     from allranks.events import to_json
-    from allranks.hardware import local_gpus
+    from allranks.hardware import local_gpus, usable_instructions
     from allranks.launch.prepare import prepare
     from allranks.measure import precision as measured
     from allranks.measure import precision_screen
@@ -171,7 +171,12 @@ def precision(
 
     names = measured.read_precisions(precisions)
     measured.check_job(prepare(typed_request(job, overrides, layout=layout, runs=runs)).job)
-    refused = {name: measured.why_unsupported(name, local_gpus()) for name in names}
+    refused = {
+        name: measured.why_unsupported(
+            name, local_gpus(), cpu_can=lambda: usable_instructions() is not None
+        )
+        for name in names
+    }
     prepared = [(name, prepare_in(name)) for name in names if not refused[name]] * repeats
     console = people_console(as_json)
     trials = [measured.Trial(name, problem=why) for name, why in refused.items() if why]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +58,15 @@ def check_job(job: Job) -> None:
         )
 
 
-def why_unsupported(precision: str, gpus: Sequence[LocalGPU]) -> str | None:
-    """Why this machine cannot compute in a precision; None if it can."""
+def why_unsupported(
+    precision: str, gpus: Sequence[LocalGPU], *, cpu_can: Callable[[], bool] = lambda: True
+) -> str | None:
+    """Why this machine cannot compute in a precision; None if it can.
+
+    `cpu_can`: whether its CPU computes in bf16 and fp16.
+    """
+    if precision in ("fp16", "bf16") and not gpus and not cpu_can():
+        return "this CPU lists AMX but may not use it: computing in it ends by SIGILL (tried)"
     if precision == "tf32" and not gpus:
         return "tf32 is a format of NVIDIA GPUs, and there is none here"
     if precision in ("tf32", "bf16"):
