@@ -45,7 +45,8 @@ def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
     layouts: Annotated[
-        str, typer.Option(metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4.")
+        str,
+        typer.Option("--layouts", metavar="LAYOUTS", help="To compare, such as 1x1,1x2,1x4."),
     ] = "1x1,1x2",
     steps: Annotated[str, typer.Option(help="Steps to measure once they are steady, or all.")] = (
         "200"
