@@ -39,6 +39,10 @@ Backend = Annotated[
     Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
 ]
 
+NoBaseline = Annotated[
+    bool, typer.Option("--no-baseline", help="Add no layout of one rank to compare with.")
+]
+
 
 @bench.command()
 def scaling(
@@ -52,9 +56,7 @@ def scaling(
         "200"
     ),
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each layout.")] = 3,
-    no_baseline: Annotated[
-        bool, typer.Option("--no-baseline", help="Add no layout of one rank to compare with.")
-    ] = False,
+    no_baseline: NoBaseline = False,
     weak: Annotated[
         bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
     ] = False,
