@@ -236,6 +236,9 @@ def send_in_turns(
     for one in prepared:
         if any(each.layout == one.layout for each in done):
             continue  # it would only be refused again
+        # A task that was measured has stopped, as at a limit: it must not be sent again.
+        slurm = one.job.slurm.model_copy(update={"requeue": False})
+        one.job = one.job.model_copy(update={"slurm": slurm})
         options: dict[str, Any] = {"dependency": f"afterany:{':'.join(before)}"} if before else {}
         try:
             sent = submit.submit(one, racers_of(one.job, []), **options)

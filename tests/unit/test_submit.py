@@ -971,8 +971,11 @@ def test_the_runs_of_a_benchmark_wait_for_each_other(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench(monkeypatch, "1x1", "1x2", "1x1")
-    after = [re.findall("--dependency=(.*)", slurm.script(job)) for job in ("100", "101", "102")]
+    scripts = [slurm.script(job) for job in ("100", "101", "102")]
+    after = [re.findall("--dependency=(.*)", script) for script in scripts]
     assert after == [[], ["afterany:100"], ["afterany:101"]]
+    # A task stops when it was measured: to go on with it would measure it for ever.
+    assert all("#SBATCH --no-requeue\n" in script for script in scripts)
 
 
 def test_a_benchmark_that_is_refused_takes_back_what_it_has_sent(
