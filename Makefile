@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PIP_VERSION := 26.3
 VENV := .venv
+LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST ?=
@@ -14,13 +15,14 @@ PACKAGE := $(VENV)/.package
 DEV := $(VENV)/.dev
 SETTINGS := pyproject.toml constraints.txt Makefile
 
-.PHONY: help demo test lint style types fresh-docs docs soak clean
+.PHONY: help demo test lint style types fresh-docs docs soak lowest clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train the bundled job"
 	@echo "make test    lint, types, docs and tests"
 	@echo "make soak    the long trials in full"
+	@echo "make lowest  the unit tests with the lowest versions that pyproject.toml declares"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write the generated parts of README.md and docs anew"
 	@echo "make clean   remove .venv and caches; runs/ stays"
@@ -58,8 +60,11 @@ soak: $(DEV)
 	@$(BIN)/python -m pytest -m soak $(PYTEST)
 	@$(BIN)/python -m pytest tests/unit --hypothesis-profile=others $(PYTEST)
 
+lowest: $(LOWEST)/.installed
+	@$(LOWEST)/bin/python -m pytest tests/unit $(PYTEST)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(PACKAGE): $(SETTINGS) | $(BIN)/python
@@ -73,6 +78,15 @@ $(DEV): $(SETTINGS) | $(BIN)/python
 	@$(PIP) install "pip==$(PIP_VERSION)"
 	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,doctor,report,web]' --group dev
 	@touch $(PACKAGE) $@
+
+$(LOWEST)/.installed: $(SETTINGS) tests/lowest.py | $(BIN)/python
+	@echo "installing the lowest versions into $(LOWEST): this can take minutes"
+	@$(BIN)/python -m venv --clear $(LOWEST)
+	@$(BIN)/python tests/lowest.py > $(LOWEST)/requirements.txt
+	@$(LOWEST)/bin/python -m pip --disable-pip-version-check -qq install "pip==$(PIP_VERSION)"
+	@$(LOWEST)/bin/python -m pip -qq install -r $(LOWEST)/requirements.txt
+	@$(LOWEST)/bin/python -m pip -qq install --build-constraint constraints.txt --no-deps -e .
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

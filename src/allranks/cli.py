@@ -33,6 +33,7 @@ from allranks.cli_words import (
     app,
     keep_typed,
     people_console,
+    print_error,
     typed_request,
 )
 
@@ -159,14 +160,6 @@ def init(
     for path in written.values():
         print(f"wrote {path}")
     print(f"train it: allranks run {written['job']}")
-
-
-def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
-    print(error.shown, file=sys.stderr)
-    if as_json:
-        from allranks.events import to_json
-
-        print(to_json({"error": error.fields, **(more or {})}))
 
 
 def main() -> NoReturn:

@@ -18,10 +18,12 @@ from allranks.cli_words import (
     OwnPrice,
     Runs,
     app,
+    print_error,
     typed_request,
 )
 
 if TYPE_CHECKING:
+    from allranks.errors import AllranksError
     from allranks.launch.prepare import Prepared
     from allranks.layout import Layout
     from allranks.measure.scaling import Repeat
@@ -37,18 +39,24 @@ Backend = Annotated[
     Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
 ]
 
+NoBaseline = Annotated[
+    bool, typer.Option("--no-baseline", help="Add no layout of one rank to compare with.")
+]
+
 
 @bench.command()
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
     layouts: Annotated[
-        str, typer.Option(metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4.")
+        str,
+        typer.Option("--layouts", metavar="LAYOUTS", help="To compare, such as 1x1,1x2,1x4."),
     ] = "1x1,1x2",
     steps: Annotated[str, typer.Option(help="Steps to measure once they are steady, or all.")] = (
         "200"
     ),
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each layout.")] = 3,
+    no_baseline: NoBaseline = False,
     weak: Annotated[
         bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
     ] = False,
@@ -75,19 +83,20 @@ def scaling(
         prepared.bench = plan.bench
         return prepared
 
-    plan = plan_runs(layouts, steps=steps, repeats=repeats, weak=weak)
+    plan = plan_runs(layouts, steps=steps, repeats=repeats, weak=weak, may_add=not no_baseline)
     # Everything that can be refused is refused before anything runs.
     own = [*map(parse_price, price or [])]
     plan = plan.for_job(prepare_one(plan.runs[0]).job)
     prepared = [prepare_one(wanted) for wanted in plan.runs]
     screen = scaling_screen.Progress(as_json=as_json, total=len(prepared))
     if backend == "slurm":
-        done = measure_in_slurm(prepared, screen)
+        done = measure_in_slurm(prepared, screen, plan.added)
     else:
         done = measure_here(prepared, screen)
     device, memory = device_of(done, runs)
     found = measured.as_json(
         measured.rows_of(done),
+        added=plan.added,
         price=price_of(device, memory, own),
         more={
             **{"steps": steps, "device": device, "unit": "rank" if device == CPU else "GPU"},
@@ -98,36 +107,47 @@ def scaling(
 
 
 def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
-    """What was found, to who asked; raises if any layout could not be measured."""
-    from allranks.errors import AllranksError
+    """What was found, to who asked; exits with an error if any layout could not be measured."""
     from allranks.events import to_json
-    from allranks.measure import scaling, scaling_screen
+    from allranks.measure import scaling_screen
 
+    if not as_json:
+        scaling_screen.show(screen.console, found)
+    for row in found["rows"]:
+        if row["added"] and row["problem"]:
+            note = f"note: {row['layout']}, added to compare with, could not be measured"
+            print(f"{note}: {row['problem']}; --no-baseline leaves it out", file=sys.stderr)
+    error = None if screen.is_interrupted else error_in(found)
+    if error is not None:
+        print_error(error, as_json=as_json, more=found)
+        raise typer.Exit(error.exit_code)
     if as_json:
         print(to_json(found))
-    else:
-        scaling_screen.show(screen.console, found)
     if screen.is_interrupted:
         repeats = [one for row in found["rows"] for one in row["repeats"]]
         measured = sum(not one.get("problem") for one in repeats)
-        words = f"stopped: {measured} of {screen.total} runs were measured"
-        print(words, file=sys.stderr)
+        print(f"stopped: {measured} of {screen.total} runs were measured", file=sys.stderr)
         raise typer.Exit(130)
-    failed = next((row for row in found["rows"] if row["problem"]), None)
-    if failed is not None:
-        if not as_json:
-            print(f"error: {failed['layout']}: {failed['problem']}", file=sys.stderr)
-            run = next((one["run"] for one in failed["repeats"] if one.get("problem")), "")
-            fix = f"what it said: allranks logs {run}" if run else ""
-            if failed["problem"] == scaling.STOPPED:
-                fix = "let it run longer"
-            elif fix and not failed["problem"].startswith(scaling.NOTHING_TO_MEASURE):
-                fix = f"see allranks doctor {run}; {fix}"
-            if fix:
-                print(f"  fix: {fix}", file=sys.stderr)
-        raise typer.Exit(1)
-    if not found["rows"]:
-        raise AllranksError("nothing was measured", fix="let it run longer", exit_code=1)
+
+
+def error_in(found: dict[str, Any]) -> AllranksError | None:
+    """Why a layout that was asked for could not be measured."""
+    from allranks.errors import AllranksError
+    from allranks.measure import scaling
+
+    failed = [row for row in found["rows"] if row["problem"] and not row["added"]]
+    if not failed and any(row["samples_per_second"] for row in found["rows"]):
+        return None
+    fix = "let it run longer"
+    if not failed:
+        return AllranksError("nothing was measured", fix=fix, exit_code=1)
+    problem = failed[0]["problem"]
+    if problem != scaling.STOPPED:
+        run = next((one["run"] for one in failed[0]["repeats"] if one.get("problem")), "")
+        fix = f"what it said: allranks logs {run}" if run else "mend it, then measure again"
+        if run and not problem.startswith(scaling.NOTHING_TO_MEASURE):
+            fix = f"see allranks doctor {run}; {fix}"
+    return AllranksError(f"{failed[0]['layout']}: {problem}", fix=fix, exit_code=1)
 
 
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
@@ -169,22 +189,19 @@ def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> lis
     return done
 
 
-def measure_in_slurm(prepared: list[Prepared], screen: Any) -> list[Repeat]:
-    """All of them into the queue at once, then wait until they have left it."""
+def measure_in_slurm(
+    prepared: list[Prepared], screen: Any, added: Layout | None = None
+) -> list[Repeat]:
+    """All of them into the queue at once, in turns; then wait until they have left it."""
     import time
 
     from allranks import standing
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
 
     done: list[Repeat] = []
     waiting: list[tuple[RunDir, Layout]] = []
     pause = 2.0
     try:
-        for one in prepared:
-            run = submit.submit(one, racers_of(one.job, [])).run
-            waiting.append((run, one.layout))
-            screen.queued(run.name, str(one.layout))
+        send_in_turns(prepared, screen, waiting, done, added)
         while waiting:
             queue = standing.look_at_queue([run for run, _ in waiting])
             for run, layout in list(waiting):
@@ -198,6 +215,59 @@ def measure_in_slurm(prepared: list[Prepared], screen: Any) -> list[Repeat]:
         screen.is_interrupted = True
         screen.left([run.name for run, _ in waiting])
     return done
+
+
+def send_in_turns(
+    prepared: list[Prepared],
+    screen: Any,
+    waiting: list[tuple[RunDir, Layout]],
+    done: list[Repeat],
+    added: Layout | None,
+) -> None:
+    """Send each run so that it starts when the one before has ended: beside it, it would disturb.
+
+    Where one is refused, those before it are taken back; the one that was only added is left out.
+    """
+    from allranks.errors import AllranksError
+    from allranks.launch.cluster import submit
+    from allranks.launch.cluster.sbatch import racers_of
+
+    before: list[str] = []
+    for one in prepared:
+        if any(each.layout == one.layout for each in done):
+            continue  # it would only be refused again
+        # A task that was measured has stopped, as at a limit: it must not be sent again.
+        slurm = one.job.slurm.model_copy(update={"requeue": False})
+        one.job = one.job.model_copy(update={"slurm": slurm})
+        options: dict[str, Any] = {"dependency": f"afterany:{':'.join(before)}"} if before else {}
+        try:
+            sent = submit.submit(one, racers_of(one.job, []), **options)
+        except AllranksError as error:
+            if one.layout != added:
+                raise taken_back(error, one.layout, [run for run, _ in waiting]) from error
+            done.append(failed(one.layout, "; ".join(filter(None, (error.what, error.fix)))))
+            continue
+        before = sent.jobs
+        waiting.append((sent.run, one.layout))
+        screen.queued(sent.run.name, str(one.layout))
+
+
+def taken_back(error: AllranksError, layout: Layout, runs: list[RunDir]) -> AllranksError:
+    """The error of a run that was refused, once those that were sent before it are stopped."""
+    from allranks.errors import AllranksError
+    from allranks.launch import follow
+
+    what, fix = f"{layout}: {error.what}", error.fix
+    names = " ".join(run.name for run in runs)
+    try:
+        done = [*dict.fromkeys(one["done"] for one in follow.stop(runs))] if runs else []
+    except AllranksError as silent:
+        done = [f"could not be stopped: {silent.what}"]
+    if runs:
+        what += f"; sent before it: {names} ({', '.join(done)})"
+    if any("could not be stopped" in words for words in done):
+        fix += f"; to stop what is still in the queue: allranks stop {names}"
+    return AllranksError(what, fix=fix, exit_code=error.exit_code)
 
 
 def device_of(done: list[Repeat], runs: Path) -> tuple[str | None, int | None]:

@@ -17,6 +17,7 @@ from allranks.cli_words import (
     Overrides,
     Runs,
     people_console,
+    print_error,
     typed_request,
 )
 
@@ -46,7 +47,6 @@ def data(
     debug: Debug = False,
 ) -> None:
     """Measure the data: how many loader workers a job needs, and where the ceiling is."""
-    from allranks.events import to_json
     from allranks.launch.prepare import prepare
     from allranks.measure import data as measured
     from allranks.measure import data_screen
@@ -67,16 +67,26 @@ def data(
     with listening() as signals:
         outcome = run_muted(prepared, console, measured.new_record(), signals)
     found = found_in_script(outcome) if is_script else found_in_task(outcome)
+    if not as_json:
+        data_screen.show(console, found)
+    error = None if is_script or signals.received else outcome.error
+    finish(found, error, is_interrupted=bool(signals.received), as_json=as_json)
+
+
+def finish(
+    found: dict[str, Any], error: AllranksError | None, *, is_interrupted: bool, as_json: bool
+) -> None:
+    """Print what was found as JSON if that is asked for, and exit as it ended."""
+    from allranks.events import to_json
+
+    if error is not None:
+        print_error(error, as_json=as_json, more=found)
+        raise typer.Exit(1)
     if as_json:
         print(to_json(found))
-    else:
-        data_screen.show(console, found)
-    if signals.received:
+    if is_interrupted:
         print("stopped: this is what was measured until then", file=sys.stderr)
         raise typer.Exit(130)
-    if outcome.error is not None and not is_script:
-        print(outcome.error.shown, file=sys.stderr)
-        raise typer.Exit(1)
 
 
 def check_room(prepared: Prepared, console: Console) -> None:
@@ -114,7 +124,7 @@ def stopped_early() -> AllranksError:
     from allranks.errors import AllranksError
 
     return AllranksError(
-        "stopped before anything was measured", fix="let it run longer", exit_code=1
+        "stopped before anything was measured", fix="let it run longer", exit_code=130
     )
 
 
@@ -158,8 +168,7 @@ def precision(
     debug: Debug = False,
 ) -> None:
     """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
-    from allranks.events import to_json
-    from allranks.hardware import local_gpus
+    from allranks.hardware import local_gpus, usable_instructions
     from allranks.launch.prepare import prepare
     from allranks.measure import precision as measured
     from allranks.measure import precision_screen
@@ -171,22 +180,27 @@ def precision(
 
     names = measured.read_precisions(precisions)
     measured.check_job(prepare(typed_request(job, overrides, layout=layout, runs=runs)).job)
-    refused = {name: measured.why_unsupported(name, local_gpus()) for name in names}
+    refused = {
+        name: measured.why_unsupported(
+            name, local_gpus(), cpu_can=lambda: usable_instructions() is not None
+        )
+        for name in names
+    }
     prepared = [(name, prepare_in(name)) for name in names if not refused[name]] * repeats
     console = people_console(as_json)
-    trials = [measured.Trial(name, problem=why) for name, why in refused.items() if why]
+    trials = [
+        measured.Trial(name, problem=why, is_refused=True) for name, why in refused.items() if why
+    ]
     for _, one in prepared[:1]:
         check_room(one, console)
     with listening() as signals:
         trials += run_trials(prepared, console, signals)
-    found = measured.as_json(trials, steps=steps)
-    if as_json:
-        print(to_json(found))
-    else:
+    is_interrupted = bool(signals.received)
+    found = measured.as_json(trials, steps=steps) | {"interrupted": is_interrupted}
+    if not as_json:
         precision_screen.show(console, found)
-    failed = [trial for trial in trials if trial.problem and not refused[trial.precision]]
-    if failed or not any(row["samples_per_second"] for row in found["rows"]):
-        raise typer.Exit(1)
+    error = None if is_interrupted else measured.error_in(trials)
+    finish(found, error, is_interrupted=is_interrupted, as_json=as_json)
 
 
 def run_trials(

@@ -55,6 +55,7 @@ def comm(
     from allranks.launch.checks import check_measurable
     from allranks.launch.local import Place, run_here
     from allranks.launch.screen import Screen
+    from allranks.processes import listening
 
     if show is not None:
         show_comm(run_to_show(runs, show), as_json=as_json)
@@ -67,12 +68,23 @@ def comm(
         check_measurable(prepared.layout)
     screen = Screen(people_console(as_json), debug=debug)
     screen.makes_steps = False
-    outcome = run_here(prepared, Place(oversubscribe=oversubscribe), screen)
-    if outcome.error is not None:
+    with listening() as signals:
+        outcome = run_here(prepared, Place(oversubscribe=oversubscribe), screen, signals)
+    show_outcome(outcome, is_interrupted=bool(signals.received), as_json=as_json)
+
+
+def show_outcome(outcome: Outcome, *, is_interrupted: bool, as_json: bool) -> None:
+    """What was measured, also until a Ctrl-C; raises what went wrong."""
+    from allranks.cli_bench_data import stopped_early
+
+    if outcome.error is not None and not is_interrupted:
         raise again(outcome)
-    if outcome.exit_code != 0:
-        raise typer.Exit(outcome.exit_code)
+    if is_interrupted and comm_of(outcome.run) is None:
+        raise stopped_early()
     show_comm(outcome.run, as_json=as_json)
+    if is_interrupted:
+        print("stopped: this is what was measured until then", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 def prepare_comm(

@@ -89,7 +89,7 @@ def submit(
     from allranks.launch.prepare import prepare
 
     climb = read_ladder(ladder, race, layout, min_efficiency=min_efficiency, steps=steps)
-    rivals, first = read_layouts(race, climb.rung if climb else layout)
+    rivals, first = read_layouts(climb.rung if climb else race, layout)
     prepared = prepare(typed_request(job, overrides, layout=first, runs=runs))
     racers = racers_of(prepared.job, rivals)
     if dry_run:
@@ -112,7 +112,7 @@ def read_ladder(
         raise AllranksError(
             "--ladder is given with --race or --layout", fix=f"write --ladder {ladder} alone"
         )
-    return ladders.of([racer.layout for racer in parse_race(ladder)], **options)
+    return ladders.of(parse_race(ladder), **options)
 
 
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:

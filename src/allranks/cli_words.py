@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from allranks.errors import AllranksError
     from allranks.launch.prepare import Request
 
 app = typer.Typer(
@@ -85,6 +87,15 @@ def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> 
     file, pairs = split_job(job, overrides or [])
     command = user_command()
     return Request(job_file=file, overrides=pairs, command=command, typed=[*_typed], **rest)
+
+
+def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
+    """Tell people, and with `--json` programs too; `more`: what there is besides the error."""
+    print(error.shown, file=sys.stderr)
+    if as_json:
+        from allranks.events import to_json
+
+        print(to_json({"error": error.fields, **(more or {})}))
 
 
 def people_console(as_json: bool) -> Console:

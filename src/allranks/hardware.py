@@ -1,14 +1,18 @@
 """What this machine has, and what of it this process may use. No torch, nothing slow to import."""
 
 import itertools
+import json
 import math
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import allranks
@@ -18,6 +22,7 @@ from allranks.gpus import LocalGPU, driver_versions, find_gpu, gpu_link, local_g
 __all__ = [
     "GPU",
     "LocalGPU",
+    "Setting",
     "code_version",
     "cpus_allotted",
     "find_gpu",
@@ -27,6 +32,7 @@ __all__ = [
     "memory_allotted",
     "memory_kills",
     "package_versions",
+    "usable_instructions",
 ]
 
 PROC = Path("/proc")
@@ -49,6 +55,27 @@ PACKAGES = (
     "nvidia-nccl-cu13",
     "nvidia-ml-py",
 )
+
+# The most that oneDNN, which computes for torch on a CPU, may use; empty: all that it finds.
+ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
+INSTRUCTION_SETS = ("", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2")
+TRIAL = """
+import resource, torch
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+for kind in (torch.bfloat16, torch.float16):
+    one = torch.ones(64, 64, dtype=kind)
+    one @ one
+"""
+TRIAL_SECONDS = 300.0  # importing torch from a busy network disk takes minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable for the ranks of this machine, and why."""
+
+    name: str
+    value: str
+    reason: str
 
 
 def cpus_allotted() -> int:
@@ -198,6 +225,57 @@ def _memory_limit(folder: Path) -> int | None:
             return int((folder / name).read_text())  # 'max' is no number: no limit
         except (OSError, ValueError):
             continue
+    return None
+
+
+def usable_instructions() -> str | None:
+    """What oneDNN must be limited to for bf16 and fp16 on this CPU; None: nothing works.
+
+    Virtual machines may list AMX without allowing it: a process that uses it dies of SIGILL. So it
+    is tried in a child process, once for each boot and each version of torch.
+    """
+    if "amx_tile" not in _cpu_flags():
+        return ""
+    tried_for = [_boot(), package_versions().get("torch")]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allranks"
+    path = cache / f"cpu-{socket.gethostname()}.json"
+    with suppress(OSError, ValueError, TypeError):
+        known_for, known = json.loads(path.read_text())
+        if known_for == tried_for and known in (*INSTRUCTION_SETS, None):
+            return known if known is None else str(known)
+    for limit in INSTRUCTION_SETS:
+        code = _try_half_precision(limit)
+        if code != -signal.SIGILL:
+            break
+    usable = None if code == -signal.SIGILL else limit
+    if code in (0, -signal.SIGILL):  # any other end says nothing about the CPU
+        with suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([tried_for, usable]))
+    return usable
+
+
+def _try_half_precision(limit: str) -> int | None:
+    """How a process ends that computes in bf16 and fp16; None if it does not, in time."""
+    env = {**os.environ, **({ONEDNN_LIMIT: limit} if limit else {})}
+    words = [sys.executable, "-P", "-c", TRIAL]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, env=env, capture_output=True, timeout=TRIAL_SECONDS).returncode
+    return None
+
+
+def _cpu_flags() -> list[str]:
+    """What the processor can do, by the names that Linux has for it."""
+    with suppress(OSError):
+        for line in (PROC / "cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("flags"):
+                return line.split()
+    return []
+
+
+def _boot() -> str | None:
+    with suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return None
 
 

@@ -129,6 +129,9 @@ class Slurm(Section):
     grace: DurationText | None = Field(
         default=None, description="how long before the limit the job is told to save and stop"
     )
+    signal: Literal["USR1", "USR2"] | None = Field(
+        default=None, description="tells a script to stop; null: USR2, or USR1 for Lightning"
+    )
     requeue: bool = Field(
         default=True, description="go on in the next job after the limit or a failed node"
     )

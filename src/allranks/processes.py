@@ -14,8 +14,9 @@ from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 
-# What asks a run to stop. USR2, not USR1, for "your time is nearly up": NCCL may handle USR1.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# What asks a run to stop. "Your time is nearly up" is USR2, since NCCL may handle USR1, but for
+# scripts that listen to USR1 (slurm.signal).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def die_with_parent(parent: int | None = None) -> None:

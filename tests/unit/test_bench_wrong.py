@@ -14,16 +14,18 @@ from rich.console import Console
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks import cli_bench, cli_bench_data
+from allranks import cli_bench, cli_bench_data, cli_comm
 from allranks.errors import AllranksError
 from allranks.job import load_job
 from allranks.launch import local, screen
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
 from allranks.measure.plan_runs import plan_runs
-from allranks.measure.scaling import as_json, rows_of
+from allranks.measure.precision import Trial
+from allranks.measure.scaling import Repeat, as_json, rows_of
 from allranks.measure.scaling_screen import Progress
 from allranks.processes import Signals
+from allranks.timing import timing_of
 
 LARGE = ("task=spiral", "batch_size=16384")
 
@@ -143,13 +145,81 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
     assert "measured until then" in told.err and json.loads(told.out)["verdict"] == "fast"
 
 
-def test_a_layout_that_was_refused_names_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("in_json", [True, False])
+def test_a_layout_that_was_refused_names_no_run(
+    capsys: pytest.CaptureFixture[str], in_json: bool
+) -> None:
     found = as_json(rows_of([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")]))
     with pytest.raises(typer.Exit) as left:
-        cli_bench.tell(found, Progress(as_json=False, total=1), as_json=False)
-    said = capsys.readouterr().err
+        cli_bench.tell(found, Progress(as_json=in_json, total=1), as_json=in_json)
+    said = capsys.readouterr()
     assert left.value.exit_code == 1
-    assert "port 29500 is in use; name another" in said and "allranks doctor" not in said
+    assert "port 29500 is in use; name another" in said.err and "allranks doctor" not in said.err
+    if in_json:  # one value, with the error and with what was measured
+        told = json.loads(said.out)
+        assert told["error"]["what"] == "1x2: port 29500 is in use; name another"
+        assert told["error"]["fix"] and told["rows"]
+
+
+def test_a_baseline_that_was_only_added_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {rank: {n: {"seconds": 1.0, "samples": 5} for n in range(1, 10)} for rank in (0, 1)}
+    grew = timing_of(steps, None)
+    done = [cli_bench.failed(Layout(1, 1), "out of memory"), Repeat("run", Layout(1, 2), grew)]
+    rows = rows_of(done)
+    cli_bench.tell(as_json(rows, added=Layout(1, 1)), Progress(as_json=True, total=2), as_json=True)
+    told = capsys.readouterr()
+    assert "note: 1x1, added to compare with" in told.err and "--no-baseline" in told.err
+    found = json.loads(told.out)
+    assert "error" not in found and found["rows"][1]["efficiency"] == 1.0
+    with pytest.raises(typer.Exit):  # who asked for it is told that it failed
+        cli_bench.tell(as_json(rows), Progress(as_json=True, total=2), as_json=True)
+
+
+def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_trials(prepared: Any, console: Any, signals: Signals) -> list[Trial]:
+        signals.received.append(signal.SIGINT)
+        return [Trial("fp32", "a", 100.0), Trial("bf16", "b", problem="it was stopped")]
+
+    monkeypatch.setattr(cli_bench_data, "run_trials", run_trials)
+    with pytest.raises(typer.Exit) as left:
+        cli_bench_data.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
+    assert left.value.exit_code == 130
+    told = capsys.readouterr()
+    assert "measured until then" in told.err
+    found = json.loads(told.out)
+    assert found["interrupted"] and found["rows"][0]["samples_per_second"] == 100.0
+
+
+def test_a_precision_that_failed_is_an_error_for_programs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = [Trial("fp32", "a", 100.0), Trial("bf16", "b", problem="rank 0 failed")]
+    monkeypatch.setattr(cli_bench_data, "run_trials", lambda *given: done)
+    with pytest.raises(typer.Exit) as left:
+        cli_bench_data.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert left.value.exit_code == 1 and found["rows"]
+    assert found["error"] == {"what": "bf16: rank 0 failed", "fix": "see allranks doctor b"}
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_collectives_that_were_measured_until_a_ctrl_c_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], measured: bool
+) -> None:
+    run = GrowingRun(tmp_path, "1x2").run
+    outcome = local.Outcome(run, {"state": "stopped"}, 130)
+    rows = {**dict.fromkeys(("rows", "fits", "not_supported", "stopped"), ()), "complete": False}
+    about = {"layout": "1x2", "library": "gloo", "ranks": 2, "nodes": 1, "device": "CPU"}
+    about |= {"transport": {}, "played": False, "peak_GBps": {}, "run": run.name, "timing": ""}
+    if measured:
+        (run.path / "comm.json").write_text(json.dumps({**rows, **about}))
+    with pytest.raises(AllranksError if not measured else typer.Exit) as left:
+        cli_comm.show_outcome(outcome, is_interrupted=True, as_json=True)
+    assert left.value.exit_code == 130  # type: ignore[attr-defined]  # both have it
+    told = capsys.readouterr()
+    assert not measured or json.loads(told.out)["complete"] is False
 
 
 def test_a_runs_folder_says_from_its_beginning_which_benchmark_it_is_of(tmp_path: Path) -> None:

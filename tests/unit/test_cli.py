@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+import typer
 from tests.commandline import Allranks
+from typer.models import OptionInfo
 
 from allranks import commits
+from allranks.cli import app
 from allranks.commits import seal, writing_folder
 from allranks.launch.prepare import Request, open_run, prepare
 
@@ -166,3 +171,28 @@ def test_the_console_script_is_there() -> None:
     outcome = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0
     assert "Usage" in outcome.stdout
+
+
+def typed_parameters(group: typer.Typer) -> Iterator[tuple[str, Any]]:
+    """The parameters of all commands, by name, with what typer is told of them."""
+    for command in group.registered_commands:
+        assert command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            yield from ((name, about) for about in getattr(hint, "__metadata__", ()))
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from typed_parameters(inner.typer_instance)
+
+
+def test_no_option_is_named_by_its_metavar() -> None:
+    """typer before 0.28 takes the metavar's spelling where the two are the same word.
+
+    A name that is written out stands first, where typer keeps the default.
+    """
+    options = {
+        (name, about.metavar)
+        for name, about in typed_parameters(app)
+        if isinstance(about, OptionInfo) and about.metavar and not isinstance(about.default, str)
+    }
+    assert len(options) > 5
+    assert not [name for name, metavar in options if metavar.lower() == name.replace("_", "-")]

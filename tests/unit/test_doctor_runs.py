@@ -195,3 +195,12 @@ def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
     assert "Traceback" not in wrong.stderr
     missing = allranks("doctor", "slurm-9.out")
     assert missing.returncode == 2 and "there is no file slurm-9.out" in missing.stderr
+
+
+def test_a_rank_that_used_what_its_cpu_may_not_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, hardware={"memory_bytes": 32 * GIB})
+    write_rank(run, 0, [STEP, ECHO])
+    write_rank(run, 1, [STEP, failed(-4, signal="SIGILL")])
+    (found,) = diagnose_run(run)
+    assert (found.cause, found.rank) == ("illegal-instruction", 1)
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in found.fix and "memory" not in found.fix

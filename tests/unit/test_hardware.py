@@ -181,3 +181,78 @@ def test_code_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.code_version(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert hardware.code_version(tmp_path) is None
+
+
+# --- AMX that is listed, and may not be used ----------------------------------------------------
+
+SIGILL = -4
+
+
+class Trials:
+    """In place of child processes that compute in bf16: how those end, by oneDNN's limit."""
+
+    def __init__(self, **ends: int | None) -> None:
+        self.ends = {"": SIGILL, **ends}
+        self.tried: list[str] = []
+
+    def __call__(self, limit: str) -> int | None:
+        self.tried.append(limit)
+        return self.ends.get(limit, SIGILL)
+
+
+@pytest.fixture
+def lists_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose CPU lists AMX; its /proc."""
+    proc = tmp_path / "proc"
+    (proc / "sys/kernel/random").mkdir(parents=True)
+    (proc / "sys/kernel/random/boot_id").write_text("first\n")
+    (proc / "cpuinfo").write_text("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n")
+    monkeypatch.setattr(hardware, "PROC", proc)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return proc
+
+
+@pytest.mark.parametrize(
+    ("ends", "usable", "tried"),
+    [
+        ({"": 0}, "", 1),
+        ({"AVX512_CORE_BF16": 0}, "AVX512_CORE_BF16", 2),
+        ({"AVX2": 0}, "AVX2", 4),
+        ({}, None, 4),
+    ],
+)
+def test_what_works_is_tried_once_for_each_boot(
+    lists_amx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: dict[str, int],
+    usable: str | None,
+    tried: int,
+) -> None:
+    trials = Trials(**ends)
+    monkeypatch.setattr(hardware, "_try_half_precision", trials)
+    for _ in range(2):
+        assert hardware.usable_instructions() == usable
+    assert len(trials.tried) == tried
+    (lists_amx / "sys/kernel/random/boot_id").write_text("second\n")
+    assert hardware.usable_instructions() == usable
+    assert len(trials.tried) == 2 * tried
+
+
+@pytest.mark.parametrize("end", [1, -9, None])  # no torch, no memory, no time
+def test_a_trial_that_says_nothing_about_the_cpu_is_not_kept(
+    lists_amx: Path, monkeypatch: pytest.MonkeyPatch, end: int | None
+) -> None:
+    trials = Trials(**{"": end})
+    monkeypatch.setattr(hardware, "_try_half_precision", trials)
+    assert hardware.usable_instructions() == hardware.usable_instructions() == ""
+    assert trials.tried == ["", ""]
+
+
+def test_a_cpu_without_amx_is_not_tried(lists_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lists_amx / "cpuinfo").write_text("flags\t\t: fpu avx2\n")
+    monkeypatch.setattr(hardware, "_try_half_precision", lambda limit: pytest.fail("tried"))
+    assert hardware.usable_instructions() == ""
+
+
+def test_a_child_process_computes_in_bf16_and_fp16() -> None:
+    assert hardware._try_half_precision("AVX2") == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.lowest import lowest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "allranks"
 FEATURES = {"train", "launch", "probe", "measure", "plan", "report", "watch", "doctor"}
@@ -149,3 +151,8 @@ def test_files_and_functions_are_short() -> None:
                 if length > 60:
                     long.append(f"{file.name}:{node.name}: {length} lines")
     assert not long
+
+
+def test_every_dependency_declares_its_lowest_version() -> None:
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    assert len([*lowest(project)]) > 10  # raises where one is missing

@@ -8,17 +8,20 @@ import pytest
 
 from allranks.events import append_event
 from allranks.launch.cluster import ladder
-from allranks.layout import Layout
+from allranks.launch.cluster.allocation import rung_words
+from allranks.launch.cluster.sbatch import Racer
 from allranks.rundir import RunDir
 from allranks.timeline import PHASES
 
-LAYOUTS = [Layout.parse(text) for text in ("2x2", "1x1", "1x2", "1x1")]
+LAYOUTS = [Racer.parse(text) for text in ("2x2", "1x1", "1x2", "1x1")]
+
+FIRST = Racer.parse("1x1@a100")  # slurm.gpu named the type
 
 
 def climb(*speeds: float, min_efficiency: float = 0.85) -> ladder.Ladder:
     now = ladder.of(LAYOUTS, min_efficiency=min_efficiency)
     for speed in speeds:
-        now = now.after(now.rung, speed)
+        now = now.after(speed)
     return now
 
 
@@ -35,7 +38,8 @@ def test_the_smallest_layout_comes_first_and_each_once() -> None:
         ((100, 169), "1x1", "1x1"),
         ((100, 180, 339), "1x2", "1x2"),
         ((100, 180, 341), "2x2", "2x2"),
-        ((0,), "1x2", None),  # nothing to compare with is no reason to stay
+        ((0,), "1x1", "1x1"),  # nothing can be compared: it climbs no higher
+        ((100, 0), "1x1", "1x1"),
     ],
 )
 def test_it_climbs_while_the_efficiency_holds(
@@ -43,6 +47,17 @@ def test_it_climbs_while_the_efficiency_holds(
 ) -> None:
     now = climb(*speeds)
     assert (now.rung, now.chosen) == (rung, chosen)
+    last = [*now.speeds][-1]
+    said = rung_words(now, last)
+    assert ("no samples could be counted" in said) == (not speeds[-1]) and last in said
+
+
+def test_a_rung_keeps_its_type_of_gpu() -> None:
+    racers = [Racer.parse(text) for text in ("1x2@a100", "1x1@a100", "1x1@a40")]
+    now = ladder.of(racers, min_efficiency=0.85)
+    assert now.layouts == ("1x1@a100", "1x1@a40", "1x2@a100")
+    now = now.after(100).after(90)
+    assert now.rung == "1x2@a100" and now.after(180).chosen == "1x2@a100"
 
 
 def make_run(folder: Path) -> RunDir:
@@ -60,17 +75,20 @@ def write_steps(run: RunDir, attempt: int, last_step: int) -> None:
 
 def test_a_rung_is_measured_when_its_last_step_was_made(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert ladder.measured(run, "1x1") is None  # it has no ladder
+    assert ladder.measured(run, FIRST) is None  # it has no ladder
     ladder.write(run, ladder.of(LAYOUTS, min_efficiency=0.85, steps=50))
-    assert ladder.measured(run, "1x1") is None
+    assert ladder.measured(run, FIRST) is None
     write_steps(run, 0, 60)
     append_event(run.events(0, 0), "window", first=21, last=70, steady=True)
-    assert ladder.measured(run, "1x1") is None  # it was stopped before
+    assert ladder.measured(run, FIRST) is None  # it was stopped before
     assert ladder.ended_on_rung(run)
     write_steps(run, 1, 70)
     assert not ladder.ended_on_rung(run)
     append_event(run.events(1, 0), "window", first=21, last=70, steady=True)
-    climbed = ladder.measured(run, "1x1")
-    assert climbed is not None and climbed == ladder.read(run)
+    assert ladder.measured(run, Racer.parse("2x1")) is None  # somebody has moved the run
+    measured = ladder.measured(run, FIRST)
+    assert measured is not None
+    rung, climbed = measured
+    assert rung == "1x1" and climbed == ladder.read(run)
     assert climbed.speeds == {"1x1": pytest.approx(100.0)} and climbed.rung == "1x2"
     assert climbed.steps == 50

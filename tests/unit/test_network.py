@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from allranks.gpus import LocalGPU
+from allranks.hardware import Setting
 from allranks.interfaces import (
     Interface,
     Port,
@@ -19,7 +20,7 @@ from allranks.interfaces import (
     infiniband_ports,
     up_interfaces,
 )
-from allranks.launch.cluster.network import NodeNetwork, Setting, describe_node, settings
+from allranks.launch.cluster.network import NodeNetwork, describe_node, settings
 
 LO = Interface("lo", "127.0.0.1", True)
 ETH = Interface("eth0", "10.0.0.5")

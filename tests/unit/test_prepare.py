@@ -26,6 +26,7 @@ from allranks.launch.checks import (
     check_machine,
     check_measurable,
     check_supported,
+    settle_precision,
 )
 from allranks.launch.local import Place, describe_failure
 from allranks.launch.prepare import (
@@ -601,3 +602,55 @@ def test_other_axes_than_dp_are_refused_for_tasks_but_not_for_commands() -> None
     check_supported(load_job(None, command=["train"], layout="1x4:tp=2"))
     with pytest.raises(AllranksError, match="tp=2"):
         check_supported(load_job(None, layout="1x4:tp=2"))
+
+
+# --- A CPU that lists AMX and may not use it ----------------------------------------------------
+
+
+@pytest.fixture
+def usable(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What such a CPU can be limited to; nothing in it: nobody may ask."""
+    answers: list[str | None] = []
+    monkeypatch.setattr(hardware, "usable_instructions", lambda: answers[0])
+    monkeypatch.setattr(hardware, "local_gpus", list)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    return answers
+
+
+OWN_SCRIPT = Request(command=("python", "train.py"))
+
+
+@pytest.mark.parametrize("asked", [typed("precision=bf16"), OWN_SCRIPT], ids=["task", "script"])
+def test_ranks_are_told_to_do_without_amx_and_the_run_says_why(
+    usable: list[str | None], asked: Request
+) -> None:
+    usable.append("AVX512_CORE_BF16")
+    prepared = prepare(asked)
+    (remark,) = settle_precision(prepared)
+    assert remark.startswith("ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16: ") and "SIGILL" in remark
+    run = open_run(prepared)
+    env = ranks_environment(prepared, run, here=1, oversubscribe=False)
+    assert env["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    (recorded,) = run.info()["attempts"][0]["settings"]
+    assert f"{recorded['name']}={recorded['value']}: {recorded['reason']}" == remark
+
+
+def test_nobody_waits_for_a_trial_that_cannot_matter(
+    usable: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for overrides in ([], ["precision=fp32"], ["precision=bf16", "env.ONEDNN_MAX_CPU_ISA=AVX2"]):
+        assert settle_precision(prepare(typed(*overrides))) == []
+    monkeypatch.setattr(hardware, "local_gpus", lambda: ["a GPU"])
+    assert settle_precision(prepare(typed("precision=bf16"))) == []
+
+
+def test_bf16_is_refused_only_where_nothing_works(usable: list[str | None]) -> None:
+    usable.append("")
+    assert settle_precision(prepare(typed("precision=bf16"))) == []
+    usable[0] = None
+    with pytest.raises(AllranksError, match="precision: bf16 cannot be computed") as refusal:
+        settle_precision(prepare(typed("precision=bf16")))
+    assert refusal.value.fix == "write precision: fp32"
+    (remark,) = settle_precision(prepare(OWN_SCRIPT))  # it may compute in fp32 alone
+    assert "SIGILL" in remark

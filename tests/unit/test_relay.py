@@ -17,9 +17,10 @@ from allranks.claims import Claim
 from allranks.events import append_event
 from allranks.job import parse_job
 from allranks.launch.cluster import network, relay, step
-from allranks.launch.cluster.inside import Place, check_command, step_command
+from allranks.launch.cluster.inside import Place, check_command, step_command, stop_signal
 from allranks.launch.cluster.relay import LOOK_SECONDS, Relay
 from allranks.launch.prepare import Prepared, Request
+from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
 
 GRACE = 120  # of a limit of an hour
@@ -246,7 +247,7 @@ def test_ranks_listen_when_all_of_this_attempt_have_written_something(
 # In place of srun. A rank's file is there when it listens; the code is how often it was told.
 STEP = r"""
 told=0
-trap 'told=$((told + 1))' USR2
+trap 'told=$((told + 1))' "$2"
 mkdir -p "$0"
 touch "$0"/rank-0.jsonl
 [ "$1" = 2 ] && touch "$0"/rank-1.jsonl
@@ -259,13 +260,57 @@ exit $told
 """
 
 
-def step_of(told: Relay, num_listening: int) -> list[str]:
-    return ["bash", "-c", STEP, str(told.run.attempt(0)), str(num_listening)]
+def step_of(told: Relay, num_listening: int, name: str = "USR2") -> list[str]:
+    return ["bash", "-c", STEP, str(told.run.attempt(0)), str(num_listening), name]
 
 
-def test_the_ranks_of_a_step_are_told_once(make: Callable[..., Relay]) -> None:
-    told = make(signal.SIGTERM)
-    assert told.run_step(step_of(told, 2), attempt=0) == 1
+@pytest.mark.parametrize("name", ["USR1", "USR2"])
+def test_the_ranks_of_a_step_are_told_once(make: Callable[..., Relay], name: str) -> None:
+    told = make(signal.SIGTERM, command="python train.py", slurm={"signal": name})
+    assert told.run_step(step_of(told, 2, name), attempt=0) == 1
+    assert signal.Signals[f"SIG{name}"] in STOP_SIGNALS  # or it would kill who started the ranks
+
+
+LIGHTNING = "from lightning.pytorch import Trainer\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "name"),
+    [
+        ("python train.py", {"train.py": "import lightningrod\n"}, "USR2"),
+        ("python -u train.py", {"train.py": f"import torch\n{LIGHTNING}"}, "USR1"),
+        (
+            "python a/train.py",
+            {"a/train.py": "def f():\n    import pytorch_lightning as pl"},
+            "USR1",
+        ),
+        ("python a/train.py", {"a/train.py": "from src import m\n", "src/m.py": LIGHTNING}, "USR1"),
+        ("python a/train.py", {"a/train.py": "import net.m\n", "a/net/m.py": LIGHTNING}, "USR1"),
+        ("python -m a.train", {"a/train.py": "from .m import X\n", "a/m.py": LIGHTNING}, "USR1"),
+        ("python train.py", {"train.py": f"{LIGHTNING}signal.signal(signal.SIGUSR2, f)\n"}, "USR2"),
+        (
+            "python gone.py",
+            {"train.py": LIGHTNING, "lightning_like.py": "import lightningrod"},
+            "USR2",
+        ),
+    ],
+)
+def test_a_script_gets_the_signal_that_it_listens_to(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    files: dict[str, str],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, text in files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    chosen, why = stop_signal(parse_job({"command": command}))
+    assert chosen.name == f"SIG{name}" and bool(why) == (name == "USR1")
+    other = "USR2" if name == "USR1" else "USR1"
+    told = parse_job({"command": command, "slurm": {"signal": other}})
+    assert stop_signal(told) == (signal.Signals[f"SIG{other}"], "")
 
 
 def test_ranks_that_do_not_listen_yet_are_not_told(make: Callable[..., Relay]) -> None:

@@ -349,6 +349,22 @@ def test_rounds_go_over_all_layouts_and_a_baseline_is_added() -> None:
     assert [str(run.layout) for run in plan_runs("1x1,1x1", steps="all", repeats=1).runs] == ["1x1"]
 
 
+@pytest.mark.parametrize(
+    ("layouts", "may_add", "order"),
+    [
+        ("1x4,1x2", False, ["1x2", "1x4"]),
+        ("1x4:fsdp=4,1x2:tp=2", True, ["1x2:tp=2", "1x4:fsdp=4"]),  # one rank may not hold it
+        ("1x2,1x4:fsdp=4", True, ["1x1", "1x2", "1x4:fsdp=4"]),
+    ],
+)
+def test_no_baseline_is_added_that_nobody_wants_or_that_would_not_fit(
+    layouts: str, may_add: bool, order: list[str]
+) -> None:
+    plan = plan_runs(layouts, steps="all", repeats=1, may_add=may_add)
+    assert [str(run.layout) for run in plan.runs] == order
+    assert (plan.added is not None) == ("1x1" in order)
+
+
 def test_a_task_runs_until_the_probe_ends_it() -> None:
     job = parse_job({"task": "spiral", "batch_size": 32})
     plan = plan_runs("1x2", steps="50", repeats=1).for_job(job)

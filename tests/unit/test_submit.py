@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks import claims, standing
+from allranks import claims, cli_bench, cli_slurm, standing
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
@@ -29,6 +30,9 @@ from allranks.launch.cluster.sbatch import Racer, racers_of
 from allranks.launch.cluster.submit import Submitted
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
+from allranks.layout import Layout
+from allranks.measure.scaling import Repeat
+from allranks.measure.scaling_screen import Progress
 from allranks.rundir import RunDir
 from allranks.slurm import SlurmError
 
@@ -946,3 +950,67 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
         "101": "CANCELLED by 1000",
         "102": "PENDING",
     }
+
+
+# --- Benchmarks in the queue --------------------------------------------------------------------
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> list[Repeat]:
+    """Runs of these layouts, sent by bench scaling; a Ctrl-C when all are in the queue."""
+
+    def interrupt(runs: list[RunDir]) -> standing.Queue:
+        raise KeyboardInterrupt
+
+    prepared = [prepare(Request(overrides=["task=spiral"], layout=layout)) for layout in layouts]
+    monkeypatch.setattr(standing, "look_at_queue", interrupt)
+    screen = Progress(as_json=True, total=len(layouts))
+    return cli_bench.measure_in_slurm(prepared, screen, Layout(1, 1))
+
+
+def test_the_runs_of_a_benchmark_wait_for_each_other(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench(monkeypatch, "1x1", "1x2", "1x1")
+    scripts = [slurm.script(job) for job in ("100", "101", "102")]
+    after = [re.findall("--dependency=(.*)", script) for script in scripts]
+    assert after == [[], ["afterany:100"], ["afterany:101"]]
+    # A task stops when it was measured: to go on with it would measure it for ever.
+    assert all("#SBATCH --no-requeue\n" in script for script in scripts)
+
+
+def test_a_benchmark_that_is_refused_takes_back_what_it_has_sent(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.set(refuse={"sbatch": [None, None, QOS]})
+    with pytest.raises(AllranksError, match=r"2x2: .*Invalid qos") as refusal:
+        bench(monkeypatch, "1x1", "1x2", "2x2", "1x1")
+    runs = [RunDir(path) for path in sorted(Path("runs").absolute().iterdir())]
+    sent = [run for run in runs if run.info()["jobs"]]
+    assert len(sent) == 2 and all(run.name in refusal.value.what for run in sent)
+    assert "taken out of the queue" in refusal.value.what
+    assert set(slurm.states().values()) == {"CANCELLED by 1000"}
+    slurm.set(refuse={"sbatch": [None, None, QOS], "scancel": DENIED})
+    with pytest.raises(AllranksError, match="could not be stopped") as refusal:
+        bench(monkeypatch, "1x1", "1x2", "2x2")
+    assert "allranks stop " in refusal.value.fix
+
+
+def test_a_baseline_that_the_queue_does_not_take_is_left_out(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.set(refuse={"sbatch": [QOS]})
+    (refused,) = bench(monkeypatch, "1x1", "1x2", "1x1", "1x2")
+    assert refused.layout == Layout(1, 1) and "Invalid qos" in str(refused.problem)
+    assert list(slurm.states()) == ["100", "101"]
+
+
+def test_the_rungs_of_a_ladder_are_of_the_clusters_types(slurm: Slurm) -> None:
+    slurm.set(gres="gpu:a100_sxm4_80gb:4")
+    words = ["task=spiral", "slurm.requeue=true"]
+    cli_slurm.submit(overrides=words, ladder="1x1@a100-80gb,1x2@a100-80gb")
+    assert "--gres=gpu:a100_sxm4_80gb:1\n" in slurm.script("100")
+    (path,) = Path("runs").absolute().iterdir()
+    rungs = RunDir(path).info()["ladder"]["layouts"]
+    assert rungs == ["1x1@a100_sxm4_80gb", "1x2@a100_sxm4_80gb"]
+    with pytest.raises(AllranksError, match="no GPU of type v100"):  # before the first is measured
+        cli_slurm.submit(overrides=words, ladder="1x1,1x2@v100")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.details import more_fields
+from allranks.doctor.ends import End
 from allranks.doctor.event_words import event_in_words
 from allranks.doctor.facts import OUTSIDE, Facts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
@@ -153,7 +154,8 @@ def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     found = [_candidate_of_exception(one, facts, catalogue) for one in _unknown(facts)[:1]]
     guess = suspect(facts)
     if guess is not None and not (_is_wait(guess) and _raised_alone(facts)):
-        cause = catalogue[guess.slug]
+        end = facts.ends.get(guess.rank) if guess.rank is not None else None
+        cause = _cause_of_end(guess.slug, end, catalogue)
         is_hang = guess.slug in ("rank-missing-from-collective", "collective-mismatch")
         order = facts.hits.index(guess.hits[0]) if guess.hits else 0
         level = LEVELS["root" if is_hang else "generic"]
@@ -255,7 +257,14 @@ def _crashes(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     sure: Confidence = "high" if end.is_crash else "medium"
     hits = [end.hit] if end.hit is not None else []
     fields = {"how": f" {end.in_words}", "node": end.node or "", **facts.known}
-    return [Candidate(catalogue["rank-died"], hits, end.rank, sure, fields, LEVELS["generic"])]
+    cause = _cause_of_end("rank-died", end, catalogue)
+    return [Candidate(cause, hits, end.rank, sure, fields, LEVELS[cause.kind])]
+
+
+def _cause_of_end(slug: str, end: End | None, catalogue: Catalogue) -> Cause:
+    """What the signal that ended a rank tells more than that it died."""
+    is_illegal = slug == "rank-died" and end is not None and end.signal == "SIGILL"
+    return catalogue["illegal-instruction" if is_illegal else slug]
 
 
 def _count_mismatch(facts: Facts, catalogue: Catalogue) -> Candidate | None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from allranks import hardware
 from allranks.errors import AllranksError
+from allranks.hardware import ONEDNN_LIMIT, Setting
 from allranks.job import Job
+from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 
 # Ranks on a CPU core, at most: more tell nothing of how a training scales, or start for minutes.
@@ -51,6 +53,31 @@ def check_measurable(layout: Layout) -> list[str]:
             fix=f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm",
         )
     return check_machine(layout, here=layout.ranks, oversubscribe=False)
+
+
+def settle_precision(prepared: Prepared) -> list[str]:
+    """Have ranks compute in bf16 and fp16 with what this machine's CPU may use; what was decided.
+
+    Only where it can matter: for a task in one of them, or a script, on a machine without GPUs.
+    """
+    job = prepared.job
+    given = {**os.environ, **prepared.variables, **job.env}
+    may_matter = job.command is not None or job.precision in ("bf16", "fp16")
+    if not may_matter or {ONEDNN_LIMIT, "DNNL_MAX_CPU_ISA"} & set(given) or hardware.local_gpus():
+        return []
+    limit = hardware.usable_instructions()
+    dies = "this CPU lists AMX but may not use it: computing in bf16 would end by SIGILL (tried)"
+    if limit is None and job.command is None:
+        raise AllranksError(
+            f"precision: {job.precision} cannot be computed on this machine: {dies}, "
+            f"and so would it with {ONEDNN_LIMIT}={hardware.INSTRUCTION_SETS[-1]}",
+            fix="write precision: fp32",
+        )
+    if not limit:
+        return [] if limit is not None else [f"{dies}, whatever oneDNN is limited to"]
+    prepared.variables = {**prepared.variables, ONEDNN_LIMIT: limit}
+    prepared.settings = [Setting(ONEDNN_LIMIT, limit, dies)]
+    return [f"{ONEDNN_LIMIT}={limit}: {dies}"]
 
 
 def check_supported(job: Job) -> None:

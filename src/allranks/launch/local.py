@@ -72,6 +72,7 @@ def run_here(
         screen.remark(f"run {prepared.run.name} is finished already")
         return Outcome(prepared.run, result(prepared.run), 0)
     checks.check_command(prepared.job)
+    remarks += checks.settle_precision(prepared)
     with ExitStack() as held:
         signals = signals or held.enter_context(listening())
         if prepared.request.leads:

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from allranks import __version__, claims, commits, hardware, stacks
 from allranks.errors import AllranksError
+from allranks.hardware import Setting
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
 from allranks.launch.launchers import find_launcher, spell, with_layout
@@ -55,6 +56,7 @@ class Prepared:
     threads: int | None = None  # of the attempt that wrote it, if its layout was the same
     claim: int | None = None  # that was taken for it; None where there are no hard links
     variables: dict[str, str] = field(default_factory=dict)  # of this attempt's ranks alone
+    settings: list[Setting] = field(default_factory=list)  # those of them that have a reason
     bench: dict[str, Any] = field(default_factory=dict)  # the benchmark that it is part of
     changes: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -194,6 +196,7 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     if request.resume is not None and prepared.attempt != next_attempt(run):
         now = prepare(replace(request, leads=False))  # another resume came and went in between
         now.claim, now.variables, now.bench = prepared.claim, prepared.variables, prepared.bench
+        now.settings = prepared.settings
     now.remarks += [unseen] if unseen else []
     return now
 
@@ -223,6 +226,8 @@ def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
         "checkpoint": prepared.checkpoint or None,
         "last_changed": last_change(run, prepared.job),
     }
+    if prepared.settings:
+        attempt["settings"] = [asdict(setting) for setting in prepared.settings]
 
     def start(info: dict[str, Any]) -> None:
         info |= describe_run(prepared, run, info)

@@ -96,6 +96,13 @@ class Bench:
 
     def run(self) -> None:
         """Measure scope after scope, collective after collective. Collective."""
+        try:
+            self.run_series()
+        except KeyboardInterrupt:
+            self.write()  # with what the series that was cut short has measured
+            raise
+
+    def run_series(self) -> None:
         budget = Budget(self.wanted.seconds, len(self.world.scopes) * len(self.wanted.collectives))
         for scope in self.world.scopes:
             log_start = len(read_from(self.place.nccl_log, 0))

@@ -30,6 +30,7 @@ class RunPlan:
     steps: int | None  # None: to the end
     weak: bool
     bench: dict[str, Any] = field(default_factory=dict)  # noted in every run's folder
+    added: Layout | None = None  # to compare the others with: nobody asked for it
 
     def for_job(self, job: Job) -> RunPlan:
         """The same runs, with what this job must be told to be measured."""
@@ -53,13 +54,21 @@ class RunPlan:
         return replace(self, runs=runs, bench=bench)
 
 
-def plan_runs(layouts: str, *, steps: str, repeats: int, weak: bool = False) -> RunPlan:
-    """Read what was asked for; a missing layout of one rank is added. Raises AllranksError."""
+def plan_runs(
+    layouts: str, *, steps: str, repeats: int, weak: bool = False, may_add: bool = True
+) -> RunPlan:
+    """Read what was asked for. Raises AllranksError.
+
+    A missing layout of one rank is added if it may be; not where every layout divides the model,
+    which would hardly fit one rank.
+    """
     wanted = read_layouts(layouts)
-    if all(layout.ranks > 1 for layout in wanted):
-        wanted.insert(0, Layout(1, 1))
-    runs = tuple(PlannedRun(layout) for _ in range(repeats) for layout in wanted)
-    return RunPlan(runs, read_steps(steps), weak, {"id": secrets.token_hex(4), "kind": "scaling"})
+    is_whole = any(layout.dp == layout.ranks for layout in wanted)
+    added = Layout(1, 1) if may_add and is_whole and wanted[0].ranks > 1 else None
+    order = [*([added] if added else []), *wanted]
+    runs = tuple(PlannedRun(layout) for _ in range(repeats) for layout in order)
+    bench = {"id": secrets.token_hex(4), "kind": "scaling"}
+    return RunPlan(runs, read_steps(steps), weak, bench, added)
 
 
 def read_layouts(text: str) -> list[Layout]:

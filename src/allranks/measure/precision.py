@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Trial:
     memory_of: str | None = None  # device or host
     losses: Mapping[int, float] = field(default_factory=dict)  # by step
     problem: str | None = None
+    is_refused: bool = False  # this machine cannot do it: nothing was started
 
 
 def read_precisions(text: str | None) -> list[str]:
@@ -58,8 +59,15 @@ def check_job(job: Job) -> None:
         )
 
 
-def why_unsupported(precision: str, gpus: Sequence[LocalGPU]) -> str | None:
-    """Why this machine cannot compute in a precision; None if it can."""
+def why_unsupported(
+    precision: str, gpus: Sequence[LocalGPU], *, cpu_can: Callable[[], bool] = lambda: True
+) -> str | None:
+    """Why this machine cannot compute in a precision; None if it can.
+
+    `cpu_can`: whether its CPU computes in bf16 and fp16.
+    """
+    if precision in ("fp16", "bf16") and not gpus and not cpu_can():
+        return "this CPU lists AMX but may not use it: computing in it ends by SIGILL (tried)"
     if precision == "tf32" and not gpus:
         return "tf32 is a format of NVIDIA GPUs, and there is none here"
     if precision in ("tf32", "bf16"):
@@ -107,6 +115,20 @@ def trial_of(run: RunDir, precision: str) -> Trial:
         losses={event["step"]: event["loss"] for event in events if event["loss"] is not None},
         problem=problem,
     )
+
+
+def error_in(trials: Sequence[Trial]) -> AllranksError | None:
+    """Why a precision that this machine has could not be measured, or none at all."""
+    failed = [trial for trial in trials if trial.problem and not trial.is_refused]
+    if not failed and any(trial.samples_per_second for trial in trials):
+        return None
+    if not failed:
+        what = verdict([row_of([trial]) for trial in trials], None, 0)
+        return AllranksError(what, fix="name another precision", exit_code=1)
+    what = f"{failed[0].precision}: {failed[0].problem}"
+    run = failed[0].run
+    fix = f"see allranks doctor {run}" if run else "mend it, then measure again"
+    return AllranksError(what, fix=fix, exit_code=1)
 
 
 def as_json(trials: Sequence[Trial], *, steps: int) -> dict[str, Any]:

@@ -182,15 +182,23 @@ def mode_of(rows: Sequence[Row]) -> str:
 
 
 def as_json(
-    rows: Sequence[Row], *, price: float | None = None, more: Mapping[str, Any] | None = None
+    rows: Sequence[Row],
+    *,
+    added: Layout | None = None,
+    price: float | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `bench scaling --json` prints. `price`: dollars for an hour of a rank, if known."""
+    """What `bench scaling --json` prints. `price`: dollars for an hour of a rank, if known.
+
+    `added`: the layout that nobody asked for, to compare the others with.
+    """
     fit, no_fit = law_of(rows)
     return {
         "mode": mode_of(rows),
         "rows": [
             {
                 "layout": str(row.layout),
+                "added": row.layout == added,
                 "ranks": row.ranks,
                 "samples_per_second": row.samples_per_second,
                 "ci95": list(row.ci95) if row.ci95 is not None else None,

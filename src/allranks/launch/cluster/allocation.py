@@ -41,7 +41,6 @@ from allranks.launch.cluster.inside import (
 from allranks.launch.cluster.relay import Relay
 from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
-from allranks.layout import Layout
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
 
@@ -120,9 +119,13 @@ def is_stopped(run: RunDir, job: str) -> bool:
     return True
 
 
-def rung_words(climbed: ladder.Ladder, layout: str) -> str:
-    speed, efficiency = climbed.speeds[layout], climbed.efficiency(layout)
-    said = f"ladder: {layout} makes {speed:,.1f} samples/s ({efficiency:.0%} efficient, measured)"
+def rung_words(climbed: ladder.Ladder, rung: str) -> str:
+    speed, efficiency = climbed.speeds[rung], climbed.efficiency(rung)
+    said = f"ladder: {rung} makes {speed:,.1f} samples/s"
+    if efficiency is None:
+        said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
+    else:
+        said += f" ({efficiency:.0%} efficient, measured)"
     return f"{said}; " + (
         f"trains on {climbed.chosen}" if climbed.chosen else f"next is {climbed.rung}"
     )
@@ -155,11 +158,13 @@ class Allocation(Held):
         if tried is None:
             return 0
         prepared, code = tried
-        climbed = ladder.measured(self.run, str(self.racer.layout))
-        if climbed is not None and not self.signals:
-            say(rung_words(climbed, str(self.racer.layout)))
-            if climbed.rung != str(self.racer.layout):
-                return self._climb(Racer(Layout.parse(climbed.rung), self.racer.gpu))
+        measured = ladder.measured(self.run, self.racer)
+        if measured is not None and not self.signals:
+            rung, climbed = measured
+            say(rung_words(climbed, rung))
+            if climbed.rung != rung:
+                wanted = Racer.parse(climbed.rung)
+                return self._climb(Racer(wanted.layout, wanted.gpu or self.racer.gpu))
             prepared, code = self._train()  # the best is where it is
         return self._what_next(prepared, code)
 

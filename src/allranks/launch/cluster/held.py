@@ -131,7 +131,7 @@ class Held:
             reason = f"the job reached its time limit; {reason}"
         say(reason)
         give_up(self.run, reason, "stopped" if native else "failed")
-        return 1
+        return 0 if native else 1
 
     def _tell_end(self, code: int) -> tuple[State, str | None]:
         """How the attempt has ended, said in the log; and who kept the others waiting."""

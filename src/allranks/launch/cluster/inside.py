@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from allranks import nodelist, slurm
@@ -21,6 +24,9 @@ from allranks.launch.prepare import Prepared
 from allranks.rundir import RunDir
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below what Linux hands out by itself
+LIGHTNING = re.compile(r"(?m)^\s*(?:from|import) +(?:lightning|pytorch_lightning)\b")
+IMPORT = re.compile(r"(?m)^\s*(?:from|import) +(\.*)([\w.]*)(?: +import +\(?([\w, ]*))?")
+MAX_SCRIPTS, MAX_SCRIPT_BYTES = 100, 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +184,44 @@ def step_command(
     words += ["--port", str(free_port(place.job))]
     words += ["--check", *check] if check else []
     return [*srun(place, tasks_per_node=tasks, ends_together=True), *words]
+
+
+def stop_signal(job: Job) -> tuple[signal.Signals, str]:
+    """What tells the ranks to save and stop; why, where that was chosen here."""
+    if job.slurm.signal is not None:
+        return signal.Signals[f"SIG{job.slurm.signal}"], ""
+    texts = script_texts(job.argv)
+    lightning = next((path for path, text in texts.items() if LIGHTNING.search(text)), None)
+    # One that names USR2 listens to that, whatever it imports.
+    if lightning is None or any("SIGUSR2" in text for text in texts.values()):
+        return signal.SIGUSR2, ""
+    return signal.SIGUSR1, f"{lightning} imports Lightning, which saves and requeues at that"
+
+
+def script_texts(words: Sequence[str]) -> dict[str, str]:
+    """The Python files that a command names, and those beside them that they import."""
+    modules = [name.replace(".", "/") for flag, name in pairwise(words) if flag == "-m"]
+    paths = [Path(word) for word in words if word.endswith(".py")]
+    paths += [Path(f"{name}{end}") for name in modules for end in (".py", "/__main__.py")]
+    roots = {Path(), *(path.parent for path in paths)}
+    texts: dict[str, str] = {}
+    while paths and len(texts) < MAX_SCRIPTS:
+        path = paths.pop(0)
+        if str(path) in texts or not path.is_file():
+            continue
+        with suppress(OSError), path.open("rb") as file:
+            texts[str(path)] = file.read(MAX_SCRIPT_BYTES).decode(errors="replace")
+        for dots, module, names in IMPORT.findall(texts.get(str(path), "")):
+            base = module.replace(".", "/")
+            parts = [base, *(f"{base}/{name}".strip("/") for name in re.findall(r"\w+", names))]
+            folders = [path.parent, *path.parent.parents][len(dots) - 1 :][:1] if dots else roots
+            paths += [
+                folder / f"{part}{end}"
+                for folder in folders
+                for part in parts
+                for end in (".py", "/__init__.py")
+            ]
+    return texts
 
 
 def free_port(job: str, *, offset: int = 0) -> int:

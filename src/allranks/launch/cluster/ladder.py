@@ -7,10 +7,10 @@ layout goes on from there. A script is measured on each rung, and trained anew o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from allranks.layout import Layout
+from allranks.launch.cluster.sbatch import Racer
 from allranks.rundir import RunDir
 from allranks.timing import timing
 
@@ -21,7 +21,7 @@ DEFAULT_STEPS = 200
 class Ladder:
     """As it stands in run.json."""
 
-    layouts: tuple[str, ...]  # the smallest first
+    layouts: tuple[str, ...]  # the smallest first; with a type of GPU where one was named
     min_efficiency: float
     steps: int = DEFAULT_STEPS
     speeds: dict[str, float] = field(default_factory=dict)  # samples/s of the rungs so far
@@ -36,27 +36,26 @@ class Ladder:
         first = self.layouts[0]
         if layout not in self.speeds or not self.speeds.get(first):
             return None
-        times = Layout.parse(layout).ranks / Layout.parse(first).ranks
+        times = Racer.parse(layout).layout.ranks / Racer.parse(first).layout.ranks
         return self.speeds[layout] / self.speeds[first] / times
 
-    def after(self, layout: str, samples_per_second: float) -> Ladder:
-        """The ladder once a rung was measured: one higher, or settled."""
-        speeds = {**self.speeds, layout: samples_per_second}
-        climbed = Ladder(**{**asdict(self), "speeds": speeds})
-        efficiency = climbed.efficiency(layout)
-        holds = efficiency is not None and efficiency >= self.min_efficiency
-        place = self.layouts.index(layout)
-        if not holds and place > 0:
-            return Ladder(**{**asdict(climbed), "chosen": self.layouts[place - 1]})
-        if place + 1 == len(self.layouts):
-            return Ladder(**{**asdict(climbed), "chosen": layout})
-        return climbed
+    def after(self, samples_per_second: float) -> Ladder:
+        """The ladder once its rung was measured: one higher, or settled.
+
+        Where no samples could be counted nothing can be compared: it climbs no higher.
+        """
+        rung = self.rung
+        climbed = replace(self, speeds={**self.speeds, rung: samples_per_second})
+        efficiency, place = climbed.efficiency(rung), self.layouts.index(rung)
+        if efficiency is None or efficiency < self.min_efficiency:
+            return replace(climbed, chosen=self.layouts[max(0, place - 1)])
+        return replace(climbed, chosen=rung) if rung == self.layouts[-1] else climbed
 
 
-def of(layouts: Sequence[Layout], *, min_efficiency: float, steps: int = DEFAULT_STEPS) -> Ladder:
+def of(layouts: Sequence[Racer], *, min_efficiency: float, steps: int = DEFAULT_STEPS) -> Ladder:
     """A ladder of these layouts, nothing of which was measured yet."""
-    ordered = sorted(layouts, key=lambda layout: (layout.ranks, layout.nodes))
-    rungs = tuple(dict.fromkeys(str(layout) for layout in ordered))
+    ordered = sorted(layouts, key=lambda racer: (racer.layout.ranks, racer.layout.nodes))
+    rungs = tuple(dict.fromkeys(str(racer) for racer in ordered))
     return Ladder(layouts=rungs, min_efficiency=min_efficiency, steps=steps)
 
 
@@ -72,19 +71,24 @@ def ended_on_rung(run: RunDir) -> bool:
     return read(run) is not None and bool(attempts) and run.window(attempts[-1]) is not None
 
 
-def measured(run: RunDir, layout: str) -> Ladder | None:
-    """Take up what the last attempt has measured; None if it did not come to the end of a rung."""
+def measured(run: RunDir, racer: Racer) -> tuple[str, Ladder] | None:
+    """Take up what the last attempt has measured, in `racer`: the rung, and the ladder after it.
+
+    None if it did not come to the end of a rung.
+    """
     ladder = read(run)
     attempts = run.attempts()
     if ladder is None or ladder.chosen is not None or not attempts:
         return None
+    if Racer.parse(ladder.rung).layout != racer.layout:
+        return None  # somebody has moved the run
     window = run.window(attempts[-1])
     found = timing(run)
     if window is None or found is None or found.last_step < window["last"]:
         return None
-    climbed = ladder.after(layout, found.samples_per_second)
+    climbed = ladder.after(found.samples_per_second)
     write(run, climbed)
-    return climbed
+    return ladder.rung, climbed
 
 
 def write(run: RunDir, ladder: Ladder) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.gpus import local_gpus, peer_access
+from allranks.hardware import Setting
 from allranks.interfaces import (
     SYS,
     Interface,
@@ -49,15 +50,6 @@ class NodeNetwork:
     num_gpus: int = 0
     # What NVML says of GPUs reading each other's memory: None where it does not say, or of 1 GPU.
     gpus_reach_each_other: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A variable for the ranks of this node, and why."""
-
-    name: str
-    value: str
-    reason: str
 
 
 def settings(node: NodeNetwork, env: Mapping[str, str], *, num_nodes: int) -> list[Setting]:
@@ -128,12 +120,16 @@ def variables(nodes: Sequence[str]) -> dict[str, str]:
     own |= {os.environ.get("SLURMD_NODENAME", "")}
     node = describe_node([name for name in nodes if name not in own])
     found = settings(node, os.environ, num_nodes=len(nodes))
-    for setting in found:
-        if os.environ.get("SLURM_LOCALID", "0") == "0":  # once a node
-            host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-            reason = f"{setting.name}={setting.value}: {setting.reason}"
-            print(f"allranks: {host}: {reason}", file=sys.stderr, flush=True)
+    say_once([f"{setting.name}={setting.value}: {setting.reason}" for setting in found])
     return {setting.name: setting.value for setting in found}
+
+
+def say_once(lines: Sequence[str]) -> None:
+    """Into the job's log, by one of the tasks that a node has."""
+    if os.environ.get("SLURM_LOCALID", "0") == "0":
+        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        for line in lines:
+            print(f"allranks: {host}: {line}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

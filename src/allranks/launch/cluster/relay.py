@@ -20,6 +20,7 @@ from allranks.launch.cluster.inside import (
     nodes_failed,
     say,
     step_environment,
+    stop_signal,
     time_to_limit,
 )
 from allranks.launch.cluster.sbatch import grace_seconds
@@ -55,6 +56,9 @@ class Relay:
         self.signals = signals
         self.said = said
         self.nodes_lost = nodes_lost
+        self._signal, why = stop_signal(job)
+        if why:
+            say(f"{self._signal.name} will tell the script to stop: {why}")
         self._stop_at = FOR_EVER  # by the monotonic clock
         self._ask_at = FOR_EVER  # again, where SLURM has not said when the limit is
         self._next_look = 0.0
@@ -92,8 +96,8 @@ class Relay:
                 deadline = 0.0
             if attempt is not None and not told and self.must_stop() and self._listen(attempt):
                 told = True
-                # srun passes USR2 on to every task; of TERM and INT it has ideas of its own.
-                step.send_signal(signal.SIGUSR2)
+                # srun passes USR1 and USR2 on to every task; of TERM and INT it has its own ideas.
+                step.send_signal(self._signal)
             if time.monotonic() > deadline:
                 step.terminate()
         reader.join(5)

@@ -36,7 +36,7 @@ OWN_KEYS = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-task"), "--layout"),
     **dict.fromkeys(("gres", "gpus-per-node"), "slurm.gpu and slurm.gpu_request"),
     **dict.fromkeys(("mem-per-gpu",), "slurm.mem_per_gpu"),
-    **dict.fromkeys(("signal",), "slurm.grace"),
+    **dict.fromkeys(("signal",), "slurm.grace (when) and slurm.signal (which)"),
     **dict.fromkeys(("output", "error", "open-mode"), "--runs: logs are in the run's folder"),
     **dict.fromkeys(("no-requeue",), "slurm.requeue: false"),
     **dict.fromkeys(("clusters", "cluster"), "SLURM_CONF: jobs go to this machine's own cluster"),

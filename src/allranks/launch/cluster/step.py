@@ -23,7 +23,7 @@ from allranks import claims
 from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.hardware import local_gpus
-from allranks.launch import prepare
+from allranks.launch import checks, prepare
 from allranks.launch.cluster import gate, network
 from allranks.launch.local import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
@@ -66,6 +66,11 @@ def main() -> int:
         claim=wanted.claim,
         variables=variables,
     )
+    try:
+        network.say_once(checks.settle_precision(prepared))
+    except AllranksError as error:
+        print(error.shown, flush=True)
+        return error.exit_code
     # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
     seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
     watched = (run, wanted.claim, seconds)

@@ -71,13 +71,18 @@ def submit(
     prepared: Prepared,
     racers: Sequence[Racer],
     climb: ladder.Ladder | None = None,
+    **options: Any,
 ) -> Submitted:
     """Queue a new run, in every layout that was asked for.
 
-    `climb`: what is to become of it, if it is sent in the first of several layouts.
+    `climb`: what is to become of it, if it is sent in the first of several layouts. `options`: as
+    in `sbatch_script`.
     """
     slurm.call("sbatch", "--version")  # before a folder is made for a job that cannot be sent
     racers, remarks = resolve_types(racers, prepared.job)
+    if climb is not None:
+        rungs, _ = resolve_types([*map(Racer.parse, climb.layouts)], prepared.job)
+        climb = replace(climb, layouts=tuple(map(str, rungs)))
     draft(prepared, racers)  # raises before anything is written
     run = create_run(prepared.request.runs, prepared.job.name)
     write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
@@ -89,7 +94,7 @@ def submit(
     run.update_info(describe)
     if climb is not None:
         ladder.write(run, climb)
-    done = send_all(prepared.job, racers, run, claim=0)
+    done = send_all(prepared.job, racers, run, claim=0, **options)
     done.remarks = [*remarks, *done.remarks, *hopeless(done.jobs)]
     return done
 
