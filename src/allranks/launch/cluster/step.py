@@ -2,7 +2,8 @@
 
     srun python -m allranks.launch.cluster.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
 
-It ends with code 0 when it was told to stop: srun would end the other tasks at any other.
+It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
+tasks at any other. What the run came to is the job's to say (held.py), once all tasks have ended.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
@@ -68,11 +71,14 @@ def main() -> int:
     )
     # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
     seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
-    watched = (run, wanted.claim, seconds)
-    threading.Thread(target=end_with_claim, args=watched, daemon=True).start()
+    watch(end_with_claim, run, wanted.claim, seconds)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
         return run_rank(prepared, run, nodes[0], wanted.port)
     return run_node(prepared, nodes[0], wanted.port)
+
+
+def watch(look: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=look, args=args, daemon=True).start()
 
 
 def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
@@ -91,6 +97,36 @@ def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
             continue
 
 
+def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> None:
+    """Requeue the job when its first process is killed: SLURM would only end the rest of it.
+
+    `is_told`: whether this task was told to stop, and so the job is being ended by somebody.
+    """
+    from allranks.launch.cluster import held, inside, sbatch
+
+    claim, place = claims.newest(run.claims), inside.Place.from_environment(os.environ)
+    if claim is None or claim.number != number or not is_holder(claim.pid, run):
+        return  # it runs on another node, or where its processes are not seen
+    try:
+        holder = os.pidfd_open(claim.pid)
+    except OSError:  # an old kernel
+        return
+    select.select([holder], [], [])
+    info = run.info()
+    if is_told() or info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
+        return
+    racer = sbatch.Racer.parse(info["racers"][place.job]["layout"])
+    job = held.Held(run, place, racer, claim)
+    job.go_on_after(f"the job's first process was killed on {place.nodes[0]}")
+
+
+def is_holder(process: int, run: RunDir) -> bool:
+    """Whether a process of this machine is the one that holds a run for a job."""
+    with suppress(OSError):
+        return str(run.path).encode() in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
 def run_node(prepared: Prepared, master: str, port: int) -> int:
     """All ranks of this node, through torch's agent."""
     node_rank = int(os.environ["SLURM_NODEID"])
@@ -101,13 +137,14 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
         screen.mute()
     with ExitStack() as held:
         signals = held.enter_context(listening(PASS_ON_SECONDS))
+        if node_rank == 0:
+            assert prepared.run is not None and prepared.claim is not None
+            watch(go_on_without_job, prepared.run, prepared.claim, lambda: bool(signals.received))
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
-        outcome = launch.run_to_end()
-    if outcome.error is None:
-        screen.summary(outcome.result, can_go_on=False)  # the job says what comes next
-    elif node_rank == 0:
-        print(outcome.error.shown, flush=True)
-    return 0 if outcome.exit_code in (0, 75) or signals.received else outcome.exit_code
+        states = launch.run_ranks()
+    if launch.disk_error is not None:  # of the ranks' failures, the job speaks
+        print(launch.disk_error.shown, flush=True)
+    return 1 if "failed" in states and not signals.received else 0
 
 
 def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
@@ -149,6 +186,9 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if rank == 0:
+        assert prepared.claim is not None
+        watch(go_on_without_job, run, prepared.claim, lambda: bool(stopped))
     code = process.wait()
     twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
     end = twice or end_of(code, is_command=True, stopped=bool(stopped))
