@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from allranks import claims
+from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.events import append_event
 from allranks.job import parse_job
@@ -343,6 +346,7 @@ def test_the_ranks_of_a_node_follow_each_other(make: Callable[..., Relay]) -> No
     checked = step_command(told.job, PLACE, prepared, claim, ["--folder", "x"])
     assert checked == [*words, "--check", "--folder", "x"]  # last: the rest is the preflight's
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(words)
+    assert "--wait=0" in words  # whatever a site's WaitTime is
 
 
 def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
@@ -394,3 +398,52 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
         step.end_with_claim(run, 0, 5.0)
     assert len(slept) == 4 and all(4.0 <= seconds <= 6.0 for seconds in slept)
     assert "lost the run to job 101 on n7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why_not", ["", "told to stop", "stopped by its user", "sent again", "old"])
+def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch, why_not: str
+) -> None:
+    """Unless somebody has ended it on purpose, or has seen to what comes next."""
+    run = make().run
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(slurm, "call", lambda *words, **options: asked.append(words) or "")
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    append_event(run.events(0, 0), "start", rank=0)
+    racers = {"100": {"layout": "2x1", "claim": 0}}
+    run.update_info(lambda info: info.update(racers=racers, queued=why_not == "sent again"))
+    waits = [sys.executable, "-c", "import time; time.sleep(600)", str(run.path)]
+    with subprocess.Popen(waits) as first:
+        assert claims.take(run.claims, Claim(number=0, job="100", pid=first.pid))
+        if why_not == "old":
+            assert claims.take(run.claims, Claim(number=1, job="101", pid=first.pid))
+        if why_not == "stopped by its user":
+            run.ask_to_stop(why_not, ["100"])
+        killer = threading.Timer(0.3, first.kill)
+        killer.start()
+        step.go_on_without_job(run, 0, lambda: why_not == "told to stop")
+        killer.join()
+    assert asked == ([] if why_not else [("scontrol", "requeue", "100")])
+    lost = {"attempt": 0, "what": "the job's first process was killed on n1"}
+    assert run.info().get("lost") == (None if why_not else lost)
+
+
+def test_a_task_that_does_not_see_the_jobs_first_process_waits_for_nothing(
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make().run
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert claims.take(run.claims, Claim(number=0, job="100"))  # this process, which is no job
+    step.go_on_without_job(run, 0, lambda: False)
+    assert "lost" not in run.info()
+
+
+def test_srun_says_which_task_ended_badly_first(make: Callable[..., Relay]) -> None:
+    said = "srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1"
+    told = make()
+    assert told.run_step(["bash", "-c", f"echo '{said}' >&2"]) == 0
+    assert told.first_end == ("n2", "Killed")
+    told.run_step(["true"])
+    assert told.first_end is None
