@@ -162,7 +162,7 @@ def test_a_kill_costs_what_a_lost_node_costs(
     else:
         (tmp_path / "train.py").write_text(COUNTING)
         saved = tmp_path / "last"
-        settings += [f"launcher={kind}", f"last={saved}", "resume={last}"]
+        settings += [f"launcher={kind}", f"last={saved}", "resume=--from {last}"]
         sent = send(cluster, tmp_path, *settings, "--", "python", "train.py", str(saved))
     cluster.wait(saved.exists, 200, "a checkpoint")
     time.sleep(5 * chance.random())

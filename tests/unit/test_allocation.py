@@ -394,24 +394,31 @@ def test_where_requeuing_is_refused_another_job_follows(
     assert held.run.state() == "queued"
 
 
-@pytest.mark.parametrize("state", ["COMPLETING", "PENDING", ""])
+@pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize("said", ["no answer: it was killed by signal 15", "Job is pending"])
 def test_a_requeue_that_ended_its_own_scontrol_is_known_to_be_done(
-    hold: Callable[..., Allocation], answers: Answers, state: str, said: str
+    hold: Callable[..., Allocation],
+    answers: Answers,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    restarts: int,
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
 
-    def requeue(*words: str, **options: Any) -> str:
-        if words[0] == "scontrol":
-            answers.said["squeue"] = state
+    def call(*words: str, **options: Any) -> str:
+        if words[:2] == ("scontrol", "show"):
+            return f"JobId=100 JobState=COMPLETING Requeue=1 Restarts={restarts} ExitCode=0:0"
         return answers(*words, **options)
 
     answers.said["scontrol"] = slurm.refusal("scontrol", said)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slurm, "call", requeue)
-        assert held._what_next(prepared, 0) == 0
-    assert len(answers.of("scontrol")) == 1 and answers.of("sbatch") == []
+    monkeypatch.setattr(slurm, "call", call)
+    monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.pop("scontrol"))
+    assert held._what_next(prepared, 0) == 0
+    is_asked_again = not restarts and "no answer" in said
+    is_refused = not restarts and not is_asked_again
+    assert len(answers.of("scontrol")) == 1 + is_asked_again
+    assert len(answers.of("sbatch")) == is_refused
     assert held.run.state() == "queued"
 
 

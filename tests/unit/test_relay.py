@@ -400,14 +400,22 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
     assert "lost the run to job 101 on n7" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("why_not", ["", "told to stop", "stopped by its user", "sent again", "old"])
+@pytest.mark.parametrize("why_not", ["", "cancelled", "stopped by its user", "sent again", "old"])
+@pytest.mark.parametrize("is_told", [True, False])
 def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
-    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch, why_not: str
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch, is_told: bool, why_not: str
 ) -> None:
     """Unless somebody has ended it on purpose, or has seen to what comes next."""
     run = make().run
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "call", lambda *words, **options: asked.append(words) or "")
+
+    def call(*words: str, **options: Any) -> str:
+        if words[0] == "squeue":  # what SLURM says while it ends the rest of the job
+            return "COMPLETING|None" if why_not == "cancelled" else "COMPLETING|JobLaunchFailure"
+        asked.append(words)
+        return ""
+
+    monkeypatch.setattr(slurm, "call", call)
     monkeypatch.setenv("SLURM_JOB_ID", "100")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     append_event(run.events(0, 0), "start", rank=0)
@@ -422,7 +430,7 @@ def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
             run.ask_to_stop(why_not, ["100"])
         killer = threading.Timer(0.3, first.kill)
         killer.start()
-        step.go_on_without_job(run, 0, lambda: why_not == "told to stop")
+        step.go_on_without_job(run, 0, lambda: is_told or why_not == "cancelled")
         killer.join()
     assert asked == ([] if why_not else [("scontrol", "requeue", "100")])
     lost = {"attempt": 0, "what": "the job's first process was killed on n1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import deque
 from collections.abc import Mapping
@@ -27,9 +28,14 @@ from allranks.launch.cluster.missing_files import look_for_missing
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
+from allranks.processes import blocked_signals
 from allranks.rundir import RunDir, State
 from allranks.stalls import ended_for
 from allranks.standing import lost_words
+
+
+# SLURM's reasons for the end of a job whose first process was killed; it depends on the release.
+OWN_END = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
 
 
 def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
@@ -186,6 +192,12 @@ class Held:
             Screen(console).summary(result(self.run, state), can_go_on=False)
         return state, stalled
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether SLURM is ending this job for another reason than the end of its first process."""
+        state, why = self._state()
+        return state != "RUNNING" and not why.startswith(OWN_END)
+
     def go_on_after(self, lost: str) -> int:
         """Go on in another attempt, as after a lost node, and note what was killed; exit code."""
         if not self.job.slurm.requeue:
@@ -247,11 +259,13 @@ class Held:
 
     def _requeue(self) -> str:
         try:
-            return slurm.call("scontrol", "requeue", self.place.job)
+            with blocked_signals():  # a requeue ends all that this job runs, scontrol as well
+                return slurm.call("scontrol", "requeue", self.place.job)
         except slurm.SlurmError:
-            # What ends this job ends its scontrol, too, before or after it could say "done".
-            state, why = self._state()
-            if state in ("RUNNING", "UNKNOWN") or why == "TimeLimit":
+            # It may have been done all the same: by a scontrol that could not say so, or by SLURM.
+            shown = patiently("scontrol", "show", "job", "-o", self.place.job)
+            restarts = re.search(r"\bRestarts=(\d+)", shown)
+            if restarts is None or int(restarts[1]) <= self.place.restart:
                 raise
             return ""
 

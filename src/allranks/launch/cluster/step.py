@@ -100,7 +100,7 @@ def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
 def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> None:
     """Requeue the job when its first process is killed: SLURM would only end the rest of it.
 
-    `is_told`: whether this task was told to stop, and so the job is being ended by somebody.
+    `is_told`: whether this task was told to stop, perhaps because somebody cancelled the job.
     """
     from allranks.launch.cluster import held, inside, sbatch
 
@@ -113,10 +113,11 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
         return
     select.select([holder], [], [])
     info = run.info()
-    if is_told() or info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
+    if info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
         return
-    racer = sbatch.Racer.parse(info["racers"][place.job]["layout"])
-    job = held.Held(run, place, racer, claim)
+    job = held.Held(run, place, sbatch.Racer.parse(info["racers"][place.job]["layout"]), claim)
+    if is_told() and job.is_cancelled:
+        return
     job.go_on_after(f"the job's first process was killed on {place.nodes[0]}")
 
 
