@@ -33,7 +33,6 @@ from allranks.rundir import RunDir, State
 from allranks.stalls import ended_for
 from allranks.standing import lost_words
 
-
 # SLURM's reasons for the end of a job whose first process was killed; it depends on the release.
 OWN_END = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
 
@@ -235,7 +234,7 @@ class Held:
         return [rank for rank in self.run.ranks(attempt) if self.run.end(attempt, rank) is None]
 
     def _record_silent(self, attempt: int) -> None:
-        """Write an end for ranks that could not: another one failed, and their launcher was slow."""
+        """Write an end for ranks that could not: another one failed, and theirs was killed."""
         for rank in self._silent(attempt):
             append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
 
