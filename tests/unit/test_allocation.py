@@ -549,6 +549,24 @@ def test_a_run_that_loses_its_launcher_again_and_again_gives_up_with_the_reason(
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "first"), [("COMPLETING|None", None), ("RUNNING", ("", "Out Of Memory"))]
+)
+def test_what_slurm_ends_or_what_takes_too_much_memory_is_no_kill(
+    hold: Callable[..., Allocation],
+    answers: Answers,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    first: tuple[str, str] | None,
+) -> None:
+    held = hold()
+    answers.said["squeue"], held.first_end = state, first
+    held._what_next(ended(held, None, None), 137)
+    assert answers.of("scontrol") == answers.of("sbatch") == []
+    assert "killed" not in capsys.readouterr().out
+    assert "lost" not in held.run.info()
+
+
 def test_a_lost_run_that_may_not_be_requeued_says_what_was_killed(
     hold: Callable[..., Allocation], answers: Answers
 ) -> None:

@@ -364,6 +364,41 @@ def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
     assert seen[0].claim == 5
 
 
+@pytest.mark.parametrize(
+    ("states", "is_told", "code"),
+    [({"finished"}, False, 0), ({"stopped"}, True, 0), ({"finished", "failed"}, False, 1)],
+)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_launcher_speaks_of_its_own_ranks_alone(
+    make: Callable[..., Relay],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    node: int,
+    states: set[str],
+    is_told: bool,
+    code: int,
+) -> None:
+    """The folder has no end of the other node's ranks: that is for the job to judge."""
+
+    class Launch:
+        disk_error = None
+
+        def __init__(self, prepared: Prepared, *args: Any) -> None:
+            self.signals = args[2]
+
+        def run_ranks(self) -> set[str]:
+            self.signals.received += [signal.SIGUSR2] if is_told else []
+            return states
+
+    told = make()
+    prepared = Prepared(request=Request(), job=told.job, run=told.run, claim=0)
+    monkeypatch.setenv("SLURM_NODEID", str(node))
+    monkeypatch.setattr(step, "Launch", Launch)
+    monkeypatch.setattr(step, "watch", lambda *args: None)
+    assert step.run_node(prepared, "n1", 20000) == code
+    assert capsys.readouterr().out == ""
+
+
 class Ended(BaseException):
     """In place of the end of the process."""
 
@@ -421,7 +456,7 @@ def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
     append_event(run.events(0, 0), "start", rank=0)
     racers = {"100": {"layout": "2x1", "claim": 0}}
     run.update_info(lambda info: info.update(racers=racers, queued=why_not == "sent again"))
-    waits = [sys.executable, "-c", "import time; time.sleep(600)", str(run.path)]
+    waits = [sys.executable, "-c", "import time; time.sleep(600)", f"/link/{run.name}"]
     with subprocess.Popen(waits) as first:
         assert claims.take(run.claims, Claim(number=0, job="100", pid=first.pid))
         if why_not == "old":
@@ -455,3 +490,6 @@ def test_srun_says_which_task_ended_badly_first(make: Callable[..., Relay]) -> N
     assert told.first_end == ("n2", "Killed")
     told.run_step(["true"])
     assert told.first_end is None
+    said = "slurmstepd-n1: error: Detected 1 oom_kill event in StepId=9.0. Some of your processes"
+    told.run_step(["bash", "-c", f"echo '{said}\nsrun: error: n1: task 0: Killed' >&2"])
+    assert told.first_end == ("", "Out Of Memory")

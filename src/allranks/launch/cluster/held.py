@@ -25,6 +25,7 @@ from allranks.launch.cluster.inside import (
     why_it_ends,
 )
 from allranks.launch.cluster.missing_files import look_for_missing
+from allranks.launch.cluster.relay import OUT_OF_MEMORY
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
@@ -101,6 +102,11 @@ class Held:
         state, _, reason = (printed or "GONE").partition("|")
         return state, reason
 
+    def _is_ending(self) -> tuple[bool, str]:
+        """Whether SLURM is ending this job, and its reason."""
+        state, reason = self._state()
+        return state not in ("RUNNING", "UNKNOWN"), reason
+
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
@@ -115,15 +121,14 @@ class Held:
         if stop is not None and (not stop["moves"] or self._has_successor()):
             if not stop["moves"]:
                 failed = failure(self.run) if state == "failed" else None
-                why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
-                give_up(self.run, "; ".join(why), state)
+                why = [lost or "", failure_in_words(failed) if failed else "", stop["why"]]
+                give_up(self.run, "; ".join(filter(None, why)), state)
                 say(f"{stop['why']}: go on with {self.run.resume_command}")
             return 0
-        of_job, slurms = self._state()
-        is_over = of_job not in ("RUNNING", "UNKNOWN")
+        is_over, slurms = self._is_ending()
         if is_over and slurms != "TimeLimit":
             return 0  # SLURM is ending this job itself, and knows what comes next
-        if lost and not is_over:
+        if lost:
             return self.go_on_after(lost)
         if state != "stopped":
             self._look_for_missing(max(self.run.attempts()))
@@ -155,14 +160,14 @@ class Held:
         if code == 0 and self._silent(attempt):  # written, but a network disk may show it late
             wait_for_ranks(self.run, attempt, self.racer.layout.ranks, ENDING_SECONDS, bool)
         silent = self._silent(attempt)
-        if code == 0 or not silent:
+        if code == 0 or not silent or self._is_ending()[0]:
             return None
         if code < 0:
             return f"srun was killed by {signal.Signals(-code).name} on {self.place.nodes[0]}"
         node, how = self.first_end or ("", "")
         failed = [one for one in failed_ranks(self.run, attempt) if not is_echo(one)]
-        if failed and how != "Killed":
-            return None  # others were ended because of it
+        if how == OUT_OF_MEMORY or (failed and how != "Killed"):
+            return None  # it would happen again; or others were ended because of what failed
         hosts = {(self.run.start(attempt, rank) or {}).get("host", "") for rank in silent}
         where = node or ", ".join(sorted(hosts))
         return f"the launcher on {where} was killed, with {ranks_in_words(silent)}"
@@ -184,9 +189,9 @@ class Held:
         say(f"attempt {attempt} is {'lost' if lost else state} (srun: {code})")
         if lost or stalled:
             say(str(lost or stalled))
-        elif state == "failed":
+        if state == "failed" and not lost:
             print(describe_failure(self.run, prepared, OneMachine()).shown, flush=True)
-        else:
+        elif not lost:
             console = PeopleConsole(highlight=False, width=100)
             Screen(console).summary(result(self.run, state), can_go_on=False)
         return state, stalled
@@ -194,8 +199,8 @@ class Held:
     @property
     def is_cancelled(self) -> bool:
         """Whether SLURM is ending this job for another reason than the end of its first process."""
-        state, why = self._state()
-        return state != "RUNNING" and not why.startswith(OWN_END)
+        is_ending, why = self._is_ending()
+        return is_ending and not why.startswith(OWN_END)
 
     def go_on_after(self, lost: str) -> int:
         """Go on in another attempt, as after a lost node, and note what was killed; exit code."""

@@ -31,8 +31,10 @@ LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal
 JUDGE_SECONDS = 0.02  # between looks at what launchers wait for
 ASK_SECONDS = 120.0  # between questions after the limit, while they are not answered
 FOR_EVER = math.inf
+OUT_OF_MEMORY = "Out Of Memory"
 # srun's word of a task: `srun: error: node2: task 1: Killed`, `...: Exited with exit code 1`.
 TASK_END = re.compile(r"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.+)")
+MEMORY_END = re.compile(r"slurmstepd.*(exceeded (\w+ )?memory limit|oom.kill event)", re.I)
 
 
 class Relay:
@@ -164,6 +166,8 @@ class Relay:
                 sys.stdout.flush()
                 if self.first_end is None and (ended := TASK_END.match(text)):
                     self.first_end = ended["node"], ended["how"]
+                elif self.first_end is None and MEMORY_END.match(text):
+                    self.first_end = "", OUT_OF_MEMORY
                 failed = nodes_failed(text)
                 if failed:  # at once: SLURM leaves this process a few seconds
                     self.nodes_lost(failed)

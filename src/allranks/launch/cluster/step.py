@@ -124,7 +124,9 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
 def is_holder(process: int, run: RunDir) -> bool:
     """Whether a process of this machine is the one that holds a run for a job."""
     with suppress(OSError):
-        return str(run.path).encode() in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        # By its name: one of the two paths may go through a link.
+        return run.name.encode() in [os.path.basename(word) for word in words]
     return False
 
 
