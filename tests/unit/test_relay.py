@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -394,7 +395,7 @@ def test_a_launcher_speaks_of_its_own_ranks_alone(
     prepared = Prepared(request=Request(), job=told.job, run=told.run, claim=0)
     monkeypatch.setenv("SLURM_NODEID", str(node))
     monkeypatch.setattr(step, "Launch", Launch)
-    monkeypatch.setattr(step, "watch", lambda *args: None)
+    monkeypatch.setattr(step, "watching_job", lambda *args: nullcontext())
     assert step.run_node(prepared, "n1", 20000) == code
     assert capsys.readouterr().out == ""
 
@@ -465,8 +466,10 @@ def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
             run.ask_to_stop(why_not, ["100"])
         killer = threading.Timer(0.3, first.kill)
         killer.start()
-        step.go_on_without_job(run, 0, lambda: is_told or why_not == "cancelled")
-        killer.join()
+        # Its rank ends at once, of the same signal that SLURM sends to the rest of the job.
+        with step.watching_job(run, 0, True, lambda: is_told or why_not == "cancelled"):
+            killer.join()
+            first.wait()
     assert asked == ([] if why_not else [("scontrol", "requeue", "100")])
     lost = {"attempt": 0, "what": "the job's first process was killed on n1"}
     assert run.info().get("lost") == (None if why_not else lost)

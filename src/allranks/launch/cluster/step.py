@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -37,6 +37,7 @@ from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
+REQUEUE_SECONDS = 60.0  # that asking for it may take; SLURM ends this process sooner
 PASS_ON_SECONDS = 2.0  # srun signals the ranks too: this is for those it has missed
 
 
@@ -77,8 +78,11 @@ def main() -> int:
     return run_node(prepared, nodes[0], wanted.port)
 
 
-def watch(look: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=look, args=args, daemon=True).start()
+def watch(look: Callable[..., None], *args: object) -> threading.Thread:
+    """Have this process look after something until it ends."""
+    thread = threading.Thread(target=look, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
@@ -121,6 +125,23 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
     job.go_on_after(f"the job's first process was killed on {place.nodes[0]}")
 
 
+@contextmanager
+def watching_job(
+    run: RunDir, number: int | None, is_first: bool, is_told: Callable[[], bool]
+) -> Iterator[None]:
+    """Have the first task of a job look after it; it does not end before the job is requeued."""
+    if not is_first or number is None:
+        yield
+        return
+    thread = watch(go_on_without_job, run, number, is_told)
+    try:
+        yield
+    finally:
+        holder = claims.newest(run.claims)
+        if holder is not None and not is_holder(holder.pid, run):
+            thread.join(REQUEUE_SECONDS)
+
+
 def is_holder(process: int, run: RunDir) -> bool:
     """Whether a process of this machine is the one that holds a run for a job."""
     with suppress(OSError):
@@ -140,9 +161,9 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
         screen.mute()
     with ExitStack() as held:
         signals = held.enter_context(listening(PASS_ON_SECONDS))
-        if node_rank == 0:
-            assert prepared.run is not None and prepared.claim is not None
-            watch(go_on_without_job, prepared.run, prepared.claim, lambda: bool(signals.received))
+        assert prepared.run is not None
+        watched = (prepared.run, prepared.claim, node_rank == 0, lambda: bool(signals.received))
+        held.enter_context(watching_job(*watched))
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
         states = launch.run_ranks()
     if launch.disk_error is not None:  # of the ranks' failures, the job speaks
@@ -189,13 +210,11 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if rank == 0:
-        assert prepared.claim is not None
-        watch(go_on_without_job, run, prepared.claim, lambda: bool(stopped))
-    code = process.wait()
-    twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
-    end = twice or end_of(code, is_command=True, stopped=bool(stopped))
-    append_event(run.events(prepared.attempt, rank), "end", **end)
+    with watching_job(run, prepared.claim, rank == 0, lambda: bool(stopped)):
+        code = process.wait()
+        twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
+        end = twice or end_of(code, is_command=True, stopped=bool(stopped))
+        append_event(run.events(prepared.attempt, rank), "end", **end)
     return 1 if twice else 0 if stopped else code if code >= 0 else 128 - code
 
 
