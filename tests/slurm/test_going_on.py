@@ -58,7 +58,6 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     signalled = send(cluster, tmp_path, *common, "name=signalled")
     killed = send(cluster, tmp_path, *common, "name=killed")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
-    reference = uninterrupted(tmp_path, *common)
     for sent in (requeued, signalled, killed, lost):
         sent.wait_for_step(60)
     cluster.run("scontrol", "requeue", requeued.jobs[0])
@@ -67,6 +66,7 @@ def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_p
     (node,) = lost.listed()["nodes"]
     cluster.kill_slurmd(node)
     cluster.wait(lambda: "was lost" in str(killed.listed()["reason"]), 60, "the kill in the list")
+    reference = uninterrupted(tmp_path, *common)  # while SLURM makes them wait
     for sent in (requeued, signalled, limited, killed, lost):
         sent.wait_for_end(300)
         check(sent, reference, steps)
