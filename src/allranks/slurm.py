@@ -31,7 +31,7 @@ class SlurmError(AllranksError):
 
     @property
     def is_silence(self) -> bool:
-        """Whether the controller did not answer: it may do so later."""
+        """Whether there was no answer from the controller: there may be one later."""
         return bool(re.search(SILENCE, self.words, re.IGNORECASE))
 
 
@@ -177,6 +177,8 @@ def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: b
         ) from None
     except subprocess.TimeoutExpired:
         raise refusal(program, f"no answer for {seconds:.0f} seconds") from None
+    if done.returncode < 0:
+        raise refusal(program, f"no answer: it was killed by signal {-done.returncode}")
     if done.returncode != 0:
         raise refusal(program, done.stderr or done.stdout)
     return done.stdout + done.stderr if both else done.stdout

@@ -182,11 +182,12 @@ def reason_of(
     """Why it waits, or why it ended, in words."""
     if queue.silent and info.get("backend") == "slurm" and state in ("queued", "running"):
         return f"SLURM does not answer: {queue.silent}"
+    lost = [lost_words(run) or ""]
     if state == "queued":
-        waiting = [job for job in jobs if job.waits]
-        return "; ".join(dict.fromkeys(waiting_reason(job.reason) for job in waiting)) or None
+        waiting = [waiting_reason(job.reason) for job in jobs if job.waits]
+        return "; ".join(filter(None, dict.fromkeys(lost + waiting))) or None
     if state == "running":
-        return _will_stop(run)
+        return "; ".join(filter(None, [*lost, _will_stop(run)])) or None
     if state == "finished":
         return None
     given_up = info.get("ended")
@@ -202,6 +203,14 @@ def reason_of(
     # Of a rank that failed by itself, SLURM only knows that something did.
     told = [text for text in told if not text.startswith("failed")]
     return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
+
+
+def lost_words(run: RunDir) -> str | None:
+    """What was killed in the attempt before this one, or in this one if it was the last."""
+    lost = run.info().get("lost")
+    if not lost or max(run.attempts(), default=0) > lost["attempt"] + 1:
+        return None
+    return f"attempt {lost['attempt']} was lost: {lost['what']}"
 
 
 def _will_stop(run: RunDir) -> str | None:

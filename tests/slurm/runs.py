@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from tests.commandline import run_allranks
 from tests.slurm.live import Cluster
 
+from allranks import claims
 from allranks.events import read_events
 from allranks.rundir import RunDir
 
@@ -27,6 +30,14 @@ class Slow(Spiral):
         time.sleep(self.seconds)
         return super().loss(outputs, targets)
 """
+
+STEP = "^[^ ]*python[^ ]* -m allranks.launch.cluster.step"  # srun has these words, too
+# What is said of kills, by what `kill` is told to kill.
+LOST = {
+    "srun": "srun was killed by SIGKILL on node",
+    "job": "the job's first process was killed on node",
+    "launcher": "the launcher on node. was killed, with rank",
+}
 
 
 @dataclass(slots=True)
@@ -86,3 +97,24 @@ def send(cluster: Cluster, folder: Path, *args: str) -> Sent:
     told = json.loads(done.stdout)
     assert told.keys() == {"run", "run_dir", "jobs"}
     return Sent(cluster, folder, RunDir(Path(told["run_dir"])), told["jobs"])
+
+
+def kill(sent: Sent, what: str, chance: random.Random) -> None:
+    """Kill srun, the job's first process, or the launcher of a node."""
+    cluster, holder = sent.cluster, claims.newest(sent.run.claims)
+    assert holder is not None
+    node = holder.nodes[0] if what != "launcher" else chance.choice(holder.nodes)
+    found = [str(holder.pid)] if what == "job" else []
+    if what == "srun":  # its second process, which would end the step, too or not
+        found = cluster.exec(node, "pgrep", "-x", "srun").stdout.split()[: chance.choice([1, 2])]
+    if what == "launcher":
+        found = cluster.exec(node, "pgrep", "-f", STEP).stdout.split()[:1]
+    assert found
+    cluster.exec(node, "kill", "-9", *found)
+
+
+def check_words(sent: Sent, words: str) -> None:
+    """What was killed is named wherever one looks."""
+    assert re.search(rf"allranks: attempt 0 was lost: {words}", sent.log()), sent.log()
+    done = run_allranks("doctor", sent.run.name, "--json", cwd=sent.folder)
+    assert "launcher-killed" in [one["cause"] for one in json.loads(done.stdout)], done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from tests.commandline import run_allranks
 from tests.faults import newest_weights, same_bits
 from tests.slurm.live import Cluster
-from tests.slurm.runs import Sent, send
+from tests.slurm.runs import LOST, Sent, check_words, kill, send
 
 from allranks.events import read_events
 
@@ -48,27 +49,32 @@ def steps_of_attempts(sent: Sent) -> list[list[int]]:
 
 
 def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_path: Path) -> None:
-    """Four runs at once, since all of it is waiting: SLURM looks at limits every 30 seconds."""
+    """Five runs at once, since all of it is waiting: SLURM looks at limits every 30 seconds."""
     steps = 1000
     common = [*TASK, f"steps={steps}"]
     limited = send(cluster, tmp_path, *common, "name=limited", "slurm.time=1")
     limited.wait_for_step(1)  # of its minute, little is left where five runs start at once
     requeued = send(cluster, tmp_path, *common, "name=requeued")
     signalled = send(cluster, tmp_path, *common, "name=signalled")
+    killed = send(cluster, tmp_path, *common, "name=killed")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
-    reference = uninterrupted(tmp_path, *common)
-    for sent in (requeued, signalled, lost):
+    for sent in (requeued, signalled, killed, lost):
         sent.wait_for_step(60)
     cluster.run("scontrol", "requeue", requeued.jobs[0])
     cluster.run("scancel", "--signal=TERM", signalled.jobs[0])
+    kill(killed, "job", random.Random(0))
     (node,) = lost.listed()["nodes"]
     cluster.kill_slurmd(node)
-    for sent in (requeued, signalled, limited, lost):
+    cluster.wait(lambda: "was lost" in str(killed.listed()["reason"]), 60, "the kill in the list")
+    reference = uninterrupted(tmp_path, *common)  # while SLURM makes them wait
+    for sent in (requeued, signalled, limited, killed, lost):
         sent.wait_for_end(300)
         check(sent, reference, steps)
     assert len(limited.run.attempts()) >= 2
     assert "DUE TO TIME LIMIT" not in limited.log()
     assert len(requeued.run.attempts()) >= 2 and len(signalled.run.attempts()) >= 2
+    check_words(killed, LOST["job"])
+    assert len(killed.run.attempts()) == 2 and killed.listed()["jobs"] == killed.jobs
     # Nothing was done twice where there was time to save.
     for sent in (limited, signalled):
         done = [step for attempt in steps_of_attempts(sent) for step in attempt]

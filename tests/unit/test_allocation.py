@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import allranks.launch.prepare
-from allranks import claims, slurm
+from allranks import claims, slurm, standing
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
@@ -265,7 +265,7 @@ def ended(held: Allocation, *ends: dict[str, Any] | None) -> Prepared:
     """The attempt of this job, and how its ranks ended."""
     prepared = held._open()
     for rank, end in enumerate(ends):
-        append_event(held.run.events(prepared.attempt, rank), "start", rank=rank)
+        append_event(held.run.events(prepared.attempt, rank), "start", rank=rank, host="n7")
         if end is not None:
             append_event(held.run.events(prepared.attempt, rank), "end", **end)
     return prepared
@@ -394,6 +394,34 @@ def test_where_requeuing_is_refused_another_job_follows(
     assert held.run.state() == "queued"
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("said", ["no answer: it was killed by signal 15", "Job is pending"])
+def test_a_requeue_that_ended_its_own_scontrol_is_known_to_be_done(
+    hold: Callable[..., Allocation],
+    answers: Answers,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    restarts: int,
+) -> None:
+    held = hold()
+    prepared = ended(held, STOPPED, STOPPED)
+
+    def call(*words: str, **options: Any) -> str:
+        if words[:2] == ("scontrol", "show"):
+            return f"JobId=100 JobState=COMPLETING Requeue=1 Restarts={restarts} ExitCode=0:0"
+        return answers(*words, **options)
+
+    answers.said["scontrol"] = slurm.refusal("scontrol", said)
+    monkeypatch.setattr(slurm, "call", call)
+    monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.pop("scontrol"))
+    assert held._what_next(prepared, 0) == 0
+    is_asked_again = not restarts and "no answer" in said
+    is_refused = not restarts and not is_asked_again
+    assert len(answers.of("scontrol")) == 1 + is_asked_again
+    assert len(answers.of("sbatch")) == is_refused
+    assert held.run.state() == "queued"
+
+
 def test_a_run_that_can_go_on_nowhere_says_so(
     hold: Callable[..., Allocation], answers: Answers
 ) -> None:
@@ -449,15 +477,114 @@ def test_a_job_that_slurm_is_ending_does_nothing_more(
     assert answers.of("scontrol") == answers.of("sbatch") == []
 
 
-def test_a_run_whose_ranks_failed_or_fell_silent_has_failed(
-    hold: Callable[..., Allocation], answers: Answers
+def test_a_run_whose_rank_failed_has_failed_with_those_that_it_silenced(
+    hold: Callable[..., Allocation], answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = hold()
-    prepared = ended(held, STOPPED, None)
-    assert held._what_next(prepared, 137) == 1
+    prepared = ended(held, FAILED, None)
+    held.first_end = ("n1", "Exited with exit code 1")
+    assert held._what_next(prepared, 1) == 1
     end = held.run.end(0, 1)
     assert end is not None and end["state"] == "failed"
     assert answers.of("scontrol") == answers.of("sbatch") == []
+    assert "error: rank 0 ended with code 1" in capsys.readouterr().out
+
+
+GONE = {"what": "Connection closed by peer", "fix": "", "echo": True}
+ECHO = {**FAILED, "error": GONE}
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "first", "lost"),
+    [
+        ([None, None], -9, None, "srun was killed by SIGKILL on n1"),
+        ([FINISHED, None], -9, None, "srun was killed by SIGKILL on n1"),
+        ([ECHO, None], 137, ("n2", "Killed"), "the launcher on n2 was killed, with rank 1"),
+        ([STOPPED, None], 137, None, "the launcher on n7 was killed, with rank 1"),
+        # Of what a script makes of a lost peer, nothing is known: srun says who was first.
+        ([FAILED, None], 137, ("n2", "Killed"), "the launcher on n2 was killed, with rank 1"),
+    ],
+)
+@pytest.mark.parametrize("values", [{}, {"command": "python train.py"}])
+def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
+    hold: Callable[..., Allocation],
+    answers: Answers,
+    capsys: pytest.CaptureFixture[str],
+    values: dict[str, Any],
+    ends: list[dict[str, Any] | None],
+    code: int,
+    first: tuple[str, str] | None,
+    lost: str,
+) -> None:
+    held = hold(**values)
+    prepared, held.first_end = ended(held, *ends), first
+    assert held._what_next(prepared, code) == 0
+    assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
+    said = capsys.readouterr().out
+    assert f"attempt 0 is lost (srun: {code})\nallranks: {lost}\n" in said
+    assert "failed" not in said
+    queue = standing.Queue({"100": standing.QueuedJob("100", "PENDING", "BeginTime", None, ())})
+    held.run.update_info(lambda info: info.update(jobs=["100"]))
+    listed = standing.describe(held.run, queue)
+    assert listed["state"] == "queued"
+    assert listed["reason"].startswith(f"attempt 0 was lost: {lost}; not before its begin time")
+    assert standing.lost_words(held.run) == f"attempt 0 was lost: {lost}"
+    for attempt in (1, 2):
+        append_event(held.run.events(attempt, 0), "start", rank=0)
+    assert standing.lost_words(held.run) is None  # long ago
+
+
+def test_a_run_that_loses_its_launcher_again_and_again_gives_up_with_the_reason(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold()
+    for _ in range(2):
+        assert held._what_next(ended(held, None, None), -9) == 0
+    held.place = place_of("100", restart=2)
+    with pytest.raises(AllranksError) as error:
+        held._check_progress()
+    assert error.value.what == (
+        "no progress in two attempts: no checkpoint was committed in either; "
+        "attempt 1 was lost: srun was killed by SIGKILL on n1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "first"), [("COMPLETING|None", None), ("RUNNING", ("", "Out Of Memory"))]
+)
+def test_what_slurm_ends_or_what_takes_too_much_memory_is_no_kill(
+    hold: Callable[..., Allocation],
+    answers: Answers,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    first: tuple[str, str] | None,
+) -> None:
+    held = hold()
+    answers.said["squeue"], held.first_end = state, first
+    held._what_next(ended(held, None, None), 137)
+    assert answers.of("scontrol") == answers.of("sbatch") == []
+    assert "killed" not in capsys.readouterr().out
+    assert "lost" not in held.run.info()
+
+
+def test_a_lost_run_that_may_not_be_requeued_says_what_was_killed(
+    hold: Callable[..., Allocation], answers: Answers
+) -> None:
+    held = hold(slurm={"requeue": False})
+    assert held._what_next(ended(held, None, None), -9) == 1
+    reason = "srun was killed by SIGKILL on n1, and slurm.requeue is false"
+    assert held.run.info()["ended"] == {"state": "failed", "reason": reason}
+    assert answers.of("scontrol") == []
+
+
+def test_a_run_whose_srun_was_killed_after_all_ranks_had_ended_is_finished(
+    hold: Callable[..., Allocation], answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = hold()
+    assert held._what_next(ended(held, FINISHED, FINISHED), -9) == 0
+    assert answers.calls == []
+    said = capsys.readouterr().out
+    assert "attempt 0 is finished (srun: -9)" in said and "state" in said
 
 
 def test_who_lost_the_run_touches_nothing(

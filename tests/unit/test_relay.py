@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks import claims
+from allranks import claims, slurm
 from allranks.claims import Claim
 from allranks.events import append_event
 from allranks.job import parse_job
@@ -388,6 +392,7 @@ def test_the_ranks_of_a_node_follow_each_other(make: Callable[..., Relay]) -> No
     checked = step_command(told.job, PLACE, prepared, claim, ["--folder", "x"])
     assert checked == [*words, "--check", "--folder", "x"]  # last: the rest is the preflight's
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(words)
+    assert "--wait=0" in words  # whatever a site's WaitTime is
 
 
 def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
@@ -403,6 +408,41 @@ def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
     step.main()
     assert str(seen[0].layout) == "2x2"
     assert seen[0].claim == 5
+
+
+@pytest.mark.parametrize(
+    ("states", "is_told", "code"),
+    [({"finished"}, False, 0), ({"stopped"}, True, 0), ({"finished", "failed"}, False, 1)],
+)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_launcher_speaks_of_its_own_ranks_alone(
+    make: Callable[..., Relay],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    node: int,
+    states: set[str],
+    is_told: bool,
+    code: int,
+) -> None:
+    """The folder has no end of the other node's ranks: that is for the job to judge."""
+
+    class Launch:
+        disk_error = None
+
+        def __init__(self, prepared: Prepared, *args: Any) -> None:
+            self.signals = args[2]
+
+        def run_ranks(self) -> set[str]:
+            self.signals.received += [signal.SIGUSR2] if is_told else []
+            return states
+
+    told = make()
+    prepared = Prepared(request=Request(), job=told.job, run=told.run, claim=0)
+    monkeypatch.setenv("SLURM_NODEID", str(node))
+    monkeypatch.setattr(step, "Launch", Launch)
+    monkeypatch.setattr(step, "watching_job", lambda *args: nullcontext())
+    assert step.run_node(prepared, "n1", 20000) == code
+    assert capsys.readouterr().out == ""
 
 
 class Ended(BaseException):
@@ -439,3 +479,65 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
         step.end_with_claim(run, 0, 5.0)
     assert len(slept) == 4 and all(4.0 <= seconds <= 6.0 for seconds in slept)
     assert "lost the run to job 101 on n7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why_not", ["", "cancelled", "stopped by its user", "sent again", "old"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch, is_told: bool, why_not: str
+) -> None:
+    """Unless somebody has ended it on purpose, or has seen to what comes next."""
+    run = make().run
+    asked: list[tuple[str, ...]] = []
+
+    def call(*words: str, **options: Any) -> str:
+        if words[0] == "squeue":  # what SLURM says while it ends the rest of the job
+            return "COMPLETING|None" if why_not == "cancelled" else "COMPLETING|JobLaunchFailure"
+        asked.append(words)
+        return ""
+
+    monkeypatch.setattr(slurm, "call", call)
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    append_event(run.events(0, 0), "start", rank=0)
+    racers = {"100": {"layout": "2x1", "claim": 0}}
+    run.update_info(lambda info: info.update(racers=racers, queued=why_not == "sent again"))
+    waits = [sys.executable, "-c", "import time; time.sleep(600)", f"/link/{run.name}"]
+    with subprocess.Popen(waits) as first:
+        assert claims.take(run.claims, Claim(number=0, job="100", pid=first.pid))
+        if why_not == "old":
+            assert claims.take(run.claims, Claim(number=1, job="101", pid=first.pid))
+        if why_not == "stopped by its user":
+            run.ask_to_stop(why_not, ["100"])
+        killer = threading.Timer(0.3, first.kill)
+        killer.start()
+        # Its rank ends at once, of the same signal that SLURM sends to the rest of the job.
+        with step.watching_job(run, 0, True, lambda: is_told or why_not == "cancelled"):
+            killer.join()
+            first.wait()
+    assert asked == ([] if why_not else [("scontrol", "requeue", "100")])
+    lost = {"attempt": 0, "what": "the job's first process was killed on n1"}
+    assert run.info().get("lost") == (None if why_not else lost)
+
+
+def test_a_task_that_does_not_see_the_jobs_first_process_waits_for_nothing(
+    make: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make().run
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert claims.take(run.claims, Claim(number=0, job="100"))  # this process, which is no job
+    step.go_on_without_job(run, 0, lambda: False)
+    assert "lost" not in run.info()
+
+
+def test_srun_says_which_task_ended_badly_first(make: Callable[..., Relay]) -> None:
+    said = "srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1"
+    told = make()
+    assert told.run_step(["bash", "-c", f"echo '{said}' >&2"]) == 0
+    assert told.first_end == ("n2", "Killed")
+    told.run_step(["true"])
+    assert told.first_end is None
+    said = "slurmstepd-n1: error: Detected 1 oom_kill event in StepId=9.0. Some of your processes"
+    told.run_step(["bash", "-c", f"echo '{said}\nsrun: error: n1: task 0: Killed' >&2"])
+    assert told.first_end == ("", "Out Of Memory")

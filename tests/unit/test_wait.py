@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allranks import standing
 from allranks.events import append_event
-from allranks.launch import waiting
+from allranks.job import parse_job
+from allranks.launch import agent, local, waiting
+from allranks.launch.prepare import Prepared, Request
+from allranks.processes import Signals
 from allranks.rundir import RunDir
 
 
@@ -75,6 +82,50 @@ def test_all_ranks_are_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(time, "sleep", sleep)
     waiting.wait_for_ranks(run, 0, 2, 60.0, lambda: False)
     assert all(run.end(0, rank) for rank in range(2))
+
+
+def test_ends_are_written_before_other_nodes_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch waits up to five minutes for them: a signal meanwhile has not stopped these ranks."""
+    ended: list[tuple[dict[int, int | None], int]] = []
+    made: Any = object.__new__(agent.Agent)
+    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in (2, 3)])
+    made._nodes, made._worker_group = SimpleNamespace(first_attempt=4, round=0), group
+    made._failed, made._pcontext = {}, None
+    made._ended = lambda codes, attempt: ended.append((codes, attempt))
+    states = iter([WorkerState.HEALTHY, WorkerState.SUCCEEDED])
+    monkeypatch.setattr(
+        LocalElasticAgent, "_monitor_workers", lambda self, group: RunResult(state=next(states))
+    )
+    made._monitor_workers(group)
+    assert ended == []
+    made._monitor_workers(group)
+    assert ended == [({2: 0, 3: 0}, 4)]
+
+
+@pytest.mark.parametrize(
+    ("leads", "state", "seconds"),
+    [
+        (False, "finished", math.inf),  # SLURM's job ends this launcher if a node is lost
+        (False, "stopped", math.inf),
+        (False, "failed", waiting.ENDING_SECONDS),
+        (True, "finished", waiting.ENDING_SECONDS),
+    ],
+)
+def test_the_first_node_waits_for_others_as_long_as_somebody_knows_of_them(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, leads: bool, state: str, seconds: float
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(local, "wait_for_ranks", lambda *args: waited.append(args[3]))
+    append_event(run.events(0, 0), "end", state=state, exit=0)
+    launch = object.__new__(local.Launch)
+    launch.run, launch.first_rank, launch.here = run, 0, 1
+    launch.signals, launch.agent = Signals(), SimpleNamespace(attempt=0)  # type: ignore[assignment]
+    job = parse_job({"layout": "2x1"})
+    launch.prepared = Prepared(request=Request(leads=leads), job=job, run=run)
+    launch._wait_for_other_nodes()
+    assert waited == [seconds]
 
 
 def test_the_fix_of_a_missing_file_is_told(run: RunDir) -> None:

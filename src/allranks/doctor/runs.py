@@ -22,7 +22,7 @@ from allranks.events import to_json
 from allranks.rundir import RunDir
 from allranks.slurm_reasons import waiting_reason
 
-SOFT = ("nan-loss", "loss-scale-underflow")
+SOFT = ("nan-loss", "loss-scale-underflow", "launcher-killed")
 MISSING = "missing-file"
 BY_USER = "stopped by its user"
 STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-cancelled")

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
+from allranks.errors import AllranksError
 from allranks.launch.rendezvous import FixedNodes
 
 # What only torchrun decides; the rest that torch gives a rank is from our own environment.
@@ -43,7 +44,7 @@ class Agent(LocalElasticAgent):
     seconds, and they may need longer for a checkpoint. `kills_peers`: end the ranks beside a
     failed one at once, because they can only hang. `arguments`: of Python, in an attempt;
     `environment`: a rank's variables besides this process's own and those of torchrun. `ended` is
-    called with an attempt that has failed, before the next one is begun.
+    called with exit codes and an attempt as soon as that is over, before anything is waited for.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Agent(LocalElasticAgent):
         nodes: FixedNodes,
         arguments: Callable[[int], list[str]],
         environment: Mapping[str, str],
-        ended: Callable[[int], None],
+        ended: Callable[[dict[int, int | None], int], None],
         *,
         num_ranks: int,
         max_restarts: int,
@@ -82,7 +83,18 @@ class Agent(LocalElasticAgent):
         """Run to the end; exit code by (global) rank, None for ranks ended because of another."""
         # Its warnings tell of what the launcher tells better.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        outcome = self.run()
+        try:
+            outcome = self.run()
+        except AllranksError:
+            raise
+        except Exception as error:
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise AllranksError(
+                f"the ranks could not be run: {what}",
+                fix="start every node of the layout within ten minutes, with the same --master; "
+                "if one was stopped, start all again",
+                exit_code=1,
+            ) from error
         failed = self.failed()
         return dict.fromkeys(failed, 0) if outcome.state == WorkerState.SUCCEEDED else failed
 
@@ -110,7 +122,7 @@ class Agent(LocalElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._nodes.round >= 0:  # a restart: its ranks are stopped, the other nodes not met yet
-            self._ended(self.attempt)
+            self._ended(self.failed(), self.attempt)
         super()._initialize_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -140,6 +152,9 @@ class Agent(LocalElasticAgent):
             if self._failed and self._kills_peers:
                 self.kill()
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED:
+            # torch now waits for the other nodes: what happens meanwhile is not these ranks' end.
+            self._ended(dict.fromkeys(self.failed(), 0), self.attempt)
         return result
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -123,7 +124,7 @@ class Launch:
         self.screen = screen
         self.first_rank = (place.node_rank or 0) * here
         self.run, self.agent = self._meet(held)
-        self._disk_error: AllranksError | None = None
+        self.disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
         self._stalled = StallWatch(
             self.run,
@@ -189,7 +190,7 @@ class Launch:
             nodes,
             arguments,
             self.environment,
-            lambda attempt: self._record_ends(self.agent.failed(), attempt),
+            self._record_ends,
             num_ranks=self.here,
             max_restarts=max_restarts(prepared, place),
             # Ranks of a task cannot save once one is gone; a script may want to clean up.
@@ -200,7 +201,15 @@ class Launch:
         return bool(self.signals.received)
 
     def run_to_end(self) -> Outcome:
-        """Run the agent beside this thread, which follows the ranks and passes signals on."""
+        """Run this node's ranks, and say what the run came to, which the first node decides."""
+        self.run_ranks()
+        return self._outcome()
+
+    def run_ranks(self) -> set[str]:
+        """Run this node's ranks to their end; the states in which they ended.
+
+        The agent runs beside this thread, which follows the ranks and passes signals on.
+        """
         ended: list[dict[int, int | None] | Exception] = []
 
         def run_agent() -> None:
@@ -219,13 +228,13 @@ class Launch:
         try:
             self._follow(thread)
             if isinstance(ended[0], Exception):
-                raise launch_error(ended[0])
+                raise ended[0]
             self._record_ends(ended[0], self.agent.attempt)
             if self.place.node_rank == 0:
                 self._wait_for_other_nodes()
         finally:
             self._show(lambda: self.screen.finish(self.agent.attempt))
-        return self._outcome()
+        return self._own_states()
 
     def _follow(self, thread: threading.Thread) -> None:
         """Until the agent's thread has ended."""
@@ -292,11 +301,13 @@ class Launch:
                     end["memory_kills"] = kills
                 append_event(path, "end", **end)
             except OSError as error:
-                self._disk_error = disk_error(error, path)
+                self.disk_error = disk_error(error, path)
         self._memory_kills += kills
 
     def _wait_for_other_nodes(self) -> None:
         seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
+        if not self.prepared.request.leads and "failed" not in self._own_states():
+            seconds = math.inf  # SLURM's: the job knows of a node that is lost, and ends this one
         ranks, attempt = self.prepared.layout.ranks, self.agent.attempt
         wait_for_ranks(self.run, attempt, ranks, seconds, lambda: self.signals.at_once)
 
@@ -317,7 +328,7 @@ class Launch:
             saved = prepare.has_checkpoint(self.prepared, self.run)
             can_go_on = saved or code == STOPPED_AT_CHECKPOINT
             return Outcome(self.run, outcome, code, can_go_on=can_go_on)
-        error = self._disk_error or describe_failure(self.run, self.prepared, self.place)
+        error = self.disk_error or describe_failure(self.run, self.prepared, self.place)
         return Outcome(self.run, outcome, error.exit_code, error)
 
     def _own_states(self) -> set[str]:
@@ -356,19 +367,6 @@ def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, An
 
 def max_restarts(prepared: Prepared, place: Place) -> int:
     return prepared.job.max_restarts if place.max_restarts is None else place.max_restarts
-
-
-def launch_error(error: Exception) -> AllranksError:
-    """Why torch's agent could not start or keep the ranks."""
-    if isinstance(error, AllranksError):
-        return error
-    what = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return AllranksError(
-        f"the ranks could not be run: {what}",
-        fix="start every node of the layout within ten minutes, with the same --master; "
-        "if one was stopped, start all again",
-        exit_code=1,
-    )
 
 
 def split_master(master: str | None) -> tuple[str, int]:

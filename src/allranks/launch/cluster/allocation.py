@@ -43,6 +43,7 @@ from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
 from allranks.processes import STOP_SIGNALS
 from allranks.rundir import RunDir
+from allranks.standing import lost_words
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
 PREFLIGHT_SECONDS = 25
@@ -151,6 +152,8 @@ class Allocation(Held):
         if self._is_finished():
             say("the run is finished already")
             return 0
+        if lost := lost_words(self.run):
+            say(lost)
         self._check_progress()
         if self._leave_failed_nodes():
             return 0
@@ -189,7 +192,7 @@ class Allocation(Held):
 
     def _is_over(self, prepared: Prepared, code: int) -> bool:
         """Whether a step was all of an attempt; else srun could not start its ranks."""
-        self.at_limit = self.relay.at_limit
+        self.at_limit, self.first_end = self.relay.at_limit, self.relay.first_end
         if code == 0 or self._has_begun(prepared) or self._state()[0] != "RUNNING":
             return True
         say(f"srun ended with code {code} before any rank had begun: once more")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from allranks import claims, missing, slurm
 from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.events import append_event
-from allranks.failures import failure, failure_in_words, lines_of
+from allranks.failures import failed_ranks, failure, failure_in_words, is_echo, ranks_in_words
 from allranks.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster import submit
@@ -23,10 +25,17 @@ from allranks.launch.cluster.inside import (
     why_it_ends,
 )
 from allranks.launch.cluster.missing_files import look_for_missing
+from allranks.launch.cluster.relay import OUT_OF_MEMORY
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
+from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
+from allranks.processes import blocked_signals
 from allranks.rundir import RunDir, State
 from allranks.stalls import ended_for
+from allranks.standing import lost_words
+
+# SLURM's reasons for the end of a job whose first process was killed; it depends on the release.
+OWN_END = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
 
 
 def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
@@ -45,6 +54,7 @@ class Held:
         self.claim = claim
         self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
         self.said: deque[str] = deque(maxlen=3)  # srun's last lines
+        self.first_end: tuple[str, str] | None = None  # of its tasks: see relay.py
         self.at_limit = False  # its ranks were stopped because its time is over
 
     def last_words(self) -> str:
@@ -64,7 +74,8 @@ class Held:
             return  # somebody asked for this attempt
         if (self.job.command is None or self.job.last) and no_progress(self.run, self.job):
             raise AllranksError(
-                "no progress in two attempts: no checkpoint was committed in either",
+                "no progress in two attempts: no checkpoint was committed in either"
+                + (f"; {lost}" if (lost := lost_words(self.run)) else ""),
                 fix="give it more time (slurm.time), save more often (checkpoint.every), or see "
                 f"why it ends: allranks logs {self.run.name}",
                 exit_code=1,
@@ -91,27 +102,34 @@ class Held:
         state, _, reason = (printed or "GONE").partition("|")
         return state, reason
 
+    def _is_ending(self) -> tuple[bool, str]:
+        """Whether SLURM is ending this job, and its reason."""
+        state, reason = self._state()
+        return state not in ("RUNNING", "UNKNOWN"), reason
+
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Go on in another job if the run was stopped short; the exit code of this one."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
         self.run.look_anew()
         has_begun = self._has_begun(prepared)
+        lost = self._killed(code) if has_begun else None
         # Without a rank that has begun, the run is where it was.
-        state, stalled = self._tell_end(code) if has_begun else ("stopped", None)
+        state, stalled = self._tell_end(prepared, code, lost) if has_begun else ("stopped", None)
         if state == "finished":
             return 0
         stop = self.run.asked_to_stop(self.place.job)
         if stop is not None and (not stop["moves"] or self._has_successor()):
             if not stop["moves"]:
                 failed = failure(self.run) if state == "failed" else None
-                why = [*([failure_in_words(failed)] if failed else []), stop["why"]]
-                give_up(self.run, "; ".join(why), state)
+                why = [lost or "", failure_in_words(failed) if failed else "", stop["why"]]
+                give_up(self.run, "; ".join(filter(None, why)), state)
                 say(f"{stop['why']}: go on with {self.run.resume_command}")
             return 0
-        of_job, slurms = self._state()
-        is_over = of_job not in ("RUNNING", "UNKNOWN")
+        is_over, slurms = self._is_ending()
         if is_over and slurms != "TimeLimit":
             return 0  # SLURM is ending this job itself, and knows what comes next
+        if lost:
+            return self.go_on_after(lost)
         if state != "stopped":
             self._look_for_missing(max(self.run.attempts()))
             return 1
@@ -133,20 +151,66 @@ class Held:
         give_up(self.run, reason, "stopped" if native else "failed")
         return 0 if native else 1
 
-    def _tell_end(self, code: int) -> tuple[State, str | None]:
-        """How the attempt has ended, said in the log; and who kept the others waiting."""
+    def _killed(self, code: int) -> str | None:
+        """What was killed that is no rank, in words: srun, or a launcher; None if nothing was.
+
+        A launcher that lives writes an end for each of its ranks, whatever became of them.
+        """
         attempt = max(self.run.attempts())  # ranks may have restarted
-        self._record_silent(attempt)
+        if code == 0 and self._silent(attempt):  # written, but a network disk may show it late
+            wait_for_ranks(self.run, attempt, self.racer.layout.ranks, ENDING_SECONDS, bool)
+        silent = self._silent(attempt)
+        if code == 0 or not silent or self._is_ending()[0]:
+            return None
+        if code < 0:
+            return f"srun was killed by {signal.Signals(-code).name} on {self.place.nodes[0]}"
+        node, how = self.first_end or ("", "")
+        failed = [one for one in failed_ranks(self.run, attempt) if not is_echo(one)]
+        if how == OUT_OF_MEMORY or (failed and how != "Killed"):
+            return None  # it would happen again; or others were ended because of what failed
+        hosts = {(self.run.start(attempt, rank) or {}).get("host", "") for rank in silent}
+        where = node or ", ".join(sorted(hosts))
+        return f"the launcher on {where} was killed, with {ranks_in_words(silent)}"
+
+    def _tell_end(
+        self, prepared: Prepared, code: int, lost: str | None
+    ) -> tuple[State, str | None]:
+        """How the attempt has ended, said in the log; and who kept the others waiting."""
+        # Not needed before the end, and a job that starts has no time to import them.
+        from allranks.launch.local import Place as OneMachine
+        from allranks.launch.local import describe_failure
+        from allranks.launch.screen import PeopleConsole, Screen
+        from allranks.results import result
+
+        attempt = max(self.run.attempts())
+        if lost is None:
+            self._record_silent(attempt)
         state, stalled = self.run.ended_state(), ended_for(self.run, attempt)
-        say(f"attempt {attempt} is {state} (srun: {code})")
-        if stalled:
-            say(stalled)
-        # Each task of srun's knows its own rank only.
-        is_told = self.job.command is None or self.job.launcher != "srun"
-        failed = failure(self.run) if state == "failed" and not is_told else None
-        if failed is not None:
-            print("\n".join([f"error: {failure_in_words(failed)}", *lines_of(failed)]), flush=True)
+        say(f"attempt {attempt} is {'lost' if lost else state} (srun: {code})")
+        if lost or stalled:
+            say(str(lost or stalled))
+        if state == "failed" and not lost:
+            print(describe_failure(self.run, prepared, OneMachine()).shown, flush=True)
+        elif not lost:
+            console = PeopleConsole(highlight=False, width=100)
+            Screen(console).summary(result(self.run, state), can_go_on=False)
         return state, stalled
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether SLURM is ending this job for another reason than the end of its first process."""
+        is_ending, why = self._is_ending()
+        return is_ending and not why.startswith(OWN_END)
+
+    def go_on_after(self, lost: str) -> int:
+        """Go on in another attempt, as after a lost node, and note what was killed; exit code."""
+        if not self.job.slurm.requeue:
+            give_up(self.run, f"{lost}, and slurm.requeue is false")
+            return 1
+        note = {"attempt": max(self.run.attempts()), "what": lost}
+        self.run.update_info(lambda info: info.update(lost=note))
+        self._continue()
+        return 0
 
     def _look_for_missing(self, attempt: int) -> None:
         """If a rank did not find a file, record which nodes have it as the reason for the end."""
@@ -170,11 +234,14 @@ class Held:
         racers = self.run.info().get("racers", {}).values()
         return any(racer["claim"] > self.claim.number for racer in racers)
 
+    def _silent(self, attempt: int) -> list[int]:
+        """Ranks that have begun, and whose end nobody has written."""
+        return [rank for rank in self.run.ranks(attempt) if self.run.end(attempt, rank) is None]
+
     def _record_silent(self, attempt: int) -> None:
-        """Write an end for ranks that could not: their node or their launcher was killed."""
-        for rank in range(self.racer.layout.ranks):
-            if self.run.end(attempt, rank) is None and self.run.events(attempt, rank).exists():
-                append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
+        """Write an end for ranks that could not: another one failed, and theirs was killed."""
+        for rank in self._silent(attempt):
+            append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
 
     def _continue(self, *, may_requeue: bool = True) -> None:
         """Have SLURM run this job again; where it may not, send another."""
@@ -186,13 +253,25 @@ class Held:
         try:
             if may_requeue:
                 say("going on in the next attempt: scontrol requeue")
-                patiently("scontrol", "requeue", self.place.job)
+                while_silent(self._requeue)
                 return
         except slurm.SlurmError as error:
             refused = error.what
         say(f"{refused}: sending another job instead")
         if not self._resubmit("continues"):
             give_up(self.run, f"could be neither requeued nor sent again: {refused}")
+
+    def _requeue(self) -> str:
+        try:
+            with blocked_signals():  # a requeue ends all that this job runs, scontrol as well
+                return slurm.call("scontrol", "requeue", self.place.job)
+        except slurm.SlurmError:
+            # It may have been done all the same: by a scontrol that could not say so, or by SLURM.
+            shown = patiently("scontrol", "show", "job", "-o", self.place.job)
+            restarts = re.search(r"\bRestarts=(\d+)", shown)
+            if restarts is None or int(restarts[1]) <= self.place.restart:
+                raise
+            return ""
 
     def _resubmit(self, why: str, racer: Racer | None = None) -> bool:
         """Send another job that starts when this one has ended, in its layout or another."""

@@ -56,7 +56,8 @@ class Place:
 
 def say(text: str) -> None:
     """Into the job's log, which is what people read first when something is odd."""
-    print(f"allranks: {text}", flush=True)
+    with suppress(OSError):  # a disk that is full, a reader that is gone: no run ends of it
+        print(f"allranks: {text}", flush=True)
 
 
 def patiently(*words: str, seconds: float = 900.0) -> str:
@@ -141,6 +142,7 @@ def srun(place: Place, *, tasks_per_node: int, ends_together: bool) -> list[str]
         f"--cpus-per-task={max(1, place.cpus_per_node // tasks_per_node)}",
         "--distribution=block",  # ranks of a node follow each other
         "--export=ALL",
+        "--wait=0",  # a site may have others ended a while after the first: a node may be slow
         # Tasks end with 0 when they were told to stop: any other code is a failure of all.
         f"--kill-on-bad-exit={int(ends_together)}",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,10 @@ LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal
 JUDGE_SECONDS = 0.02  # between looks at what launchers wait for
 ASK_SECONDS = 120.0  # between questions after the limit, while they are not answered
 FOR_EVER = math.inf
+OUT_OF_MEMORY = "Out Of Memory"
+# srun's word of a task: `srun: error: node2: task 1: Killed`, `...: Exited with exit code 1`.
+TASK_END = re.compile(r"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.+)")
+MEMORY_END = re.compile(r"slurmstepd.*(exceeded (\w+ )?memory limit|oom.kill event)", re.I)
 
 
 class Relay:
@@ -65,6 +70,7 @@ class Relay:
         self._is_limit = False  # what a signal warned of
         self._is_warned = False
         self.at_limit = False  # the ranks were told to stop because the job's time is over
+        self.first_end: tuple[str, str] | None = None  # of tasks that ended badly: node, and how
 
     def run_step(
         self,
@@ -79,6 +85,7 @@ class Relay:
 
         `judge` is asked whether the step may go on, until it knows.
         """
+        self.first_end = None
         env = step_environment({**os.environ, **(variables or {})})
         step = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
         reader = threading.Thread(target=self._repeat, args=(step.stderr,), daemon=True)
@@ -161,6 +168,10 @@ class Relay:
                 self.said.append(text.strip())
                 sys.stdout.write(text)
                 sys.stdout.flush()
+                if self.first_end is None and (ended := TASK_END.match(text)):
+                    self.first_end = ended["node"], ended["how"]
+                elif self.first_end is None and MEMORY_END.match(text):
+                    self.first_end = "", OUT_OF_MEMORY
                 failed = nodes_failed(text)
                 if failed:  # at once: SLURM leaves this process a few seconds
                     self.nodes_lost(failed)

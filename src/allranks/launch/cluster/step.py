@@ -2,7 +2,8 @@
 
     srun python -m allranks.launch.cluster.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
 
-It ends with code 0 when it was told to stop: srun would end the other tasks at any other.
+It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
+tasks at any other. What the run came to is the job's to say (held.py), once all tasks have ended.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +37,7 @@ from allranks.processes import STOP_SIGNALS, listening
 from allranks.rundir import RunDir
 
 CLAIM_SECONDS = 5.0
+REQUEUE_SECONDS = 60.0  # that asking for it may take; SLURM ends this process sooner
 PASS_ON_SECONDS = 2.0  # srun signals the ranks too: this is for those it has missed
 
 
@@ -73,11 +77,17 @@ def main() -> int:
         return error.exit_code
     # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
     seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
-    watched = (run, wanted.claim, seconds)
-    threading.Thread(target=end_with_claim, args=watched, daemon=True).start()
+    watch(end_with_claim, run, wanted.claim, seconds)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
         return run_rank(prepared, run, nodes[0], wanted.port)
     return run_node(prepared, nodes[0], wanted.port)
+
+
+def watch(look: Callable[..., None], *args: object) -> threading.Thread:
+    """Have this process look after something until it ends."""
+    thread = threading.Thread(target=look, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
@@ -96,6 +106,56 @@ def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
             continue
 
 
+def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> None:
+    """Requeue the job when its first process is killed: SLURM would only end the rest of it.
+
+    `is_told`: whether this task was told to stop, perhaps because somebody cancelled the job.
+    """
+    from allranks.launch.cluster import held, inside, sbatch
+
+    claim, place = claims.newest(run.claims), inside.Place.from_environment(os.environ)
+    if claim is None or claim.number != number or not is_holder(claim.pid, run):
+        return  # it runs on another node, or where its processes are not seen
+    try:
+        holder = os.pidfd_open(claim.pid)
+    except OSError:  # an old kernel
+        return
+    select.select([holder], [], [])
+    info = run.info()
+    if info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
+        return
+    job = held.Held(run, place, sbatch.Racer.parse(info["racers"][place.job]["layout"]), claim)
+    if is_told() and job.is_cancelled:
+        return
+    job.go_on_after(f"the job's first process was killed on {place.nodes[0]}")
+
+
+@contextmanager
+def watching_job(
+    run: RunDir, number: int | None, is_first: bool, is_told: Callable[[], bool]
+) -> Iterator[None]:
+    """Have the first task of a job look after it; it does not end before the job is requeued."""
+    if not is_first or number is None:
+        yield
+        return
+    thread = watch(go_on_without_job, run, number, is_told)
+    try:
+        yield
+    finally:
+        holder = claims.newest(run.claims)
+        if holder is not None and not is_holder(holder.pid, run):
+            thread.join(REQUEUE_SECONDS)
+
+
+def is_holder(process: int, run: RunDir) -> bool:
+    """Whether a process of this machine is the one that holds a run for a job."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        # By its name: one of the two paths may go through a link.
+        return run.name.encode() in [os.path.basename(word) for word in words]
+    return False
+
+
 def run_node(prepared: Prepared, master: str, port: int) -> int:
     """All ranks of this node, through torch's agent."""
     node_rank = int(os.environ["SLURM_NODEID"])
@@ -106,13 +166,14 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
         screen.mute()
     with ExitStack() as held:
         signals = held.enter_context(listening(PASS_ON_SECONDS))
+        assert prepared.run is not None
+        watched = (prepared.run, prepared.claim, node_rank == 0, lambda: bool(signals.received))
+        held.enter_context(watching_job(*watched))
         launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
-        outcome = launch.run_to_end()
-    if outcome.error is None:
-        screen.summary(outcome.result, can_go_on=False)  # the job says what comes next
-    elif node_rank == 0:
-        print(outcome.error.shown, flush=True)
-    return 0 if outcome.exit_code in (0, 75) or signals.received else outcome.exit_code
+        states = launch.run_ranks()
+    if launch.disk_error is not None:  # of the ranks' failures, the job speaks
+        print(launch.disk_error.shown, flush=True)
+    return 1 if "failed" in states and not signals.received else 0
 
 
 def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
@@ -154,10 +215,11 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    code = process.wait()
-    twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
-    end = twice or end_of(code, is_command=True, stopped=bool(stopped))
-    append_event(run.events(prepared.attempt, rank), "end", **end)
+    with watching_job(run, prepared.claim, rank == 0, lambda: bool(stopped)):
+        code = process.wait()
+        twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
+        end = twice or end_of(code, is_command=True, stopped=bool(stopped))
+        append_event(run.events(prepared.attempt, rank), "end", **end)
     return 1 if twice else 0 if stopped else code if code >= 0 else 128 - code
 
 
