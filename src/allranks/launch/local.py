@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.errors import AllranksError
-from allranks.events import append_event, disk_error
+from allranks.errors import AllranksError, disk_error
+from allranks.events import append_event
 from allranks.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.hardware import memory_kills
-from allranks.job import load_job
 from allranks.launch import checks, prepare
 from allranks.launch.held_nodes import check_allocation
 from allranks.launch.prepare import Prepared
@@ -162,7 +161,7 @@ class Launch:
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
         # Node 0's job is the one that counts; its layout is that of the meeting.
-        prepared.job = load_job(run.job_file, layout=meeting.layout, resolved=True)
+        prepared.job = prepare.load_resolved(run, layout=meeting.layout)
         nodes = rendezvous.FixedNodes(
             store,
             node_rank=node_rank,
