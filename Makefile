@@ -30,28 +30,19 @@ help:
 demo: $(PACKAGE)
 	@$(BIN)/python -m allranks run
 
-# Types and docs are checked beside the tests, which leave a core idle now and then.
-test: style
+test: lint
+	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
 	@tests/terminal/tmux.sh install
-	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
+	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
 	  [ $$? = 1 ] && echo "the tests that failed beside others, once more on their own:" && \
-	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }; \
-	tests=$$?; wait $$checks; checks=$$?; cat $(VENV)/checks.log; exit $$((tests | checks))
+	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }
 
-lint: style types
-
-style: $(DEV)
+lint: $(DEV)
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
-
-types: $(DEV)
 	@$(BIN)/python -m mypy
-
-fresh-docs: $(DEV)
-	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 
 docs: $(DEV)
 	@$(COG) -r $(DOCS)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from tests.ports import free_port
 
+from allranks import files
 from allranks.events import read_events
 from allranks.processes import die_with_parent
 from allranks.rundir import RunDir
@@ -55,6 +56,14 @@ class Recorded:
         found = timing(self.run)
         assert found is not None, self.log()
         return found
+
+
+def notes_on_events(run: RunDir) -> list[str]:
+    """What readers leave out of the events of all ranks."""
+    for rank in run.ranks(0):
+        for _ in read_events(run.events(0, rank)):
+            pass
+    return files.notes_on(run.path)
 
 
 def run_script(
@@ -96,7 +105,9 @@ def run_script(
         end = time.monotonic() + timeout
         for process in ranks:
             process.join(max(0.0, end - time.monotonic()))
-        return Recorded(run, [process.exitcode for process in ranks])
+        found = Recorded(run, [process.exitcode for process in ranks])
+        assert not notes_on_events(run), "what ranks write is what readers expect"
+        return found
     finally:
         for process in ranks:
             process.kill()

@@ -19,8 +19,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from allranks import files
 from allranks.errors import AllranksError
 
+FIELDS: dict[str, files.Check] = {
+    **dict.fromkeys(("job", "layout", "host", "token"), files.is_text),
+    **dict.fromkeys(("number", "restart", "pid"), files.is_count),
+    "nodes": files.list_of(files.is_text),
+    "time": files.is_time,
+}
 VARIABLE = "ALLRANKS_CLAIM"  # the number of the claim under which a rank works
 LOOK_SECONDS = 5.0  # between a launcher's looks for a newer claim
 
@@ -217,13 +224,14 @@ def _is_only_looked_at(descriptor: int) -> bool:
 
 
 def _numbers(folder: Path) -> list[int]:
-    names = os.listdir(folder) if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdigit())
+    return files.numbers_in(folder)
 
 
 def _read(folder: Path, number: int) -> Claim:
-    content = json.loads((folder / str(number)).read_text())
-    return Claim(**{**content, "nodes": tuple(content["nodes"])})
+    said = files.read_mapping(folder / str(number), FIELDS)
+    said = {name: value for name, value in said.items() if name in FIELDS}
+    unknown = {"host": "an unknown machine", "pid": 0, "time": 0.0, "token": ""}
+    return Claim(**{**unknown, **said, "nodes": tuple(said.get("nodes", ())), "number": number})
 
 
 def look_anew(folder: Path) -> None:

@@ -189,14 +189,12 @@ def main() -> NoReturn:
 
 def as_user_error(error: Exception) -> AllranksError | None:
     """An error that is the user's to mend: ours, or typer's about the arguments."""
-    from allranks.errors import AllranksError
+    from allranks.errors import FULL, AllranksError, file_error
 
     if isinstance(error, AllranksError):
         return error
-    if isinstance(error, OSError) and error.filename:
-        from allranks.events import disk_error
-
-        return disk_error(error, Path(str(error.filename)))
+    if isinstance(error, OSError) and (error.filename or error.errno in FULL):
+        return file_error(error)
     if hasattr(error, "format_message"):
         return AllranksError(error.format_message(), fix="see allranks --help")
     return None

@@ -111,7 +111,7 @@ def diagnosis_of(
     state = standing.describe(run, standing.look_at_queue([run]))["state"]
     stalls = live.stalled(run, state, after=stalled_after)
     slowness = live.slowed(run, state, limits) if not stalls else []
-    return live.together(diagnose_run(run), stalls, slowness)
+    return [*live.together(diagnose_run(run), stalls, slowness), *live.odd_folder(run)]
 
 
 def print_findings(findings: list[Finding], subject: str, as_json: bool) -> None:

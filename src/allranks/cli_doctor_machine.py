@@ -102,9 +102,14 @@ def listen(port: int | None, *, as_json: bool = False) -> int:
     from allranks.doctor.pair.listen import Listening
     from allranks.doctor.pair.words import verdict
     from allranks.interfaces import up_interfaces
+    from allranks.plain import clean
 
     console = people_console(as_json)
-    listening = Listening(DEFAULT_PORT if port is None else port, console.print)
+
+    def told(text: str) -> None:
+        console.print(clean(text), markup=False, soft_wrap=True)  # a stranger may have said it
+
+    listening = Listening(DEFAULT_PORT if port is None else port, told)
     console.print(f"listening on port {listening.port}; on the other machine type one of")
     for each in up_interfaces():
         if not each.is_loopback:

@@ -54,6 +54,7 @@ def report(
 ) -> None:
     """Compare runs: speedup, efficiency, GPU-hours, cost, and which layout to take."""
     from allranks.events import to_json
+    from allranks.plain import clean
     from allranks.prices import parse_price, read_prices
     from allranks.report.build import build
     from allranks.report.facts import read_run
@@ -73,7 +74,7 @@ def report(
     lines, trouble = write_files(built, out or found[0].path)
     show_report(console, built)
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(clean(line), soft_wrap=True)
     if trouble is not None:
         raise trouble
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -204,6 +205,9 @@ def logs(
     rank: Annotated[
         int | None, typer.Option(min=-1, help="Only this rank; -1: what the job itself says.")
     ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="On a terminal, too: every byte that ranks print.")
+    ] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -214,6 +218,7 @@ def logs(
     from allranks.failures import failure, failure_in_words
     from allranks.launch.logs import show
     from allranks.launch.waiting import EXIT_CODES, in_words
+    from allranks.plain import clean
     from allranks.rundir import find_run
 
     found = find_run(runs, run)
@@ -224,14 +229,11 @@ def logs(
 
     def has_ended() -> bool:
         now.update(standing.describe(found, standing.look_at_queue([found])))
-        waits = f"{found.name} waits: {now['reason'] or 'not started yet'}"
+        waits = clean(f"{found.name} waits: {now['reason'] or 'not started yet'}")
         if now["state"] == "queued" and told[-1:] != [waits]:
             told.append(waits)
             print(waits, file=sys.stderr)
         return now["state"] not in ("queued", "running")
-
-    def write(line: str) -> None:
-        print(line, flush=follow)
 
     is_interrupted = False
     try:
@@ -239,7 +241,7 @@ def logs(
             found,
             rank,
             follow=follow,
-            write=lines.append if as_json else write,
+            write=lines.append if as_json else partial(print_line, raw=raw, flush=follow),
             has_ended=has_ended,
         )
     except KeyboardInterrupt:
@@ -248,13 +250,20 @@ def logs(
     if as_json:
         print(to_json({"run": found.name, "lines": lines}))
     elif failed is not None:
-        print(failure_in_words(failed), file=sys.stderr)
+        print(clean(failure_in_words(failed)), file=sys.stderr)
     if is_interrupted:
         raise typer.Exit(130)
     if follow:
         if now["state"] != "finished":
-            print(f"{found.name} {in_words(now)}", file=sys.stderr)
+            print(clean(f"{found.name} {in_words(now)}"), file=sys.stderr)
         raise typer.Exit(EXIT_CODES[now["state"]])
+
+
+def print_line(line: str, *, raw: bool, flush: bool) -> None:
+    """A line of a log; on a terminal nothing that it would obey, but colours."""
+    from allranks.plain import coloured
+
+    print(coloured(line) if sys.stdout.isatty() and not raw else line, flush=flush)
 
 
 @app.command()
@@ -271,6 +280,7 @@ def stop(
     from allranks.errors import AllranksError
     from allranks.events import to_json
     from allranks.launch import follow
+    from allranks.plain import clean
     from allranks.rundir import find_run, list_runs
 
     if bool(run) == all_:
@@ -289,7 +299,7 @@ def stop(
         print(to_json(done))
         return
     for one in done:
-        print(f"{one['run']}: {one['done']}")
+        print(clean(f"{one['run']}: {one['done']}"))
     if not done:
         print("no run waits or runs")
 

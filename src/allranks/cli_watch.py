@@ -266,10 +266,11 @@ def stopper(watcher: Watcher) -> Any:
 
 
 def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float) -> None:
+    from allranks.plain import clean
     from allranks.watch.plain import follow
 
     def write(line: str) -> None:
-        print(line, flush=True)
+        print(clean(line), flush=True)
 
     if not follow(watcher, write, notifier, interval=interval):
         from allranks.watch.draw import NO_RUNS

@@ -91,7 +91,9 @@ def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> 
 
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
     """Tell people, and with `--json` programs too; `more`: what there is besides the error."""
-    print(error.shown, file=sys.stderr)
+    from allranks.plain import plain
+
+    print(plain(error.shown), file=sys.stderr)
     if as_json:
         from allranks.events import to_json
 

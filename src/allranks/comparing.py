@@ -17,12 +17,22 @@ from typing import Any, Protocol, TypeVar
 
 import yaml
 
+from allranks import files
 from allranks.rundir import RunDir
 
 SAME_JOB = (
     *("name", "task", "command", "options", "batch_size", "batch_size_per_rank", "optimizer"),
     *("lr_scaling", "compress", "precision", "compile", "activation_checkpointing", "launcher"),
 )
+JOB: dict[str, files.Check] = {
+    **dict.fromkeys(("name", "task", "command", "last", "launcher"), files.or_none(files.is_text)),
+    **dict.fromkeys(("epochs", "steps", "batch_size", "seed"), files.or_none(files.is_whole)),
+    **dict.fromkeys(("batch_size_per_rank",), files.or_none(files.is_whole)),
+    **dict.fromkeys(("options", "optimizer", "data", "slurm"), files.or_none(files.is_mapping)),
+    **dict.fromkeys(("env", "checkpoint"), files.or_none(files.is_mapping)),
+}
+MAX_JOB_BYTES = 1 << 20
+MAX_NESTED = 2000  # brackets and the like of a job.yaml
 CPU = "CPU"
 SCALING = "scaling"  # the one benchmark whose runs are there to be compared by their layouts
 # The one in C takes a tenth of the time, and is not everywhere.
@@ -105,12 +115,19 @@ def is_comparable(info: Mapping[str, Any]) -> bool:
 
 
 def read_job(run: RunDir) -> dict[str, Any]:
-    """The content of job.yaml; empty if there is none that can be read."""
+    """The content of job.yaml, checked; empty if there is none that can be read."""
+    return files.read_mapping(run.job_file, JOB, _parse_yaml)
+
+
+def _parse_yaml(text: bytes) -> Any:
+    if len(text) > MAX_JOB_BYTES:
+        raise ValueError("it is too large")
+    if max(map(text.count, (b"[", b"{", b"- ", b"? "))) > MAX_NESTED:  # the one in C would crash
+        raise ValueError("it is nested too deeply")
     try:
-        content = yaml.load(run.job_file.read_bytes(), _Loader)  # safe: a SafeLoader either way
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return files.plain_data(yaml.load(text, _Loader))  # safe: a SafeLoader either way
+    except (yaml.YAMLError, RecursionError, AttributeError, TypeError):
+        raise ValueError("it is no YAML") from None
 
 
 def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """The one error that is a user's to mend: what is wrong, and the fix to type."""
 
+import errno
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class AllranksError(Exception):
@@ -39,3 +43,31 @@ class AllranksError(Exception):
     def fields(self) -> dict[str, Any]:
         """As programs see it."""
         return {"what": self.what, "fix": self.fix, **self.facts}
+
+
+def disk_error(error: OSError, path: Path) -> AllranksError:
+    """An OSError of writing to the run folder, in words."""
+    return AllranksError(
+        f"cannot write {path}: {error.strerror or error}",
+        fix="free space or get the permission to write there, or use another disk with --runs DIR; "
+        "then go on with --resume: committed checkpoints are intact",
+        exit_code=1,
+    )
+
+
+def file_error(error: OSError) -> AllranksError:
+    """An OSError that nobody has put into words: only its number says what it is about."""
+    where = str(error.filename) if error.filename else "a file"
+    if error.errno in (*FULL, errno.EROFS):
+        return disk_error(error, Path(where))
+    fixes = {
+        errno.ENOENT: "check the path",
+        errno.EACCES: "get the permission for it, or name another place",
+        errno.EPERM: "get the permission for it, or name another place",
+        errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+        errno.EIO: "look after its disk: the kernel could not read or write it",
+        errno.ESTALE: "its network disk has lost it: try again, or look after the disk",
+        errno.ENAMETOOLONG: "choose a shorter name",
+    }
+    fix = fixes.get(error.errno or 0, "--debug shows where it came from")
+    return AllranksError(f"{where}: {error.strerror or error}", fix=fix, exit_code=1)

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
-from allranks.errors import AllranksError
+from allranks import files
+from allranks.errors import disk_error
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
+MAX_LINE_BYTES = 1 << 20  # of an event: its longest tracebacks are a hundredth of it
 
 
 def _encoder() -> Callable[[Mapping[str, Any]], str]:
@@ -167,16 +169,32 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file. A torn line (a killed rank) is skipped; a missing file has none."""
+def read_events(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """The events of a file, checked; `most`: of its first so many bytes.
+
+    A torn line (a killed rank) is skipped; a missing file has none.
+    """
     try:
-        with path.open("rb") as file:
-            for line in file:
-                event = _parse(line)
+        with files.open_file(path) as file:
+            for line in _lines(file, most):
+                event = parse_line(line, path)
                 if event is not None:
                     yield event
     except FileNotFoundError:
         return
+    except OSError as error:
+        files.note(path, error.strerror or str(error))
+
+
+def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
+    """Lines, of which none takes more memory than an event may."""
+    is_cut = False
+    while line := file.readline(MAX_LINE_BYTES):
+        if not is_cut:
+            yield line
+        is_cut = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+        if most is not None and file.tell() >= most:
+            return
 
 
 def read_last_events(
@@ -187,15 +205,19 @@ def read_last_events(
     With `word` only lines that contain it are parsed: a rare event costs little to look for.
     """
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - num_bytes))
-            lines = file.read().split(b"\n")
-    except OSError:  # not there yet, not ours to read, or a disk that does not answer
+            lines = file.read(num_bytes).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # not ours to read, or a disk that does not answer
+        files.note(path, error.strerror or str(error))
         return []
     if size > num_bytes:
         lines = lines[1:]  # the first is most likely cut
-    return [event for line in lines if word in line and (event := _parse(line)) is not None]
+    found = [parse_line(line, path) for line in lines if line and word in line]
+    return [event for event in found if event is not None]
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:
@@ -208,16 +230,6 @@ def append_event(path: Path, event: str, **fields: Any) -> None:
             if file.read(1) != b"\n":
                 file.write(b"\n")  # end the torn line, so that this one can be read
         file.write(format_event(record).encode())
-
-
-def disk_error(error: OSError, path: Path) -> AllranksError:
-    """An OSError of writing to the run folder, in words."""
-    return AllranksError(
-        f"cannot write {path}: {error.strerror or error}",
-        fix="free space or get the permission to write there, or use another disk with --runs DIR; "
-        "then go on with --resume: committed checkpoints are intact",
-        exit_code=1,
-    )
 
 
 def is_ready(fields: LateFields) -> bool:
@@ -252,9 +264,82 @@ def _with_fields(event: dict[str, Any], late: str) -> str:
     return f"{format_event(event)[:-2]},{text}}}\n"
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+# --- What an event may hold ---------------------------------------------------------------------
+
+_NUMBER, _TEXT, _COUNT = files.is_number, files.is_text, files.is_count
+_MAYBE_NUMBER, _MAYBE_TEXT = files.or_none(_NUMBER), files.or_none(_TEXT)
+_MAYBE_COUNT, _MAYBE_FLAG = files.or_none(_COUNT), files.or_none(files.is_flag)
+_PLACE = files.row_of(_TEXT, files.is_whole, _MAYBE_TEXT)
+# By the names that all kinds of events share; what is not here, nobody reads.
+FIELDS: dict[str, files.Check] = {
+    **dict.fromkeys(("event", "type", "message"), _TEXT),
+    **dict.fromkeys(("t", "seconds"), files.is_time),
+    **dict.fromkeys(("data", "forward", "backward", "wait", "optimizer", "other"), _NUMBER),
+    **dict.fromkeys(("arrive", "left", "doing_seconds", "stall"), _NUMBER),
+    **dict.fromkeys(("step", "epoch", "samples", "batch"), _MAYBE_COUNT),
+    **dict.fromkeys(("loss", "own_loss", "value", "samples_per_second"), _MAYBE_NUMBER),
+    **dict.fromkeys(("cpu", "workers_cpu", "host_memory", "memory"), _MAYBE_NUMBER),
+    **dict.fromkeys(("memory_total", "memory_peak", "utilization", "power"), _MAYBE_NUMBER),
+    **dict.fromkeys(("power_limit", "temperature", "clock", "clock_max"), _MAYBE_NUMBER),
+    **dict.fromkeys(("num_workers", "collectives", "memory_kills", "loader"), _MAYBE_COUNT),
+    **dict.fromkeys(("world_size",), files.or_none(files.is_size)),
+    **dict.fromkeys(("steps", "threads", "accumulation", "global_batch"), _MAYBE_COUNT),
+    **dict.fromkeys(("samples_per_epoch", "steps_per_epoch"), files.or_none(files.is_positive)),
+    **dict.fromkeys(("first", "last", "pid", "line"), _MAYBE_COUNT),
+    **dict.fromkeys(("host", "layout", "device", "doing", "function", "file"), _MAYBE_TEXT),
+    **dict.fromkeys(("name", "cause", "signal", "trace", "problem"), _MAYBE_TEXT),
+    **dict.fromkeys(("echo", "steady", "trained", "sorted"), _MAYBE_FLAG),
+    "exit": files.or_none(files.is_whole),
+    "state": files.one_of("finished", "stopped", "failed"),
+    "content": files.or_none(lambda value: _TEXT(value) or files.is_whole(value)),
+    "metrics": files.values_of(_MAYBE_NUMBER),
+    "network": files.values_of(_NUMBER),
+    "nonfinite": files.values_of(_TEXT),
+    "processes": files.list_of(_COUNT),
+    "rank_batch": files.or_none(lambda value: _COUNT(value) or files.list_of(_COUNT)(value)),
+    **dict.fromkeys(("waits", "own"), files.list_of(_NUMBER)),
+    "at": files.or_none(_PLACE),
+    "frames": files.list_of(files.row_of(_TEXT, files.is_whole, _TEXT, _TEXT)),
+    "error": files.or_none(files.mapping({"what": _TEXT, "fix": _TEXT})),
+}
+_FIELDS_OF = {"nonfinite": FIELDS | {"loss": _TEXT}}  # which number it is not
+# Without these an event says nothing; the others may be left out.
+NEEDED = {
+    "step": ("step",),
+    "end": ("state",),
+    "error": ("type", "message", "echo"),
+    "window": ("first", "steady"),
+    "batch": ("epoch", "batch"),
+    "metric": ("name",),
+    "checkpoint": ("step", "seconds"),
+}
+_TORN = b'{"v":'  # how every event begins, also one that was never ended
+_decode = json.JSONDecoder(parse_constant=lambda _: None).decode
+
+
+def parse_line(line: bytes, path: Path) -> dict[str, Any] | None:
+    """The event of a line of a file, as `check_event` leaves it; None if it is none."""
     try:
-        event = json.loads(line)
-    except ValueError:
+        event = files.cleaned(_decode(line.decode()), line)
+    except (ValueError, RecursionError):
+        if not line.startswith(_TORN) and not _TORN.startswith(line.strip()):
+            files.note(path, "a line of it is no event")
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return check_event(event, path)
+
+
+def check_event(event: Any, path: Path) -> dict[str, Any] | None:
+    """An event without the fields that are of a wrong type; None if one is missing that it needs.
+
+    Both are noted, with the file that it is from.
+    """
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        files.note(path, "a line of it is no event")
+        return None
+    kind = event["event"]
+    found = files.checked(event, _FIELDS_OF.get(kind, FIELDS), path)
+    for name in ("t", *NEEDED.get(kind, ())):
+        if found.get(name) is None:
+            files.note(path, f"an event {kind[:40]} has no {name}")
+            return None
+    return found

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from allranks import crash, stacks
+from allranks import crash, files, stacks
 from allranks.events import read_last_events
-from allranks.frames import Frame, place_of, read_tracebacks, short_path
+from allranks.frames import Frame, place_of, read_tracebacks, short_path, source_lines
 from allranks.plain import clean
 from allranks.rundir import RunDir
 
@@ -141,7 +140,7 @@ def _call(frame: Frame) -> list[str]:
     inside = f", in {frame.function}" if frame.function else ""
     lines = [f'  File "{short_path(frame.file)}", line {frame.line}{inside}']
     # Where only its number is known: the line as it is now, if the file is here.
-    source = frame.source or linecache.getline(frame.file, frame.line).strip()
+    source = frame.source or "".join(source_lines(frame.file)[frame.line - 1 : frame.line]).strip()
     return [*lines, f"    {_cut(source, COLUMNS - 4)}"] if source else lines
 
 
@@ -337,7 +336,7 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
 
 def _only_exit(file: str) -> int | None:
     """The line that raises SystemExit, which no hook sees, if there is only one."""
-    lines = [*enumerate(linecache.getlines(file), 1)]
+    lines = [*enumerate(source_lines(file), 1)]
     found = [number for number, line in lines if re.match(r"\s*raise SystemExit\b", line)]
     return found[0] if len(found) == 1 else None
 
@@ -352,8 +351,8 @@ def last_words(log: Path) -> str:
 def tail(path: Path, size: int = 1 << 14) -> list[str]:
     """The last lines of a log, as text; none if the file does not exist."""
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             file.seek(max(0, file.seek(0, 2) - size))
-            return file.read().decode(errors="replace").splitlines()
+            return file.read(size).decode(errors="replace").splitlines()
     except OSError:
         return []

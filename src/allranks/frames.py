@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks import files
+
+MAX_SOURCE_BYTES = 4 << 20
 OURS = f"{Path(__file__).parent}/"
 INSTALLED = ("site-packages", "dist-packages", "/lib/python3", "<", OURS)
-FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>\S+))?')
+FRAME = re.compile(
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d{1,9})(?:,? in (?P<function>\S+))?'
+)
 RAISED = re.compile(r"^(?P<type>[A-Za-z_](?:[\w.]|<locals>)*)(?::(?: (?P<message>.*))?)?$")
 BEGIN = re.compile(r"Traceback \(most recent call last\):\s*$")
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, once ranks have met
@@ -76,6 +82,14 @@ def short_path(file: str) -> str:
     except OSError:  # it was removed
         return file
     return os.path.relpath(file, here) if file.startswith(f"{here}/") else file
+
+
+def source_lines(file: str) -> list[str]:
+    """A file of Python as it is now, if it is here: an event may name any path at all."""
+    path = Path(file)
+    if path.suffix != ".py" or not files.is_regular(path):
+        return []
+    return linecache.getlines(file) if path.stat().st_size <= MAX_SOURCE_BYTES else []
 
 
 def place_of(frames: Sequence[Frame]) -> Frame | None:

@@ -234,7 +234,7 @@ def load_job(
     `resolved`: a file out of a run folder. It has every default, so the task is not looked for.
     Raises AllranksError that lists all that is wrong.
     """
-    layers = [] if path is None else [read_file(path)]
+    layers = [] if path is None else [read_file(path, resolved=resolved)]
     layers += [read_overrides(earlier), read_overrides(overrides)]
     if command is not None:
         if not command:

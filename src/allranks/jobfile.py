@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
 from allranks.errors import AllranksError
+from allranks.files import open_file, open_named
 
 KeyPath = tuple[str, ...]
 
@@ -179,9 +180,12 @@ def _key_lines(
         yield from _key_lines(value, (*path, key.value), inside, left)
 
 
-def read_file(path: Path) -> Layer:
-    """A job file as written. Raises AllranksError with the line of what cannot be read."""
-    text = _read_text(path)
+def read_file(path: Path, *, resolved: bool = False) -> Layer:
+    """A job file as written. Raises AllranksError with the line of what cannot be read.
+
+    `resolved`: out of a run's folder, where it is a file and nothing else.
+    """
+    text = _read_text(path, open_file if resolved else open_named)
     try:
         values, lines = parse_value(text)
     except yaml.MarkedYAMLError as error:
@@ -204,10 +208,10 @@ def read_file(path: Path) -> Layer:
     return Layer(values, {(): Place(str(path)), **places})
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, opened: Callable[[Path], BinaryIO]) -> str:
     start_from = "or let `allranks init` write a job.yaml to start from"
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise AllranksError(

@@ -88,7 +88,8 @@ def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> float | N
     for attempt in reversed(attempts):
         # Far enough back for any log_every that people set.
         events = read_last_events(run.events(attempt, 0), 1 << 20)
-        losses = [e["loss"] for e in events if "loss" in e and e["step"] <= (steps or 0)]
+        made = [e for e in events if e["event"] == "step" and e["step"] <= (steps or 0)]
+        losses = [e["loss"] for e in made if "loss" in e]
         if losses:
             return losses[-1]  # type: ignore[no-any-return]  # a JSON number or null
     return None
@@ -98,19 +99,19 @@ def _epochs(
     start: dict[str, Any], steps: int | None, step: dict[str, Any], state: State
 ) -> int | None:
     """Epochs completed after so many steps."""
-    if steps is not None and "steps_per_epoch" in start:
+    if steps is not None and start.get("steps_per_epoch"):
         return steps // int(start["steps_per_epoch"])
-    if "epoch" in step:  # as the probe counts a script's: from 1, the one that it is in
+    if step.get("epoch"):  # as the probe counts a script's: from 1, the one that it is in
         return int(step["epoch"]) - (state != "finished")
     return None if steps is None else 0
 
 
 def _samples(start: dict[str, Any], steps: int | None) -> int | None:
     """Samples seen after so many steps, for a run that did not live to say."""
-    if steps is None or "steps_per_epoch" not in start:
+    size: int | None = start.get("samples_per_epoch")
+    batch: int | None = start.get("global_batch")
+    if steps is None or size is None or batch is None or not start.get("steps_per_epoch"):
         return None
-    size: int = start["samples_per_epoch"]
-    batch: int = start["global_batch"]
     epochs, rest = divmod(steps, int(start["steps_per_epoch"]))
     return epochs * size + min(rest * batch, size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,17 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from allranks import claims
-from allranks.errors import AllranksError
+from allranks import claims, files
+from allranks.errors import FULL, AllranksError, disk_error
 from allranks.events import read_events, read_last_events
+from allranks.plain import plain, printable
 
 State = Literal["queued", "running", "finished", "failed", "stopped"]
 
 TWICE = "twice.json"  # left by a second process that wanted to record a rank
 
-NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}")
+NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}", re.ASCII | re.DOTALL)
+HEAD_BYTES = 1 << 20  # of a rank's events, in which its start is
+MAX_TRIES = 100  # for a name that nobody has
+MAX_SHOWN_PROBLEMS = 3
+ODD = "its folder is odd: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,8 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        """As it is shown and typed."""
+        return printable(self.path.name)
 
     @property
     def job_name(self) -> str:
@@ -50,7 +57,8 @@ class RunDir:
     @property
     def reference(self) -> str:
         """How a command names it: by its name where that is found, else its path."""
-        return self.name if self.path.parent == Path("runs").absolute() else str(self.path)
+        is_here = self.path.parent == Path("runs").absolute()
+        return self.name if is_here else printable(str(self.path))
 
     @property
     def job_file(self) -> Path:
@@ -78,30 +86,55 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""
-        folder = self.path / "attempts"
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdigit())
+        return files.numbers_in(self.path / "attempts")
 
     def ranks(self, attempt: int) -> list[int]:
         """Ranks that wrote events in an attempt."""
-        paths = self.attempt(attempt).glob("rank-*.jsonl")
-        numbers = [path.stem.removeprefix("rank-") for path in paths]
-        return sorted(int(number) for number in numbers if number.isdigit())
+        return files.numbers_in(self.attempt(attempt), "rank-", ".jsonl")
+
+    def logs(self, attempt: int) -> list[int]:
+        """Ranks that have printed anything in an attempt."""
+        return files.numbers_in(self.attempt(attempt), "rank-", ".log")
+
+    def job_logs(self) -> list[Path]:
+        """What SLURM's jobs have said, the newest last."""
+        named = [e for e in files.entries(self.folder) if re.fullmatch(r"slurm-.*\.log", e.name)]
+        found = [(e.stat().st_mtime, e.name) for e in named if e.is_file(follow_symlinks=False)]
+        return [self.path / name for _, name in sorted(found)]
+
+    @property
+    def folder(self) -> Path:
+        """Where it really is: the folder of runs, or the run's own, may be a link."""
+        return Path(os.path.realpath(self.path))
 
     def info(self) -> dict[str, Any]:
-        """The content of run.json; empty if there is none (yet)."""
-        try:
-            content = json.loads((self.path / "run.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        """The content of run.json, checked; empty if there is none (yet)."""
+        return files.read_mapping(self.path / "run.json", files.INFO)
+
+    def problem(self) -> str | None:
+        """What is wrong with the folder itself, in a line: by what it holds, and by what was left
+        out of it when it was read."""
+        if not self.path.is_dir():
+            return "it is no folder"
+        found = files.odd_entries(self.folder, spared=("checkpoints",))
+        attempts = self.attempts()
+        if attempts:
+            odd = files.odd_entries(self.attempt(attempts[-1]))
+            found += [f"attempts/{attempts[-1]}/{one}" for one in odd]
+        if not files.is_regular(self.path / "run.json"):
+            found.append("it has no run.json")
+        found = list(dict.fromkeys([*found, *files.notes_on(self.path)]))
+        more = len(found) - MAX_SHOWN_PROBLEMS
+        shown = "; ".join(found[:MAX_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        return f"{ODD}{shown}" if found else None
 
     def write_info(self, info: dict[str, Any]) -> None:
         write_atomically(self.path / "run.json", json.dumps(info, indent=2) + "\n")
 
     def update_info(self, change: Callable[[dict[str, Any]], None]) -> None:
         """Change run.json, where another process may be doing the same."""
-        with (self.path / ".run.json.lock").open("w") as lock:
+        lock_file = self.path / ".run.json.lock"
+        with _opened(lock_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644) as lock:
             # Where a file system has no locks, two changes in the same millisecond are a risk.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -111,7 +144,7 @@ class RunDir:
 
     def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
         """The start event of a rank, if it came that far."""
-        for event in read_events(self.events(attempt, rank)):
+        for event in read_events(self.events(attempt, rank), HEAD_BYTES):
             if event["event"] == "start":
                 return event
         return None
@@ -130,7 +163,7 @@ class RunDir:
         for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
             last = read_last_events(path, num_bytes, word=f'"{kind}"'.encode())
             events = [event for event in last if event["event"] == kind]
-            if events or not path.exists() or path.stat().st_size <= num_bytes:
+            if events or not files.is_regular(path) or path.stat().st_size <= num_bytes:
                 break
         return events
 
@@ -172,11 +205,9 @@ class RunDir:
 
     def asked_to_stop(self, job: str) -> dict[str, Any] | None:
         """Why a job was asked to stop, and whether the run moves; None if it was not."""
-        try:
-            content: dict[str, Any] = json.loads((self.path / "stop.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        return content if job in content.get("jobs", []) else None
+        content = files.read_mapping(self.path / "stop.json", files.STOP)
+        said = {"why": content.get("why", "stops"), "moves": content.get("moves", False)}
+        return {**content, **said} if job in content.get("jobs", []) else None
 
     def is_live(self) -> bool:
         """Whether some process, on this or another machine, holds the run."""
@@ -217,18 +248,30 @@ class RunDir:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the run's one writer; raises if another process is. Released even by SIGKILL."""
-        descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            descriptor = os.open(self._lock_file, flags, 0o644)
+        except OSError as error:
+            raise disk_error(error, self._lock_file) from None
         try:
             self._take(descriptor)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            said = f"process {os.getpid()} on {socket.gethostname()}".encode()
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, said, 0)
+            except OSError as error:
+                raise disk_error(error, self._lock_file) from None
             yield
         finally:
             os.close(descriptor)
 
     def holder(self) -> tuple[int, str]:
         """Process id and host of the process that holds a live run."""
-        match = re.fullmatch(r"process (\d+) on (\S+)", self._lock_file.read_text())
+        try:
+            said = plain(files.read_bytes(self._lock_file, 1 << 12).decode(errors="replace"))
+        except OSError:
+            said = ""
+        match = re.fullmatch(r"process (\d{1,9}) on (\S+)", said)
         return (int(match[1]), match[2]) if match else (0, "another machine")
 
     def _take(self, descriptor: int) -> None:
@@ -251,33 +294,37 @@ class RunDir:
 
 def _is_locked(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with files.open_file(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks
+    except OSError:  # there is none, or its file system has no locks
         return False
-    finally:
-        os.close(descriptor)
     return False
 
 
 def create_run(runs: Path, job_name: str) -> RunDir:
     """A new folder `<job name>-<date>-<time>-<4 hex>` under `runs`."""
+    runs = runs.absolute()
+    elsewhere = "choose another place with --runs DIR (or ALLRANKS_RUNS)"
+    if runs.is_symlink() and not runs.exists():
+        raise AllranksError(
+            f"{runs} is a link to {os.readlink(runs)}, which is not there",
+            fix=f"make that folder, or {elsewhere}",
+        )
+    tries = MAX_TRIES
     while True:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = runs.absolute() / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
+        path = runs / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
         try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
+            runs.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
         except OSError as error:
+            tries -= 1
+            if error.errno == errno.EEXIST and runs.is_dir() and tries:
+                continue
             raise AllranksError(
-                f"cannot make the run folder {path}: {error.strerror}",
-                fix="choose another place with --runs DIR (or ALLRANKS_RUNS)",
+                f"cannot make the run folder {path}: {error.strerror}", fix=elsewhere
             ) from None
         return RunDir(path)
 
@@ -337,7 +384,7 @@ def no_readable_checkpoint(run: RunDir, damaged: list[str]) -> AllranksError:
 
 def list_runs(runs: Path) -> list[RunDir]:
     """All runs in a folder, newest first."""
-    paths = runs.absolute().iterdir() if runs.is_dir() else iter(())
+    paths = [runs.absolute() / entry.name for entry in files.entries(runs.resolve())]
     found = [(match["time"], path) for path in paths if (match := NAME.fullmatch(path.name))]
     found.sort(key=lambda item: (item[0], _created(item[1])), reverse=True)
     return [RunDir(path) for _, path in found]
@@ -348,11 +395,27 @@ def _created(path: Path) -> float:
     return float(RunDir(path).info().get("created", 0.0))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, also after a crash."""
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Readers see the old content or the new one, also after a crash.
+
+    Raises AllranksError where there is no room for it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed, or a stranger's link
+        with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from None
+
+
+def _opened(path: Path, flags: int, mode: int) -> BinaryIO:
+    """A file to be written, never through a link that somebody left there."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.fdopen(os.open(path, flags, mode), "rb+" if flags & os.O_RDWR else "wb")

@@ -258,7 +258,7 @@ def parse_dump(process: int, text: str) -> Stack | None:
     threads: list[tuple[bool, list[Frame]]] = []
     for line in text.splitlines():
         head = HEAD.match(line)
-        frame = re.fullmatch(r'  File "(.*)", line (\d+) in (.+)', line)
+        frame = re.fullmatch(r'  File "(.*)", line (\d{1,9}) in (.+)', line)
         if head:
             threads.append((head[1] != "Thread", []))
         elif frame and threads:

@@ -14,6 +14,7 @@ from allranks.comparing import last_step
 from allranks.errors import AllranksError
 from allranks.events import read_last_events
 from allranks.failures import failure, failure_in_words
+from allranks.plain import plain
 from allranks.rundir import RunDir, State
 from allranks.slurm_reasons import end_reason, waiting_reason
 
@@ -117,7 +118,24 @@ def look_at_queue(runs: Sequence[RunDir]) -> Queue:
 
 
 def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
-    """One run as `allranks ls --json` shows it."""
+    """One run as `allranks ls --json` shows it; `problem`: what is wrong with its folder."""
+    try:
+        return _describe(run, queue) | {"problem": run.problem()}
+    except Exception as error:  # what nobody foresaw costs this run its line, not others theirs
+        nothing = dict.fromkeys(("reason", "step", "steps", "seconds_left", "expected_start"))
+        return {
+            **{"run": run.name, "run_dir": str(run.path), "state": "failed", "layout": ""},
+            **{"jobs": [], **nothing, "job": None, "nodes": [], "attempt": None},
+            "problem": unreadable(error),
+        }
+
+
+def unreadable(error: Exception) -> str:
+    """That a folder holds something that no reader can make sense of."""
+    return f"its folder cannot be read ({type(error).__name__}: {plain(str(error))})"
+
+
+def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     info = run.info()
     jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
     state = state_of(run, info, jobs, queue)

@@ -117,7 +117,7 @@ def timing_of(
     rows = [[steps[rank][number] for rank in sorted(steps)] for number in chosen]
     seconds = [row[0]["seconds"] for row in rows]
     split = None
-    if all(WAIT in event for row in rows for event in row):
+    if all(phase in event for row in rows for event in row for phase in PHASES):
         split = split_waits(rows, one_clock=one_clock)
     slowest = split.slowest if split else None
     mean = statistics.fmean(seconds)
@@ -229,7 +229,7 @@ def held_longest(rows: Sequence[Sequence[Event]], least: float) -> tuple[int, fl
     All ranks wait equally long then: this one at the end of the exchange, the others for it at the
     beginning of the next. Only a clock tells them apart, the same for all.
     """
-    if not all("left" in event for row in rows for event in row):
+    if not all("left" in event and "arrive" in event for row in rows for event in row):
         return None
     begins = [[event["arrive"] for event in row] for row in rows]
     ends = [[event["left"] for event in row] for row in rows]

@@ -16,8 +16,10 @@ from tests.commandline import Allranks
 from typer.models import OptionInfo
 
 from allranks import commits
-from allranks.cli import app
+from allranks.cli import app, as_user_error
+from allranks.cli_words import print_error
 from allranks.commits import seal, writing_folder
+from allranks.errors import AllranksError
 from allranks.launch.prepare import Request, open_run, prepare
 
 # Runs the command line as `python -m allranks` would, then says what was imported.
@@ -196,3 +198,26 @@ def test_no_option_is_named_by_its_metavar() -> None:
     }
     assert len(options) > 5
     assert not [name for name, metavar in options if metavar.lower() == name.replace("_", "-")]
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "fix"),
+    [
+        (OSError(28, "No space left on device"), "cannot write a file: No space", "free space"),
+        (OSError(28, "No space left on device", "a/b"), "cannot write a/b: No space", "free space"),
+        (OSError(122, "Disk quota exceeded", "a/b"), "cannot write a/b: Disk quota", "free space"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), "a/b: No such file", "the path"),
+        (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied", "permission"),
+        (OSError(24, "Too many open files", "a/b"), "a/b: Too many open files", "ulimit -n"),
+        (OSError(5, "Input/output error", "a/b"), "a/b: Input/output error", "its disk"),
+    ],
+)
+def test_an_error_of_a_file_says_what_it_is_about(error: OSError, what: str, fix: str) -> None:
+    told = as_user_error(error)
+    assert told is not None and told.what.startswith(what) and fix in told.fix
+    assert ("cannot write" in told.what) == (error.errno in (28, 122))
+
+
+def test_an_error_is_shown_without_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(AllranksError("no \x1b]52;c;eA==\x07run\n  \x9b2J", fix="fix"), as_json=False)
+    assert capsys.readouterr().err == "error: no run\n  \n  fix: fix\n"

@@ -183,3 +183,12 @@ def test_slurm_is_asked_less_and_less_often(run: RunDir, monkeypatch: pytest.Mon
     assert pauses[0] < 2
     assert 30 <= pauses[-1] < 31
     assert len(asked) < 32
+
+
+@pytest.mark.timeout(60)
+def test_a_line_of_100_megabytes_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"x" * 100_000_000 + b"\nlast")
+    tail = Tail(path)
+    assert [len(line) for line in tail.lines()] == [100_000_000]
+    assert list(tail.last()) == ["last"]

@@ -17,7 +17,7 @@ from allranks.doctor.pair import connect as connecting
 from allranks.doctor.pair import talk
 from allranks.doctor.pair.connect import connect, is_neighbour
 from allranks.doctor.pair.facts import PairFacts, Side, from_fields, from_report, to_fields
-from allranks.doctor.pair.listen import Listening
+from allranks.doctor.pair.listen import MOST_AT_ONCE, Listening
 from allranks.doctor.pair.words import verdict
 from allranks.errors import AllranksError
 
@@ -232,3 +232,51 @@ def test_a_target_is_a_host_and_maybe_a_port() -> None:
 def test_a_target_that_is_none(target: str) -> None:
     with pytest.raises(AllranksError, match="HOST:PORT"):
         cli_doctor_machine.connect(target)
+
+
+def test_silent_strangers_lock_nobody_out() -> None:
+    with listener() as (listening, said, heard):
+        silent = [
+            socket.create_connection(("127.0.0.1", listening.port), 60)
+            for _ in range(MOST_AT_ONCE + 8)
+        ]
+        try:
+            found = connect("127.0.0.1", listening.port, seconds=0.1)
+            wait_until(lambda: bool(heard))
+        finally:
+            for one in silent:
+                one.close()
+    assert found.there is not None and heard[0] is not None, said
+
+
+def test_a_letter_now_and_then_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(talk, "TALK_SECONDS", 0.3)
+    with listener() as (listening, said, _):
+        with socket.create_connection(("127.0.0.1", listening.port), 60) as stranger:
+            while not said:
+                try:
+                    stranger.sendall(b"[")
+                except OSError:
+                    break
+                time.sleep(0.05)
+        wait_until(lambda: bool(said))
+
+
+def test_what_a_stranger_says_is_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[Callable[[str], None]] = []
+
+    class Once:
+        port = 1
+
+        def __init__(self, port: int, tell: Callable[[str], None]) -> None:
+            told.append(tell)
+
+        def wait(self) -> PairFacts:
+            told[0]("10.0.0.9: it said b'[/x]\x1b[2J'")
+            return PairFacts(**GOOD)
+
+    monkeypatch.setattr("allranks.doctor.pair.listen.Listening", Once)
+    cli_doctor_machine.listen(None)
+    assert "it said b'[/x]'" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.plain import clean, plain
+from allranks.plain import as_code, clean, coloured, in_markdown, plain, printable
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,15 @@ def test_a_sequence_goes_with_all_that_it_carries(sequence: str) -> None:
 
 def test_what_must_be_one_line_is_one() -> None:
     assert clean("a\tb\nc\rd") == "a   bcd"
+
+
+def test_a_log_on_a_terminal_keeps_its_colours_alone() -> None:
+    assert coloured("\x1b[1;31mred\x1b[0m\tand") == "\x1b[1;31mred\x1b[0m\tand\x1b[0m"
+    assert coloured("\x1b]52;c;eA==\x07a\x1b[2J\x9b5n\x1b]8;;x\x1b\\b\u202e") == "ab"
+    assert coloured("\x1b]0;\x1b[31mtitle\x07") == "\x1b[31mtitle\x1b[0m"
+
+
+def test_what_is_shared_is_inert() -> None:
+    assert in_markdown("<b>&[x](y) |`*\x1b[0m") == r"&lt;b&gt;&amp;\[x\](y) \|\`\*"
+    assert as_code("a`<b>\n") == "`a\ufffd\ufffdb\ufffd`"
+    assert printable("a\x1b\ud800\u202e b") == "a\ufffd\ufffd\ufffd b"

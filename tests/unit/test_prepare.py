@@ -21,6 +21,7 @@ from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.gpus import LocalGPU
 from allranks.job import load_job
+from allranks.launch import withheld
 from allranks.launch.checks import (
     check_command,
     check_machine,
@@ -37,6 +38,7 @@ from allranks.launch.prepare import (
     find_python,
     hold_run,
     last_change,
+    load_resolved,
     open_run,
     prepare,
     ranks_environment,
@@ -654,3 +656,52 @@ def test_bf16_is_refused_only_where_nothing_works(usable: list[str | None]) -> N
     assert refusal.value.fix == "write precision: fp32"
     (remark,) = settle_precision(prepare(OWN_SCRIPT))  # it may compute in fp32 alone
     assert "SIGILL" in remark
+
+
+# --- Secrets ------------------------------------------------------------------------------------
+
+
+def test_secrets_of_the_environment_are_for_their_user_alone(folder: Path) -> None:
+    job = "env: {WANDB_API_KEY: 0123456789abcdef, NCCL_DEBUG: INFO}\n"
+    (folder / "job.yaml").write_text(JOB + job)
+    typed = ["env.HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "env.DB='postgres://u:pa55@h/d'"]
+    run = open_run(prepare(Request(job_file=Path("job.yaml"), overrides=typed)))
+    values = {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
+        "DB": "postgres://u:pa55@h/d",
+    }
+    secrets = run.path / withheld.FILE
+    assert secrets.stat().st_mode & 0o777 == 0o600
+    assert json.loads(secrets.read_text()) == values
+    others = [path for path in run.path.iterdir() if path != secrets and path.is_file()]
+    for path in others:
+        assert not [value for value in values.values() if value in path.read_text()], path
+    assert load_job(run.job_file, resolved=True).env["NCCL_DEBUG"] == "INFO"
+    # Their user goes on with them, by the run's own job and by a job file that has changed.
+    for request in (Request(resume="last"), Request(job_file=Path("job.yaml"), resume="last")):
+        again = prepare(request)
+        assert values.items() <= again.job.env.items()
+        assert not again.changes
+    changed = prepare(Request(resume="last", overrides=["env.HF_TOKEN=hf_zyxwvutsrqponmlkjihg99"]))
+    assert changed.changes == [
+        {"key": "env.HF_TOKEN", "before": withheld.PLACEHOLDER, "now": withheld.PLACEHOLDER}
+    ]
+    open_run(changed)
+    assert "hf_" not in run.job_file.read_text() + (run.path / "run.json").read_text()
+    env = ranks_environment(prepare(Request(resume="last")), run, here=1, oversubscribe=False)
+    assert env["HF_TOKEN"] == "hf_zyxwvutsrqponmlkjihg99"
+    # Others can read the run, and cannot start it.
+    secrets.unlink()
+    assert load_resolved(run).env["DB"] == withheld.PLACEHOLDER
+    with pytest.raises(AllranksError, match=r"the values of WANDB_API_KEY, .* are not"):
+        prepare(Request(resume="last"))
+
+
+def test_a_whole_environment_that_was_typed_is_kept_without_its_secrets() -> None:
+    typed = "env={A: b, MY_SECRET: abcdefgh, N: '1'}"
+    [kept] = withheld.typed([typed])
+    assert "abcdefgh" not in kept
+    job = load_job(None, [kept], command=["x"])
+    assert job.env["MY_SECRET"] == withheld.PLACEHOLDER and job.env["N"] == "1"
+    assert withheld.typed(["steps=3", "env.A=b"]) == ["steps=3", "env.A=b"]

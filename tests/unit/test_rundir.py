@@ -310,9 +310,34 @@ def test_a_write_that_fails_leaves_the_old_content(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(AllranksError, match=r"(?s)cannot write .*: No space.*fix: free space"):
         write_atomically(path, "new")
     assert path.read_text() == "old"
     monkeypatch.undo()
     write_atomically(path, "new")
     assert path.read_text() == "new"
+
+
+def test_a_link_to_nowhere_is_no_place_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to("gone")
+    with pytest.raises(AllranksError, match="is a link to gone, which is not there") as refused:
+        create_run(tmp_path / "runs", "mine")
+    assert "--runs DIR" in refused.value.fix
+    (tmp_path / "file").touch()
+    with pytest.raises(AllranksError, match="cannot make the run folder"):
+        create_run(tmp_path / "file", "mine")
+    (tmp_path / "gone").mkdir()
+    assert create_run(tmp_path / "runs", "mine").path.is_dir()
+
+
+def test_a_disk_that_is_full_at_the_start_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run(tmp_path, "mine")
+
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(AllranksError, match=r"cannot write .*\.lock: No space left"), run.held():
+        pass

@@ -601,3 +601,9 @@ def test_folders_arrive_as_they_are_named(names: tuple[str, str], tmp_path: Path
     found = directives_of(script)
     assert len(found) == 8
     assert value_of(found, "output") == [f"{base}/r{run.replace('%', '%%')}/slurm-%j.log"]
+
+
+def test_a_secret_is_not_in_the_script() -> None:
+    script = script_of(parse_job({"env": {"WANDB_API_KEY": "0123456789abcdef", "A": "b"}}))
+    assert "0123456789abcdef" not in script
+    assert "export A=b\n" in script

@@ -340,3 +340,11 @@ def test_gpus_by_what_a_rank_writes_of_them() -> None:
     assert said(full) == ["95+", "85.0G+", "", ""]
     assert said(replace(hot, temperature=83)) == ["79!", "91.0G!", "690W+", "83"]
     assert said(idle) == ["85", "10.0G", "100W", ""]
+
+
+def test_a_log_just_longer_than_what_is_kept_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("a line\n" * (KEPT_BYTES // 7 + 10))
+    page = LogPage(path)
+    assert page.look()
+    assert page.page(2) == ["a line", "a line"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import importlib.metadata
 import json
@@ -28,6 +29,7 @@ from allranks.errors import AllranksError
 from allranks.rundir import RunDir
 from allranks.watch import app, server, uplot
 from allranks.watch.app import FOLDER, Place, make_app
+from allranks.watch.gate import prompt_protocol
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
 from allranks.watch.picture import Wish
@@ -502,3 +504,36 @@ def test_no_thread_is_left(hub: Hub) -> None:
     hub.close()
     hub.join(60)
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_strangers_who_send_no_request_are_shown_the_door(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    app_ = make_app(hub, TOKEN, Place("me", "here", "runs"))
+    protocol = prompt_protocol(seconds=1.0, most=8)
+    listener = server.listen(0)
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(app_, http=protocol, ws="none", log_level="critical", loop="asyncio")
+    serving = uvicorn.Server(config)
+    thread = threading.Thread(target=serving.run, kwargs={"sockets": [listener]})
+    thread.start()
+    strangers = []
+    try:
+        strangers = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(20)]
+        for one in strangers[:10]:
+            with contextlib.suppress(OSError):
+                one.sendall(b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n")  # and no more
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        line.request("GET", f"/static/page.js?token={TOKEN}")
+        assert line.getresponse().status == 200  # there is room for who asks for something
+        line.close()
+        for one in strangers:
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(10) == b""
+    finally:
+        for one in strangers:
+            one.close()
+        serving.should_exit = True
+        thread.join(60)
+        listener.close()

@@ -39,7 +39,16 @@ def log_files(path: Path) -> list[Path]:
     """A file itself; of a folder, everything in it that looks like a log."""
     if not path.is_dir():
         return [path]
-    found = sorted({file for form in LOGS for file in path.rglob(form) if file.is_file()})
+    root = path.resolve()
+    # A link in the folder does not lead out of it.
+    found = sorted(
+        {
+            file
+            for form in LOGS
+            for file in path.rglob(form)
+            if file.is_file() and file.resolve().is_relative_to(root)
+        }
+    )
     if not found:
         raise AllranksError(
             f"{path} has no run.json and no logs ({', '.join(LOGS)})",
@@ -80,7 +89,7 @@ def source_of(path: Path) -> Source | None:
         return flight_source(path)
     if path.name == "error.json":
         return error_file(path)
-    return Source(path, shown_path(path), rank_in_name(path))
+    return Source(path, shown_path(path), rank_in_name(path), is_named=True)
 
 
 def rank_in_name(path: Path) -> int | None:

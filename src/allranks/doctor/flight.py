@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from allranks import files
 from allranks.doctor.judge import shown_path
 from allranks.doctor.scan import Source
 
@@ -41,14 +42,14 @@ def read_dump(path: Path) -> dict[str, Any] | None:
     with suppress(Exception):  # whatever a broken pickle may raise
         if not is_ours(path) or path.stat().st_size > MAX_BYTES:
             return None
-        content = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        content = PlainUnpickler(io.BytesIO(files.read_bytes(path, MAX_BYTES))).load()
         return content if isinstance(content, dict) else None
     return None
 
 
 def is_dump(path: Path) -> bool:
     """A pickle of protocol 2 or later, by its first bytes."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), files.open_file(path) as file:
         head = file.read(2)
         return len(head) == 2 and head[0] == 0x80 and 2 <= head[1] <= 5
     return False

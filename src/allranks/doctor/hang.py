@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import time
@@ -11,11 +10,11 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from allranks import slurm, stacks
+from allranks import files, slurm, stacks
 from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.lines import num_lines
-from allranks.frames import Frame
+from allranks.frames import Frame, source_lines
 from allranks.plain import plain
 from allranks.redact import redact
 from allranks.rundir import RunDir
@@ -211,7 +210,7 @@ def heartbeat(state: RankState, run: RunDir, why: str | None) -> Evidence:
 
 
 def source(place: Frame) -> str:
-    line = linecache.getline(place.file, place.line).strip()
+    line = "".join(source_lines(place.file)[place.line - 1 : place.line]).strip()
     return f": {redact(plain(line))}" if line else ""
 
 
@@ -241,9 +240,9 @@ def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
 def stack_in_log(log: Path) -> tuple[float, Stack] | None:
     """The stack that the launcher had printed into a rank's log last, and when."""
     try:
-        with log.open("rb") as file:
+        with files.open_file(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            text = file.read().decode(errors="replace")
+            text = file.read(LOG_BYTES).decode(errors="replace")
     except OSError:
         return None
     before, mark, after = text.rpartition(stacks.FOLLOW)

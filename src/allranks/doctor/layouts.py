@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from allranks.comparing import read_job
 from allranks.doctor.catalogue import load
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.judge import shown_path
-from allranks.doctor.left import job_of
 from allranks.reading import Fingerprints, fingerprints, first_events, same_order, same_samples
 from allranks.rundir import RunDir
 
@@ -86,7 +86,7 @@ def _step_facts(run: RunDir) -> dict[str, Any] | None:
         steps = [one for one in first_events(run, attempts[-1], rank) if one["event"] == "step"]
         if steps:
             samples, ranks = samples + int(steps[0].get("samples") or 0), ranks + 1
-    job = job_of(run)
+    job = read_job(run)
     rate = (job.get("optimizer") or {}).get("lr")
     seed = job.get("seed") if job.get("task") else None
     return {"samples": samples, "ranks": ranks, "rate": rate, "seed": seed} if samples else None

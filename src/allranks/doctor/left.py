@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -12,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from allranks import claims, slurm
+from allranks import claims, files, slurm
 from allranks.doctor.ends import End
 from allranks.doctor.finding import Evidence
 from allranks.doctor.flight import is_ours
@@ -55,10 +52,9 @@ def starts_of(run: RunDir, attempt: int) -> Starts:
 def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
     """What every rank of an attempt printed and recorded, and what its job said."""
     sources = []
-    for path in sorted(run.attempt(attempt).glob("rank-*.log"), key=_rank_in):
-        rank = _rank_in(path)
-        if rank >= 0:
-            sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
+    for rank in run.logs(attempt):
+        path = run.log(attempt, rank)
+        sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
     tails = [
         tail
         for rank in run.ranks(attempt)
@@ -74,26 +70,21 @@ def job_logs(run: RunDir) -> list[Source]:
     holder = claims.newest(run.claims)
     job = holder.job if holder is not None else ""
     own = run.path / f"slurm-{job}.log"
-    if not own.is_file():  # no job got as far as that
-        logs = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
-        return [Source(path, shown_path(path)) for path in logs[-MAX_JOB_LOGS:]]
-    if own.stat().st_size > MAX_JOB_LOG_BYTES:
+    if own not in run.job_logs():  # no job got as far as that
+        return [Source(path, shown_path(path)) for path in run.job_logs()[-MAX_JOB_LOGS:]]
+    try:
+        # A job that was requeued goes on in the same file: why it was is over and done with.
+        content = files.read_bytes(own, MAX_JOB_LOG_BYTES)
+    except OSError:
         return [Source(own, shown_path(own))]
-    # A job that was requeued goes on in the same file: why it was is over and done with.
-    content = own.read_bytes()
     start = max(0, content.rfind(f"allranks: {run.name}: job {job} on ".encode()))
     first = content.count(b"\n", 0, start) + 1
     return [Source(own, shown_path(own), None, None, content[start:], first)]
 
 
-def _rank_in(path: Path) -> int:
-    number = path.name.removeprefix("rank-").partition(".")[0]
-    return int(number) if number.isdigit() else -1
-
-
 def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
     """The end of a rank's events as lines to be searched."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), files.open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - TAIL_BYTES)
         file.seek(0)
@@ -112,7 +103,7 @@ def _first_nonfinite(tails: Sequence[Source]) -> list[Source]:
         return []
     found = []
     for tail in tails:
-        with suppress(OSError), tail.path.open("rb") as file:
+        with suppress(OSError), files.open_file(tail.path) as file:
             for number, line in enumerate(file, 1):
                 if number >= tail.first_line:
                     break
@@ -135,10 +126,10 @@ MAX_ERROR_BYTES = 16 << 20
 
 def error_file(path: Path) -> Source | None:
     """torch's elastic error file: a rank's traceback, as JSON."""
-    if not is_ours(path) or path.stat().st_size > MAX_ERROR_BYTES:
+    if not is_ours(path):
         return None  # a log from elsewhere may name any path
     with suppress(OSError, ValueError, AttributeError, TypeError, LookupError):
-        message = json.loads(path.read_bytes())["message"]
+        message = files.parse_json(files.read_bytes(path, MAX_ERROR_BYTES))["message"]
         text = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
         rank = re.search(r"(?:^|/)(\d+)/error\.json$", str(path))
         content = text.encode(errors="replace")
@@ -167,7 +158,7 @@ def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
 def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
     """Where that count stands."""
     path, count = run.events(attempt, rank), memory_kills(run, attempt, rank)
-    with path.open("rb") as file:
+    with files.open_file(path) as file:
         lines = [number for number, line in enumerate(file, 1) if b'"memory_kills"' in line]
     processes = "one process" if count == 1 else f"{count} processes"
     text = f"the kernel killed {processes} of the run's cgroup for want of memory"
@@ -245,11 +236,3 @@ def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
         ]
         if points:
             yield MemoryCurve(rank, path, points)
-
-
-def job_of(run: RunDir) -> dict[str, Any]:
-    """The job as it was resolved; empty if there is none."""
-    with suppress(OSError, yaml.YAMLError):
-        content = yaml.safe_load(run.job_file.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}

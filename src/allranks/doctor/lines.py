@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks import files
 from allranks.plain import plain, without_escapes
 
 MOST_PREFIXES = 4
@@ -107,7 +108,7 @@ def _is_warning(text: str) -> bool:
 def num_lines(path: Path) -> int:
     """How many lines a file has; 0 if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     except OSError:
         return 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allranks.doctor.finding import Finding
+from allranks.doctor.catalogue import load
+from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.hang import hang, hung
+from allranks.doctor.judge import shown_path
 from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import read_slow_facts
-from allranks.rundir import RunDir, State
+from allranks.rundir import ODD, RunDir, State
 
 
 def stalled(run: RunDir, state: State, *, after: float | None = None) -> list[Finding]:
@@ -27,6 +29,17 @@ def slowed(run: RunDir, state: State, limits: Thresholds | None = None) -> list[
         return []
     facts = read_slow_facts(run)
     return slow(facts, limits) if facts is not None else []
+
+
+def odd_folder(run: RunDir) -> list[Finding]:
+    """That a folder holds what it should not: the rest of what is said may be wrong for it."""
+    problem = run.problem()
+    if problem is None:
+        return []
+    cause, fields = load()["odd-run-folder"], {"problem": problem.removeprefix(ODD)}
+    line = Evidence(shown_path(run.path), 0, problem)
+    title, fix = cause.words(fields), cause.advice(fields)
+    return [Finding(cause.slug, title, fix, None, None, cause.confidence, (line,))]
 
 
 # What logs say of a run that has hung: ranks that waited, or were ended for it.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks import claims, missing, standing
+from allranks.comparing import read_job
 from allranks.doctor import kernel, layouts, left, memory
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
@@ -16,7 +17,7 @@ from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.flight import flight_source
 from allranks.doctor.judge import judge, shown_path
 from allranks.doctor.kernel import Kernel
-from allranks.doctor.left import Starts, job_of
+from allranks.doctor.left import Starts
 from allranks.doctor.scan import Source
 from allranks.events import to_json
 from allranks.rundir import RunDir
@@ -56,7 +57,7 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     seen = run.info().get("missing") or {}
     if seen.get("attempt") != attempt:
         return found
-    title, fix = missing.in_words(seen, is_task=bool(job_of(run).get("task")))
+    title, fix = missing.in_words(seen, is_task=bool(read_job(run).get("task")))
     line = Evidence(shown_path(run.path / "run.json"), 0, f"missing: {to_json(seen)}")
     name = Path(seen["path"]).name
     same = [one for one in found if any(name in each.text for each in one.evidence)]
@@ -114,7 +115,7 @@ def _soft_alone(facts: Facts) -> list[Finding]:
 
 def _situations(run: RunDir) -> tuple[str, ...]:
     slurm = ("slurm",) if run.info().get("backend") == "slurm" else ()
-    return (*(("task",) if job_of(run).get("task") else ()), *slurm)
+    return (*(("task",) if read_job(run).get("task") else ()), *slurm)
 
 
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
@@ -125,7 +126,7 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     largest = max(shares) if isinstance(shares, list) and shares else shares
     if isinstance(largest, int) and isinstance(accumulation, int) and accumulation > 0:
         known["half_micro_batch"] = str(max(1, -(-largest // accumulation) // 2))
-    rate = (job_of(run).get("optimizer") or {}).get("lr")
+    rate = (read_job(run).get("optimizer") or {}).get("lr")
     if isinstance(rate, int | float):
         known["lower_lr"] = f"{rate / 10:g}"
     jobs = run.info().get("jobs") or []
@@ -149,8 +150,7 @@ def _waiting(run: RunDir, row: dict[str, Any], queue: standing.Queue) -> list[Fi
 
 def _never_started(run: RunDir) -> list[Finding]:
     """A job that never ran a rank: what it said, or why it was refused."""
-    jobs = [Path(path) for path in sorted(run.path.glob("slurm-*.log"))]
-    sources = [*(Source(path, shown_path(path)) for path in jobs), *_reason(run)]
+    sources = [*(Source(path, shown_path(path)) for path in run.job_logs()), *_reason(run)]
     return judge(gather(read_logs(sources), situations=("slurm",)), load())
 
 

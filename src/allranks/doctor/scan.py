@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import IO, cast
 
 import numpy as np
 
+from allranks import files
 from allranks.doctor.catalogue import Cause, Pattern
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.literals import LONG, window_cost
@@ -26,6 +28,7 @@ from allranks.plain import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16
+MAX_PIPE_BYTES = 1 << 29  # of what is no file, and may never end
 KEPT_FIRST, KEPT_LAST = 4, 2  # hits of a cause by a rank of a file; marks are all kept
 MAX_MARKS = 20_000
 _BLOCK = 1 << 18  # bytes looked up at once: what fits into a core's cache
@@ -35,6 +38,7 @@ _SHIFT = np.uint32(32 - _BITS)
 _OTHER = np.uint32(2246822519)
 _FOLD = np.uint32(0x20202020)  # capitals and small letters alike
 _NEIGHBOURS = [(side, length) for side in ("behind", "before") for length in (1, 2, 3, 4)]
+_LONG_NUMBER = re.compile(r"(\d{15})\d+")  # no rank, no count of bytes: arithmetic would fail
 _RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # who said anything at all
 Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Places = np.ndarray[tuple[int], np.dtype[np.intp]]
@@ -52,6 +56,7 @@ class Source:
     node: str | None = None
     content: bytes | None = None  # in place of the file's: its end, or what a command printed
     first_line: int = 1  # the number of the content's first line
+    is_named: bool = False  # by the user: it may be a link, or a pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,7 @@ def scan(source: Source, words: Words) -> Scanned:
                     if len(hits) >= KEPT_FIRST + KEPT_LAST:
                         del hits[KEPT_FIRST]
                     hits.append(hit)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         found.problem = f"cannot be read: {error}"
     found.hits = sorted(
         (hit for hits in kept.values() for hit in hits), key=lambda hit: (hit.number, hit.offset)
@@ -229,6 +234,7 @@ def _lines(
                 owned[id(places[index][1])] = places[index][1]
                 index += 1
             text = without_escapes(chunk[start:end].decode(errors="replace"))
+            text = _LONG_NUMBER.sub(r"\1", text)
             # Most words stand in lines that are about something else.
             causes = {
                 cause.slug: cause
@@ -248,8 +254,12 @@ def _lines(
 def _chunks(source: Source) -> Iterator[bytes]:
     """The file in pieces that end with a line, unless one is longer than a piece."""
     with open_log(source) as file:
-        rest = b""
+        rest, num_bytes = b"", 0
+        is_file = source.content is not None or source.path.is_file()
         while block := file.read(CHUNK_BYTES):
+            num_bytes += len(block)
+            if num_bytes > MAX_PIPE_BYTES and not is_file:
+                raise OSError(f"it has no end within {MAX_PIPE_BYTES >> 20} MiB")
             block = rest + block
             cut = block.rfind(b"\n") + 1
             if cut == 0:
@@ -267,9 +277,8 @@ def open_log(source: Source) -> IO[bytes]:
     """A log as it is, or unpacked."""
     if source.content is not None:
         return io.BytesIO(source.content)
-    if source.path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(source.path, "rb"))
-    return source.path.open("rb")
+    file = files.open_named(source.path) if source.is_named else files.open_file(source.path)
+    return cast(IO[bytes], gzip.open(file, "rb")) if source.path.suffix == ".gz" else file
 
 
 def read_around(source: Source, offset: int, num_bytes: int) -> str:
@@ -278,5 +287,5 @@ def read_around(source: Source, offset: int, num_bytes: int) -> str:
         with open_log(source) as file:
             file.seek(offset)
             return file.read(num_bytes).decode(errors="replace")
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks import files
 from allranks.doctor.finding import Evidence
 from allranks.doctor.lines import num_lines
 from allranks.events import read_last_events
@@ -92,7 +93,7 @@ def read_slow_facts(run: RunDir) -> SlowFacts | None:
     return SlowFacts(
         timing=measured,
         ranks=tuple(ranks),
-        cpus_allotted=run.info().get("hardware", {}).get("cpus_allotted"),
+        cpus_allotted=(run.info().get("hardware") or {}).get("cpus_allotted"),
         is_task=any("rank_batch" in start for start in starts.values()),
         nccl=tuple(nccl_lines(run.log(attempt, rank) for rank in events)),
     )
@@ -131,7 +132,7 @@ def nccl_lines(logs: Iterable[Path]) -> list[Evidence]:
     """NCCL's own words about its network, from the first log that has any."""
     for log in logs:
         try:
-            with log.open("rb") as file:
+            with files.open_file(log) as file:
                 text = file.read(LOG_BYTES).decode(errors="replace")
         except OSError:
             continue

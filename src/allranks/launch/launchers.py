@@ -16,10 +16,6 @@ from pathlib import Path
 from allranks.layout import Layout
 
 PYTHON = r"(?:python|pypy)[\d.]*"
-# The commands in a shell's line, and what is between them: not what is in quotes.
-COMMANDS = re.compile(
-    r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^'"\\;&|\n])+|[;&|\n]+|['"\\]""", re.DOTALL
-)
 SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
 # Programs that start another: how many words come before it, and which options take a value.
 WRAPPERS = {
@@ -257,12 +253,11 @@ def in_shell(before: list[str], words: list[str]) -> Meant | None:
     if at is None or at + 1 >= len(words):
         return None
     found: Meant | None = None
-    parts = COMMANDS.findall(words[at + 1])
+    parts = re.split(r"(\s*(?:&&|\|\||;|\||&|\n)\s*)", words[at + 1])
     for number, part in enumerate(parts):
         meant = find_launcher(raw_words(part))
         if meant is not None:
-            spaces = part[: -len(part.lstrip())], part[len(part.rstrip()) :]
-            parts[number] = " ".join(meant.command).join(spaces)
+            parts[number] = " ".join(meant.command)
             found = found or meant
     if found is not None:
         found.command = [*before, *words[: at + 1], "".join(parts), *words[at + 2 :]]
@@ -338,8 +333,8 @@ def launcher_in_script(words: Sequence[str]) -> tuple[str, Meant] | None:
         except (OSError, ValueError):
             continue
         for line in re.sub(r"\\\n", " ", text).splitlines():
-            for part in COMMANDS.findall(line):
-                meant = find_launcher(raw_words(part))
+            for part in re.split(r"&&|\|\||;", line):
+                meant = find_launcher(raw_words(part.strip()))
                 if meant is not None:
                     return word, meant
     return None

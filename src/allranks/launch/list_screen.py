@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from allranks.plain import clean
+
 COLUMNS = ("run", "state", "layout", "job", "step", "left")
 NAMED = ("job", "step", "left")  # cells that need their column's name to be understood
 COLOURS = {
@@ -32,19 +34,21 @@ def show_runs(
     for name in COLUMNS:
         table.add_column(name, overflow="fold")
     for run in runs:
-        table.add_row(run["run"], *cells(run))
+        table.add_row(Text(clean(run["run"])), *cells(run))
     if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
         for run in runs:
             named = zip(COLUMNS[1:], cells(run), strict=True)
             words = [Text(f"{n} ") + c if n in NAMED else c for n, c in named if c.plain != "-"]
-            console.print(Text(run["run"], style="bold"), soft_wrap=True)
+            console.print(Text(clean(run["run"]), style="bold"), soft_wrap=True)
             console.print(Text("  ") + Text("  ").join(words), soft_wrap=True)
     else:
         console.print(table)
     for run in runs:
+        name = f"{run['run']}: " if len(runs) > 1 else ""
         if run["reason"]:
-            name = f"{run['run']}: " if len(runs) > 1 else ""
-            console.print(Text(f"{name}{run['reason']}"), soft_wrap=True)
+            console.print(Text(clean(f"{name}{run['reason']}")), soft_wrap=True)
+        if run["problem"]:
+            console.print(Text(clean(f"{name}{run['problem']}"), style="yellow"), soft_wrap=True)
     for line in suggestions:
         console.print(Text(line, style="yellow"), soft_wrap=True)
 
@@ -53,7 +57,8 @@ def cells(run: Mapping[str, Any]) -> list[Text]:
     """What the columns after the name say."""
     job = ",".join(run["jobs"]) if run["state"] == "queued" else run["job"]
     state = Text(run["state"], style=COLOURS[run["state"]])
-    return [state, *(Text(text or "-") for text in (run["layout"], job, progress(run), left(run)))]
+    said = (run["layout"], job, progress(run), left(run))
+    return [state, *(Text(clean(text or "-")) for text in said)]
 
 
 def progress(run: Mapping[str, Any]) -> str:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks import claims
-from allranks.errors import AllranksError
-from allranks.events import append_event, disk_error
+from allranks.errors import AllranksError, disk_error
+from allranks.events import append_event
 from allranks.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.hardware import memory_kills
-from allranks.job import load_job
 from allranks.launch import checks, prepare
 from allranks.launch.held_nodes import check_allocation
 from allranks.launch.prepare import Prepared
@@ -166,7 +165,7 @@ class Launch:
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
         prepared.claim = meeting.claim
         # Node 0's job is the one that counts; its layout is that of the meeting.
-        prepared.job = load_job(run.job_file, layout=meeting.layout, resolved=True)
+        prepared.job = prepare.load_resolved(run, layout=meeting.layout)
         nodes = rendezvous.FixedNodes(
             store,
             node_rank=node_rank,

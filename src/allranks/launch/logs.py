@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from allranks import files
 from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.nodelist import compress
@@ -26,26 +27,33 @@ class Tail:
 
     path: Path
     offset: int = 0
-    rest: bytes = field(default=b"")
+    begun: list[bytes] = field(default_factory=list)  # of a line, in pieces: it may be very long
 
     def lines(self) -> Iterator[str]:
         """Whole lines; the beginning of one waits for its end."""
         try:
-            with self.path.open("rb") as file:
+            with files.open_file(self.path) as file:
                 file.seek(self.offset)
                 while chunk := file.read(CHUNK_BYTES):
                     self.offset += len(chunk)
-                    *whole, self.rest = (self.rest + chunk).split(b"\n")
-                    for line in whole:
-                        yield last_state(line).decode(errors="replace")
+                    whole, newline, begun = chunk.rpartition(b"\n")
+                    if newline:
+                        lines = b"".join([*self.begun, whole]).split(b"\n")
+                        self.begun.clear()
+                        for line in lines:
+                            yield last_state(line).decode(errors="replace")
+                    self.begun.append(begun)
         except FileNotFoundError:
             return
+        except OSError as error:
+            files.note(self.path, error.strerror or str(error))
 
     def last(self) -> Iterator[str]:
         """What was never ended by a newline."""
-        if self.rest:
-            yield last_state(self.rest).decode(errors="replace")
-            self.rest = b""
+        line = b"".join(self.begun)
+        self.begun.clear()
+        if line:
+            yield last_state(line).decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -115,7 +123,10 @@ class Logs:
         layout = self.run.info().get("layout", "").partition("@")[0]
         if self.rank is None or self.rank < 0 or "," in layout or not layout or self._files():
             return
-        ranks = Layout.parse(layout).ranks
+        try:
+            ranks = Layout.parse(layout).ranks
+        except AllranksError:  # run.json may say anything
+            return
         if self.rank >= ranks:
             raise AllranksError(
                 f"run {self.run.name} has no rank {self.rank}: its layout {layout} has {ranks}",
@@ -148,11 +159,11 @@ class Logs:
 
     def _files(self) -> list[Path]:
         attempts = self.run.attempts()
-        of_job = sorted(self.run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+        of_job = self.run.job_logs()
         of_ranks: list[Path] = []
         if attempts:
-            paths = self.run.attempt(attempts[-1]).glob("rank-*.log")
-            of_ranks = sorted(paths, key=lambda path: int(path.stem.removeprefix("rank-")))
+            ranks = self.run.logs(attempts[-1])
+            of_ranks = [self.run.log(attempts[-1], rank) for rank in ranks]
         self._together.num_ranks = len(of_ranks)
         if self.rank is None:
             return [*of_job[-1:], *of_ranks]
@@ -192,6 +203,8 @@ def show(
         shown += 1
     if shown == 0 and not follow:
         what = "has printed nothing yet" if rank is None else f"has no log of rank {rank}"
+        problem = run.problem()
+        what += f" ({problem})" if problem else ""
         raise AllranksError(
             f"run {run.name} {what}",
             fix=f"see how it is doing: allranks ls {run.name}; or wait for it: "

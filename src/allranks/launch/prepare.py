@@ -21,9 +21,10 @@ from allranks.errors import AllranksError
 from allranks.hardware import Setting
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
+from allranks.launch import withheld
 from allranks.launch.launchers import find_launcher, spell, with_layout
 from allranks.layout import Layout
-from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint, write_atomically
+from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint
 
 DEFAULT_TIMEOUT = Duration(1800)
 
@@ -118,19 +119,21 @@ def _load(request: Request, earlier: Sequence[str] = ()) -> Job:
     )
 
 
-def load_resolved(run: RunDir) -> Job:
-    """The job as it stands in the run's folder."""
-    return load_job(run.job_file, resolved=True)
+def load_resolved(run: RunDir, overrides: Sequence[str] = (), *, layout: str | None = None) -> Job:
+    """The job as it stands in the run's folder, with what is typed now."""
+    job = load_job(run.job_file, overrides, layout=layout, resolved=True)
+    return withheld.restored(job, run)
 
 
 def _next_attempt(request: Request, run: RunDir) -> Prepared:
     """The run's job, with the changes that were asked for and may be made."""
     before = load_resolved(run)
     if request.job_file is None and request.command is None:
-        job = load_job(run.job_file, request.overrides, layout=request.layout, resolved=True)
+        job = load_resolved(run, request.overrides, layout=request.layout)
     else:
         # What was typed at the start still holds: only a changed file is a change.
-        job = _load(request, run.info().get("overrides", []))
+        job = withheld.restored(_load(request, run.info().get("overrides", [])), run)
+    withheld.check(job, run)
     changes = before.differences(job)
     forbidden = [change for change in changes if change.mathematics]
     if forbidden and not request.force:
@@ -139,14 +142,14 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
             f"run {run.name} cannot go on with another mathematics: {'; '.join(lines)}",
             fix="undo the change, start a new run without --resume, or add --force to go on anyway",
         )
-    records = [{"key": c.key, "before": c.ours, "now": c.theirs} for c in changes]
+    records = withheld.records(changes)
     return Prepared(
         request=request,
         job=job,
         run=run,
         attempt=next_attempt(run),
         changes=records,
-        remarks=[f"{c.key}: {c.ours} -> {c.theirs}" for c in changes],
+        remarks=[f"{one['key']}: {one['before']} -> {one['now']}" for one in records],
     )
 
 
@@ -218,7 +221,7 @@ def check_not_in_slurm(run: RunDir) -> None:
 def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
     """Write what is about to start into its folder: job.yaml as resolved, run.json."""
     run = prepared.run or create_run(prepared.request.runs, prepared.job.name)
-    write_atomically(run.job_file, prepared.job.to_yaml())
+    withheld.write_job(run, prepared.job)
     attempt: dict[str, Any] = {
         "attempt": prepared.attempt,
         "layout": str(prepared.layout),
@@ -266,7 +269,8 @@ def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
     now = [*request.overrides, *([f"layout={request.layout}"] if request.layout else [])]
     keys = {override.partition("=")[0] for override in now}
     keys |= {key for pair in EXCLUSIVE for key in pair if keys & set(pair)}
-    return [*(old for old in earlier if old.partition("=")[0] not in keys), *now]
+    kept = [old for old in earlier if old.partition("=")[0] not in keys]
+    return withheld.typed([*kept, *now])
 
 
 def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:
@@ -336,6 +340,7 @@ def ranks_environment(
     The launcher's own environment stays as it is: the next run of this process starts from it.
     """
     job, layout = prepared.job, prepared.layout
+    withheld.check(job, run)
     given = {**os.environ, **prepared.variables}
     env = {
         "ALLRANKS_RUN_DIR": str(run.path),

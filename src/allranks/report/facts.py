@@ -16,6 +16,7 @@ from allranks.layout import Layout
 from allranks.reading import remarks
 from allranks.results import outcome, samples_per_epoch
 from allranks.rundir import RunDir
+from allranks.standing import unreadable
 from allranks.timing import Timing, timing
 
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
@@ -68,19 +69,30 @@ class RunFacts:
 
 
 def read_run(run: RunDir) -> RunFacts:
-    """Everything that a report says of a run. Raises nothing for what a crash may leave behind."""
+    """Everything that a report says of a run, whatever a crash may have left behind."""
+    try:
+        return _read_run(run)
+    except Exception as error:  # what nobody foresaw costs this run its numbers, not others theirs
+        return RunFacts(
+            run=run.name,
+            run_dir=str(run.path),
+            created=0.0,
+            job=run.job_name,
+            same_job={"name": run.job_name},
+            layout=None,
+            problem=unreadable(error),
+        )
+
+
+def _read_run(run: RunDir) -> RunFacts:
     info, job = run.info(), read_job(run)
     attempts = run.attempts()
     found = outcome(run)
     start = first_start(run, attempts)
     layout = parse_layout(found["layout"])
     seen = read_ranks(run, attempts)
-    measured, odd = None, []
-    try:
-        measured = timing(run)
-        odd = remarks(run, measured)
-    except (KeyError, TypeError, ValueError) as error:  # files that no rank of ours has written
-        seen.problem = f"its events cannot be read ({type(error).__name__}: {error})"
+    measured = timing(run)
+    odd = remarks(run, measured)
     device, memory = device_of(start, info, seen)
     layouts = {one.get("layout") for one in info.get("attempts", []) if isinstance(one, dict)}
     state = found["state"]
@@ -96,7 +108,8 @@ def read_run(run: RunDir) -> RunFacts:
         device=device,
         device_memory=memory,
         state=state,
-        problem=seen.problem or problem_of(run, state, measured, layout),
+        problem="; ".join(filter(None, [problem_of(run, state, measured, layout), run.problem()]))
+        or None,
         bench=bench_of(info),
         steps=found["steps"],
         samples=found["samples"] or seen.samples or None,
@@ -180,7 +193,6 @@ class RankEvents:
         self.cpus: list[tuple[float, float]] = []
         self.memory_total: int | None = None
         self.has_window = False
-        self.problem: str | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from allranks.bands import Table
+from allranks.plain import in_markdown
 from allranks.report import tables
-from allranks.report.words import printable, show
+from allranks.report.words import show
 
 READING = (
     "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "
@@ -19,8 +19,8 @@ READING = (
 def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
     """The report as Markdown; `picture` is the file name of the scaling curve, if there is one."""
     lines = ["# Scaling report", "", report["date"], ""]
-    lines += [escaped(report["chosen"]), ""] if report["chosen"] else []
-    lines += [f"- {escaped(note)}" for note in report["notes"]]
+    lines += [in_markdown(report["chosen"]), ""] if report["chosen"] else []
+    lines += [f"- {in_markdown(note)}" for note in report["notes"]]
     lines += [""] if report["notes"] else []
     if picture:
         lines += [f"![Speedup by ranks]({picture})", ""]
@@ -41,29 +41,34 @@ def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
 
 
 def section_lines(section: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"## {escaped(tables.title(section))}", "", escaped(tables.subtitle(section)), "")
+    yield from (
+        f"## {in_markdown(tables.title(section))}",
+        "",
+        in_markdown(tables.subtitle(section)),
+        "",
+    )
     if section["headline"]:
-        yield from (escaped(section["headline"]), "")
+        yield from (in_markdown(section["headline"]), "")
     choices = list(tables.recommendation(section))
     for name, layout, why in choices:
-        yield f"- **{name}: {escaped(layout)}**. {escaped(why)}"
+        yield f"- **{name}: {in_markdown(layout)}**. {in_markdown(why)}"
     if choices:
         yield ""
     for table in tables.tables(section):
         yield from table_lines(table)
     for note in section["notes"]:
-        yield f"- {escaped(note)}"
+        yield f"- {in_markdown(note)}"
     if section["notes"]:
         yield ""
 
 
 def table_lines(table: Table) -> Iterator[str]:
     yield from (f"### {table.title}", "")
-    yield "| " + " | ".join(escaped(name) for name in table.columns) + " |"
+    yield "| " + " | ".join(in_markdown(name) for name in table.columns) + " |"
     left = [i == 0 or name in table.texts for i, name in enumerate(table.columns)]
     yield "|" + "|".join("---" if is_left else "---:" for is_left in left) + "|"
     for row in table.rows:
-        yield "| " + " | ".join(escaped(cell) for cell in row) + " |"
+        yield "| " + " | ".join(in_markdown(cell) for cell in row) + " |"
     yield ""
 
 
@@ -74,10 +79,6 @@ def price_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for price in report["prices"]:
         read = f", read {price['date']}" if price["date"] else ""
         dollars = show("dollars", price["usd_per_hour"])
-        yield f"- {escaped(price['device'])}: {dollars} an hour ({escaped(price['source'])}{read})"
+        device, source = in_markdown(price["device"]), in_markdown(price["source"])
+        yield f"- {device}: {dollars} an hour ({source}{read})"
     yield ""
-
-
-def escaped(text: str) -> str:
-    """Inert in Markdown, also in a table: no tags, links, emphasis, code or cell ends."""
-    return re.sub(r"([\\`*\[\]<>|#]|(?<!\w)_|_(?!\w))", r"\\\1", printable(text))

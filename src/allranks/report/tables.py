@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from allranks.bands import NOTHING, Table
-from allranks.report.words import printable, show
+from allranks.plain import printable
+from allranks.report.words import show
 from allranks.timing import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from allranks.bands import show_table, without_empty
+from allranks.plain import printable
 from allranks.report import tables
-from allranks.report.words import printable, show
+from allranks.report.words import show
 
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
 STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}

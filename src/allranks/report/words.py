@@ -94,8 +94,3 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 def show(form: str, value: float | None) -> str:
     return NOTHING if value is None else FORMATS[form](value)
-
-
-def printable(text: str) -> str:
-    """Names come from folders and files: nothing in them may move a cursor or break a line."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from allranks import claims, commits
 from allranks.commits import Commit
-from allranks.errors import AllranksError
-from allranks.events import EventLog, disk_error
+from allranks.errors import AllranksError, disk_error
+from allranks.events import EventLog
 from allranks.train.data import Progress
 from allranks.train.optim import allocate_state
 from allranks.train.storage import TensorReader, TensorWriter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -45,6 +46,7 @@ STATIC = (*SCRIPTS, "page.css", *uplot.FILES)
 MAX_BESIDE = 9
 MAX_QUERY = 200
 MAX_BODY = 4096
+BODY_SECONDS = 10.0
 
 Stop = Callable[[str], str]
 
@@ -169,13 +171,14 @@ async def _body(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return {}
     raw = b""
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY:
-            return {}
     try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                raw += chunk
+                if len(raw) > MAX_BODY:
+                    return {}
         content = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError, TimeoutError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -149,7 +149,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     word = state_word(run)
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")
-    facts = [word, run.layout]
+    facts = [word, clean(run.layout)]
     if run.efficiency is not None:
         facts.append(f"{run.efficiency:.0%} efficiency")
     if run.device:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 if TYPE_CHECKING:
+    import asyncio
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # By any port: ssh may forward another one of the laptop's.
@@ -87,6 +89,45 @@ class Gate:
             await send(message)
 
         return dressed
+
+
+def prompt_protocol(seconds: float, most: int) -> Any:
+    """uvicorn's HTTP, but for strangers who send nothing, or a letter now and then.
+
+    A connection without a request is closed after so many seconds; of more than `most`, the one
+    that has waited longest without any makes room.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Prompt(H11Protocol):
+        waits_since = 0.0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.waits_since = self.loop.time()
+            waiting = [one for one in self.connections if isinstance(one, Prompt) and one.is_idle]
+            if len(self.connections) > most:
+                min(waiting, key=lambda one: one.waits_since).transport.abort()
+            self.loop.call_later(seconds, self._look)
+
+        @property
+        def is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def on_response_complete(self) -> None:
+            self.waits_since = self.loop.time()
+            super().on_response_complete()
+
+        def _look(self) -> None:
+            if self.transport.is_closing():
+                return
+            left = self.waits_since + seconds - self.loop.time()
+            if self.is_idle and left <= 0:
+                self.transport.abort()
+            else:
+                self.loop.call_later(left if left > 0 else seconds, self._look)
+
+    return Prompt
 
 
 def _without_port(host: bytes) -> bytes:

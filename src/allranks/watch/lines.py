@@ -70,7 +70,7 @@ def run_cells(run: RunView, today: str) -> dict[str, Text]:
     cells = {
         "run": Text(clean(run.run)),
         "state": Text(word, style=STATE_STYLES.get(word, "")),
-        "layout": Text(run.layout or "-"),
+        "layout": Text(clean(run.layout or "-")),
         "epoch": _of(run.epoch, run.epochs),
         "step": _of(run.step, run.steps),
         "left": Text(duration(run.seconds_left)) if run.seconds_left is not None else Text(),

@@ -19,7 +19,7 @@ from typing import Any
 
 from allranks.comparing import Base, identity, read_job, same_job
 from allranks.rundir import RunDir, list_runs
-from allranks.standing import look_at_queue
+from allranks.standing import look_at_queue, unreadable
 from allranks.timing import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
 from allranks.watch.bases import Bases, Key, sets_of
@@ -58,6 +58,7 @@ class Followed:
     is_settled: bool = False  # its end was judged: only a change of its folder matters
     is_old: bool = False  # ended long ago: not shown, unless asked for
     is_aside: bool = False  # others are compared with it, but it was not asked for
+    problem: str | None = None  # with its folder
     _signs: tuple[int, ...] = ()
 
     @property
@@ -228,6 +229,17 @@ class Watcher:
         return has_answer
 
     def _look(self, one: Followed, now: float, *, all_ranks: bool, budget: float) -> bool:
+        before, is_changed = one.problem, False
+        try:
+            is_changed = self._read(one, now, all_ranks=all_ranks, budget=budget)
+            if is_changed:
+                one.problem = one.run.problem()
+        except Exception as error:  # what nobody foresaw costs this run its line, not others theirs
+            one.standing, one.problem = Standing("failed"), unreadable(error)
+            one.is_read, one.due = True, now + SLEEP_SECONDS
+        return is_changed or one.problem != before
+
+    def _read(self, one: Followed, now: float, *, all_ranks: bool, budget: float) -> bool:
         is_changed = one.has_changed()
         was_active = one.is_active
         if is_changed or was_active or not one.is_settled:
@@ -264,7 +276,16 @@ class Watcher:
         """Make its view anew; whether it differs."""
         if not one.is_read or one.is_hidden:
             return False
-        view = run_view(one, now=self._now(), stalled=self.stalled)
+        try:
+            view = run_view(one, now=self._now(), stalled=self.stalled)
+        except Exception as error:  # as in `_look`
+            view = RunView(
+                run=one.run.name,
+                run_dir=str(one.run.path),
+                job=one.run.job_name,
+                state="failed",
+                reason=unreadable(error),
+            )
         has_news, one.view = view != one.view, view
         return has_news
 

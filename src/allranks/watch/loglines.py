@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from allranks.files import is_regular, open_file
 from allranks.plain import last_state, plain
 from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 from allranks.rundir import RunDir
@@ -22,15 +22,13 @@ MAX_REST_BYTES = 64 << 10  # of a line that has no end yet: its last ones
 def files(run: RunDir) -> dict[str, Path]:
     """The logs of a run by the names that a page may ask for: no other file is ever opened."""
     found: dict[str, Path] = {}
-    root = run.path.resolve()
     for number in reversed(run.attempts()):
-        paths = run.attempt(number).glob("rank-*.log")
-        for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+        for rank in run.logs(number):
+            path = run.log(number, rank)
             found[f"attempts/{number}/{path.name}"] = path
-    for path in sorted(run.path.glob("slurm-*.log"), reverse=True):
+    for path in sorted(run.job_logs(), reverse=True):
         found[path.name] = path
-    # A link in the folder does not lead out of it.
-    return {name: path for name, path in found.items() if path.resolve().is_relative_to(root)}
+    return {name: path for name, path in found.items() if is_regular(path)}
 
 
 def read(path: Path, *, query: str = "", after: int | None = None, line: int = 0) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def _hidden(key: KeyLines, raws: list[bytes]) -> list[bytes]:
 def _before(path: Path, offset: int) -> bytes:
     """What stands before an offset: a private key may have begun there."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, offset - MAX_KEY_CHARACTERS))
             return file.read(min(offset, MAX_KEY_CHARACTERS))
     except OSError:
@@ -108,7 +106,7 @@ def _blocks(path: Path, after: int) -> Iterator[tuple[int, bytes]]:
     """
     rest = b""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(after)
             while chunk := file.read(CHUNK_BYTES):
                 after += len(chunk)
@@ -127,7 +125,7 @@ def _tail_start(path: Path, size: int) -> tuple[int, int]:
     if size <= TAIL_BYTES:
         return 0, 0
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(size - TAIL_BYTES)
             begin = file.read(TAIL_BYTES).find(b"\n") + 1
             start = size - TAIL_BYTES + begin
@@ -147,7 +145,7 @@ def _count_lines(file: BinaryIO, end: int) -> int:
 
 def _size(path: Path) -> int:
     try:
-        return os.stat(path).st_size
+        return path.lstat().st_size
     except OSError:
         return 0
 

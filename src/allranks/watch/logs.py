@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from copy import copy
 from pathlib import Path
 
+from allranks import files
 from allranks.plain import last_state
 from allranks.redact import MAX_KEY_CHARACTERS, KeyLines
 from allranks.rundir import RunDir
@@ -32,18 +32,19 @@ class LogPage:
     def look(self) -> bool:
         """Read what is new; whether there was anything."""
         try:
-            size = os.stat(self.path).st_size
+            size = self.path.lstat().st_size
             if size < self._offset:  # it was begun anew
                 self.__init__(self.path)  # type: ignore[misc]
             if size <= self._offset:
                 return False
-            with self.path.open("rb") as file:
+            with files.open_file(self.path) as file:
                 if size - self._offset > KEPT_BYTES:
                     self._offset = size - KEPT_BYTES
                     self._rest, self.lines, self.is_cut = b"", [], True
                     self._num_bytes = 0
-                    file.seek(self._offset - MAX_KEY_CHARACTERS)
-                    before = file.read(MAX_KEY_CHARACTERS).decode(errors="replace")
+                    begin = max(0, self._offset - MAX_KEY_CHARACTERS)
+                    file.seek(begin)
+                    before = file.read(self._offset - begin).decode(errors="replace")
                     self._key = KeyLines(before)
                 file.seek(self._offset)
                 data = file.read(KEPT_BYTES)
@@ -111,9 +112,7 @@ def readable(line: bytes) -> str:
 def log_ranks(run: RunDir) -> list[int]:
     """Whose logs there are in the newest attempt; JOB first, if SLURM has one."""
     attempts = run.attempts()
-    paths = run.attempt(attempts[-1]).glob("rank-*.log") if attempts else iter(())
-    numbers = [path.stem.removeprefix("rank-") for path in paths]
-    ranks = sorted(int(number) for number in numbers if number.isdigit())
+    ranks = run.logs(attempts[-1]) if attempts else []
     return [*([JOB] if job_log(run) else []), *ranks]
 
 
@@ -126,5 +125,4 @@ def log_path(run: RunDir, rank: int) -> Path | None:
 
 def job_log(run: RunDir) -> Path | None:
     """The newest of what SLURM's jobs have said."""
-    paths = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
-    return paths[-1] if paths else None
+    return next(reversed(run.job_logs()), None)

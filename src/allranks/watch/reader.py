@@ -231,8 +231,9 @@ class RunReader:
             self.checkpoint = event.get("step")
         elif kind == "start" and event.get("step") is not None:
             self.losses.go_back(event["step"])
-        elif kind == "end" and isinstance(event.get("metrics"), dict):
-            self.metrics |= event["metrics"]
+        elif kind == "end":
+            metrics = event.get("metrics", {})
+            self.metrics |= {name: value for name, value in metrics.items() if value is not None}
 
     @property
     def longest_pause(self) -> float:

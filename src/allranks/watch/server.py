@@ -18,6 +18,8 @@ from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.views import RunView
 
 ADDRESS = "127.0.0.1"
+HEADER_SECONDS = 10  # within which a request must be there
+MOST_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def serve(
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import Place, make_app
+    from allranks.watch.gate import prompt_protocol
     from allranks.watch.hub import Hub
 
     listener = listen(port)
@@ -71,9 +74,9 @@ def serve(
         server_header=False,
         proxy_headers=False,  # nobody stands between: what they claim is not believed
         timeout_graceful_shutdown=1,
-        timeout_keep_alive=30,
+        timeout_keep_alive=HEADER_SECONDS,
         ws="none",
-        http="h11",
+        http=prompt_protocol(HEADER_SECONDS, MOST_CONNECTIONS),
         loop="asyncio",
     )
 

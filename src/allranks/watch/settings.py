@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from allranks.comparing import bench_of
-from allranks.plain import clean
+from allranks.plain import in_markdown
 
 SHOWN_SETTINGS = (
     *("task", "command", "launcher", "options", "batch_size", "batch_size_per_rank"),
@@ -43,8 +43,8 @@ class Settings:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table; a bar in a cell would end it."""
-    text = [[clean(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
+    """A Markdown table."""
+    text = [[in_markdown(str(cell)) for cell in row] for row in rows]
     body = ["| " + " | ".join(cell or "-" for cell in row) + " |" for row in text]
     return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *body]
 
@@ -58,7 +58,7 @@ def settings_lines(runs: Sequence[Settings]) -> list[str]:
         known = {one.run: rows_of(one) for one in same}
         keys = dict.fromkeys(key for rows in known.values() for key in rows)
         rows = [[key, told({run: known[run].get(key, "") for run in known})] for key in keys]
-        lines += [f"### {clean(job)}: {', '.join(known)}", ""]
+        lines += [f"### {in_markdown(job)}: {in_markdown(', '.join(known))}", ""]
         lines += [*(table(("setting", "value"), rows) if rows else ["None is known."]), ""]
     return lines or ["None.", ""]
 

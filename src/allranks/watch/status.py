@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.plain import clean
+from allranks.plain import as_code, in_markdown, plain
 from allranks.redact import redact
 from allranks.watch.lines import day, reason, state_word
 from allranks.watch.live import Watcher
@@ -68,7 +68,7 @@ def status_page(
     lines += ["## Settings", "", *settings_lines(described)]
     lines += ["## Next steps", "", *next_lines(runs), ""]
     lines += ["## To follow it", "", "```", *commands(runs, folder), "```", ""]
-    return redact("\n".join(lines))
+    return redact(plain("\n".join(lines)))
 
 
 def resource_lines(resources: Mapping[str, Any]) -> list[str]:
@@ -93,7 +93,7 @@ def resource_lines(resources: Mapping[str, Any]) -> list[str]:
         f"{machine.get('cpus_allotted', machine.get('cpus', '?'))} CPUs"
         + (f", {num_bytes(memory)} memory." if memory else ".")
     )
-    return [*lines, *(f"\n{clean(str(note))}" for note in resources.get("notes") or [])]
+    return [*lines, *(f"\n{in_markdown(str(note))}" for note in resources.get("notes") or [])]
 
 
 def partition_rows(resources: Mapping[str, Any]) -> list[list[object]]:
@@ -123,7 +123,7 @@ def run_table(runs: Sequence[RunStatus], today: str) -> list[str]:
 
 def place_of(one: RunStatus) -> str:
     """Which machines, and what on them."""
-    host = ", ".join(one.view.nodes) or str(one.info.get("hardware", {}).get("host", ""))
+    host = ", ".join(one.view.nodes) or str((one.info.get("hardware") or {}).get("host", ""))
     return f"{host} ({one.view.device})" if one.view.device and host else host
 
 
@@ -166,7 +166,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         "has ended.",
     ]
     bases = dict.fromkeys(
-        f"{one.view.baseline_layout} ({', '.join(one.view.baseline_runs)})"
+        in_markdown(f"{one.view.baseline_layout} ({', '.join(one.view.baseline_runs)})")
         for one in measured
         if one.view.efficiency is not None
     )
@@ -208,27 +208,31 @@ def next_lines(runs: Sequence[RunStatus]) -> list[str]:
     lines = [f"- {line}" for one in runs for line in next_steps(one)]
     finished = [one.view.run for one in runs if one.view.state == "finished"]
     if finished:
-        lines.append(f"- Compare what has finished: `allranks report {' '.join(finished)}`.")
+        typed = as_code(f"allranks report {shlex.join(finished)}")
+        lines.append(f"- Compare what has finished: {typed}.")
     return lines or ["- Start a run: `allranks run job.yaml`."]
 
 
 def next_steps(one: RunStatus) -> list[str]:
     """What to do about a run, as far as its numbers tell."""
-    view, name = one.view, one.view.run
+    view, name = one.view, in_markdown(one.view.run)
     word = "resume" if one.info.get("backend") == "slurm" else "run --resume"
+    typed = {
+        what: as_code(f"allranks {what} {shlex.quote(view.run)}") for what in ("doctor", "ls", word)
+    }
     # A script whose job does not say where it saves: only itself knows whether it can go on.
     can_go_on = not one.job.get("command") or bool(one.job.get("last"))
     if view.stalled:
-        return [f"{name} makes no steps: `allranks doctor {name}` says where it is."]
+        return [f"{name} makes no steps: {typed['doctor']} says where it is."]
     if view.state == "failed":
-        again = f", then `allranks {word} {name}`" if can_go_on else ""
-        return [f"{name} failed: `allranks doctor {name}`{again}."]
+        again = f", then {typed[word]}" if can_go_on else ""
+        return [f"{name} failed: {typed['doctor']}{again}."]
     if view.state == "stopped" and one.info.get("bench"):
         return []  # it was ended when it had been measured
     if view.state == "stopped":
-        return [f"{name} was stopped: `allranks {word} {name}` goes on."] if can_go_on else []
+        return [f"{name} was stopped: {typed[word]} goes on."] if can_go_on else []
     if view.state == "queued":
-        return [f"{name} waits: `allranks ls {name}` names layouts that would start earlier."]
+        return [f"{name} waits: {typed['ls']} names layouts that would start earlier."]
     found = []
     if one.parts is not None:
         whole = sum(one.parts.seconds.values()) or 1.0
@@ -239,7 +243,7 @@ def next_steps(one: RunStatus) -> list[str]:
             said = f"{name} waits {one.parts.seconds['straggler'] / whole:.0%} of its steps for"
             rank = one.parts.slowest_rank
             whom = f"rank {rank}" if rank is not None else "whichever rank is last, by turns"
-            found.append(f"{said} {whom}: `allranks doctor {name}`.")
+            found.append(f"{said} {whom}: {typed['doctor']}.")
     if (view.world_size or 1) > 1 and view.efficiency is None and view.step:
         found.append(
             f"{name} has nothing to be compared with: run its job with `--layout 1x1` too."
@@ -253,9 +257,9 @@ def commands(runs: Sequence[RunStatus], folder: Path | None = None) -> list[str]
     option = ""
     lines = []
     if folder is not None:
-        option = "" if folder.name == "runs" else f" --runs {folder.name}"
+        option = "" if folder.name == "runs" else f" --runs {shlex.quote(folder.name)}"
         lines.append(f"cd {shlex.quote(str(folder.parent))}")
     lines += [f"allranks {what}{option}" for what in ("watch", "watch --web", "ls")]
-    lines += [f"allranks logs {name} -f{option}" for name in active]
+    lines += [as_code(f"allranks logs {shlex.quote(name)} -f{option}")[1:-1] for name in active]
     jobs = [job for one in runs if one.view.is_active for job in one.view.jobs]
     return lines + ([f"squeue -j {','.join(jobs)}"] if jobs else [])

@@ -38,16 +38,12 @@ class Standing:
 
 
 def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
-    """The state, why, and where. Raises nothing for what a crash may leave behind."""
+    """The state, why, and where."""
     jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
     layout = str(info.get("layout", ""))
-    try:
-        state = state_of(run, info, jobs, queue)
-        reason = reason_of(run, info, state, jobs, queue)
-        holder = claims.newest(run.claims) if state == "running" else None
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        what = f"its folder cannot be read ({type(error).__name__}: {error})"
-        return Standing("failed", what, layout)
+    state = state_of(run, info, jobs, queue)
+    reason = reason_of(run, info, state, jobs, queue)
+    holder = claims.newest(run.claims) if state == "running" else None
     if state == "failed" and reason is None:
         reason = "it was killed: it has no end" if run.attempts() else "it never started"
     if holder is not None and holder.layout:
@@ -84,7 +80,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         run_dir=str(one.run.path),
         job=one.run.job_name,
         state=standing.state,
-        reason=standing.reason or silence,
+        reason="; ".join(filter(None, [standing.reason or silence, one.problem])) or None,
         stalled=silence is not None,
         expected_start=standing.expected_start,
         jobs=standing.jobs,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
 from typing import Any
+
+from allranks import files
+from allranks.events import MAX_LINE_BYTES, check_event, parse_line
 
 CHUNK_BYTES = 4 << 20
 # Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those
@@ -26,9 +28,14 @@ PLACE_BYTES = 2 << 10
 
 STEP = b'"event":"step"'
 LOSS = b'"loss":'
-TIME = re.compile(rb'"t":([0-9.]+),"event":"step"')  # parsing them all would take long
+TIME = re.compile(
+    rb'"t":([0-9]{1,12}(?:[.][0-9]{1,20})?),"event":"step"'
+)  # parsing them all would take long
 
-_decode = json.JSONDecoder().decode
+TORN = b'{"v":?'  # a line that begins so is passed over
+NO_EVENT = b"?"
+
+_decode = json.JSONDecoder(parse_constant=lambda _: None).decode
 
 Event = dict[str, Any]
 
@@ -44,41 +51,49 @@ class EventTail:
     def read(self) -> list[Event]:
         """Events that were appended. A file that is gone, or torn, has none."""
         try:
-            if os.stat(self.path).st_size <= self.offset:
+            if self.path.lstat().st_size <= self.offset:
                 return []
-            with self.path.open("rb") as file:
+            with files.open_file(self.path) as file:
                 file.seek(self.offset)
                 found: list[Event] = []
                 while chunk := file.read(CHUNK_BYTES):
                     self.offset += len(chunk)
                     *lines, self.rest = (self.rest + chunk).split(b"\n")
-                    found += parse(thin(lines))
+                    if len(self.rest) > MAX_LINE_BYTES:
+                        self.rest = NO_EVENT
+                    found += parse(thin(lines), self.path)
                 return found
-        except OSError:  # not there yet, or a network disk that will be back
+        except OSError as error:  # not there yet, or a network disk that will be back
+            self._note(error)
             return []
 
     def read_ends(self) -> tuple[list[Event], Iterator[list[Event]]]:
         """The first look at a file: its head and tail, and what gives the places between them."""
         try:
-            size = os.stat(self.path).st_size
+            size = self.path.lstat().st_size
             if size <= WHOLE_BYTES:
                 return self.read(), iter(())
-            with self.path.open("rb") as file:
+            with files.open_file(self.path) as file:
                 head = file.read(HEAD_BYTES).split(b"\n")[:-1]
-        except OSError:
+        except OSError as error:
+            self._note(error)
             return [], iter(())
         self.offset = size - TAIL_BYTES
-        # The first line of the tail is cut, and passed over like any torn one.
-        return parse(head) + self.read(), self._places(HEAD_BYTES, size - TAIL_BYTES)
+        self.rest = TORN  # the first line of the tail is cut, and passed over like any torn one
+        return parse(head, self.path) + self.read(), self._places(HEAD_BYTES, size - TAIL_BYTES)
 
     def _places(self, begin: int, end: int) -> Iterator[list[Event]]:
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with files.open_file(self.path) as file:
                 for place in range(PLACES):
                     file.seek(begin + (end - begin) * place // PLACES)
-                    yield parse(file.read(PLACE_BYTES).split(b"\n")[1:-1])
+                    yield parse(file.read(PLACE_BYTES).split(b"\n")[1:-1], self.path)
         except OSError:
             return
+
+    def _note(self, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            files.note(self.path, error.strerror or str(error))
 
 
 def thin(lines: list[bytes]) -> list[bytes]:
@@ -116,18 +131,13 @@ def every(places: list[int]) -> list[int]:
     return places[:: -(-len(places) // MAX_STEPS)] if places else places
 
 
-def parse(lines: Iterable[bytes]) -> list[Event]:
+def parse(lines: Iterable[bytes], path: Path) -> list[Event]:
     """Events; a torn line is skipped. All at once if that goes: it takes half the time."""
     lines = [line for line in lines if line]
+    text = b"[" + b",".join(lines) + b"]"
     try:
-        found = _decode("[" + b",".join(lines).decode() + "]")
-    except ValueError:
-        found = [event for line in lines if (event := _parse_one(line)) is not None]
-    return [event for event in found if isinstance(event, dict) and "event" in event]
-
-
-def _parse_one(line: bytes) -> Any:
-    try:
-        return _decode(line.decode())
-    except ValueError:
-        return None
+        all_at_once = files.cleaned(_decode(text.decode()), text)
+        found = [check_event(event, path) for event in all_at_once]
+    except (ValueError, RecursionError):
+        found = [parse_line(line, path) for line in lines]
+    return [event for event in found if event is not None]

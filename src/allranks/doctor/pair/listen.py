@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from allranks.doctor.pair import talk
@@ -43,7 +44,8 @@ class Listening:
         self._told = told
         self._session = ""  # of the machine that is being served
         self._taking = threading.Lock()
-        self._room = threading.Semaphore(MOST_AT_ONCE)
+        self._lines: dict[socket.socket, bool] = {}  # whether it has said anything; oldest first
+        self._counting = threading.Lock()
         self._done = threading.Event()
         self._found: PairFacts | None = None
 
@@ -62,18 +64,30 @@ class Listening:
         self._port.close()
 
     def _take(self, connection: socket.socket) -> None:
-        if self._room.acquire(blocking=False):
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-        else:
-            connection.close()
+        with self._counting:
+            silent = [line for line, has_spoken in self._lines.items() if not has_spoken]
+            is_full = len(self._lines) >= MOST_AT_ONCE
+            if is_full and silent:  # who was silent longest makes room
+                self._lines.pop(silent[0])
+                with suppress(OSError):
+                    silent[0].shutdown(socket.SHUT_RDWR)  # its thread closes it
+            elif is_full:
+                connection.close()
+                return
+            self._lines[connection] = False
+        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        peer = plain(str(connection.getpeername()[0]))
+        peer = "somebody"
         try:
             with connection:
+                peer = plain(str(connection.getpeername()[0]))
                 connection.settimeout(talk.TALK_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 first = talk.hear(connection)
+                with self._counting:
+                    if connection in self._lines:
+                        self._lines[connection] = True
                 if "session" in first:
                     self._carry(connection, first)
                 else:
@@ -82,7 +96,8 @@ class Listening:
             if not self._done.is_set():
                 self._told(f"{peer}: {error or type(error).__name__}")
         finally:
-            self._room.release()
+            with self._counting:
+                self._lines.pop(connection, None)
 
     def _carry(self, line: socket.socket, first: Mapping[str, Any]) -> None:
         """A connection of the machine that is being served: bytes in, or bytes out."""

@@ -24,6 +24,9 @@ CLOCKS = 8
 MOST_SECONDS = 5.0  # of one transfer, whatever the other side asks for
 
 
+CLOSED = "it closed the connection"
+
+
 class Stranger(Exception):
     """Whoever answered is no doctor, or not the one that this test began with."""
 
@@ -45,20 +48,28 @@ def say(there: socket.socket, **fields: Any) -> None:
 
 
 def hear(there: socket.socket) -> dict[str, Any]:
-    """One line of JSON. Raises Stranger if it is none, OSError if nothing comes."""
-    text = b""
-    while not text.endswith(b"\n"):
-        # One byte at a time: what follows a line may be a transfer.
-        more = there.recv(1)
-        if not more or len(text) > LINE_BYTES:
-            raise Stranger(f"it said {text[:60]!r}" if text else "it closed the connection")
-        text += more
+    """One line of JSON. Raises Stranger if it is none, OSError if it is not there in time.
+
+    All of it has the time that one byte has elsewhere: a byte now and then keeps nobody waiting.
+    """
+    seconds, text = there.gettimeout() or TALK_SECONDS, bytearray()
+    until = time.monotonic() + seconds
     try:
-        fields = json.loads(text)
-    except ValueError:
-        raise Stranger(f"it said {text[:60]!r}") from None
+        while not text.endswith(b"\n"):
+            there.settimeout(max(0.001, until - time.monotonic()))
+            # One byte at a time: what follows a line may be a transfer.
+            more = there.recv(1)
+            if not more or len(text) > LINE_BYTES:
+                raise Stranger(f"it said {bytes(text[:60])!r}" if text else CLOSED)
+            text += more
+    finally:
+        there.settimeout(seconds)
+    try:
+        fields = json.loads(bytes(text))
+    except (ValueError, RecursionError):
+        raise Stranger(f"it said {bytes(text[:60])!r}") from None
     if not isinstance(fields, dict):
-        raise Stranger(f"it said {text[:60]!r}")
+        raise Stranger(f"it said {bytes(text[:60])!r}")
     return fields
 
 

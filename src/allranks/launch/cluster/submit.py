@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, slurm
+from allranks import claims, slurm, standing
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.gpus import find_gpu
 from allranks.job import Job
-from allranks.launch import checks, prepare
+from allranks.launch import checks, prepare, withheld
 from allranks.launch.cluster import ladder
 from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
@@ -85,7 +85,7 @@ def submit(
         climb = replace(climb, layouts=tuple(map(str, rungs)))
     draft(prepared, racers)  # raises before anything is written
     run = create_run(prepared.request.runs, prepared.job.name)
-    write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
+    withheld.write_job(run, with_layout(prepared.job, racers[0]))
 
     def describe(info: dict[str, Any]) -> None:
         info |= prepare.describe_run(prepared, run, info)
@@ -227,8 +227,6 @@ def grace_needed(run: RunDir) -> int:
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
-    from allranks import standing
-
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
     state = standing.describe(run, standing.look_at_queue([run]))["state"]
@@ -263,7 +261,7 @@ def resume(
     check(prepared, racers)
     racers, _ = resolve_types(racers, prepared.job)
     before, earlier = run.job_file.read_text(), run.info()
-    write_atomically(run.job_file, with_layout(prepared.job, racers[0]).to_yaml())
+    withheld.write_job(run, with_layout(prepared.job, racers[0]))
     overrides = prepare.typed_in_all(earlier.get("overrides", []), prepared.request)
     pending = earlier.get("changes", [])  # of a job that was sent, and never started
     changes = [*pending, *prepared.changes]

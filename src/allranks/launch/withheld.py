@@ -1,0 +1,103 @@
+"""Secrets in a job's `env`: their values are in one file that its user alone can read. No torch.
+
+job.yaml, run.json and the script for SLURM hold placeholders, so that others can read the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import yaml
+
+from allranks import files
+from allranks.errors import AllranksError
+from allranks.job import Job
+from allranks.redact import redact
+from allranks.rundir import RunDir, write_atomically
+
+FILE = "secrets.json"
+PLACEHOLDER = f"(in {FILE})"
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """By the rules for everything that is shown: a telling name, or a value that is known."""
+    text = f"{name}={value}"
+    return value != PLACEHOLDER and redact(text) != text
+
+
+def write_job(run: RunDir, job: Job) -> None:
+    """job.yaml as resolved; the values of secrets beside it."""
+    hidden = {name: value for name, value in job.env.items() if is_secret(name, value)}
+    if hidden:
+        text = json.dumps({**_read(run), **hidden}, indent=2) + "\n"
+        write_atomically(run.path / FILE, text, mode=0o600)
+    env = {name: PLACEHOLDER if name in hidden else value for name, value in job.env.items()}
+    write_atomically(run.job_file, job.model_copy(update={"env": env}).to_yaml())
+
+
+def restored(job: Job, run: RunDir) -> Job:
+    """The job with the values that were withheld, as far as they can be read here."""
+    if PLACEHOLDER not in job.env.values():
+        return job
+    known = _read(run)
+    env = {name: known.get(name, v) if v == PLACEHOLDER else v for name, v in job.env.items()}
+    return job.model_copy(update={"env": env})
+
+
+def check(job: Job, run: RunDir) -> None:
+    """Refuse to start ranks with a placeholder in place of a value."""
+    missing = [name for name, value in job.env.items() if value == PLACEHOLDER]
+    if missing:
+        raise AllranksError(
+            f"the values of {', '.join(missing)} are not to be had: {run.path / FILE} cannot be "
+            "read, or does not have them",
+            fix=f"give them again: {' '.join(f'env.{name}=VALUE' for name in missing)}",
+        )
+
+
+def typed(overrides: Iterable[str]) -> list[str]:
+    """Overrides as run.json keeps them."""
+    return [_typed(one) for one in overrides]
+
+
+def _typed(override: str) -> str:
+    key, sign, text = override.partition("=")
+    if not sign or key.partition(".")[0] != "env" or not is_any(override):
+        return override
+    if key != "env":
+        return f"{key}={PLACEHOLDER}"
+    values = yaml.safe_load(text)  # it was read before, and is a mapping
+    shown = {k: PLACEHOLDER if is_secret(str(k), v) else v for k, v in values.items()}
+    return f"env={yaml.safe_dump(shown, default_flow_style=True, width=1 << 20).strip()}"
+
+
+def is_any(override: str) -> bool:
+    """Whether an override of `env` holds a secret."""
+    key, _, text = override.partition("=")
+    if key != "env":
+        return is_secret(key.removeprefix("env."), text)
+    values = yaml.safe_load(text)
+    return isinstance(values, dict) and any(is_secret(str(k), v) for k, v in values.items())
+
+
+def told(key: str, value: Any) -> Any:
+    """The value of a job's key, where it is recorded or shown that it has changed."""
+    place, _, name = key.partition(".")
+    return PLACEHOLDER if place == "env" and is_secret(name, value) else value
+
+
+def records(changes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Differences between jobs, as run.json keeps them."""
+    return [
+        {"key": c.key, "before": told(c.key, c.ours), "now": told(c.key, c.theirs)} for c in changes
+    ]
+
+
+def _read(run: RunDir) -> dict[str, Any]:
+    try:
+        content = json.loads(files.read_bytes(run.path / FILE))
+    except (OSError, ValueError):  # there is none, or it is another user's
+        return {}
+    return content if files.values_of(files.is_text)(content) else {}
