@@ -167,12 +167,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file. A torn line (a killed rank) is skipped; a missing file has none."""
+def read_events(path: Path, *, word: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The events of a file. A torn line (a killed rank) is skipped; a missing file has none.
+
+    With `word` only lines that contain it are parsed: a rare event costs little to look for.
+    """
     try:
         with path.open("rb") as file:
             for line in file:
-                event = _parse(line)
+                event = _parse(line) if word in line else None
                 if event is not None:
                     yield event
     except FileNotFoundError:
@@ -182,10 +185,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 def read_last_events(
     path: Path, num_bytes: int = 16384, *, word: bytes = b""
 ) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file: what a progress display needs, at any size.
-
-    With `word` only lines that contain it are parsed: a rare event costs little to look for.
-    """
+    """The events in the last `num_bytes` of a file: what a progress display needs, at any size."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
