@@ -384,6 +384,8 @@ def read_key(run_dir: Path, name: str, node: int) -> bytes:
             key = file.read(100)
         if stat.S_ISREG(info.st_mode) and len(key) == 64 and info.st_uid == run_dir.stat().st_uid:
             return key
+    except AllranksError as error:  # without its fix: a stranger's folder is not to be trusted
+        raise ValueError(error.what) from None
     except OSError as error:
         raise AllranksError(
             f"{me} does not see the run folder of node 0, {folder}: {error.strerror}",
