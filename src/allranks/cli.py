@@ -164,6 +164,8 @@ def init(
 
 def main() -> NoReturn:
     """The console script, and `python -m allranks`."""
+    from allranks.processes import outlive_terminal
+
     arguments = sys.argv[1:]
     command = None
     if "--" in arguments:
@@ -171,6 +173,7 @@ def main() -> NoReturn:
         arguments, command = arguments[:cut], arguments[cut + 1 :]
     keep_typed(arguments, command)
     as_json = "--json" in arguments
+    outlive_terminal()
     try:
         # On its own typer prints what is wrong with the arguments, for people, and exits.
         sys.exit(app(arguments, standalone_mode=not as_json))

@@ -169,15 +169,18 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_events(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
+def read_events(
+    path: Path, most: int | None = None, *, word: bytes = b""
+) -> Iterator[dict[str, Any]]:
     """The events of a file, checked; `most`: of its first so many bytes.
 
-    A torn line (a killed rank) is skipped; a missing file has none.
+    A torn line (a killed rank) is skipped; a missing file has none. With `word` only lines that
+    contain it are parsed: a rare event costs little to look for.
     """
     try:
         with files.open_file(path) as file:
             for line in _lines(file, most):
-                event = parse_line(line, path)
+                event = parse_line(line, path) if word in line else None
                 if event is not None:
                     yield event
     except FileNotFoundError:
@@ -200,10 +203,7 @@ def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
 def read_last_events(
     path: Path, num_bytes: int = 16384, *, word: bytes = b""
 ) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file: what a progress display needs, at any size.
-
-    With `word` only lines that contain it are parsed: a rare event costs little to look for.
-    """
+    """The events in the last `num_bytes` of a file: what a progress display needs, at any size."""
     try:
         with files.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)

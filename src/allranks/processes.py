@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import io
 import os
 import signal
 import sys
@@ -11,12 +13,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
 # What asks a run to stop. "Your time is nearly up" is USR2, since NCCL may handle USR1, but for
-# scripts that listen to USR1 (slurm.signal).
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# scripts that listen to USR1 (slurm.signal). HUP, when a terminal is closed, is as good as TERM;
+# under nohup it is ignored, and stays so.
+STOP_SIGNALS: tuple[signal.Signals, ...] = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
+    *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]),
+)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -42,6 +49,7 @@ class Signals:
         self.received: list[signal.Signals] = []
         self._delay = delay
         self._last = 0.0
+        self._leaves = False
 
     @property
     def at_once(self) -> bool:
@@ -54,8 +62,20 @@ class Signals:
         return time.monotonic() >= self._last + self._delay
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
+        # Scripts know what to do at TERM.
+        self.received.append(signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number))
         self._last = time.monotonic()
+        if self._leaves and len(self.received) > 1:
+            sys.exit(130)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """As long as there are no ranks: a second signal ends this process wherever it is."""
+        self._leaves = True
+        try:
+            yield
+        finally:
+            self._leaves = False
 
 
 @contextmanager
@@ -80,14 +100,45 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _LastingTerminal(io.FileIO):
+    """A terminal that may be closed, or its connection lost: nobody reads what is written then."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """Have what this process prints on a terminal never fail once that is gone."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or not stream.isatty():
+            continue
+        raw = _LastingTerminal(stream.fileno(), "w", closefd=False)
+        lasting = io.TextIOWrapper(
+            io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True
+        )
+        setattr(sys, name, lasting)
+
+
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports without garbage collection.
+    """A launcher's imports of torch: without garbage collection, and without torch's warnings.
 
-    It takes a tenth of their time, and frees nothing: all that torch creates stays.
+    The first takes a tenth of their time, and frees nothing: all that torch creates stays. The
+    second are stacks of C++ frames, about what the launcher says in a line. Ranks keep theirs.
     """
+    name = "TORCH_CPP_LOG_LEVEL"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "ERROR")
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        if not is_set:
+            del os.environ[name]

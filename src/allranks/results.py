@@ -33,8 +33,9 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
     end = run.end(attempt, _first_rank(run, attempt)) or {}
     step = _last_step(run, attempt) or {}
     steps = end.get("step", step.get("step", start.get("step")))
-    loss = _last_loss(run, attempts, steps)
-    metrics = {**({"loss": loss} if loss is not None else {}), **end.get("metrics", {})}
+    has_loss, loss = _losses(run, attempts, steps)
+    metrics = {**({"loss": loss} if has_loss else {}), **end.get("metrics", {})}
+    is_lost = has_loss and loss is None
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -49,6 +50,7 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
         "samples_per_second": end.get("samples_per_second"),
         "global_batch": start.get("global_batch"),
         "metrics": metrics,
+        **({"nonfinite_since": _nonfinite_since(run, attempts, steps or 0)} if is_lost else {}),
     }
 
 
@@ -83,16 +85,38 @@ def _last_step(run: RunDir, attempt: int) -> dict[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] == "step"), None)
 
 
-def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> float | None:
-    """The newest loss that belongs to the result: a later attempt may have gone back."""
+def _losses(run: RunDir, attempts: list[int], steps: int | None) -> tuple[bool, float | None]:
+    """Whether a loss that belongs to the result is known, and the newest; None if it is no number.
+
+    A later attempt may have gone back.
+    """
     for attempt in reversed(attempts):
         # Far enough back for any log_every that people set.
-        events = read_last_events(run.events(attempt, 0), 1 << 20)
-        made = [e for e in events if e["event"] == "step" and e["step"] <= (steps or 0)]
-        losses = [e["loss"] for e in made if "loss" in e]
+        events = read_last_events(run.events(attempt, 0), 1 << 20, word=b'"loss"')
+        losses = [e["loss"] for e in events if _has_loss(e) and e["step"] <= (steps or 0)]
         if losses:
-            return losses[-1]  # type: ignore[no-any-return]  # a JSON number or null
-    return None
+            return True, losses[-1]
+    return False, None
+
+
+def _has_loss(event: dict[str, Any]) -> bool:
+    return event["event"] == "step" and "loss" in event
+
+
+def _nonfinite_since(run: RunDir, attempts: list[int], steps: int) -> int:
+    """The step at which the loss stopped being a number, for good."""
+    losses: dict[int, float | None] = {}
+    told: list[int] = []
+    for attempt in attempts:
+        for event in read_events(run.events(attempt, 0), word=b'"loss"'):
+            if _has_loss(event) and event["step"] <= steps:
+                losses[event["step"]] = event["loss"]
+        for rank in run.ranks(attempt):  # each says so of its own samples, between logged steps too
+            events = read_events(run.events(attempt, rank), word=b'"event":"nonfinite"')
+            told += [event["step"] for event in events]
+    good = max((step for step, loss in losses.items() if loss is not None), default=0)
+    bad = min(step for step in losses if step > good)
+    return min([bad, *(step for step in told if good < step < bad)])
 
 
 def _epochs(

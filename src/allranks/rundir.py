@@ -274,6 +274,21 @@ class RunDir:
         match = re.fullmatch(r"process (\d{1,9}) on (\S+)", said)
         return (int(match[1]), match[2]) if match else (0, "another machine")
 
+    def is_open_in(self, process: int) -> bool:
+        """Whether a process has the run's lock open, as its holder has: a number tells little.
+
+        Where the system does not say what a process has open, the number has to do.
+        """
+        folder = Path(f"/proc/{process}/fd")
+        if not Path("/proc/self/fd").is_dir():
+            return True
+        lock = self._lock_file.stat()
+        for name in os.listdir(folder) if folder.exists() else []:
+            with suppress(FileNotFoundError):  # closed since
+                if os.path.samestat((folder / name).stat(), lock):
+                    return True
+        return False
+
     def _take(self, descriptor: int) -> None:
         if claims.lock(descriptor):
             return

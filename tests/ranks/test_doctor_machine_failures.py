@@ -183,7 +183,7 @@ def test_a_loss_that_is_no_number_in_a_task(allranks: Allranks, tmp_path: Path) 
     assert (first["cause"], first["rank"]) == ("nan-loss", None)
     line = first["evidence"][0]
     assert line["file"].endswith("rank-0.jsonl") and line["line"] > 1
-    assert line["text"].startswith("step ") and "loss nan" in line["text"]
+    assert line["text"].startswith("step ") and "loss is nan" in line["text"]
     assert "optimizer.lr=1e+29" in first["fix"]
 
 
@@ -213,9 +213,14 @@ def test_the_rank_whose_loss_was_no_number_first(allranks: Allranks, tmp_path: P
     first, *_ = diagnosis(allranks, "last")
     assert (first["cause"], first["rank"]) == ("nan-loss", 1)
     run = find_run(tmp_path / "runs", "last")
+    told = json.loads(done.stdout)
+    assert told["metrics"]["loss"] is None
+    since = f"loss nan since step {told['nonfinite_since']}: allranks doctor {run.name}"
+    assert since in done.stderr
     events = [list(read_events(run.events(0, rank))) for rank in range(2)]
     at = [[e["step"] for e in each if e["event"] == "nonfinite"] for each in events]
     step = at[1][0]
+    assert told["nonfinite_since"] == step
     assert at == [[step + 1], [step]] and 10 < step < 20  # not one that is logged
     assert f"at step {step}" in first["title"]
     line = first["evidence"][0]

@@ -73,7 +73,8 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
         norms=batch_norms(model),
         autocast=nullcontext(),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        meter=SimpleNamespace(own=None),
+        progress=SimpleNamespace(step=0),
+        meter=SimpleNamespace(own=SimpleNamespace(saw=lambda step, losses: None)),
         data=data,
     )
     shown = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tests.commandline import Allranks
 from tests.faults import start
 
+from allranks.commits import commits
 from allranks.events import read_events
 from allranks.rundir import RunDir, list_runs
 
@@ -65,6 +67,23 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
     run = only_run(tmp_path)
     assert run.state() == "finished"
     assert (run.end(0, 0) or {})["step"] == 300
+
+
+def test_a_terminal_that_is_closed_stops_the_run_at_a_checkpoint(tmp_path: Path) -> None:
+    """Its processes get SIGHUP, and can write there no more."""
+    master, slave = os.openpty()
+    # `setsid --ctty`: the terminal is the run's, as of a shell in a window.
+    command = ["setsid", "--ctty", sys.executable, "-m", "allranks", "run", "epochs=500"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while b"it/s" not in shown:
+        shown += os.read(master, 4096)
+    os.close(master)
+    assert process.wait(200) == 75
+    run = only_run(tmp_path)
+    assert run.state() == "stopped"
+    assert commits(run.checkpoints)[0].step == (run.end(0, 0) or {})["step"] > 0
 
 
 def test_parameters_that_no_loss_depends_on_do_not_stop_the_ranks(

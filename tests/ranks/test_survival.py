@@ -137,13 +137,14 @@ def test_everything_is_killed(number: int, tmp_path: Path, references: Reference
 
 @pytest.mark.parametrize("number", sample_of(30, 7))
 def test_it_is_told_to_stop(number: int, tmp_path: Path, references: Reference) -> None:
-    """SIGTERM, SIGINT and SIGUSR2 in turn: stopped at a checkpoint, code 75, not a step lost."""
+    """SIGTERM, SIGINT, SIGUSR2, SIGHUP in turn: stopped at a checkpoint, code 75, no step lost."""
     layout, chance = trial(number)
     live = start(tmp_path, *job(layout))
     live.wait_until(lambda: bool(live.ranks()))
     wait_for_a_moment(live, chance, layout)
     processes = live.descendants()
-    live.process.send_signal([signal.SIGTERM, signal.SIGINT, signal.SIGUSR2][number % 7 % 3])
+    stops = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP]
+    live.process.send_signal(stops[number % 4])
     code, result = live.wait()
     assert gone(processes)
     if result["state"] != "finished":

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,37 @@ def test_the_run_folder_holds_the_job_as_resolved_and_its_origin(folder: Path) -
     assert info["packages"]["torch"]
     assert info["hardware"]["cpus"]
     assert [attempt["attempt"] for attempt in info["attempts"]] == [0]
+
+
+def test_what_others_may_have_written_is_not_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job file, a run folder, and the job in it; a group's folder is another matter."""
+    run = started()
+    again = Request(resume=str(run.path))
+    for path, request in ((folder / "job.yaml", typed()), (run.path, again), (run.job_file, again)):
+        mode = path.stat().st_mode & 0o777
+        path.chmod(mode | 0o022)
+        with pytest.raises(AllranksError, match=f"everyone may write {path}"):
+            prepare(request)
+        path.chmod(mode | 0o020)
+        prepare(request)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(os, "stat", of_user(4320, os.stat))
+    for path, request in ((folder / "job.yaml", typed()), (run.path, again)):
+        with pytest.raises(AllranksError, match=f"{path} belongs to user 4320: .* as user 4321"):
+            prepare(request)
+    monkeypatch.setenv("ALLRANKS_TRUST", f"/elsewhere{os.pathsep}{folder}")
+    prepare(typed())
+    prepare(again)
+
+
+def of_user(owner: int, stat: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+    def changed(*args: Any, **options: Any) -> os.stat_result:
+        found = stat(*args, **options)
+        return os.stat_result([*found[:4], owner, *found[5:]])
+
+    return changed
 
 
 def test_the_runs_folder_can_be_elsewhere(tmp_path: Path) -> None:

@@ -135,3 +135,21 @@ def test_steps_of_each_rank(run: RunDir) -> None:
     step(run, 1)
     step(run, 2)
     assert steps_by_rank(run) == {0: 2, 1: 0}
+
+
+def test_a_loss_that_is_no_number_is_null_and_says_since_when(run: RunDir) -> None:
+    """Of several ranks one tells it of its own samples, between the steps that are logged."""
+    start(run)
+    for number, loss in ((10, 0.5), (20, float("nan")), (22, float("nan"))):
+        step(run, number, loss=loss)
+    append_event(run.events(0, 0), "nonfinite", step=14, loss="nan")
+    append_event(run.events(0, 1), "nonfinite", step=13, loss="nan")
+    found = result(run, "finished")
+    assert found["metrics"]["loss"] is None
+    assert found["nonfinite_since"] == 13
+    assert '"nan"' not in json.dumps(found, allow_nan=False)
+    start(run, attempt=1, step=10)  # the next one goes back, and gets over it
+    step(run, 20, attempt=1, loss=0.4)
+    step(run, 22, attempt=1, loss=0.3)
+    found = result(run, "finished")
+    assert found["metrics"]["loss"] == 0.3 and "nonfinite_since" not in found

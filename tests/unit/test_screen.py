@@ -165,6 +165,8 @@ def test_the_summary_has_what_there_is() -> None:
         assert words in text
     bare = {**RESULT, "state": "failed", "steps": None, "samples_per_second": None, "metrics": {}}
     assert "failed" in summary(bare)
+    lost = {**RESULT, "metrics": {"loss": None}, "nonfinite_since": 13}
+    assert f"loss nan since step 13: allranks doctor {RESULT['run_dir']} shows why" in summary(lost)
 
 
 # --- Following a run ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from allranks.errors import AllranksError
+from allranks.launch.link import MEETING_SECONDS
 from allranks.launch.rendezvous import FixedNodes
+from allranks.stall_words import in_seconds
+
+ENDING_SECONDS = 5.0  # after its ranks, before a wait for other nodes is worth a line
 
 # What only torchrun decides; the rest that torch gives a rank is from our own environment.
 OF_TORCHRUN = (
@@ -72,12 +77,44 @@ class Agent(LocalElasticAgent):
         self._environment = environment
         self._ended = ended
         self._kills_peers = kills_peers
-        self._failed: dict[int, int] = {}  # exit codes by local rank
+        self._codes: dict[int, int] = {}  # by local rank, once one has failed
+        self._ended_at: float | None = None  # since when no rank runs
 
     @property
     def attempt(self) -> int:
         """The run's attempt that is under way."""
         return self._nodes.first_attempt + max(self._nodes.round, 0)
+
+    @property
+    def meets(self) -> bool:
+        """Whether it waits for other nodes before it starts ranks."""
+        return self._nodes.awaits is not None
+
+    def leave(self) -> None:
+        """Wait for no other node any more."""
+        self._nodes.leaves = True
+
+    def awaits(self) -> tuple[str, float] | None:
+        """What of other nodes it waits for, and how long it has, before or after its ranks.
+
+        Raises if it waits in vain: torch's own calls wait for ever where node 0 is silent.
+        """
+        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
+        if self.meets or any(handler.proc.poll() is None for handler in handlers.values()):
+            self._ended_at = None
+            return self._nodes.awaits
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        waited = now - self._ended_at
+        if waited > MEETING_SECONDS and handlers:
+            raise AllranksError(
+                f"the ranks here have ended, but node 0 has been silent for {in_seconds(waited)}",
+                fix="see whether node 0's machine and launcher still run",
+                exit_code=1,
+            )
+        left = in_seconds(MEETING_SECONDS - waited)
+        is_long = waited > ENDING_SECONDS and bool(handlers)
+        return (f"waiting for the other nodes to end; {left} left", waited) if is_long else None
 
     def run_quietly(self) -> dict[int, int | None]:
         """Run to the end; exit code by (global) rank, None for ranks ended because of another."""
@@ -101,7 +138,7 @@ class Agent(LocalElasticAgent):
     def failed(self) -> dict[int, int | None]:
         """Exit code by rank, once a rank has failed; None for those ended because of another."""
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        return {rank: self._failed.get(local_rank) for local_rank, rank in enumerate(ranks)}
+        return {rank: self._codes.get(local_rank) for local_rank, rank in enumerate(ranks)}
 
     def processes(self) -> list[int]:
         """Process ids of the ranks that were started last."""
@@ -126,7 +163,7 @@ class Agent(LocalElasticAgent):
         super()._initialize_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._failed = {}
+        self._codes = {}
         worker_group.spec.args = tuple(self._arguments(self.attempt))
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
@@ -145,12 +182,13 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Before torch looks: when it finds a failed rank it sends the others SIGTERM and waits up
         # to 30 seconds, then counts them as failed too.
-        if not self._failed:
+        if not self._codes:
             handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
             codes = {rank: handler.proc.poll() for rank, handler in handlers.items()}
-            self._failed = {rank: code for rank, code in codes.items() if code}
-            if self._failed and self._kills_peers:
-                self.kill()
+            if any(codes.values()):  # and who had ended well before, was not ended by that
+                self._codes = {rank: code for rank, code in codes.items() if code is not None}
+                if self._kills_peers:
+                    self.kill()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED:
             # torch now waits for the other nodes: what happens meanwhile is not these ranks' end.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shlex
 import shutil
+import stat
 from pathlib import Path
 
 from allranks import hardware
@@ -17,6 +19,37 @@ from allranks.layout import Layout
 
 # Ranks on a CPU core, at most: more tell nothing of how a training scales, or start for minutes.
 MEASURED_PER_CPU, RUN_PER_CPU = 4, 16
+
+
+def check_owner(path: Path) -> None:
+    """Refuse to run what another user wrote, or everyone may write: it would run as this user.
+
+    To read it is another matter; so is a group, which trusts its members. What the administrator
+    owns is trusted, and where `sudo` was typed, what the one who typed it owns.
+    """
+    path = path.resolve()
+    trusted = os.environ.get("ALLRANKS_TRUST", "").split(os.pathsep)
+    if any(path.is_relative_to(Path(folder).resolve()) for folder in trusted if folder):
+        return
+    info = path.stat()
+    why = ""
+    if str(info.st_uid) not in (str(os.geteuid()), "0", os.environ.get("SUDO_UID")):
+        why, fix = f"{path} belongs to {_user(info.st_uid)}", "copy it, and run the copy"
+    elif info.st_mode & stat.S_IWOTH:
+        why, fix = f"everyone may write {path}", f"chmod o-w {shlex.quote(str(path))}"
+    if why:
+        folder = path if path.is_dir() else path.parent
+        raise AllranksError(
+            f"{why}: what it says would be run as {_user(os.geteuid())}",
+            fix=f"{fix}; or, if you trust all who can write it: export ALLRANKS_TRUST={folder}",
+        )
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
 
 
 def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:

@@ -6,15 +6,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from allranks import claims, slurm
 from allranks.errors import AllranksError
+from allranks.plain import clean
 from allranks.rundir import RunDir
 from allranks.standing import Queue, QueuedJob, look_at_queue, state_of
+
+AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
 
 
 def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:
@@ -65,7 +68,18 @@ def _stop_one(run: RunDir, queue: Queue, *, now: bool) -> str:
     reason = "stopped by its user" + ("" if run.attempts() else " before it started")
     ended = {"state": "stopped", "reason": reason}
     run.update_info(lambda info: info.update(queued=False, ended=ended))
-    return "stopped at once" if active else "taken out of the queue"
+    if not active:
+        return "taken out of the queue"
+    if not _comes_true(lambda: _has_left(run, active)):
+        return f"was cancelled, but SLURM has not ended job {', '.join(active)} yet"
+    return "stopped at once"
+
+
+def _has_left(run: RunDir, jobs: Sequence[str]) -> bool:
+    """Whether SLURM has ended all of these jobs; one that still cleans up its nodes has ended."""
+    queue = look_at_queue([run])
+    left = [queue.jobs[job].state for job in jobs if job in queue.jobs]
+    return not queue.silent and all(state == "COMPLETING" for state in left)
 
 
 def _is_script(run: RunDir) -> bool:
@@ -100,22 +114,54 @@ def _stop_local(run: RunDir, will_stop: str, *, now: bool) -> str:
     process, host = run.holder()
     if host != socket.gethostname():
         raise AllranksError(
-            f"run {run.name} is on {host}, not on this machine", fix=f"type the same on {host}"
+            f"run {run.name} is on {clean(host)}, not on this machine",
+            fix=f"type the same on {clean(host)}",
         )
-    try:
-        os.kill(process, signal.SIGINT if now else signal.SIGTERM)
-    except ProcessLookupError:
+    if not _signal(run, process, signal.SIGINT if now else signal.SIGTERM):
         return f"is {run.ended_state()} already"
+    if not now:
+        return will_stop
+    time.sleep(0.5)
+    _signal(run, process, signal.SIGINT)  # a second one: at once
+    if not _comes_true(lambda: not run.is_live()):
+        raise AllranksError(
+            f"run {run.name} was told to stop at once, but process {process} still holds it after "
+            f"{AT_ONCE_SECONDS:.0f} s",
+            fix=f"kill -9 {process} ends it and its ranks",
+            exit_code=1,
+        )
+    return "stopped at once"
+
+
+def _signal(run: RunDir, process: int, number: signal.Signals) -> bool:
+    """Signal the run's launcher; False if it has ended. Raises if that process is another one."""
+    try:
+        is_launcher = run.is_open_in(process)
+        if is_launcher:
+            os.kill(process, number)
+    except ProcessLookupError:
+        is_launcher = False
     except PermissionError:
         raise AllranksError(
             f"run {run.name} is another user's", fix="ask its user to stop it", exit_code=1
         ) from None
-    if now:
-        time.sleep(0.5)
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGINT)
-        return "stopped at once"
-    return will_stop
+    if not is_launcher and run.is_live():
+        raise AllranksError(
+            f"run {run.name} is live, but not through process {process}, as its folder says: "
+            "nothing was stopped",
+            fix=f"see who holds it: fuser -v {run.path}/.lock",
+            exit_code=1,
+        )
+    return is_launcher
+
+
+def _comes_true(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + AT_ONCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:

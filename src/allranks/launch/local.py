@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from allranks.errors import AllranksError, disk_error
 from allranks.events import append_event
 from allranks.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.hardware import memory_kills
-from allranks.launch import checks, prepare
+from allranks.launch import checks, door, link, prepare
 from allranks.launch.held_nodes import check_allocation
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 STOPPED_AT_CHECKPOINT = 75
 STOPPED_AT_ONCE = 130
+AT_ONCE_SECONDS = 10.0  # for torch's agent to end once its ranks are killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,8 @@ class Launch:
         self.signals = signals
         self.screen = screen
         self.first_rank = (place.node_rank or 0) * here
-        self.run, self.agent = self._meet(held)
+        with signals.leaving():
+            self.run, self.agent = self._meet(held)
         self.disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
         self._stalled = StallWatch(
@@ -145,22 +148,21 @@ class Launch:
         place, prepared = self.place, self.prepared
         node_rank, layout = place.node_rank or 0, str(prepared.layout)
         num_nodes = 1 if place.node_rank is None else prepared.layout.nodes
-        address, port = split_master(place.master)
-        is_first = node_rank == 0
-        store = rendezvous.open_store(
-            address, port, is_first=is_first, interrupted=self._interrupted
-        )
-        mine = None
-        if is_first:
-            run = prepared.run
-            assert run is not None
-            token = rendezvous.new_token()
-            (run.path / token).touch()
-            held.callback((run.path / token).unlink, missing_ok=True)
-            mine = rendezvous.Meeting(
-                str(run.path), prepared.attempt, layout, prepared.checkpoint, token, prepared.claim
-            )
-        meeting = rendezvous.meet(store, node_rank, layout, mine, self._interrupted)
+        master = link.split_master(place.master)
+        waits = (self._interrupted, self._show_wait)
+        if node_rank == 0:
+            assert prepared.run is not None
+            path = str(prepared.run.path)
+            mine = door.Meeting(path, prepared.attempt, layout, prepared.checkpoint, prepared.claim)
+        if num_nodes == 1:
+            met = door.alone(mine)
+        elif node_rank == 0:
+            met = door.receive(*master, mine, num_nodes, link.Wait(*waits))
+        else:
+            met = door.enter(*master, node_rank, layout, link.Wait(*waits))
+        meeting = met.meeting
+        store = rendezvous.open_store(met, link.Wait(*waits))
+        self._show(lambda: self.screen.stalled(None))
         run = RunDir(Path(meeting.run_dir))
         prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
         prepared.claim = meeting.claim
@@ -170,7 +172,7 @@ class Launch:
             store,
             node_rank=node_rank,
             num_nodes=num_nodes,
-            address=address,
+            address=met.address if num_nodes == 1 else master[0],
             run=run.name,
             attempt=meeting.attempt,
         )
@@ -235,17 +237,28 @@ class Launch:
             self._show(lambda: self.screen.finish(self.agent.attempt))
         return self._own_states()
 
+    def _show_wait(self, text: str, seconds: float) -> None:
+        self._show(lambda: self.screen.waiting(text, seconds))
+
     def _follow(self, thread: threading.Thread) -> None:
         """Until the agent's thread has ended."""
+        killed = None
         while thread.is_alive():
             thread.join(0.1)
-            if self._interrupted() and not self.agent.processes():
-                from allranks.launch.rendezvous import Interrupted
-
-                raise Interrupted
+            now, awaits = time.monotonic(), self.agent.awaits()
+            killed = (killed or now) if self.signals.at_once else None
+            is_deaf = now > (killed or now) + AT_ONCE_SECONDS  # torch waits for a silent node 0
+            no_ranks = self.agent.meets or not self.agent.processes()
+            if is_deaf or (self._interrupted() and no_ranks):
+                self.agent.leave()
+                thread.join(1.0)  # one that runs Python while the process ends would abort it
+                raise link.Interrupted
             self._pass_signals_on()
-            self._end_if_stalled()
             self._show(lambda: self.screen.update(self.agent.attempt))
+            if awaits:
+                self._show_wait(*awaits)
+            else:
+                self._end_if_stalled()
 
     def _show(self, draw: Callable[[], None]) -> None:
         """Draw, if it can be: a closed pipe or a poor terminal must not end the training."""
@@ -366,18 +379,6 @@ def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, An
 
 def max_restarts(prepared: Prepared, place: Place) -> int:
     return prepared.job.max_restarts if place.max_restarts is None else place.max_restarts
-
-
-def split_master(master: str | None) -> tuple[str, int]:
-    """Address and port of node 0's store; any free port of this machine if there is only one."""
-    if master is None:
-        return "127.0.0.1", 0
-    host, colon, port = master.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise AllranksError(
-            f"--master {master} is not HOST:PORT", fix="write for example --master node1:29500"
-        )
-    return host, int(port)
 
 
 def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:

@@ -22,6 +22,7 @@ from allranks.hardware import Setting
 from allranks.job import BUILT_IN, Duration, Job, load_job
 from allranks.jobfile import EXCLUSIVE
 from allranks.launch import withheld
+from allranks.launch.checks import check_owner
 from allranks.launch.launchers import find_launcher, spell, with_layout
 from allranks.layout import Layout
 from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint
@@ -69,12 +70,17 @@ class Prepared:
 
 def prepare(request: Request) -> Prepared:
     """Check everything that can be checked before anything is written or started."""
+    if request.job_file is not None and request.job_file.exists():  # else loading it says so
+        check_owner(request.job_file)
     if request.resume is None:
         job = _load(request)
         refuse_launcher(job, request)
         return Prepared(request=request, job=job, run=None)
     named = None if request.job_file is None else _load(request).name
     run = find_run(request.runs, request.resume, named)
+    for path in (run.path, run.job_file):
+        if path.exists():
+            check_owner(path)
     if request.leads and run.is_live():
         with run.held():  # says who holds it
             pass

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -20,132 +13,38 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from allranks.errors import AllranksError
+from allranks.launch.door import Met, names_of
+from allranks.launch.link import MEETING_SECONDS, Interrupted, Wait, listen, own_address
+from allranks.stall_words import in_seconds
 
-MEETING_SECONDS = 600.0
-POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """What node 0 decides for all nodes."""
-
-    run_dir: str
-    attempt: int
-    layout: str
-    checkpoint: str
-    token: str  # name of a file in the run folder: who sees it sees the same disk
-    claim: int | None = None  # under which the ranks of all nodes work
+ROUND_POLL_SECONDS = 0.01
+NAMING_SECONDS = 1.0  # between looks at which node is missing
+MORE_PORTS = 16  # that are tried for the ranks of a restart
 
 
-class Interrupted(AllranksError):
-    """The user stopped the launcher while it waited for other nodes."""
+def open_store(met: Met, wait: Wait) -> dist.TCPStore:
+    """The store that all nodes share; node 0 serves it, at the door through which they came."""
+    descriptor = met.listener.detach() if met.listener is not None else None
 
-    def __init__(self) -> None:
-        what = "stopped before all nodes were there: no rank was started"
-        super().__init__(what, fix="type the command again", exit_code=130)
-
-
-def open_store(
-    address: str, port: int, *, is_first: bool, interrupted: Callable[[], bool]
-) -> dist.TCPStore:
-    """The store that all nodes share; the first node serves it. Port 0 takes any free one."""
-    try:
-        if not is_first:
-            _wait_for(lambda: _answers(address, port), interrupted)
+    def connect() -> dist.TCPStore:
         return dist.TCPStore(
-            address,
-            port,
-            is_master=is_first,
+            met.address,
+            met.port,
+            is_master=descriptor is not None,
             timeout=timedelta(seconds=MEETING_SECONDS),
             wait_for_workers=False,
-            multi_tenant=True,
+            master_listen_fd=descriptor,
         )
-    except (dist.DistError, RuntimeError, TimeoutError, OSError) as error:
-        if is_first:
-            _refuse_second_first(address, port)
-        verb = "serve at" if is_first else "reach node 0 at"
+
+    try:
+        return wait.beside(connect, f"the store at {met.address}:{met.port}")
+    except (dist.DistError, RuntimeError) as error:
         raise AllranksError(
-            f"cannot {verb} {address}:{port}: {str(error).splitlines()[0]}",
-            fix="give every node the same --master HOST:PORT: a name of node 0's machine and a "
-            "free port there that no firewall closes; start node 0 within ten minutes of the rest",
+            f"cannot reach the store of node 0 at {met.address}:{met.port}: "
+            f"{str(error).splitlines()[0]}",
+            fix="node 0 has ended, or the network between them is gone: start every node again",
             exit_code=1,
         ) from None
-
-
-def meet(
-    store: dist.Store,
-    node_rank: int,
-    layout: str,
-    mine: Meeting | None,
-    interrupted: Callable[[], bool],
-) -> Meeting:
-    """Agree with node 0 (which passes `mine`) on one run; refuse a node that does not fit."""
-    if mine is not None:
-        store.set("meeting", json.dumps(asdict(mine)))
-        meeting = mine
-    else:
-        _wait_for(lambda: bool(store.check(["meeting"])), interrupted)
-        meeting = Meeting(**json.loads(store.get("meeting")))
-    if meeting.layout != layout:
-        raise AllranksError(
-            f"node 0 was started with --layout {meeting.layout}, node {node_rank} with {layout}",
-            fix=f"type --layout {meeting.layout} on every machine",
-        )
-    if not (Path(meeting.run_dir) / meeting.token).exists():
-        raise AllranksError(
-            f"node {node_rank} ({socket.gethostname()}) does not see the run folder of node 0, "
-            f"{meeting.run_dir}",
-            fix="give every machine the same --runs DIR, on a disk that all of them share",
-        )
-    me = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-    # compare_set returns what is there in the end: its own value only for the first to come.
-    there = json.loads(store.compare_set(f"node/{node_rank}", "", me))
-    if there != json.loads(me):
-        raise _duplicate(node_rank, there)
-    return meeting
-
-
-def _wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> None:
-    """Wait in Python, where a Ctrl-C is noticed; torch's own waiting is deaf to it."""
-    deadline = time.monotonic() + MEETING_SECONDS
-    while not condition():
-        if interrupted():
-            raise Interrupted
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer for {MEETING_SECONDS:.0f} seconds")
-        time.sleep(POLL_SECONDS)
-
-
-def _answers(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=2):
-            return True
-    except socket.gaierror:
-        raise  # no machine of that name: waiting will not help
-    except OSError:
-        return False
-
-
-def _duplicate(node_rank: int, there: dict[str, object]) -> AllranksError:
-    return AllranksError(
-        f"two nodes say that they are --node-rank {node_rank}: process {there['pid']} on "
-        f"{there['host']}, and process {os.getpid()} on {socket.gethostname()}",
-        fix="give each machine of the layout its own --node-rank, counted from 0",
-    )
-
-
-def _refuse_second_first(address: str, port: int) -> None:
-    """If the port is taken by another node 0, say so."""
-    try:
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
-        there = json.loads(store.get("node/0"))
-    except (dist.DistError, RuntimeError, ValueError):
-        return
-    raise _duplicate(0, there)
-
-
-def new_token() -> str:
-    return f".seen-{secrets.token_hex(4)}"
 
 
 class FixedNodes(RendezvousHandler):
@@ -168,19 +67,52 @@ class FixedNodes(RendezvousHandler):
         self._run = run
         self.first_attempt = attempt
         self.round = -1
+        self.awaits: tuple[str, float] | None = None  # what is waited for, and for how long it was
+        self.leaves = False  # nobody waits for this any more
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.round += 1
-        self._store.set("round", str(self.round))
-        self._store.set(f"round/{self.round}/{self._node_rank}", "here")
-        everyone = [f"round/{self.round}/{node}" for node in range(self._num_nodes)]
-        self._store.wait(everyone, timedelta(seconds=MEETING_SECONDS))
+        try:
+            self._store.set("round", str(self.round))
+            self._store.set(f"round/{self.round}/{self._node_rank}", "here")
+            self._wait_for_all()
+            port = self._port_of_ranks()
+        except (dist.DistError, RuntimeError) as error:
+            raise AllranksError(
+                f"node 0 is gone: {str(error).splitlines()[0]}",
+                fix="start every node again, with --resume last if there is a checkpoint",
+                exit_code=1,
+            ) from None
         return RendezvousInfo(
             dist.PrefixStore(f"agents/{self.round}", self._store),
             self._node_rank,
             self._num_nodes,
-            RendezvousStoreInfo(self._address, self._port_of_ranks()),
+            RendezvousStoreInfo(self._address, port),
         )
+
+    def _wait_for_all(self) -> None:
+        """Until every node has come to this round; `awaits` says meanwhile which ones have not."""
+        keys = {node: f"round/{self.round}/{node}" for node in range(self._num_nodes)}
+        begin, next_look = time.monotonic(), 0.0
+        missing = [node for node in keys if node != self._node_rank]
+        try:
+            while not self._store.check([*keys.values()]):
+                now = time.monotonic()
+                if now >= next_look:
+                    next_look = now + NAMING_SECONDS
+                    missing = [node for node in missing if not self._store.check([keys[node]])]
+                left = MEETING_SECONDS - (now - begin)
+                text = f"waiting for {names_of(missing)}; {in_seconds(left)} left"
+                self.awaits = text, now - begin
+                if self.leaves:
+                    raise Interrupted
+                if left < 0:
+                    raise TimeoutError(
+                        f"{names_of(missing)} did not come within {in_seconds(MEETING_SECONDS)}"
+                    )
+                time.sleep(ROUND_POLL_SECONDS)
+        finally:
+            self.awaits = None
 
     def _port_of_ranks(self) -> int:
         """The port of the store in which the ranks meet: a fresh one after a restart.
@@ -190,13 +122,28 @@ class FixedNodes(RendezvousHandler):
         if self.round == 0:
             return int(self._store.port)
         if self._node_rank == 0:
-            # Beside the port that the user typed: where that one is open, others near it may be.
-            wanted = self._store.port + self.round if self._num_nodes > 1 else 0
-            self._store_of_ranks = dist.TCPStore(
-                self._address, wanted, is_master=True, wait_for_workers=False
-            )
-            self._store.set(f"port/{self.round}", str(self._store_of_ranks.port))
+            self._serve_ranks()
         return int(self._store.get(f"port/{self.round}"))
+
+    def _serve_ranks(self) -> None:
+        alone = self._num_nodes == 1
+        # Beside the port that the user typed: where that one is open, others near it may be.
+        near = self._store.port + self.round
+        for port in [0] if alone else [*range(near, near + MORE_PORTS), 0]:
+            try:
+                listener = listen(self._address, port, alone=alone)
+                break
+            except (OSError, OverflowError):  # taken, or beyond the last one
+                continue
+        port = listener.getsockname()[1]
+        self._store_of_ranks = dist.TCPStore(
+            own_address(listener),
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._store.set(f"port/{self.round}", str(port))
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if another node has gone on to a further round: this one must follow."""

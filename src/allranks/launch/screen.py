@@ -18,7 +18,7 @@ from allranks.events import read_events, read_last_events
 from allranks.failures import failed_ranks, failure_in_words
 from allranks.job import Job
 from allranks.launch.echo import Echo
-from allranks.launch.status_line import NotedProgress, StallNotes, StatusLine
+from allranks.launch.status_line import NotedProgress, Notes, StatusLine
 from allranks.results import steps_by_rank
 from allranks.rundir import RunDir
 
@@ -58,7 +58,8 @@ class Screen:
     ) -> None:
         self.console = console
         self._status = StatusLine(console, lambda: self._echo.column if self._echo else 0)
-        self._notes = StallNotes(self._note)
+        self._notes = Notes(self._note)
+        self._wait_notes = Notes(self._note, after=2.0, over="")  # nodes start at about one time
         self.echo = echo
         self.debug = debug
         self.show = show
@@ -95,6 +96,11 @@ class Screen:
             self._bar.note(line)
         else:
             self._status.show(line)
+
+    def waiting(self, line: str, seconds: float) -> None:
+        """Say for which nodes this one has waited for so long; `stalled(None)` takes it back."""
+        is_terminal = self.console.is_terminal
+        self._status.show(line) if is_terminal else self._wait_notes.show(line, seconds)
 
     def _note(self, text: str) -> None:
         self._status.clear()
@@ -171,18 +177,20 @@ class Screen:
 
     def summary(self, result: dict[str, Any], *, can_go_on: bool = True) -> None:
         """The table at the end, the folder, and the accuracy if there is one."""
-        with suppress(OSError, ValueError):
-            self._summary(result, can_go_on=can_go_on)
+        with suppress(OSError):
+            self._summary(result, RunDir(Path(result["run_dir"])), can_go_on=can_go_on)
 
-    def _summary(self, result: dict[str, Any], *, can_go_on: bool) -> None:
+    def _summary(self, result: dict[str, Any], run: RunDir, *, can_go_on: bool) -> None:
         self.console.print(Text(result["run"], style="bold"))
         self.console.print(summary_table(result))
         self.console.print(Text(result["run_dir"]), soft_wrap=True)
+        if since := result.get("nonfinite_since"):
+            lost = f"loss nan since step {since}: allranks doctor {run.reference} shows why"
+            self.console.print(Text(lost, style="red"), soft_wrap=True)
         if result.get("reason"):
             self.console.print(Text(result["reason"], style="yellow"), soft_wrap=True)
         if result["state"] == "stopped" and can_go_on:
-            again = RunDir(Path(result["run_dir"])).resume_command
-            self.console.print(f"go on with: {again}", soft_wrap=True)
+            self.console.print(f"go on with: {run.resume_command}", soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
             self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)

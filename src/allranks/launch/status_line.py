@@ -69,20 +69,32 @@ class StatusLine:
         self._console.file.flush()
 
 
-class StallNotes:
-    """Where nothing can be taken back: a note when a stall begins, then fewer, one at its end."""
+class Notes:
+    """Where nothing can be taken back: a note when a wait begins, then fewer, one at its end.
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    `after`: seconds before the first one. `over`: what is said at the end; empty: nothing.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[str], None],
+        *,
+        after: float = 0.0,
+        over: str = "makes progress again after",
+    ) -> None:
         self._note = note
-        self._seconds: float | None = None  # without a step, as last reported
+        self._after = after
+        self._over = over
+        self._seconds: float | None = None  # as last reported
         self._next = 0.0
 
     def show(self, text: str | None, seconds: float) -> None:
-        """`seconds`: without a step. None: the ranks make progress."""
-        if text is None:
-            if self._seconds is not None:
-                self._note(f"makes progress again after {in_seconds(self._seconds)}")
+        """`seconds`: that it has lasted. None: it is over."""
+        if text is None or seconds < (self._seconds or 0.0):
+            if self._seconds is not None and self._over:
+                self._note(f"{self._over} {in_seconds(self._seconds)}")
             self._seconds = None
+        if text is None or seconds < self._after:
             return
         if self._seconds is None or seconds >= self._next:
             self._note(text)

@@ -117,8 +117,7 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
         with nullcontext() if number == batch.num_micro_batches else without_sync(t.model):
             losses, weights, own_weight = weighted_losses(t, micro)
             (losses if t.scaler is None else t.scaler.scale(losses)).backward(weights)
-        if t.meter.own is not None:
-            t.meter.own.saw(t.progress.step + 1, losses)
+        t.meter.own.saw(t.progress.step + 1, losses)
         if want_loss:
             part = torch.dot(losses.detach(), weights)
             loss = part if loss is None else loss + part

@@ -31,8 +31,7 @@ class Meter:
         self.step_seconds = 0.0  # summed over this attempt
         self._waiting: list[tuple[_LateLoss, Tensor]] = []
         self._waiting_step = 0  # the last of theirs
-        # Of a single rank the mean tells as much.
-        self.own = OwnLosses(log) if self.world_size > 1 else None
+        self.own = OwnLosses(log)
         self._has_phases = timeline.current is not None
         self._timeline = timeline.take()
 
@@ -73,8 +72,7 @@ class Meter:
         if not self._waiting:
             return
         losses = torch.stack([loss for _, loss in self._waiting])
-        if self.own is not None:
-            self.own.look(self._waiting_step, losses)
+        self.own.look(self._waiting_step, losses)
         work = dist.reduce(losses, dst=0, async_op=True) if self.world_size > 1 else None
         if self.rank == 0:
             arrival = _Arrival(losses, work)
@@ -84,8 +82,7 @@ class Meter:
 
     def finish(self) -> None:
         """After the last step."""
-        if self.own is not None:
-            self.own.finish()
+        self.own.finish()
 
 
 class _Arrival:

@@ -1,0 +1,105 @@
+"""Signals, terminals that go away, and who is signalled: the edges of a launcher's life."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import AllranksError
+from allranks.launch import follow
+from allranks.processes import listening, outlive_terminal
+from allranks.rundir import RunDir
+
+
+@pytest.mark.parametrize(("before", "received"), [("", "SIGTERM"), ("trap '' HUP; ", "none")])
+def test_a_hangup_is_a_request_to_end_but_under_nohup(before: str, received: str) -> None:
+    code = (
+        "import os, signal, sys; from allranks.processes import listening\n"
+        "with listening() as signals:\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print(*[one.name for one in signals.received] or ['none'])"
+    )
+    command = f'{before}exec {sys.executable} -c "$CODE"'
+    done = subprocess.run(
+        ["sh", "-c", command], env={**os.environ, "CODE": code}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == received, done.stderr
+
+
+def test_before_there_are_ranks_a_second_signal_ends_all() -> None:
+    with listening() as signals:
+        with signals.leaving():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(SystemExit) as caught:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 130
+        os.kill(os.getpid(), signal.SIGTERM)  # now the ranks are told
+
+
+def test_what_is_printed_on_a_vanished_terminal_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        outlive_terminal()
+        print("read")
+        assert os.read(master, 100) == b"read\r\n"
+        os.close(master)
+        print("not read", flush=True)
+        assert sys.stdout is not terminal and sys.stdout.fileno() == slave
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            os.write(slave, b"x")
+        monkeypatch.undo()
+
+
+# Holds a run as a launcher does, and takes signals as `argument` says.
+HOLDER = """
+import signal, sys, time
+from pathlib import Path
+from allranks.rundir import RunDir
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+with RunDir(Path(sys.argv[1])).held():
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def holder(run: RunDir, how: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", HOLDER, str(run.path), how]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_only_a_runs_own_launcher_is_signalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock file may name any process: one that got the number, or that somebody wrote there."""
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(follow, "AT_ONCE_SECONDS", 0.3)
+    with holder(run, "deaf") as launcher, subprocess.Popen(["sleep", "300"]) as other:
+        lock = tmp_path / ".lock"
+        said = lock.read_text()
+        lock.write_text(said.replace(str(launcher.pid), str(other.pid)))
+        for now in (False, True):
+            with pytest.raises(AllranksError, match=f"not through process {other.pid}"):
+                follow.stop([run], now=now)
+        assert other.poll() is None and launcher.poll() is None
+        lock.write_text(said)
+        with pytest.raises(AllranksError, match=f"process {launcher.pid} still holds it"):
+            follow.stop([run], now=True)
+        assert follow.stop([run])[0]["done"] == "saves a checkpoint and stops"
+        launcher.wait(60)
+        assert follow.stop([run])[0]["done"] == "is failed already"
+        other.kill()
+    with holder(run, "hears") as launcher:
+        assert follow.stop([run], now=True)[0]["done"] == "stopped at once"
+        assert launcher.wait(60) != 0
