@@ -34,8 +34,8 @@ class Ladder:
 
     def efficiency(self, layout: str) -> float | None:
         first = self.layouts[0]
-        if layout not in self.speeds or not self.speeds.get(first):
-            return None
+        if not self.speeds.get(layout) or not self.speeds.get(first):
+            return None  # not measured yet, or no samples could be counted
         times = Racer.parse(layout).layout.ranks / Racer.parse(first).layout.ranks
         return self.speeds[layout] / self.speeds[first] / times
 
