@@ -9,13 +9,16 @@ import shlex
 import shutil
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from allranks import hardware
 from allranks.errors import AllranksError
 from allranks.hardware import ONEDNN_LIMIT, Setting
 from allranks.job import Job
-from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
+
+if TYPE_CHECKING:
+    from allranks.launch.prepare import Prepared
 
 # Ranks on a CPU core, at most: more tell nothing of how a training scales, or start for minutes.
 MEASURED_PER_CPU, RUN_PER_CPU = 4, 16
