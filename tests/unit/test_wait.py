@@ -92,7 +92,7 @@ def test_ends_are_written_before_other_nodes_are_waited_for(
     made: Any = object.__new__(agent.Agent)
     group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in (2, 3)])
     made._nodes, made._worker_group = SimpleNamespace(first_attempt=4, round=0), group
-    made._failed, made._pcontext = {}, None
+    made._codes, made._pcontext = {}, None
     made._ended = lambda codes, attempt: ended.append((codes, attempt))
     states = iter([WorkerState.HEALTHY, WorkerState.SUCCEEDED])
     monkeypatch.setattr(
