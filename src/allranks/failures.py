@@ -40,8 +40,19 @@ def failure(run: RunDir) -> dict[str, Any] | None:
     words = [others_in_words(first, others)]
     if is_echo(first):
         ended = [rank for rank in run.ranks(attempt) if _has_ended_well(run, attempt, rank)]
-        words += [f"{ranks_in_words(ended)} had ended without an error"] if ended else []
+        words += [_ended_early(run, attempt, ended)] if ended else []
     return {**first, "others": "; ".join(filter(None, words))}
+
+
+def _ended_early(run: RunDir, attempt: int, ranks: Sequence[int]) -> str:
+    """Ranks that were done while others still needed them: mostly their share of the data is."""
+    steps = [
+        event["step"]
+        for event in read_last_events(run.events(attempt, ranks[0]), 1 << 16, word=b'"step"')
+        if event["event"] == "step"
+    ]
+    after = f" after step {steps[-1]}" if steps else ""
+    return f"{ranks_in_words(ranks)} had ended by then{after}, without an error"
 
 
 def _has_ended_well(run: RunDir, attempt: int, rank: int) -> bool:

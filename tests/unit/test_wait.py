@@ -104,6 +104,28 @@ def test_ends_are_written_before_other_nodes_are_waited_for(
     assert ended == [({2: 0, 3: 0}, 4)]
 
 
+def test_a_rank_that_was_done_before_another_failed_was_not_ended_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: Any = object.__new__(agent.Agent)
+    workers = [SimpleNamespace(global_rank=rank) for rank in range(3)]
+    made._worker_group, made._codes = SimpleNamespace(workers=workers), {}
+    made._kills_peers = False
+    codes: list[int | None] = [None, 0, None]
+    ranks = {
+        rank: SimpleNamespace(proc=SimpleNamespace(poll=lambda rank=rank: codes[rank]))
+        for rank in range(3)
+    }
+    made._pcontext = SimpleNamespace(subprocess_handlers=ranks)
+    healthy = RunResult(state=WorkerState.HEALTHY)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: healthy)
+    made._monitor_workers(made._worker_group)
+    assert made.failed() == {0: None, 1: None, 2: None}
+    codes[0] = 1
+    made._monitor_workers(made._worker_group)
+    assert made.failed() == {0: 1, 1: 0, 2: None}  # rank 2 will be ended because of rank 0
+
+
 @pytest.mark.parametrize(
     ("leads", "state", "seconds"),
     [

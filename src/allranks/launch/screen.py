@@ -103,7 +103,7 @@ class Screen:
         self._status.show(line) if is_terminal else self._wait_notes.show(line, seconds)
 
     def _note(self, text: str) -> None:
-        self._status.clear()
+        self._status.leave()
         self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
@@ -116,7 +116,7 @@ class Screen:
         text = f"{signal_name}: stopping, {how}"
         if self.console.is_terminal:
             text += "; Ctrl-C (again) stops at once"
-        self._status.clear()
+        self._status.leave()
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:

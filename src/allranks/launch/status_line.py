@@ -64,6 +64,13 @@ class StatusLine:
             self._text = ""
             self._write(f"\r\x1b[K{back}")
 
+    def leave(self) -> None:
+        """Remove the line, and go to a fresh one: a rank's bar may have been left in mid-line."""
+        with self._lock:
+            self.clear()
+            if self._column() > 0:
+                self._write("\r\n")
+
     def _write(self, text: str) -> None:
         self._console.file.write(text)
         self._console.file.flush()
