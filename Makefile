@@ -30,19 +30,28 @@ help:
 demo: $(PACKAGE)
 	@$(BIN)/python -m allranks run
 
-test: lint
-	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
+# Types and docs are checked beside the tests, which leave a core idle now and then.
+test: style
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
 	@tests/terminal/tmux.sh install
-	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
+	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
 	  [ $$? = 1 ] && echo "the tests that failed beside others, once more on their own:" && \
-	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }
+	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }; \
+	tests=$$?; wait $$checks; checks=$$?; cat $(VENV)/checks.log; exit $$((tests | checks))
 
-lint: $(DEV)
+lint: style types
+
+style: $(DEV)
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
+
+types: $(DEV)
 	@$(BIN)/python -m mypy
+
+fresh-docs: $(DEV)
+	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
 
 docs: $(DEV)
 	@$(COG) -r $(DOCS)

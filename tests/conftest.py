@@ -25,6 +25,7 @@ LEAVE_SECONDS = 20.0  # what a process or thread may take to end after its test
 # Inherited by every process that a test starts, so that orphans are known too.
 MARK = uuid.uuid4().hex
 os.environ["ALLRANKS_TESTS"] = MARK
+STRANGERS: set[int] = set()  # processes that are not of these tests
 # Before torch is imported: threads that spin while they wait starve everything beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -33,6 +34,12 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("same", unhurried, derandomize=True)
 settings.register_profile("others", unhurried, max_examples=1000)
 settings.load_profile("same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests see no GPU, so that they do the same on every machine; those marked `gpu` see all."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -161,11 +168,11 @@ def descendants() -> dict[int, str]:
         getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None),
         getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None),
     }
+    numbers = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+    STRANGERS.intersection_update(numbers)
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        if pid in servers:
-            continue
+    for pid in numbers - servers - STRANGERS:
+        folder = Path("/proc", str(pid))
         try:
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
             is_marked = MARK.encode() in (folder / "environ").read_bytes()
@@ -173,6 +180,9 @@ def descendants() -> dict[int, str]:
         except OSError:  # gone, or not ours to look at
             continue
         state, parent = stat[0], int(stat[1])
-        if (is_marked or parent == os.getpid()) and state != "Z":
-            found[pid] = words[:200]
+        if is_marked or parent == os.getpid():
+            if state != "Z":
+                found[pid] = words[:200]
+        elif words or parent in (0, 2):  # has become what it is, or is the kernel's
+            STRANGERS.add(pid)
     return found

@@ -234,6 +234,17 @@ def test_a_screen_that_takes_no_more_does_not_hold_up_the_rank(
     assert b"too slow" in b"".join(screened.shown) and len(b"".join(screened.shown)) < 150_000
 
 
+def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path: Path) -> None:
+    screened = Screened(tmp_path)
+    screened.log.mkdir()  # stands for a full disk: it cannot be written to
+    screened.draw("one\ntwo\n")
+    screened.terminal.flush()
+    screened.log.rmdir()
+    screened.draw("three\n")
+    assert screened.close()
+    assert screened.log.read_text() == "one\ntwo\nthree\n"
+
+
 def test_a_sequence_that_never_ends_swallows_nothing() -> None:
     found = lines_of(b"before\n\x1b]garbage\nline\n\x1b]0;rest")
     assert found == ["before", "]garbage", "line", "]0;rest"]

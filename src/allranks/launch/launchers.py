@@ -16,6 +16,10 @@ from pathlib import Path
 from allranks.layout import Layout
 
 PYTHON = r"(?:python|pypy)[\d.]*"
+# The commands in a shell's line, and what is between them: not what is in quotes.
+COMMANDS = re.compile(
+    r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^'"\\;&|\n])+|[;&|\n]+|['"\\]""", re.DOTALL
+)
 SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
 # Programs that start another: how many words come before it, and which options take a value.
 WRAPPERS = {
@@ -253,11 +257,12 @@ def in_shell(before: list[str], words: list[str]) -> Meant | None:
     if at is None or at + 1 >= len(words):
         return None
     found: Meant | None = None
-    parts = re.split(r"(\s*(?:&&|\|\||;|\||&|\n)\s*)", words[at + 1])
+    parts = COMMANDS.findall(words[at + 1])
     for number, part in enumerate(parts):
         meant = find_launcher(raw_words(part))
         if meant is not None:
-            parts[number] = " ".join(meant.command)
+            spaces = part[: -len(part.lstrip())], part[len(part.rstrip()) :]
+            parts[number] = " ".join(meant.command).join(spaces)
             found = found or meant
     if found is not None:
         found.command = [*before, *words[: at + 1], "".join(parts), *words[at + 2 :]]
@@ -333,8 +338,8 @@ def launcher_in_script(words: Sequence[str]) -> tuple[str, Meant] | None:
         except (OSError, ValueError):
             continue
         for line in re.sub(r"\\\n", " ", text).splitlines():
-            for part in re.split(r"&&|\|\||;", line):
-                meant = find_launcher(raw_words(part.strip()))
+            for part in COMMANDS.findall(line):
+                meant = find_launcher(raw_words(part))
                 if meant is not None:
                     return word, meant
     return None

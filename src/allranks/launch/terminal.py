@@ -21,6 +21,7 @@ MOST_QUEUED = 1 << 20  # bytes for a screen that is slow to take them
 FLUSH_SECONDS = 5.0
 LEFT_OUT = b"\r\n[left out what this terminal was too slow for; the log has all of it]\r\n"
 MOST_HELD = 200  # lines; no screen is taller
+MOST_UNWRITTEN = 10_000  # lines that a log could not take
 # Text, or one control sequence of a terminal: CSI (group 1: numbers, 2: letter), OSC, others.
 TOKENS = re.compile(
     r"\x1b\[([0-9;:<=>?]*)[ -/]*([@-~])"
@@ -138,6 +139,7 @@ class RankTerminal:
         self._size = b""
         self._lines = ScreenLines()
         self._log: Path | None = None
+        self._unwritten: list[str] = []
         self._touched = 0.0
         self._lock = threading.Lock()
         self._is_open = True
@@ -251,7 +253,9 @@ class RankTerminal:
         if self._log is None or (not lines and now < self._touched + 1.0):
             return
         self._touched = now
-        with suppress(OSError):  # a full disk must not end a training
+        self._unwritten = [*self._unwritten, *lines][-MOST_UNWRITTEN:]
+        with suppress(OSError):  # a full disk must not end a training: once more with the next line
             with self._log.open("a", encoding="utf-8", errors="replace") as file:
-                file.writelines(f"{line.rstrip()}\n" for line in lines)
+                file.write("".join(f"{line.rstrip()}\n" for line in self._unwritten))
+            self._unwritten = []
             os.utime(self._log)
