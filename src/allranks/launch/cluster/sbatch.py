@@ -7,21 +7,23 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.job import BUILT_IN, Duration, Job
 from allranks.launch import withheld
 from allranks.layout import Layout
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 DEFAULT_GRACE = 120  # seconds; a quarter of the limit where that is less
 READ_ONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")  # bash's own
 GPU_TYPE = r"[A-Za-z0-9_][A-Za-z0-9_.:-]*"
+FIND_MODULE = """\
+if ! command -v module >/dev/null; then
+  for init in /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
+    if [ -r "$init" ]; then . "$init"; fi
+  done
+fi"""
 
 # Directives that have a key of their own, or that would undo what the others rely on.
 OWN_KEYS = {
@@ -231,15 +233,21 @@ def sbatch_script(
             )
     excluded = ",".join(part for part in (slurm.exclude, exclude) if part)
     directives = _directives(job, asked, run_dir, excluded, dependency or slurm.dependency)
-    return _template().render(
-        directives=list(directives),
-        run=re.sub(r"[^\x20-\x7e]", "?", run_dir.name),
-        folder=shlex.quote(str(folder)),
-        env=[(name, shlex.quote(value)) for name, value in env],
-        modules=shlex.join(slurm.modules),
-        setup=slurm.setup.strip("\n"),
-        command=shlex.join(words),
-    )
+    name = re.sub(r"[^\x20-\x7e]", "?", run_dir.name)
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {directive}" for directive in directives),
+        "",
+        f"# Written by allranks for the run {name}; plain `sbatch` sends it as it is.",
+        "trap '' USR2  # until Python listens: SLURM may warn of the limit in the first second",
+        "set -e",
+        f"cd {shlex.quote(str(folder))}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in env),
+        *([FIND_MODULE, f"module load {shlex.join(slurm.modules)}"] if slurm.modules else []),
+        *([setup] if (setup := slurm.setup.strip("\n")) else []),
+        f"exec {shlex.join(words)}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _directives(
@@ -305,20 +313,6 @@ def _quoted_path(path: Path, run_dir: Path) -> str:
     # In SLURM's file names % begins a pattern; our own is the one for the job's id.
     literal = str(run_dir).replace("%", "%%")
     return f'"{literal}/{path.name}"'
-
-
-@cache
-def _template() -> Template:
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # a shell script, not a page; values come quoted
-    )
-    return environment.from_string((Path(__file__).parent / "sbatch.sh.j2").read_text())
 
 
 def summary(job: Job, racer: Racer, samples_per_epoch: int | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, slurm, standing
+from allranks import claims, slurm
 from allranks.errors import AllranksError
 from allranks.events import read_events
 from allranks.gpus import find_gpu
@@ -227,6 +227,8 @@ def grace_needed(run: RunDir) -> int:
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
+    from allranks import standing
+
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
     state = standing.describe(run, standing.look_at_queue([run]))["state"]
