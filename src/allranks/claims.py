@@ -8,6 +8,7 @@ do not see) and must not commit anything more.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -29,6 +30,7 @@ FIELDS: dict[str, files.Check] = {
     "time": files.is_time,
 }
 VARIABLE = "ALLRANKS_CLAIM"  # the number of the claim under which a rank works
+WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 LOOK_SECONDS = 5.0  # between a launcher's looks for a newer claim
 
 
@@ -63,12 +65,14 @@ class Claim:
         if self.is_of_another_machine or self.pid == os.getpid():
             return False
         with suppress(OSError, ValueError, LookupError):
-            ticks = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[19])
+            state, *facts = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            if state in "ZX":  # it has ended, and nobody has asked how
+                return False
             boot = next(
                 line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line
             )
             # The kernel tells when it booted in whole seconds.
-            started = int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+            started = int(boot.split()[1]) + int(facts[18]) / os.sysconf("SC_CLK_TCK")
             return started < self.time + 1.5
         return False
 
@@ -87,6 +91,8 @@ def take(folder: Path, claim: Claim) -> bool:
         # A server whose answer got lost is asked again, and then finds our own link.
         return _read(folder, claim.number).token == claim.token
     except OSError as error:
+        if error.errno not in WITHOUT_LINKS:
+            raise
         raise NoLinks(
             f"the file system of {folder} has no hard links ({error.strerror}), by which jobs "
             "agree on who trains a run",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks import claims
+from allranks import claims, files
 from allranks.events import to_json
 
 MANIFEST = "checkpoint.json"
@@ -47,7 +47,7 @@ class Commit:
     def manifest(self) -> dict[str, Any]:
         """The content of `checkpoint.json`; raises ValueError if it is not as it was written."""
         try:
-            read = json.loads((self.path / MANIFEST).read_bytes())
+            read = json.loads(files.read_bytes(self.path / MANIFEST))
             content = read if isinstance(read, dict) else {}
             expected = with_checksum(content)["crc32"]
         except OSError as error:
@@ -192,7 +192,7 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -
         writing.rename(final)
     _sync_folder(folder)
     _check(folder, claim)
-    older = [old for old in commits(folder) if old.step < step]
+    older = [old for old in commits(folder) if old.step < step and not old.is_of_a_newer_allranks()]
     for old in reversed(older[max(keep, 1) - 1 :]):
         _drop(old.path, claim)
     return Commit(path=final, step=step)
@@ -207,13 +207,27 @@ def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
     """
     for path in folder.glob(".step-*"):
         match = re.match(r"\.step-[0-9]+\.([0-9]+)\.", path.name)
-        if claim is None or match is None or int(match[1]) <= claim:
+        is_old = claim is None or match is None or int(match[1]) <= claim
+        if is_old and not _put_back(path):
             shutil.rmtree(path, ignore_errors=True)
     for commit in _in_order_of_use(folder) if chosen else []:
         if commit.path.name == chosen:
             break
         if commit.damage() is not None and not commit.is_of_a_newer_allranks():
             _drop(commit.path, claim)
+
+
+def _put_back(path: Path) -> bool:
+    """Give a checkpoint its name again that an older holder renamed, and was killed."""
+    match = re.fullmatch(r"\.(step-[0-9]+)\.([0-9]+)\.[0-9a-f]+\.deleting", path.name)
+    if match is None or path.with_name(match[1]).exists():
+        return False
+    with suppress(OSError, ValueError):
+        claim = Commit(path, 0).manifest().get("claim")
+        if isinstance(claim, int) and claim > int(match[2]):
+            path.rename(path.with_name(match[1]))
+            return True
+    return False
 
 
 def _drop(path: Path, claim: int | None) -> None:

@@ -237,7 +237,8 @@ def usable_instructions() -> str | None:
     if "amx_tile" not in _cpu_flags():
         return ""
     tried_for = [_boot(), package_versions().get("torch")]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allranks"
+    home = os.path.expanduser("~/.cache")  # unlike Path.home, for users without a home, too
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home) / "allranks"
     path = cache / f"cpu-{socket.gethostname()}.json"
     with suppress(OSError, ValueError, TypeError):
         known_for, known = json.loads(path.read_text())

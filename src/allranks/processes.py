@@ -62,6 +62,8 @@ class Signals:
         return time.monotonic() >= self._last + self._delay
 
     def note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.received:
+            return  # the shell sends it, and then the kernel when the shell is gone
         # Scripts know what to do at TERM.
         self.received.append(signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number))
         self._last = time.monotonic()

@@ -138,9 +138,24 @@ class RunDir:
             # Where a file system has no locks, two changes in the same millisecond are a risk.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            info = self.info()
+            info, before = self.info(), self._raw_info()
+            left_out = {name: before[name] for name in before if name not in info}
             change(info)
-            self.write_info(info)
+            self.write_info({**left_out, **info})
+
+    def _raw_info(self) -> dict[str, Any]:
+        """What run.json says, odd values too; raises if it is there and cannot be read."""
+        path = self.path / "run.json"
+        try:
+            found = json.loads(files.read_bytes(path))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise AllranksError(
+                f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                fix="repair it, or start a new run",
+            ) from None
+        return found if isinstance(found, dict) else {}
 
     def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
         """The start event of a rank, if it came that far."""
@@ -333,7 +348,7 @@ def create_run(runs: Path, job_name: str) -> RunDir:
         path = runs / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
+            path.mkdir(0o775)  # whatever the umask: nothing is started from what everyone may write
         except OSError as error:
             tries -= 1
             if error.errno == errno.EEXIST and runs.is_dir() and tries:
@@ -410,7 +425,7 @@ def _created(path: Path) -> float:
     return float(RunDir(path).info().get("created", 0.0))
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o664) -> None:
     """Readers see the old content or the new one, also after a crash.
 
     Raises AllranksError where there is no room for it.

@@ -31,9 +31,9 @@ def own_folder() -> Path:
         raise AllranksError(f"stage: {folder} is a link or a file, not a folder", fix=fix)
     if found.st_uid != os.getuid():
         raise AllranksError(f"stage: {folder} belongs to another user", fix=fix)
-    if found.st_mode & 0o022:
+    if found.st_mode & 0o002:
         raise AllranksError(
-            f"stage: others may write to {folder}", fix=f"remove it: rm -r {folder}"
+            f"stage: everyone may write to {folder}", fix=f"remove it: rm -r {folder}"
         )
     return folder
 

@@ -100,7 +100,7 @@ def test_a_file_system_without_links_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(source: Path, target: Path) -> None:
-        raise PermissionError("no hard links here")
+        raise PermissionError(1, "no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(AllranksError, match="has no hard links"):
@@ -116,6 +116,14 @@ def test_a_claim_says_who_and_where(tmp_path: Path) -> None:
     assert claim.is_of("17", 2)
     assert not claim.is_of("17", 3)
     assert not claim.is_of("18", 2)
+
+
+def test_a_holder_that_nobody_has_reaped_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        assert Claim(number=0, pid=holder.pid).is_alive_here
+        holder.kill()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        assert not Claim(number=0, pid=holder.pid).is_alive_here
 
 
 def test_the_newest_is_the_highest_number(tmp_path: Path) -> None:

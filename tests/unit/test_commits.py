@@ -305,6 +305,22 @@ def test_a_save_after_going_back_keeps_itself(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-25"]
 
 
+def test_what_an_older_holder_had_renamed_gets_its_name_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    monkeypatch.setenv(claims.VARIABLE, "1")
+    assert claims.take(tmp_path / "claims", Claim(number=1))
+    path = write(checkpoints, 20).path
+    path.rename(checkpoints / ".step-20.0.0a1b2c3d.deleting")  # and was killed
+    clean(checkpoints, claim=2)
+    assert newest_whole(checkpoints) == (Commit(path, 20), [])
+    path.rename(checkpoints / ".step-20.1.0a1b2c3d.deleting")  # its own to delete
+    clean(checkpoints, claim=2)
+    assert names(checkpoints) == []
+
+
 # --- A holder that lost the run -----------------------------------------------------------------
 
 

@@ -268,7 +268,7 @@ def test_a_run_of_this_machine_needs_no_hard_links(monkeypatch: pytest.MonkeyPat
     run = started()
 
     def refuse(source: Path, target: Path) -> None:
-        raise PermissionError("no hard links here")
+        raise PermissionError(1, "no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
     prepared = resumed(run)

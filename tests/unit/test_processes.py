@@ -23,6 +23,7 @@ def test_a_hangup_is_a_request_to_end_but_under_nohup(before: str, received: str
         "import os, signal, sys; from allranks.processes import listening\n"
         "with listening() as signals:\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"  # from the shell, and from the kernel
         "print(*[one.name for one in signals.received] or ['none'])"
     )
     command = f'{before}exec {sys.executable} -c "$CODE"'

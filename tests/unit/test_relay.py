@@ -18,6 +18,7 @@ import pytest
 
 from allranks import claims, slurm
 from allranks.claims import Claim
+from allranks.errors import AllranksError
 from allranks.events import append_event
 from allranks.job import parse_job
 from allranks.launch.cluster import network, relay, step
@@ -443,6 +444,37 @@ def test_a_launcher_speaks_of_its_own_ranks_alone(
     monkeypatch.setattr(step, "watching_job", lambda *args: nullcontext())
     assert step.run_node(prepared, "n1", 20000) == code
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("states", "is_told", "code"),
+    [({"finished"}, False, 0), ({"failed"}, True, 0), ({"failed"}, False, 3)],
+)
+def test_a_launcher_whose_wait_is_in_vain_fails_only_with_its_ranks(
+    make: Callable[..., Relay],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    states: set[str],
+    is_told: bool,
+    code: int,
+) -> None:
+    class Launch:
+        def __init__(self, prepared: Prepared, *args: Any) -> None:
+            self.signals = args[2]
+
+        def run_ranks(self) -> set[str]:
+            self.signals.received += [signal.SIGUSR2] if is_told else []
+            raise AllranksError("node 0 is silent", fix="look at it", exit_code=3)
+
+        def own_states(self) -> set[str]:
+            return states
+
+    told = make()
+    prepared = Prepared(request=Request(), job=told.job, run=told.run, claim=0)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setattr(step, "Launch", Launch)
+    assert step.run_node(prepared, "n1", 20000) == code
+    assert "node 0 is silent" in capsys.readouterr().out
 
 
 class Ended(BaseException):

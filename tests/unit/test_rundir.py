@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -341,3 +342,15 @@ def test_a_disk_that_is_full_at_the_start_is_said(
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(AllranksError, match=r"cannot write .*\.lock: No space left"), run.held():
         pass
+
+
+def test_a_change_of_run_json_keeps_what_it_does_not_understand(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    odd = {"attempts": [{"attempt": "one"}], "later": {"x": 1}}
+    (tmp_path / "run.json").write_text(json.dumps(odd))
+    run.update_info(lambda info: info.update(queued=True))
+    assert json.loads((tmp_path / "run.json").read_text()) == {**odd, "queued": True}
+    (tmp_path / "run.json").write_text("{torn")
+    with pytest.raises(AllranksError, match=r"run\.json cannot be read"):
+        run.update_info(lambda info: info.update(queued=False))
+    assert (tmp_path / "run.json").read_text() == "{torn"

@@ -42,7 +42,7 @@ def test_a_folder_that_others_made_or_may_change_is_refused(local_disk: Path) ->
         elsewhere.mkdir(exist_ok=True)
     assert list(elsewhere.iterdir()) == []
     own_folder().chmod(0o777)
-    with pytest.raises(AllranksError, match="others may write to"):
+    with pytest.raises(AllranksError, match="everyone may write to"):
         own_folder()
     folder.chmod(0o700)
     assert own_folder() == folder

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from allranks import standing
 from allranks.events import append_event
 from allranks.job import parse_job
-from allranks.launch import agent, local, waiting
+from allranks.launch import agent, link, local, waiting
 from allranks.launch.prepare import Prepared, Request
 from allranks.processes import Signals
 from allranks.rundir import RunDir
@@ -84,6 +84,25 @@ def test_all_ranks_are_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     assert all(run.end(0, rank) for rank in range(2))
 
 
+def test_ranks_that_give_signs_of_life_are_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.attempt(0).mkdir(parents=True)
+    clock, lines = [0.0], [*range(5)]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 8.0
+        if lines:
+            with run.log(0, 1).open("a") as log:
+                print(lines.pop(), file=log)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    append_event(run.events(0, 0), "end", state="finished", exit=0)
+    waiting.wait_for_ranks(run, 0, 2, 10.0, lambda: False, while_alive=True)
+    assert not lines and 48 <= clock[0] <= 64  # ten seconds after the last line, and no longer
+
+
 def test_ends_are_written_before_other_nodes_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,20 +151,22 @@ def test_a_rank_that_was_done_before_another_failed_was_not_ended_by_it(
         (False, "finished", math.inf),  # SLURM's job ends this launcher if a node is lost
         (False, "stopped", math.inf),
         (False, "failed", waiting.ENDING_SECONDS),
-        (True, "finished", waiting.ENDING_SECONDS),
+        (True, "finished", link.MEETING_SECONDS),  # without a sign of life
+        (True, "failed", waiting.ENDING_SECONDS),
     ],
 )
 def test_the_first_node_waits_for_others_as_long_as_somebody_knows_of_them(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, leads: bool, state: str, seconds: float
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(local, "wait_for_ranks", lambda *args: waited.append(args[3]))
+    monkeypatch.setattr(local, "wait_for_ranks", lambda *args, **_: waited.append(args[3]))
     append_event(run.events(0, 0), "end", state=state, exit=0)
     launch = object.__new__(local.Launch)
     launch.run, launch.first_rank, launch.here = run, 0, 1
     launch.signals, launch.agent = Signals(), SimpleNamespace(attempt=0)  # type: ignore[assignment]
     job = parse_job({"layout": "2x1"})
     launch.prepared = Prepared(request=Request(leads=leads), job=job, run=run)
+    launch.screen = SimpleNamespace(stalled=lambda line: None)  # type: ignore[assignment]
     launch._wait_for_other_nodes()
     assert waited == [seconds]
 

@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 MEASURED_PER_CPU, RUN_PER_CPU = 4, 16
 
 
-def check_owner(path: Path) -> None:
+def check_owner(path: Path, info: os.stat_result | None = None) -> None:
     """Refuse to run what another user wrote, or everyone may write: it would run as this user.
 
     To read it is another matter; so is a group, which trusts its members. What the administrator
-    owns is trusted, and where `sudo` was typed, what the one who typed it owns.
+    owns is trusted, and where `sudo` was typed, what the one who typed it owns. `info`: of what was
+    opened, where the path may lead elsewhere by now.
     """
     path = path.resolve()
     trusted = os.environ.get("ALLRANKS_TRUST", "").split(os.pathsep)
     if any(path.is_relative_to(Path(folder).resolve()) for folder in trusted if folder):
         return
-    info = path.stat()
+    info = info or path.stat()
     why = ""
     if str(info.st_uid) not in (str(os.geteuid()), "0", os.environ.get("SUDO_UID")):
         why, fix = f"{path} belongs to {_user(info.st_uid)}", "copy it, and run the copy"

@@ -17,6 +17,7 @@ import selectors
 import socket
 import stat
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,8 +180,9 @@ class Door:
                         self._hear(self._guests[ready.fileobj])  # type: ignore[index]  # a socket
                 self._send_strangers_away()
             for guest in self._guests.values():
-                if guest.node is not None:
-                    self._tell(guest, {"meeting": asdict(self._mine)})
+                with suppress(OSError):  # one that has just died is missed when ranks start
+                    if guest.node is not None:
+                        self._tell(guest, {"meeting": asdict(self._mine)})
         finally:
             for guest in [*self._guests.values()]:
                 self._leave(guest)
@@ -330,7 +332,10 @@ def _wait_inside(
         ) from None
     if "refused" in told:
         raise AllranksError(told["refused"]["what"], fix=told["refused"]["fix"])
-    return Meeting(**told["meeting"])
+    meeting = Meeting(**told["meeting"])
+    for path in (Path(meeting.run_dir), Path(meeting.run_dir, "job.yaml")):
+        check_owner(path)
+    return meeting
 
 
 def _connect(addresses: list[Any], wait: Wait, awaited: str) -> Link:
@@ -377,13 +382,18 @@ def read_key(run_dir: Path, name: str, node: int) -> bytes:
         raise ValueError("it names no run folder")
     me, folder = f"node {node} ({socket.gethostname()})", clean(str(run_dir))
     try:
-        check_owner(run_dir)
-        check_owner(run_dir / "job.yaml")
-        descriptor = os.open(run_dir / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            info = os.fstat(descriptor)
-            key = file.read(100)
-        if stat.S_ISREG(info.st_mode) and len(key) == 64 and info.st_uid == run_dir.stat().st_uid:
+        inside = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)  # once: a link may be changed
+        try:
+            check_owner(run_dir, os.fstat(inside))
+            check_owner(run_dir / "job.yaml", os.stat("job.yaml", dir_fd=inside))
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(os.open(name, flags, dir_fd=inside), "rb") as file:
+                info = os.fstat(file.fileno())
+                key = file.read(100)
+            is_its_own = info.st_uid == os.fstat(inside).st_uid
+        finally:
+            os.close(inside)
+        if stat.S_ISREG(info.st_mode) and len(key) == 64 and is_its_own:
             return key
     except AllranksError as error:  # without its fix: a stranger's folder is not to be trusted
         raise ValueError(error.what) from None

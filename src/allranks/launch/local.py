@@ -80,7 +80,7 @@ def run_here(
         if prepared.request.leads:
             prepared = prepare.hold_run(prepared, held)
             prepare.open_run(prepared)  # before the seconds that importing torch takes
-        launch = Launch(prepared, place, here, signals, screen, held)
+        launch = Launch(prepared, place, here, signals, screen)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
         return launch.run_to_end()
@@ -116,7 +116,6 @@ class Launch:
         here: int,
         signals: Signals,
         screen: Screen,
-        held: ExitStack,
     ) -> None:
         self.prepared = prepared
         self.place = place
@@ -125,7 +124,7 @@ class Launch:
         self.screen = screen
         self.first_rank = (place.node_rank or 0) * here
         with signals.leaving():
-            self.run, self.agent = self._meet(held)
+            self.run, self.agent = self._meet()
         self.disk_error: AllranksError | None = None
         self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
         self._stalled = StallWatch(
@@ -139,7 +138,7 @@ class Launch:
         self._memory_kills = memory_kills() or 0
         self._claim = claims.Watch(self.run.claims, prepared.claim, looks=prepared.request.leads)
 
-    def _meet(self, held: ExitStack) -> tuple[RunDir, Agent]:
+    def _meet(self) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
         # Imports torch: from here on ranks really run on this machine.
         with quick_imports():
@@ -235,7 +234,7 @@ class Launch:
                 self._wait_for_other_nodes()
         finally:
             self._show(lambda: self.screen.finish(self.agent.attempt))
-        return self._own_states()
+        return self.own_states()
 
     def _show_wait(self, text: str, seconds: float) -> None:
         self._show(lambda: self.screen.waiting(text, seconds))
@@ -317,16 +316,28 @@ class Launch:
         self._memory_kills += kills
 
     def _wait_for_other_nodes(self) -> None:
+        """Until their ranks have ended; what the run came to is not known before."""
+        is_lost = "failed" in self.own_states()  # the others are ended because of it
         seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
-        if not self.prepared.request.leads and "failed" not in self._own_states():
-            seconds = math.inf  # SLURM's: the job knows of a node that is lost, and ends this one
+        if not is_lost:
+            # In SLURM the job knows of a node that is lost, and ends this launcher.
+            seconds = link.MEETING_SECONDS if self.prepared.request.leads else math.inf
+        begin = time.monotonic()
+
+        def is_enough() -> bool:
+            waited = time.monotonic() - begin
+            if waited > ENDING_SECONDS:
+                self._show_wait("waiting for the ranks of other nodes to end", waited)
+            return self.signals.at_once or len(self.signals.received) > 1
+
         ranks, attempt = self.prepared.layout.ranks, self.agent.attempt
-        wait_for_ranks(self.run, attempt, ranks, seconds, lambda: self.signals.at_once)
+        wait_for_ranks(self.run, attempt, ranks, seconds, is_enough, while_alive=not is_lost)
+        self._show(lambda: self.screen.stalled(None))
 
     def _outcome(self) -> Outcome:
         # The run is still held by this process: for everyone else it is running until we return.
         state = self.run.ended_state()
-        if self.place.node_rank and self._own_states() == {"finished"}:
+        if self.place.node_rank and self.own_states() == {"finished"}:
             state = "finished"  # as far as this node knows: the first one says what the run came to
         if state == "failed" and self._interrupted() and failure(self.run) is None:
             state = "stopped"  # ranks of other nodes have not said so yet
@@ -343,7 +354,8 @@ class Launch:
         error = self.disk_error or describe_failure(self.run, self.prepared, self.place)
         return Outcome(self.run, outcome, error.exit_code, error)
 
-    def _own_states(self) -> set[str]:
+    def own_states(self) -> set[str]:
+        """The states in which the ranks here have ended; one without an end has failed."""
         ranks = range(self.first_rank, self.first_rank + self.here)
         ends = [self.run.end(self.agent.attempt, rank) for rank in ranks]
         return {end["state"] if end is not None else "failed" for end in ends}

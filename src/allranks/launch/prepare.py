@@ -78,9 +78,7 @@ def prepare(request: Request) -> Prepared:
         return Prepared(request=request, job=job, run=None)
     named = None if request.job_file is None else _load(request).name
     run = find_run(request.runs, request.resume, named)
-    for path in (run.path, run.job_file):
-        if path.exists():
-            check_owner(path)
+    check_owners(run)
     if request.leads and run.is_live():
         with run.held():  # says who holds it
             pass
@@ -94,6 +92,13 @@ def prepare(request: Request) -> Prepared:
             "the job does not say where that is (last: PATH)"
         )
     return prepared
+
+
+def check_owners(run: RunDir) -> None:
+    """Refuse to start anything from a run that is not this user's."""
+    for path in (run.path, run.job_file):
+        if path.exists():
+            check_owner(path)
 
 
 def refuse_launcher(job: Job, request: Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from allranks import claims, missing, standing
@@ -45,17 +46,30 @@ def attempt_of_job(run: RunDir) -> int | None:
 
 
 def wait_for_ranks(
-    run: RunDir, attempt: int, num_ranks: int, seconds: float, is_enough: Callable[[], bool]
+    run: RunDir,
+    attempt: int,
+    num_ranks: int,
+    seconds: float,
+    is_enough: Callable[[], bool],
+    *,
+    while_alive: bool = False,
 ) -> None:
     """Wait until all ranks of an attempt have ended, on other nodes too, or it `is_enough`.
+
+    `seconds`: in all, or (`while_alive`) without a line or an event of the ranks that are left.
 
     The first node's launcher says what became of the run, and other nodes write their ranks' ends a
     moment later. The others meet there, too: without it they would fill their logs with errors.
     """
     deadline = time.monotonic() + seconds
     left = set(range(num_ranks))
+    seen: dict[Path, int] = {}
     while left and time.monotonic() < deadline and not is_enough():
         left = {rank for rank in left if run.end(attempt, rank) is None}
+        files = [file(attempt, rank) for rank in left for file in (run.events, run.log)]
+        now = {path: path.stat().st_size for path in files if while_alive and path.exists()}
+        if now != seen:
+            deadline, seen = time.monotonic() + seconds, now
         time.sleep(0.2 if left else 0)
 
 

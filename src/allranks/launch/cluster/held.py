@@ -163,14 +163,17 @@ class Held:
         if code == 0 or not silent or self._is_ending()[0]:
             return None
         if code < 0:
-            return f"srun was killed by {signal.Signals(-code).name} on {self.place.nodes[0]}"
+            known = -code in {int(one) for one in signal.Signals}
+            name = signal.Signals(-code).name if known else f"signal {-code}"
+            return f"srun was killed by {name} on {self.place.nodes[0]}"
         node, how = self.first_end or ("", "")
         failed = [one for one in failed_ranks(self.run, attempt) if not is_echo(one)]
         if how == OUT_OF_MEMORY or (failed and how != "Killed"):
             return None  # it would happen again; or others were ended because of what failed
         hosts = {(self.run.start(attempt, rank) or {}).get("host", "") for rank in silent}
         where = node or ", ".join(sorted(hosts))
-        return f"the launcher on {where} was killed, with {ranks_in_words(silent)}"
+        ended = f"ended ({how})" if how.startswith("Exited") else "was killed"
+        return f"the launcher on {where} {ended}, with {ranks_in_words(silent)}"
 
     def _tell_end(
         self, prepared: Prepared, code: int, lost: str | None

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 from allranks.job import Job
@@ -166,8 +167,9 @@ class Relay:
             for line in said:
                 text = line.decode(errors="replace")
                 self.said.append(text.strip())
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                with suppress(OSError):  # a full disk must not keep srun waiting
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
                 if self.first_end is None and (ended := TASK_END.match(text)):
                     self.first_end = ended["node"], ended["how"]
                 elif self.first_end is None and MEMORY_END.match(text):

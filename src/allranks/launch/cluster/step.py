@@ -169,8 +169,14 @@ def run_node(prepared: Prepared, master: str, port: int) -> int:
         assert prepared.run is not None
         watched = (prepared.run, prepared.claim, node_rank == 0, lambda: bool(signals.received))
         held.enter_context(watching_job(*watched))
-        launch = Launch(prepared, place, prepared.layout.gpus, signals, screen, held)
-        states = launch.run_ranks()
+        launch = None
+        try:
+            launch = Launch(prepared, place, prepared.layout.gpus, signals, screen)
+            states = launch.run_ranks()
+        except AllranksError as error:  # other nodes did not come, or node 0 is silent
+            print(error.shown, flush=True)
+            states = launch.own_states() if launch is not None else {"failed"}
+            return error.exit_code if "failed" in states and not signals.received else 0
     if launch.disk_error is not None:  # of the ranks' failures, the job speaks
         print(launch.disk_error.shown, flush=True)
     return 1 if "failed" in states and not signals.received else 0
@@ -205,7 +211,8 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
-        later = threading.Timer(PASS_ON_SECONDS, send, (number,))
+        known = signal.SIGTERM if number == signal.SIGHUP else number
+        later = threading.Timer(PASS_ON_SECONDS, send, (known,))
         later.daemon = True
         later.start()
 

@@ -229,6 +229,7 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
     from allranks import standing
 
+    prepare.check_owners(run)
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
     state = standing.describe(run, standing.look_at_queue([run]))["state"]
