@@ -36,7 +36,7 @@ test: style
 	@tests/browser/chromium.sh install
 	@tests/terminal/tmux.sh install
 	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
 	  [ $$? = 1 ] && echo "the tests that failed beside others, once more on their own:" && \
 	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }; \
 	tests=$$?; wait $$checks; checks=$$?; cat $(VENV)/checks.log; exit $$((tests | checks))
