@@ -109,7 +109,7 @@ def take_next(folder: Path, *, layout: str, run: str) -> int:
     claim = Claim(number=next_number(folder), layout=layout)
     if not take(folder, claim):
         raise AllranksError(
-            f"another process has taken run {run} in this second", fix=f"see allranks ls {run}"
+            f"another process took run {run} just now", fix=f"see allranks ls {run}"
         )
     return claim.number
 

@@ -107,7 +107,7 @@ def scaling(
 
 
 def tell(found: dict[str, Any], screen: Progress, *, as_json: bool) -> None:
-    """What was found, to who asked; exits with an error if any layout could not be measured."""
+    """Show what was found; exits with an error if any layout could not be measured."""
     from allranks.events import to_json
     from allranks.measure import scaling_screen
 
@@ -144,7 +144,7 @@ def error_in(found: dict[str, Any]) -> AllranksError | None:
     problem = failed[0]["problem"]
     if problem != scaling.STOPPED:
         run = next((one["run"] for one in failed[0]["repeats"] if one.get("problem")), "")
-        fix = f"what it said: allranks logs {run}" if run else "mend it, then measure again"
+        fix = f"what it said: allranks logs {run}" if run else "fix it, then measure again"
         if run and not problem.startswith(scaling.NOTHING_TO_MEASURE):
             fix = f"see allranks doctor {run}; {fix}"
     return AllranksError(f"{failed[0]['layout']}: {problem}", fix=fix, exit_code=1)

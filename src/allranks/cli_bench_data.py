@@ -85,7 +85,7 @@ def finish(
     if as_json:
         print(to_json(found))
     if is_interrupted:
-        print("stopped: this is what was measured until then", file=sys.stderr)
+        print("stopped: this is what had been measured by then", file=sys.stderr)
         raise typer.Exit(130)
 
 

@@ -83,7 +83,7 @@ def show_outcome(outcome: Outcome, *, is_interrupted: bool, as_json: bool) -> No
         raise stopped_early()
     show_comm(outcome.run, as_json=as_json)
     if is_interrupted:
-        print("stopped: this is what was measured until then", file=sys.stderr)
+        print("stopped: this is what had been measured by then", file=sys.stderr)
         raise typer.Exit(130)
 
 

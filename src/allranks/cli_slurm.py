@@ -206,7 +206,7 @@ def logs(
         int | None, typer.Option(min=-1, help="Only this rank; -1: what the job itself says.")
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="On a terminal, too: every byte that ranks print.")
+        bool, typer.Option("--raw", help="Print every byte unchanged, even on a terminal.")
     ] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,

@@ -6,7 +6,7 @@ everything but the tensors.
 
 A process that lost the run to a newer attempt may be suspended, and wake up, between any two lines
 of this file. What it writes has names of its own, and what it would replace or delete is first
-renamed, then put back if the run has a newer holder by then: nothing of that one's is ever lost.
+renamed, then put back if the run has a newer holder by then: nothing of the newer one is ever lost.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Commit:
             kind = NewerVersionError if is_later else ValueError
             raise kind(f"{MANIFEST} is of version {version}: {known}")
         if content.get("crc32", expected if version == 1 else None) != expected:
-            raise ValueError(f"{MANIFEST} has another checksum than when it was written")
+            raise ValueError(f"{MANIFEST} does not have the checksum that it was written with")
         if not isinstance(content.get("files"), dict) or not content["files"]:
             raise ValueError(f"{MANIFEST} lists no files")
         return content
 
     def is_of_a_newer_allranks(self) -> bool:
-        """Whether it may be whole, and only not for us to read."""
+        """Whether it may be whole, but too new for us to read."""
         try:
             self.manifest()
         except NewerVersionError:
@@ -90,7 +90,7 @@ class Commit:
                 if num_bytes != expected["bytes"]:
                     return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
                 if checksum(path) != expected["crc32"]:
-                    return f"{name} has another checksum than when it was written"
+                    return f"{name} does not have the checksum that it was written with"
         except OSError as error:
             return f"{Path(error.filename or '').name}: {error.strerror}"
         except (ValueError, KeyError, TypeError) as error:
@@ -118,7 +118,7 @@ def _in_order_of_use(folder: Path) -> list[Commit]:
         try:
             claim = commit.manifest().get("claim")
         except ValueError:
-            return math.inf  # unusable whosever it is, and to be told
+            return math.inf  # unusable, whoever wrote it, and to be reported
         return claim if isinstance(claim, int) else -1
 
     return sorted(commits(folder), key=holder, reverse=True)  # and by step: sorting is stable
@@ -218,7 +218,7 @@ def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
 
 
 def _put_back(path: Path) -> bool:
-    """Give a checkpoint its name again that an older holder renamed, and was killed."""
+    """Give its name back to a checkpoint that an older holder renamed before it was killed."""
     match = re.fullmatch(r"\.(step-[0-9]+)\.([0-9]+)\.[0-9a-f]+\.deleting", path.name)
     if match is None or path.with_name(match[1]).exists():
         return False

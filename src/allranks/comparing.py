@@ -127,7 +127,7 @@ def _parse_yaml(text: bytes) -> Any:
     try:
         return files.plain_data(yaml.load(text, _Loader))  # safe: a SafeLoader either way
     except (yaml.YAMLError, RecursionError, AttributeError, TypeError):
-        raise ValueError("it is no YAML") from None
+        raise ValueError("it is not valid YAML") from None
 
 
 def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> dict[str, Any]:

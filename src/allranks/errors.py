@@ -49,7 +49,7 @@ def disk_error(error: OSError, path: Path) -> AllranksError:
     """An OSError of writing to the run folder, in words."""
     return AllranksError(
         f"cannot write {path}: {error.strerror or error}",
-        fix="free space or get the permission to write there, or use another disk with --runs DIR; "
+        fix="free space or get permission to write there, or use another disk with --runs DIR; "
         "then go on with --resume: committed checkpoints are intact",
         exit_code=1,
     )
@@ -62,11 +62,11 @@ def file_error(error: OSError) -> AllranksError:
         return disk_error(error, Path(where))
     fixes = {
         errno.ENOENT: "check the path",
-        errno.EACCES: "get the permission for it, or name another place",
-        errno.EPERM: "get the permission for it, or name another place",
+        errno.EACCES: "get permission for it, or name another place",
+        errno.EPERM: "get permission for it, or name another place",
         errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
-        errno.EIO: "look after its disk: the kernel could not read or write it",
-        errno.ESTALE: "its network disk has lost it: try again, or look after the disk",
+        errno.EIO: "check its disk: the kernel could not read or write it",
+        errno.ESTALE: "its network disk has lost it: try again, or check the disk",
         errno.ENAMETOOLONG: "choose a shorter name",
     }
     fix = fixes.get(error.errno or 0, "--debug shows where it came from")

@@ -172,7 +172,7 @@ def _finite(value: Any) -> Any:
 def read_events(
     path: Path, most: int | None = None, *, word: bytes = b""
 ) -> Iterator[dict[str, Any]]:
-    """The events of a file, checked; `most`: of its first so many bytes.
+    """The events of a file, checked; `most`: only of its first `most` bytes.
 
     A torn line (a killed rank) is skipped; a missing file has none. With `word` only lines that
     contain it are parsed: a rare event costs little to look for.
@@ -323,7 +323,7 @@ def parse_line(line: bytes, path: Path) -> dict[str, Any] | None:
         event = files.cleaned(_decode(line.decode()), line)
     except (ValueError, RecursionError):
         if not line.startswith(_TORN) and not _TORN.startswith(line.strip()):
-            files.note(path, "a line of it is no event")
+            files.note(path, "it has a line that is not an event")
         return None
     return check_event(event, path)
 
@@ -334,12 +334,12 @@ def check_event(event: Any, path: Path) -> dict[str, Any] | None:
     Both are noted, with the file that it is from.
     """
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        files.note(path, "a line of it is no event")
+        files.note(path, "it has a line that is not an event")
         return None
     kind = event["event"]
     found = files.checked(event, _FIELDS_OF.get(kind, FIELDS), path)
     for name in ("t", *NEEDED.get(kind, ())):
         if found.get(name) is None:
-            files.note(path, f"an event {kind[:40]} has no {name}")
+            files.note(path, f"a {kind[:40]} event has no {name}")
             return None
     return found

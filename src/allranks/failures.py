@@ -45,7 +45,7 @@ def failure(run: RunDir) -> dict[str, Any] | None:
 
 
 def _ended_early(run: RunDir, attempt: int, ranks: Sequence[int]) -> str:
-    """Ranks that were done while others still needed them: mostly their share of the data is."""
+    """Ranks that finished while others still needed them: mostly they ran out of data."""
     steps = [
         event["step"]
         for event in read_last_events(run.events(attempt, ranks[0]), 1 << 16, word=b'"step"')

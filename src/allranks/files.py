@@ -203,11 +203,11 @@ def read_mapping(
         note(path, error.strerror or str(error))
         return {}
     except ValueError as error:
-        said = str(error) if str(error).startswith("it is ") else "it cannot be understood"
+        said = str(error) if str(error).startswith("it is ") else "it cannot be parsed"
         note(path, said)
         return {}
     if not isinstance(content, dict):
-        note(path, "it holds no names and values")
+        note(path, "it is not a mapping of names to values")
         return {}
     forget(path)
     return checked(content, fields, path)

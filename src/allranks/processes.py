@@ -131,8 +131,8 @@ def outlive_terminal() -> None:
 def quick_imports() -> Iterator[None]:
     """A launcher's imports of torch: without garbage collection, and without torch's warnings.
 
-    The first takes a tenth of their time, and frees nothing: all that torch creates stays. The
-    second are stacks of C++ frames, about what the launcher says in a line. Ranks keep theirs.
+    Collection takes a tenth of their time, and frees nothing: all that torch creates stays. The
+    warnings are stacks of C++ frames about what the launcher says in one line. Ranks keep theirs.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ

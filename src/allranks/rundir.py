@@ -115,7 +115,7 @@ class RunDir:
         """What is wrong with the folder itself, in a line: by what it holds, and by what was left
         out of it when it was read."""
         if not self.path.is_dir():
-            return "it is no folder"
+            return "it is not a folder"
         found = files.odd_entries(self.folder, spared=("checkpoints",))
         attempts = self.attempts()
         if attempts:
@@ -240,7 +240,7 @@ class RunDir:
         claims.look_anew(self.path)
 
     def refuse_if_held_unseen(self) -> str | None:
-        """Raise if the last holder is alive here, though no lock says so; else a word about it.
+        """Raise if the last holder is alive here, though no lock says so; else a remark about it.
 
         Some network disks show a lock to no other machine, some do not have any.
         """
@@ -256,8 +256,8 @@ class RunDir:
         if not holder.is_of_another_machine:
             return None
         return (
-            f"this attempt takes the run from {who}, which has not said how it ended: "
-            "if it is still alive it will stop, and commit nothing more"
+            f"this attempt takes the run from {who}, which never recorded how it "
+            "ended: if it is still alive, it will stop and commit nothing more"
         )
 
     @contextmanager

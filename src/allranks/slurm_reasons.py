@@ -114,7 +114,7 @@ SIGNALS = {
     signal.SIGABRT: "aborted itself: an assertion, or NCCL's watchdog",
     signal.SIGINT: "interrupted",
     signal.SIGFPE: "crashed: a division by zero",
-    signal.SIGILL: "crashed: an instruction that the CPU may not run, often AMX in a virtual one",
+    signal.SIGILL: "crashed: an instruction its CPU cannot run, often AMX in a virtual machine",
     signal.SIGXCPU: "reached its limit of CPU time",
 }
 CODES = {

@@ -143,7 +143,7 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
         cli_bench_data.data(overrides=["task=spiral"], runs=tmp_path, as_json=True)
     assert left.value.exit_code == 130
     told = capsys.readouterr()
-    assert "measured until then" in told.err and json.loads(told.out)["verdict"] == "fast"
+    assert "measured by then" in told.err and json.loads(told.out)["verdict"] == "fast"
 
 
 @pytest.mark.parametrize("in_json", [True, False])
@@ -188,7 +188,7 @@ def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(
         cli_bench_data.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
     assert left.value.exit_code == 130
     told = capsys.readouterr()
-    assert "measured until then" in told.err
+    assert "measured by then" in told.err
     found = json.loads(told.out)
     assert found["interrupted"] and found["rows"][0]["samples_per_second"] == 100.0
 

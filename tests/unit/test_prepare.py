@@ -138,7 +138,7 @@ def test_what_others_may_have_written_is_not_run(
     for path, request in ((folder / "job.yaml", typed()), (run.path, again), (run.job_file, again)):
         mode = path.stat().st_mode & 0o777
         path.chmod(mode | 0o022)
-        with pytest.raises(AllranksError, match=f"everyone may write {path}"):
+        with pytest.raises(AllranksError, match=f"everyone may write to {path}"):
             prepare(request)
         path.chmod(mode | 0o020)
         prepare(request)
@@ -339,7 +339,7 @@ def test_a_launcher_looks_for_a_newer_holder(monkeypatch: pytest.MonkeyPatch) ->
 def test_who_is_beaten_by_a_job_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     run = sent()
     monkeypatch.setattr(claims, "next_number", lambda folder: 0)  # it looked a moment too early
-    with pytest.raises(AllranksError, match=r"has taken run .* in this second"):
+    with pytest.raises(AllranksError, match=r"took run .* just now"):
         resumed(run)
     assert not run.is_live()
 
@@ -725,7 +725,7 @@ def test_secrets_of_the_environment_are_for_their_user_alone(folder: Path) -> No
     # Others can read the run, and cannot start it.
     secrets.unlink()
     assert load_resolved(run).env["DB"] == withheld.PLACEHOLDER
-    with pytest.raises(AllranksError, match=r"the values of WANDB_API_KEY, .* are not"):
+    with pytest.raises(AllranksError, match=r"the values of WANDB_API_KEY, .* are missing"):
         prepare(Request(resume="last"))
 
 

@@ -437,7 +437,7 @@ def test_a_run_that_another_resumption_has_started_is_left_to_it(
         return found
 
     monkeypatch.setattr(standing, "look_at_queue", look_slowly)
-    with pytest.raises(AllranksError, match="has started in this second"):
+    with pytest.raises(AllranksError, match="has started just now"):
         again(run, "2x1", overrides=["epochs=40"])
     assert list(slurm.states()) == ["100"]
     assert run.job_file.read_text() == before
@@ -542,7 +542,7 @@ def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
         return found
 
     monkeypatch.setattr(standing, "look_at_queue", look_slowly)
-    with pytest.raises(AllranksError, match="has started in this second"):
+    with pytest.raises(AllranksError, match="has started just now"):
         again(run, "2x1")
     assert run.asked_to_stop("100") is None  # nobody would go on with it
     assert slurm.calls("scancel") == []

@@ -262,7 +262,7 @@ def _crashes(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
 
 
 def _cause_of_end(slug: str, end: End | None, catalogue: Catalogue) -> Cause:
-    """What the signal that ended a rank tells more than that it died."""
+    """What the signal that ended a rank says beyond the fact that it died."""
     is_illegal = slug == "rank-died" and end is not None and end.signal == "SIGILL"
     return catalogue["illegal-instruction" if is_illegal else slug]
 

@@ -32,7 +32,7 @@ def slowed(run: RunDir, state: State, limits: Thresholds | None = None) -> list[
 
 
 def odd_folder(run: RunDir) -> list[Finding]:
-    """That a folder holds what it should not: the rest of what is said may be wrong for it."""
+    """A finding if a folder holds what it should not: other findings may be wrong because of it."""
     problem = run.problem()
     if problem is None:
         return []

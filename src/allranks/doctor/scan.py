@@ -259,7 +259,7 @@ def _chunks(source: Source) -> Iterator[bytes]:
         while block := file.read(CHUNK_BYTES):
             num_bytes += len(block)
             if num_bytes > MAX_PIPE_BYTES and not is_file:
-                raise OSError(f"it has no end within {MAX_PIPE_BYTES >> 20} MiB")
+                raise OSError(f"it does not end within {MAX_PIPE_BYTES >> 20} MiB")
             block = rest + block
             cut = block.rfind(b"\n") + 1
             if cut == 0:

@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
         if waited > MEETING_SECONDS and handlers:
             raise AllranksError(
                 f"the ranks here have ended, but node 0 has been silent for {in_seconds(waited)}",
-                fix="see whether node 0's machine and launcher still run",
+                fix="see whether node 0's machine and launcher are still running",
                 exit_code=1,
             )
         left = in_seconds(MEETING_SECONDS - waited)
@@ -185,7 +185,7 @@ class Agent(LocalElasticAgent):
         if not self._codes:
             handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
             codes = {rank: handler.proc.poll() for rank, handler in handlers.items()}
-            if any(codes.values()):  # and who had ended well before, was not ended by that
+            if any(codes.values()):  # and ranks that ended well before were not ended by that
                 self._codes = {rank: code for rank, code in codes.items() if code is not None}
                 if self._kills_peers:
                     self.kill()

@@ -40,12 +40,12 @@ def check_owner(path: Path, info: os.stat_result | None = None) -> None:
     if str(info.st_uid) not in (str(os.geteuid()), "0", os.environ.get("SUDO_UID")):
         why, fix = f"{path} belongs to {_user(info.st_uid)}", "copy it, and run the copy"
     elif info.st_mode & stat.S_IWOTH:
-        why, fix = f"everyone may write {path}", f"chmod o-w {shlex.quote(str(path))}"
+        why, fix = f"everyone may write to {path}", f"chmod o-w {shlex.quote(str(path))}"
     if why:
         folder = path if path.is_dir() else path.parent
         raise AllranksError(
             f"{why}: what it says would be run as {_user(os.geteuid())}",
-            fix=f"{fix}; or, if you trust all who can write it: export ALLRANKS_TRUST={folder}",
+            fix=f"{fix}; or, if you trust all who can write to it: export ALLRANKS_TRUST={folder}",
         )
 
 
@@ -103,11 +103,11 @@ def settle_precision(prepared: Prepared) -> list[str]:
     if not may_matter or {ONEDNN_LIMIT, "DNNL_MAX_CPU_ISA"} & set(given) or hardware.local_gpus():
         return []
     limit = hardware.usable_instructions()
-    dies = "this CPU lists AMX but may not use it: computing in bf16 would end by SIGILL (tried)"
+    dies = "this CPU lists AMX but does not let it run: bf16 would be killed by SIGILL (tested)"
     if limit is None and job.command is None:
         raise AllranksError(
             f"precision: {job.precision} cannot be computed on this machine: {dies}, "
-            f"and so would it with {ONEDNN_LIMIT}={hardware.INSTRUCTION_SETS[-1]}",
+            f"even with {ONEDNN_LIMIT}={hardware.INSTRUCTION_SETS[-1]}",
             fix="write precision: fp32",
         )
     if not limit:

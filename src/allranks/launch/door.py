@@ -110,9 +110,9 @@ def _port_error(host: str, port: int, error: OSError, wait: Wait) -> AllranksErr
             return duplicate(0, other, introduce())
     why = "something listens there" if error.errno == errno.EADDRINUSE else error.strerror
     return AllranksError(
-        f"node 0 cannot listen at port {port} of {socket.gethostname()}: {why}",
+        f"node 0 cannot listen on port {port} of {socket.gethostname()}: {why}",
         fix=f"give every node another port, such as --master {host}:{port + 1}; "
-        f"who has this one: ss -ltnp 'sport = :{port}'",
+        f"to see who has this one: ss -ltnp 'sport = :{port}'",
         exit_code=1,
     )
 
@@ -136,7 +136,7 @@ def introduce() -> Message:
 def duplicate(node: int, there: Message, here: Message) -> AllranksError:
     both = [clean(f"process {one['pid']} on {one['host']}") for one in (there, here)]
     return AllranksError(
-        f"two nodes say that they are --node-rank {node}: {both[0]}, and {both[1]}",
+        f"two nodes claim to be --node-rank {node}: {both[0]}, and {both[1]}",
         fix="give each machine of the layout its own --node-rank, counted from 0",
     )
 
@@ -351,7 +351,7 @@ def _connect(addresses: list[Any], wait: Wait, awaited: str) -> Link:
                 raise
         except OSError as error:
             failed.append(error)
-    # Of a name's several addresses, one where only nobody listens yet is the one to wait for.
+    # If a name has several addresses, wait for one where merely nobody listens yet.
     waits = [one for one in failed if isinstance(one, ConnectionRefusedError | TimeoutError)]
     if waits:
         raise NotYet(_reason(waits[0]))
@@ -368,10 +368,10 @@ def _reason(error: OSError) -> str:
 
 def not_node_0(host: str, port: int, why: str) -> AllranksError:
     return AllranksError(
-        f"{host}:{port} is not the node 0 of a run of yours: {why}",
-        fix="if node 0 is not started yet, something else has its port (on its machine: ss -ltnp "
-        f"'sport = :{port}'): give every node another, such as --master {host}:{port + 1}; if "
-        "it is, its run has begun without this node, or a firewall is between them",
+        f"{host}:{port} is not node 0 of a run of yours: {why}",
+        fix="if node 0 has not been started yet, something else has its port (on its machine: ss "
+        f"-ltnp 'sport = :{port}'): give every node another, such as --master {host}:{port + 1}; "
+        "if it has been, its run began without this node, or a firewall is between them",
         exit_code=1,
     )
 
@@ -403,4 +403,4 @@ def read_key(run_dir: Path, name: str, node: int) -> bytes:
             fix="give every machine the same --runs DIR, on a disk that all of them share, and "
             "start every node as the same user",
         ) from None
-    raise ValueError(f"the key that it names in {folder} is none")
+    raise ValueError(f"the key that it names in {folder} is not valid")

@@ -115,7 +115,7 @@ def _stop_local(run: RunDir, will_stop: str, *, now: bool) -> str:
     if host != socket.gethostname():
         raise AllranksError(
             f"run {run.name} is on {clean(host)}, not on this machine",
-            fix=f"type the same on {clean(host)}",
+            fix=f"run the same command on {clean(host)}",
         )
     if not _signal(run, process, signal.SIGINT if now else signal.SIGTERM):
         return f"is {run.ended_state()} already"
@@ -147,7 +147,7 @@ def _signal(run: RunDir, process: int, number: signal.Signals) -> bool:
         ) from None
     if not is_launcher and run.is_live():
         raise AllranksError(
-            f"run {run.name} is live, but not through process {process}, as its folder says: "
+            f"run {run.name} is live, but not through process {process}, which its folder names: "
             "nothing was stopped",
             fix=f"see who holds it: fuser -v {run.path}/.lock",
             exit_code=1,

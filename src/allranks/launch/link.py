@@ -66,7 +66,7 @@ class Wait:
         waited = time.monotonic() - self._begin
         if waited > self._seconds:
             raise AllranksError(
-                f"waited {in_seconds(self._seconds)} in vain for {awaited}",
+                f"gave up after waiting {in_seconds(self._seconds)} for {awaited}",
                 fix="start every node of the layout within ten minutes, with the same --master "
                 "HOST:PORT: a name of node 0's machine that all of them know, and a free port "
                 "there that no firewall closes",
@@ -161,7 +161,7 @@ def resolve(host: str, port: int, wait: Wait) -> list[Any]:
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         found = wait.beside(look_up, f"the address of {host}")
     except (socket.gaierror, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no name"
+        why = error.strerror if isinstance(error, OSError) else "it is not a valid name"
         raise AllranksError(
             f"--master names {host}, which {socket.gethostname()} does not know: {why}",
             fix="write a name of node 0's machine that every node can resolve (getent hosts "
@@ -183,7 +183,7 @@ def check_proof(key: bytes, role: str, nonces: tuple[str, str], message: Message
     if not hmac.compare_digest(
         proof, str(message.get("proof")).encode("ascii", "replace").decode()
     ):
-        raise ValueError("it does not know the key that lies in the run folder")
+        raise ValueError("it does not know the key in the run folder")
 
 
 class Link:

@@ -98,7 +98,7 @@ class Screen:
             self._status.show(line)
 
     def waiting(self, line: str, seconds: float) -> None:
-        """Say for which nodes this one has waited for so long; `stalled(None)` takes it back."""
+        """Say which nodes this one is waiting for, and how long; `stalled(None)` takes it back."""
         is_terminal = self.console.is_terminal
         self._status.show(line) if is_terminal else self._wait_notes.show(line, seconds)
 

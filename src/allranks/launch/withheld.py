@@ -51,8 +51,8 @@ def check(job: Job, run: RunDir) -> None:
     missing = [name for name, value in job.env.items() if value == PLACEHOLDER]
     if missing:
         raise AllranksError(
-            f"the values of {', '.join(missing)} are not to be had: {run.path / FILE} cannot be "
-            "read, or does not have them",
+            f"the values of {', '.join(missing)} are missing: {run.path / FILE} cannot be read, "
+            "or does not hold them",
             fix=f"give them again: {' '.join(f'env.{name}=VALUE' for name in missing)}",
         )
 

@@ -67,7 +67,7 @@ def why_unsupported(
     `cpu_can`: whether its CPU computes in bf16 and fp16.
     """
     if precision in ("fp16", "bf16") and not gpus and not cpu_can():
-        return "this CPU lists AMX but may not use it: computing in it ends by SIGILL (tried)"
+        return "this CPU lists AMX but does not let it run: this precision dies of SIGILL (tested)"
     if precision == "tf32" and not gpus:
         return "tf32 is a format of NVIDIA GPUs, and there is none here"
     if precision in ("tf32", "bf16"):
@@ -127,7 +127,7 @@ def error_in(trials: Sequence[Trial]) -> AllranksError | None:
         return AllranksError(what, fix="name another precision", exit_code=1)
     what = f"{failed[0].precision}: {failed[0].problem}"
     run = failed[0].run
-    fix = f"see allranks doctor {run}" if run else "mend it, then measure again"
+    fix = f"see allranks doctor {run}" if run else "fix it, then measure again"
     return AllranksError(what, fix=fix, exit_code=1)
 
 

@@ -197,7 +197,7 @@ def stop_signal(job: Job) -> tuple[signal.Signals, str]:
     # One that names USR2 listens to that, whatever it imports.
     if lightning is None or any("SIGUSR2" in text for text in texts.values()):
         return signal.SIGUSR2, ""
-    return signal.SIGUSR1, f"{lightning} imports Lightning, which saves and requeues at that"
+    return signal.SIGUSR1, f"{lightning} imports Lightning, which saves and requeues on that signal"
 
 
 def script_texts(words: Sequence[str]) -> dict[str, str]:

@@ -104,7 +104,7 @@ class Relay:
                 deadline = 0.0
             if attempt is not None and not told and self.must_stop() and self._listen(attempt):
                 told = True
-                # srun passes USR1 and USR2 on to every task; of TERM and INT it has its own ideas.
+                # srun passes USR1 and USR2 on to every task; TERM and INT it treats differently.
                 step.send_signal(self._signal)
             if time.monotonic() > deadline:
                 step.terminate()

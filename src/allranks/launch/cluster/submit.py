@@ -274,7 +274,7 @@ def resume(
         done = send_all(prepared.job, racers, run, claim=claim, **options)
         if not done.jobs:
             raise AllranksError(
-                f"a job of run {run.name} has started in this second",
+                f"a job of run {run.name} has started just now",
                 fix=f"see allranks ls {run.name}",
             )
         return done
