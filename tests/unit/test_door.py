@@ -137,7 +137,7 @@ def test_a_wait_is_shown_ends_and_is_left_at_a_signal(node: int, run_dir: Path) 
             return enter(HOST, port, 1, "2x1", wait)
         return receive(HOST, port, Meeting(str(run_dir), 0, "2x1", ""), 2, wait)
 
-    with pytest.raises(AllranksError, match="gave up after waiting .* for node") as caught:
+    with pytest.raises(AllranksError, match=r"gave up after waiting .* for node") as caught:
         go(Wait(lambda: False, lambda text, seconds: shown.append(text), seconds=0.6))
     assert "--master HOST:PORT" in caught.value.fix
     awaited = "node 0 at 127.0.0.1" if node else "node 1 of layout 2x1"

@@ -267,7 +267,7 @@ def test_the_doctor_ends_on_endless_input_and_reads_a_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("allranks.doctor.scan.MAX_PIPE_BYTES", 1 << 22)
-    with pytest.raises(AllranksError, match="/dev/zero cannot be read: it does not end within 4 MiB"):
+    with pytest.raises(AllranksError, match="/dev/zero cannot be read: it does not end within"):
         diagnose_logs(log_files(Path("/dev/zero")))
     os.mkfifo(tmp_path / "fifo")
     assert diagnose_logs([tmp_path / "fifo"]) == []  # nobody writes to it
