@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.commandline import Allranks, run_allranks
 
+LONG_IN_SLURM = ("test_going_on.py", "test_nodes.py", "test_race.py")
 LEAVE_SECONDS = 20.0  # what a process or thread may take to end after its test
 
 # Inherited by every process that a test starts, so that orphans are known too.
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of the workers, one waits for SLURM most of the time, and the others have the CPUs.
+    """Of the workers, two wait for SLURM most of the time, and the others have the CPUs.
 
     pytest-xdist's own groups (3.8) are not seen by pytest 9.2.
     """
@@ -58,7 +59,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class FileByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "slurm" if path.startswith("tests/slurm/") else path
+            if not path.startswith("tests/slurm/"):
+                return path
+            # Two clusters, which take about as long as each other.
+            return "slurm, long" if Path(path).name in LONG_IN_SLURM else "slurm, rest"
 
     return FileByFile(config, log)
 
