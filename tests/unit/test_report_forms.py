@@ -98,7 +98,7 @@ def test_torn_and_foreign_events_leave_the_rest(tmp_path: Path) -> None:
     foreign = make_run(tmp_path, "1x1", step_seconds=0.1, number=2)
     with foreign.events(0, 0).open("a") as file:
         file.write('{"event":"step","seconds":1}\n{"event":"metric","name":"x","value":"y"}\n')
-    assert "rank-0.jsonl: an event step has no t" in (read_run(foreign).problem or "")
+    assert "rank-0.jsonl: a step event has no t" in (read_run(foreign).problem or "")
     report_of([run, foreign])
 
 

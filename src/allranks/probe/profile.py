@@ -125,7 +125,10 @@ class Profile:
         self._with_device = torch.cuda.is_available() and torch.cuda.is_initialized()
         if self._with_device:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        # One cycle: acc_events only keeps older releases of torch from warning about several.
+        self._profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, acc_events=True
+        )
         self._profiler.start()
         self._is_running = True
 
