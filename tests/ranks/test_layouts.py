@@ -78,7 +78,12 @@ DIGITS = ("task=digits", "options.norm=batch", "batch_size=50", "steps=30")
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"), [("1x2", []), ("1x4", []), ("1x2", ["micro_batch_size=13"])]
+    ("layout", "more"),
+    [
+        pytest.param("1x2", [], marks=pytest.mark.soak),
+        ("1x4", []),
+        ("1x2", ["micro_batch_size=13"]),
+    ],
 )
 def test_spiral_has_the_same_losses_on_every_layout(
     train: Train, layout: str, more: list[str]
@@ -89,7 +94,7 @@ def test_spiral_has_the_same_losses_on_every_layout(
     assert other.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["1x1", "1x2"])
+@pytest.mark.parametrize("layout", [pytest.param("1x1", marks=pytest.mark.soak), "1x2"])
 def test_two_runs_of_one_layout_are_identical_to_the_bit(train: Train, layout: str) -> None:
     one, other = train(layout, *SPIRAL), train(layout, *SPIRAL, again=True)
     assert one.run != other.run

@@ -94,6 +94,7 @@ def test_parameters_that_no_loss_depends_on_do_not_stop_the_ranks(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak
 def test_another_optimizer_goes_on_where_it_is_forced(allranks: Allranks) -> None:
     assert allranks("run", "steps=20").returncode == 0
     change = ["--resume", "last", "optimizer.name=sgd", "steps=40"]
@@ -103,7 +104,7 @@ def test_another_optimizer_goes_on_where_it_is_forced(allranks: Allranks) -> Non
     assert forced.returncode == 0, forced.stderr
 
 
-@pytest.mark.parametrize("layout", ["1x1", "1x2"])
+@pytest.mark.parametrize("layout", [pytest.param("1x1", marks=pytest.mark.soak), "1x2"])
 def test_a_checkpoint_by_the_clock_is_not_saved_twice(
     layout: str, tmp_path: Path, allranks: Allranks
 ) -> None:

@@ -60,7 +60,7 @@ def test_a_launcher_in_a_job_file_is_refused(allranks: Allranks, tmp_path: Path)
         assert fix in done.stderr
 
 
-@pytest.mark.parametrize("steps", [100_000, 3])
+@pytest.mark.parametrize("steps", [pytest.param(100_000, marks=pytest.mark.soak), 3])
 def test_two_trainings_as_the_same_ranks_fail_the_run(
     steps: int, allranks: Allranks, tmp_path: Path
 ) -> None:
@@ -76,6 +76,7 @@ def test_two_trainings_as_the_same_ranks_fail_the_run(
     assert said["error"]["fix"].endswith("--layout 1x2")
 
 
+@pytest.mark.soak
 def test_they_are_not_measured(allranks: Allranks, tmp_path: Path) -> None:
     write(tmp_path, 100_000)
     options = ("--layouts", "1x2", "--steps", "20", "--repeats", "1")

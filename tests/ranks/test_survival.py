@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path) -> Non
     assert (tmp_path / "stderr.txt").read_text().count("step-40 is damaged") == 1
 
 
-@pytest.mark.parametrize("layout", ["1x1", "1x2"])
+@pytest.mark.parametrize("layout", [pytest.param("1x1", marks=pytest.mark.soak), "1x2"])
 def test_a_full_disk_loses_nothing_committed(tmp_path: Path, layout: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk takes root")
