@@ -56,7 +56,7 @@ class Seconds:
 
 def training(folder: Path) -> Training:
     """One rank's training, as `allranks run` would build it in this process."""
-    from allranks.hardware import local_gpus
+    from allranks.machine.hardware import local_gpus
 
     job = {
         "name": "stall",
@@ -74,7 +74,7 @@ def training(folder: Path) -> Training:
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ALLRANKS_ATTEMPT": "0"}
     os.environ.update(one | here)
 
-    from allranks.events import EventLog
+    from allranks.run.events import EventLog
     from allranks.train import build
 
     me = build.Rank.from_environment()

@@ -31,7 +31,7 @@ def measure(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from allranks.commits import checksum
+    from allranks.run.commits import checksum
     from allranks.train import loop
     from allranks.train.storage import TensorWriter
 

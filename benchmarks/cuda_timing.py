@@ -28,10 +28,10 @@ from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, TensorDataset
 
-from allranks.events import read_events
 from allranks.probe import hooks
 from allranks.probe.recorder import Recorder
-from allranks.timeline import DeviceEvent, Timeline
+from allranks.run.events import read_events
+from allranks.timing.timeline import DeviceEvent, Timeline
 
 LIMIT = 0.03
 NEGLIGIBLE_SECONDS = 20e-6  # a few launches: of the profiler no more is known

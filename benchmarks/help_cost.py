@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 LIMIT = 1.3
-OURS = "from allranks.cli import main\n\nmain()\n"
+OURS = "from allranks.cli.main import main\n\nmain()\n"
 EMPTY_HEAD = """\
 import typer
 
@@ -33,7 +33,7 @@ EMPTY_COMMAND = "\n\n@app.command('{name}')\ndef command_{number}() -> None: ...
 
 def command_names() -> list[str]:
     """Names as the command line takes them."""
-    from allranks.cli import app
+    from allranks.cli.main import app
 
     return [
         command.name or command.callback.__name__.replace("_", "-")

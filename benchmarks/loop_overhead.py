@@ -45,15 +45,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
-from allranks import timeline
-from allranks.events import EventLog, read_events
-from allranks.job import Job, load_job
+from allranks.job.job import Job, load_job
 from allranks.launch import prepare
 from allranks.launch.screen import Screen
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import Surroundings
-from allranks.rundir import RunDir
+from allranks.run.events import EventLog, read_events
+from allranks.run.folder import RunDir
 from allranks.tasks import Task
+from allranks.timing import timeline
 from allranks.train.data import Batch, Progress, TrainingData
 from allranks.train.load import load_task
 from allranks.train.loop import train

@@ -49,11 +49,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from allranks import hardware
-from allranks.events import FLUSH_SECONDS
+from allranks.machine import hardware
 from allranks.probe import hooks, passes
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import SAMPLE_SECONDS, Surroundings
+from allranks.run.events import FLUSH_SECONDS
 
 MAX_RATIO, MAX_OWN_MICROSECONDS = 1.01, 50.0
 STEP_SECONDS = 0.005

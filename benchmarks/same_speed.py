@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from allranks.hardware import cpus_allotted, local_gpus
-from allranks.rundir import RunDir
-from allranks.timing import timing
+from allranks.machine.hardware import cpus_allotted, local_gpus
+from allranks.run.folder import RunDir
+from allranks.timing.steps import timing
 
 BIN = Path(sys.executable).parent
 OUT = "SAME_SPEED_OUT"

@@ -147,9 +147,9 @@ def run(
 
 def compare(run_dir: Path, looks: list[list[float]], samples: float | None) -> dict[str, Any]:
     """The probe's numbers beside the stopwatch's, over the same steps."""
-    from allranks.events import read_events
-    from allranks.rundir import RunDir
-    from allranks.timing import timing
+    from allranks.run.events import read_events
+    from allranks.run.folder import RunDir
+    from allranks.timing.steps import timing
 
     run = RunDir(run_dir)
     measured = timing(run)

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 LIMIT = 0.05
 MAX_CALLS_A_MINUTE = 7

@@ -14,10 +14,10 @@ from typing import Any
 
 import typer
 
-from allranks.cli import app
-from allranks.init import commented_job
-from allranks.job import json_schema
-from allranks.job_problems import in_words
+from allranks.cli.main import app
+from allranks.job.job import json_schema
+from allranks.job.problems import in_words
+from allranks.job.template import commented_job
 
 # The tree's last lines.
 BESIDE = {

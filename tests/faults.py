@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allranks.commits import commits
+from allranks.run.commits import commits
 from allranks.train.checkpoint import read_tensors
 
 

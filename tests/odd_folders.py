@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tests.watch_runs import GrowingRun
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 # Escapes of every kind: a clipboard, a link, colours, C1, a title, directions, returns.
 HOSTILE = (

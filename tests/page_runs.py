@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 H100 = "NVIDIA H100 80GB HBM3"
 STEP_SECONDS = 0.2

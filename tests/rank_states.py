@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 # The user's own sitecustomize: run in every rank, of a script and of a task alike.
 WRITE_DOWN = """

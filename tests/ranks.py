@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from allranks.processes import die_with_parent
+from allranks.machine.processes import die_with_parent
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85_520_809_984}
 BEGIN = 1_790_000_000.0

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from tests.ports import free_port
 
-from allranks import files
-from allranks.events import read_events
-from allranks.processes import die_with_parent
-from allranks.rundir import RunDir
-from allranks.timeline import PHASES
-from allranks.timing import Timing, timing
+from allranks.machine.processes import die_with_parent
+from allranks.run import files
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing, timing
+from allranks.timing.timeline import PHASES
 
 
 @dataclass(frozen=True)

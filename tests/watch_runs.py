@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 GPU_MEMORY = 80 << 30
 

@@ -1,6 +1,6 @@
 """`python -m allranks` is the same as `allranks`."""
 
-from allranks.cli import main
+from allranks.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -15,8 +15,8 @@ from tests.colours import contrast
 from tests.commandline import run_allranks
 from tests.report_runs import make_run, scaling_study
 
-from allranks.bands import NOTHING
 from allranks.report.words import FORMATS
+from allranks.show.bands import NOTHING
 
 pytestmark = pytest.mark.browser
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.commandline import Allranks
 
-from allranks.events import read_events
-from allranks.measure.profile import summarise
-from allranks.rundir import RunDir
+from allranks.bench.profile import summarise
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
 
 # Each starts Python and torch several times.
 pytestmark = pytest.mark.ranks

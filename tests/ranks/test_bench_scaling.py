@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.commandline import run_allranks
 
-from allranks.rundir import RunDir
-from allranks.timing import timing
+from allranks.run.folder import RunDir
+from allranks.timing.steps import timing
 
 pytestmark = pytest.mark.ranks
 

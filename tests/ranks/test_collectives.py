@@ -17,7 +17,7 @@ import pytest
 from tests.commandline import Allranks
 from tests.ranks import run_ranks
 
-from allranks.measure.comm import COLLECTIVES, counted_bytes
+from allranks.bench.comm import COLLECTIVES, counted_bytes
 
 pytestmark = pytest.mark.ranks
 
@@ -29,7 +29,7 @@ def results_by_hand() -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from allranks.measure.comm_ops import Peers, make_operation
+    from allranks.bench.comm_ops import Peers, make_operation
 
     world = dist.get_world_size()
     peers = Peers(tuple(range(world)), dist.get_rank())
@@ -64,10 +64,10 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
+    from allranks.bench import comm_series
+    from allranks.bench.comm_ops import Operation, Peers, make_operation
+    from allranks.bench.comm_world import World
     from allranks.errors import AllranksError
-    from allranks.measure import comm_series
-    from allranks.measure.comm_ops import Operation, Peers, make_operation
-    from allranks.measure.comm_world import World
 
     def damaged(*args: Any) -> Operation:
         operation = make_operation(*args)
@@ -120,9 +120,9 @@ def missing_collective() -> tuple[str | None, list[Any]]:
     import torch
     import torch.distributed as dist
 
-    from allranks.measure import comm_ops, comm_series
-    from allranks.measure.comm_ops import Peers
-    from allranks.measure.comm_world import World
+    from allranks.bench import comm_ops, comm_series
+    from allranks.bench.comm_ops import Peers
+    from allranks.bench.comm_world import World
 
     def reduce_scatter(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")

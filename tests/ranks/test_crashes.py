@@ -17,14 +17,14 @@ from tests.commandline import Allranks
 from tests.crashes import CRASHES, Crash
 from tests.ports import free_port
 
-from allranks import failures
 from allranks.errors import AllranksError
-from allranks.events import append_event
 from allranks.launch.echo import WithoutTraceback
 from allranks.launch.local import end_of
 from allranks.launch.rank_env import INJECT
-from allranks.processes import die_with_parent
-from allranks.rundir import RunDir
+from allranks.machine.processes import die_with_parent
+from allranks.run import failures
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +42,7 @@ def check(crash: Crash, shown: str) -> None:
     assert any(f"error: rank {rank} " in shown for rank in ranks), shown
     assert crash.says in screen, shown
     assert f"train.py:{crash.line}" in screen, shown
-    assert f"{Path(failures.__file__).parent}/" not in shown, shown
+    assert f"{Path(failures.__file__).parents[1]}/" not in shown, shown
     if crash.rank is not None:
         assert f"rank {1 - crash.rank} went down with it" in shown, shown
 

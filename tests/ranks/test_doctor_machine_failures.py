@@ -18,8 +18,8 @@ from tests.commandline import Allranks
 from tests.scripts import hungry
 from tests.slurm.live import unavailable
 
-from allranks.events import read_events
-from allranks.rundir import find_run
+from allranks.run.events import read_events
+from allranks.run.folder import find_run
 
 pytestmark = pytest.mark.ranks
 

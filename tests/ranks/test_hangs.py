@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tests.commandline import run_allranks
 
-from allranks import stacks
 from allranks.doctor.finding import Finding
 from allranks.doctor.hang import hang, hung
-from allranks.rundir import RunDir, list_runs
+from allranks.run import stacks
+from allranks.run.folder import RunDir, list_runs
 
 pytestmark = pytest.mark.ranks
 
@@ -147,11 +147,14 @@ def test_a_hang_is_told_while_it_lasts_and_the_logs_are_left_alone(tmp_path: Pat
     )
     script.write_text("import os" + naps.replace("range(100000)", "range(400)"))
     output, wake = tmp_path / "output", tmp_path / "wake"
-    code = "import sys; from allranks import cli, stacks; stacks.find_py_spy = lambda: None; "
+    code = (
+        "from allranks.cli.main import main; from allranks.run import stacks; "
+        "stacks.find_py_spy = lambda: None; "
+    )
     words = [sys.executable, str(script)]
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{code} cli.main()", *["run", "--layout", "1x2", "--"], *words],
+            [sys.executable, "-c", f"{code} main()", *["run", "--layout", "1x2", "--"], *words],
             cwd=tmp_path,
             stdout=file,
             stderr=file,

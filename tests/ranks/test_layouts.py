@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.commandline import run_allranks
 
-from allranks.commits import commits
-from allranks.events import read_events
-from allranks.rundir import RunDir
+from allranks.run.commits import commits
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
 
 # Two runs a test, each of which starts Python and torch several times.
 pytestmark = pytest.mark.ranks

@@ -13,9 +13,9 @@ import pytest
 from tests.commandline import Allranks
 from tests.faults import start
 
-from allranks.commits import commits
-from allranks.events import read_events
-from allranks.rundir import RunDir, list_runs
+from allranks.run.commits import commits
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir, list_runs
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.commandline import Allranks
 
-from allranks.rundir import list_runs
+from allranks.run.folder import list_runs
 
 pytestmark = pytest.mark.ranks
 

@@ -24,10 +24,10 @@ from tests.ports import free_port
 from allranks.doctor import preflight
 from allranks.doctor.node import free_disk, gpu_health, visible_gpus, write_test
 from allranks.doctor.reach import Directory, Listener, reach_all
-from allranks.gpus import LocalGPU
 from allranks.launch.cluster.checks import verdict
 from allranks.launch.cluster.gate import ENDED, OPEN
-from allranks.processes import die_with_parent
+from allranks.machine.gpus import LocalGPU
+from allranks.machine.processes import die_with_parent
 
 pytestmark = pytest.mark.ranks
 

@@ -11,9 +11,9 @@ import pytest
 from tests.commandline import run_allranks
 from tests.scripts import MODEL, Recorded, run, run_script
 
-from allranks.results import samples_per_epoch
-from allranks.rundir import RunDir, list_runs
-from allranks.timing import timing
+from allranks.run.folder import RunDir, list_runs
+from allranks.run.results import samples_per_epoch
+from allranks.timing.steps import timing
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from tests.rank_states import WRITE_DOWN, differences, states
 from allranks.launch.local import Place, run_here
 from allranks.launch.prepare import Request, prepare
 from allranks.launch.screen import PeopleConsole, QuietScreen
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 pytestmark = pytest.mark.ranks
 

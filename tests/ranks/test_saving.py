@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 
-from allranks import commits
 from allranks.errors import AllranksError
-from allranks.events import EventLog
+from allranks.run import commits
+from allranks.run.events import EventLog
 from allranks.train.checkpoint import Checkpointer, load, training_tensors
 from allranks.train.data import Progress
 

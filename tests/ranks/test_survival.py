@@ -31,9 +31,9 @@ from tests.faults import (
 from tests.ports import free_port
 from torch import Tensor
 
-from allranks.commits import newest_whole
-from allranks.events import read_last_events
-from allranks.rundir import RunDir, list_runs
+from allranks.run.commits import newest_whole
+from allranks.run.events import read_last_events
+from allranks.run.folder import RunDir, list_runs
 
 pytestmark = pytest.mark.ranks
 
@@ -255,7 +255,7 @@ BLIND = """
 import fcntl, socket
 fcntl.flock = lambda *_: None
 socket.gethostname = lambda: "node7"
-from allranks.cli import main
+from allranks.cli.main import main
 main()
 """
 

@@ -20,8 +20,8 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 
-LISTEN = "import sys; from allranks.cli_doctor_machine import listen as f; sys.exit(f(None"
-CONNECT = "import sys; from allranks.cli_doctor_machine import connect as f; sys.exit(f(sys.argv[1]"
+LISTEN = "import sys; from allranks.cli.doctor_machine import listen as f; sys.exit(f(None"
+CONNECT = "import sys; from allranks.cli.doctor_machine import connect as f; sys.exit(f(sys.argv[1]"
 AS_JSON = ", as_json=True))"
 MBIT = 1e6 / 8
 

@@ -12,9 +12,9 @@ from typing import Any
 from tests.commandline import run_allranks
 from tests.slurm.live import Cluster
 
-from allranks import claims
-from allranks.events import read_events
-from allranks.rundir import RunDir
+from allranks.run import claims
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
 
 # Real training that hardly needs a CPU, so that several runs do not slow each other down.
 SLOW_TASK = """

@@ -15,7 +15,7 @@ from tests.rank_states import WRITE_DOWN, differences, states
 from tests.slurm.live import Cluster
 from tests.slurm.runs import Sent
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 pytestmark = pytest.mark.slurm
 

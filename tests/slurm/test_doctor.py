@@ -12,7 +12,7 @@ from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
 from allranks.doctor.hang import elsewhere, hang
-from allranks.events import read_last_events
+from allranks.run.events import read_last_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak]
 
@@ -38,7 +38,7 @@ class Stuck(Spiral):
 CHECK = """
 import sys
 from pathlib import Path
-from allranks.cli_doctor_machine import check_here
+from allranks.cli.doctor_machine import check_here
 sys.exit(check_here(Path("runs"), as_json=True))
 """
 

@@ -15,7 +15,7 @@ from tests.faults import sample_of
 from tests.slurm.live import Cluster
 from tests.slurm.runs import LOST, check_words, kill, send
 
-from allranks.events import read_events
+from allranks.run.events import read_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 

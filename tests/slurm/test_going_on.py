@@ -14,7 +14,7 @@ from tests.faults import newest_weights, same_bits
 from tests.slurm.live import Cluster
 from tests.slurm.runs import LOST, Sent, check_words, kill, send
 
-from allranks.events import read_events
+from allranks.run.events import read_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 

@@ -15,7 +15,7 @@ from tests.commandline import run_allranks
 from tests.slurm.live import Cluster
 from tests.slurm.runs import SLOW_TASK, Sent, send
 
-from allranks.rundir import list_runs
+from allranks.run.folder import list_runs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

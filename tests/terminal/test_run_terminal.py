@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.terminal.conftest import Terminal
 
-from allranks.rundir import list_runs
+from allranks.run.folder import list_runs
 
 pytestmark = pytest.mark.terminal
 

@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 
 import allranks.launch.prepare
-from allranks import claims, slurm, standing
-from allranks.claims import Claim
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.job import parse_job
+from allranks.job.job import parse_job
 from allranks.launch.cluster import allocation, submit
 from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, take_claim
 from allranks.launch.cluster.checks import Verdict
@@ -36,7 +33,11 @@ from allranks.launch.cluster.inside import (
 )
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare
-from allranks.rundir import RunDir
+from allranks.run import claims, standing
+from allranks.run.claims import Claim
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.slurm import commands as slurm
 
 DOWN = "Unable to contact slurm controller (connect failure)"
 RACER = Racer.parse("1x2")

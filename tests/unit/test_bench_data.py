@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from allranks.bench import data, data_screen
 from allranks.errors import AllranksError
-from allranks.measure import data, data_screen
-from allranks.rundir import RunDir
-from allranks.timing import Timing
+from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing
 
 RUN = RunDir(Path("/runs/job-20260101-000000-abcd"))
 

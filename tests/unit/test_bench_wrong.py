@@ -14,18 +14,20 @@ from rich.console import Console
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks import cli_bench, cli_bench_data, cli_comm
+from allranks.bench.plan_runs import plan_runs
+from allranks.bench.precision import Trial
+from allranks.bench.scaling import Repeat, as_json, rows_of
+from allranks.bench.scaling_screen import Progress
+from allranks.cli import bench as cli_bench
+from allranks.cli import bench_comm as cli_comm
+from allranks.cli import bench_data as cli_bench_data
 from allranks.errors import AllranksError
-from allranks.job import load_job
+from allranks.job.job import load_job
 from allranks.launch import local, screen
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
-from allranks.measure.plan_runs import plan_runs
-from allranks.measure.precision import Trial
-from allranks.measure.scaling import Repeat, as_json, rows_of
-from allranks.measure.scaling_screen import Progress
-from allranks.processes import Signals
-from allranks.timing import timing_of
+from allranks.machine.processes import Signals
+from allranks.timing.steps import timing_of
 
 LARGE = ("task=spiral", "batch_size=16384")
 

@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from allranks import claims
-from allranks.claims import Claim
-from allranks.commits import MANIFEST, Commit, commit, commits, newest_whole, seal, with_checksum
 from allranks.errors import AllranksError
-from allranks.events import EventLog, read_events
+from allranks.run import claims
+from allranks.run.claims import Claim
+from allranks.run.commits import (
+    MANIFEST,
+    Commit,
+    commit,
+    commits,
+    newest_whole,
+    seal,
+    with_checksum,
+)
+from allranks.run.events import EventLog, read_events
 from allranks.train.checkpoint import (
     Checkpointer,
     copy_on_one_core,
@@ -189,7 +197,7 @@ def test_what_was_recorded_up_to_a_checkpoint_is_on_disk_before_it_is(
         on_disk.extend(event["step"] for event in read_events(log.path))
         commit(*args, **options)
 
-    monkeypatch.setattr("allranks.commits.commit", kill_here)
+    monkeypatch.setattr("allranks.run.commits.commit", kill_here)
     log._closing.set()  # nobody else writes them
     for step in (1, 2, 3, 4):
         log.write("step", step=step)
@@ -224,7 +232,7 @@ def test_a_write_that_fails_is_told_when_asked_and_the_old_one_stays(
     def full(path: Path, crc32: int | None = None) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("allranks.commits.seal", full)
+    monkeypatch.setattr("allranks.run.commits.seal", full)
     checkpointer.save(Progress(step=2), {"metrics": []})
     with pytest.raises(AllranksError, match="No space left") as refusal:
         checkpointer.finish()
@@ -248,7 +256,7 @@ def test_who_lost_the_run_is_told_so_and_leaves_nothing_half_written(
         claims.take(tmp_path / "claims", Claim(number=1))
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.setattr("allranks.commits.seal", taken)
+    monkeypatch.setattr("allranks.run.commits.seal", taken)
     checkpointer.save(Progress(step=2), {"metrics": []})
     with pytest.raises(AllranksError, match="has lost the run to process"):
         checkpointer.finish()

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from allranks import claims
-from allranks.claims import Claim
 from allranks.errors import AllranksError
-from allranks.rundir import RunDir
+from allranks.run import claims
+from allranks.run.claims import Claim
+from allranks.run.folder import RunDir
 
 CONTENDERS, ROUNDS = 8, 30
 CONTENDER = """
 import json, sys, time
 from pathlib import Path
-from allranks.claims import Claim, take
+from allranks.run.claims import Claim, take
 folder, job, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)
 start = float(sys.stdin.readline())
@@ -34,7 +34,7 @@ print(json.dumps(won))
 HOLDER = """
 import sys, time
 from pathlib import Path
-from allranks import claims
+from allranks.run import claims
 with claims.locked(Path(sys.argv[1]), int(sys.argv[2])):
     print("held", flush=True)
     time.sleep(60)

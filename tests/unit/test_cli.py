@@ -15,12 +15,12 @@ import typer
 from tests.commandline import Allranks
 from typer.models import OptionInfo
 
-from allranks import commits
-from allranks.cli import app, as_user_error
-from allranks.cli_words import print_error
-from allranks.commits import seal, writing_folder
+from allranks.cli.main import app, as_user_error
+from allranks.cli.options import print_error
 from allranks.errors import AllranksError
 from allranks.launch.prepare import Request, open_run, prepare
+from allranks.run import commits
+from allranks.run.commits import seal, writing_folder
 
 # Runs the command line as `python -m allranks` would, then says what was imported.
 WATCHED = """
@@ -31,7 +31,7 @@ def say():
     open(os.environ["IMPORTED"], "w").write(" ".join(heavy))
 
 atexit.register(say)
-from allranks.cli import main
+from allranks.cli.main import main
 main()
 """
 

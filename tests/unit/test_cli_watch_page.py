@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli_watch import write_page
+from allranks.cli.watch import write_page
 from allranks.errors import AllranksError
 
 

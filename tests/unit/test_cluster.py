@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from allranks import slurm
 from allranks.errors import AllranksError
-from allranks.gpu_catalogue import CATALOGUE, GIB
-from allranks.launch.survey import cluster
-from allranks.launch.survey import queue as cluster_queue
-from allranks.launch.survey.cluster import (
+from allranks.machine.gpu_catalogue import CATALOGUE, GIB
+from allranks.slurm import cluster
+from allranks.slurm import commands as slurm
+from allranks.slurm import queue as cluster_queue
+from allranks.slurm.cluster import (
     cluster_view,
     describe_cluster,
     node_state,
@@ -24,8 +24,8 @@ from allranks.launch.survey.cluster import (
     parse_partitions,
     parse_qos,
 )
-from allranks.launch.survey.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
-from allranks.launch.survey.queue import (
+from allranks.slurm.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
+from allranks.slurm.queue import (
     COLUMNS,
     array_tasks,
     parse_queue,
@@ -33,8 +33,8 @@ from allranks.launch.survey.queue import (
     queue_view,
     unix_time,
 )
-from allranks.launch.survey.screen import show_cluster, show_queue
-from allranks.launch.survey.slurm_text import parse_fields, parse_gres, parse_time, tres_gpus
+from allranks.slurm.screen import show_cluster, show_queue
+from allranks.slurm.text import parse_fields, parse_gres, parse_time, tres_gpus
 
 # SLURM 22.05, a node that works, and 20.02's form of one that does not (no CPUEfctv).
 NODE_22 = (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from allranks.bench import comm, comm_transport
+from allranks.bench.comm import COLLECTIVES
 from allranks.errors import AllranksError
-from allranks.gpus import find_gpu
-from allranks.measure import comm, comm_transport
-from allranks.measure.comm import COLLECTIVES
+from allranks.machine.gpus import find_gpu
 
 # nccl-tests, doc/PERFORMANCE.md and GetBw in src/*.cu, worked out by hand for 2, 4 and 8 ranks.
 BUS_FACTORS = {

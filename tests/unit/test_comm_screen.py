@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
+from allranks.bench import comm, comm_plot, comm_screen
 from allranks.errors import AllranksError
-from allranks.measure import comm, comm_plot, comm_screen
 
 
 def made_up(**changes: Any) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from allranks import claims, commits
-from allranks.claims import Claim
-from allranks.commits import (
+from allranks.errors import AllranksError
+from allranks.run import claims, commits
+from allranks.run.claims import Claim
+from allranks.run.commits import (
     MANIFEST,
     Commit,
     clean,
@@ -27,7 +28,6 @@ from allranks.commits import (
     with_checksum,
     writing_folder,
 )
-from allranks.errors import AllranksError
 
 
 def written(folder: Path, step: int, **notes: Any) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import pytest
 from tests.report_runs import make_run
 from tests.watch_runs import GrowingRun
 
-from allranks.cli_comm import run_to_show
-from allranks.cli_report import chosen_runs, chosen_words
-from allranks.comparing import Base, base_of, is_compared, last_step
+from allranks.cli.bench_comm import run_to_show
+from allranks.cli.report import chosen_runs, chosen_words
 from allranks.errors import AllranksError
 from allranks.report.build import build
 from allranks.report.facts import read_run
-from allranks.rundir import RunDir, find_runs
-from allranks.standing import Queue, describe
-from allranks.timing import timing
+from allranks.run.folder import RunDir, find_runs
+from allranks.run.standing import Queue, describe
+from allranks.timing.comparison import Base, base_of, is_compared, last_step
+from allranks.timing.steps import timing
 from allranks.watch import bases
 from allranks.watch.live import Watcher
 from allranks.watch.status import gather

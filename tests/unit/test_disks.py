@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks import disks
-from allranks.disks import Disk, disk_of
+from allranks.machine import disks
+from allranks.machine.disks import Disk, disk_of
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

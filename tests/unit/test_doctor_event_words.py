@@ -12,7 +12,7 @@ from allranks.doctor.event_words import event_in_words
 from allranks.doctor.facts import gather
 from allranks.doctor.judge import judge
 from allranks.doctor.scan import Source
-from allranks.events import format_event
+from allranks.run.events import format_event
 
 
 @pytest.mark.parametrize(

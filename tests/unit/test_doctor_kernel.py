@@ -17,9 +17,9 @@ from tests.unit.test_doctor_runs import ECHO, failed, make_run
 from allranks.doctor import kernel
 from allranks.doctor.finding import Finding
 from allranks.doctor.runs import diagnose_run
-from allranks.events import append_event
 from allranks.probe.surroundings import children, descendants
-from allranks.rundir import RunDir
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 RANKS = {0: 4100, 1: 4101}  # their processes
 WORKER = 4177

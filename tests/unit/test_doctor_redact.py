@@ -14,7 +14,7 @@ from rich.console import Console
 from allranks.doctor.diagnose import diagnose_logs
 from allranks.doctor.finding import as_json
 from allranks.doctor.show import show_findings
-from allranks.redact import REDACTED, redact
+from allranks.show.redact import REDACTED, redact
 
 # Put together here, so that no scanner takes them for real ones.
 SECRETS = [

@@ -15,7 +15,7 @@ from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.layouts import compare
 from allranks.doctor.runs import diagnose_run
 from allranks.doctor.show import show_findings
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 GIB = 1 << 30
 

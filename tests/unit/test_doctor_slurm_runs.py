@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from tests.unit.test_doctor_runs import STEP, failed, make_run, write_rank
 
-from allranks import claims, slurm
-from allranks.claims import Claim
 from allranks.doctor.diagnose import diagnose_logs
 from allranks.doctor.left import job_logs
 from allranks.doctor.runs import diagnose_run
-from allranks.rundir import RunDir
+from allranks.run import claims
+from allranks.run.claims import Claim
+from allranks.run.folder import RunDir
+from allranks.slurm import commands as slurm
 
 STOPPED = {"event": "end", "state": "stopped", "exit": 0, "signal": "SIGTERM"}
 

@@ -19,7 +19,7 @@ from allranks.launch.echo import MOST_KEPT, Echo, read_ranks
 from allranks.launch.logs import Together
 from allranks.launch.status_line import StatusLine
 from allranks.launch.terminal import RankTerminal, ScreenLines
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 # What was drawn, and the lines that a terminal shows in the end.
 DRAWN = {

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
-from allranks.events import (
+from allranks.run.events import (
     EventLog,
     append_event,
     format_event,

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from allranks import crash
-from allranks.events import append_event
-from allranks.failures import (
+from allranks.launch.echo import WithoutTraceback
+from allranks.run import crash
+from allranks.run.events import append_event
+from allranks.run.failures import (
     COLUMNS,
     failure,
     failure_in_words,
@@ -18,9 +19,8 @@ from allranks.failures import (
     ranks_in_words,
     traceback_lines,
 )
-from allranks.frames import Frame, read_tracebacks
-from allranks.launch.echo import WithoutTraceback
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
+from allranks.run.frames import Frame, read_tracebacks
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.disks import disk_of
+from allranks.machine.disks import disk_of
 from allranks.train import feed_disks
 from allranks.train.data import Batch
 from allranks.train.feed_bench import feed_pace, sizes_of, worker_counts

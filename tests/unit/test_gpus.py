@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from allranks import gpus
-from allranks.gpu_catalogue import CATALOGUE, GIB, GPU
-from allranks.gpus import driver_versions, find_gpu, gpu_link, local_gpus
+from allranks.machine import gpus
+from allranks.machine.gpu_catalogue import CATALOGUE, GIB, GPU
+from allranks.machine.gpus import driver_versions, find_gpu, gpu_link, local_gpus
 
 NVML_NAMES = {
     "Tesla V100-SXM2-16GB": "V100 SXM2 16GB",

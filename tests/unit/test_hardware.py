@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from allranks import hardware
-from allranks.gpu_catalogue import GIB
-from allranks.gpus import LocalGPU, find_gpu
-from allranks.hardware import cgroup_folders, slurm_cpus
+from allranks.machine import hardware
+from allranks.machine.gpu_catalogue import GIB
+from allranks.machine.gpus import LocalGPU, find_gpu
+from allranks.machine.hardware import cgroup_folders, slurm_cpus
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_inventory_is_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_package_versions_import_nothing() -> None:
     code = (
-        "import sys; from allranks.hardware import package_versions as v; found = v();"
+        "import sys; from allranks.machine.hardware import package_versions as v; found = v();"
         "assert {'python', 'allranks', 'torch', 'numpy'} <= set(found), found;"
         "assert not {'torch', 'numpy', 'pynvml'} & set(sys.modules)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from tests.lowest import lowest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "allranks"
-FEATURES = {"train", "launch", "probe", "measure", "plan", "report", "watch", "doctor"}
+TOUR = PACKAGE.parents[1] / "docs" / "explanation" / "tour.md"
+BESIDE = {"errors", "layout"}  # the modules beside the rooms, which everything may import
 # Where a rank really runs, or is started.
 TORCH = (
     "train/",
@@ -22,10 +24,10 @@ TORCH = (
     "launch/rendezvous.py",
     "doctor/preflight.py",
     "doctor/allreduce.py",
-    "measure/comm_ops.py",
-    "measure/comm_ranks.py",
-    "measure/comm_series.py",
-    "measure/comm_world.py",
+    "bench/comm_ops.py",
+    "bench/comm_ranks.py",
+    "bench/comm_series.py",
+    "bench/comm_world.py",
 )
 # These import torch, or take as long.
 HEAVY = {"torch", "torchvision", "torchaudio", "lightning", "accelerate", "transformers", "sklearn"}
@@ -99,13 +101,23 @@ def test_torch_is_imported_only_where_a_rank_runs() -> None:
     assert not heavy
 
 
-def test_features_do_not_import_each_other() -> None:
+def allowed_imports() -> dict[str, set[str]]:
+    """Which rooms each room may import, as the table of the tour has it."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\|$", TOUR.read_text(), re.MULTILINE)
+    return {room: set(words.split()) for room, words in rows if words.strip() != "every room"}
+
+
+def test_rooms_import_only_what_the_tour_allows() -> None:
+    allowed = allowed_imports()
+    rooms = {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
+    assert allowed.keys() | {"cli"} == rooms
+    assert {file.stem for file in PACKAGE.glob("*.py")} == BESIDE | {"__init__", "__main__"}
     foreign = [
         f"{file.relative_to(PACKAGE)}:{line} imports {name}"
         for file in FILES
-        if not (own := part_of(module_name(file))).startswith("cli")
+        if (own := part_of(module_name(file))) in allowed
         for name, line in imports(file, typing=True)
-        if part_of(name) in FEATURES - {own}
+        if part_of(name) in rooms - allowed[own] - {own}
     ]
     assert not foreign
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.init import commented_job, write_job
-from allranks.job import Job, json_schema, load_job
-from allranks.job_problems import keys
+from allranks.job.job import Job, json_schema, load_job
+from allranks.job.problems import keys
+from allranks.job.template import commented_job, write_job
 
 
 def test_it_loads_to_the_bundled_job(tmp_path: Path) -> None:

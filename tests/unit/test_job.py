@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import allranks
 from allranks.errors import AllranksError
-from allranks.job import Difference, Duration, Job, load_job, parse_job
+from allranks.job.job import Difference, Duration, Job, load_job, parse_job
 from allranks.layout import Layout
 
 # A loaded machine is no failure.
@@ -330,7 +330,8 @@ def run_python(program: str) -> None:
 
 def test_nothing_here_imports_torch() -> None:
     program = (
-        "import sys; from allranks.init import commented_job; from allranks.job import load_job\n"
+        "import sys; from allranks.job.template import commented_job\n"
+        "from allranks.job.job import load_job\n"
         "commented_job(); load_job(None)\n"
         "try: load_job(None, ['task=language', 'a=b'])\n"
         "except Exception: pass\n"

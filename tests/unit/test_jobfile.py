@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
-from allranks.job import load_job
-from allranks.jobfile import Dumper, parse_value, read_file, read_overrides
+from allranks.job.job import load_job
+from allranks.job.text import Dumper, parse_value, read_file, read_overrides
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

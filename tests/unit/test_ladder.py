@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from allranks.events import append_event
 from allranks.launch.cluster import ladder
 from allranks.launch.cluster.allocation import rung_words
 from allranks.launch.cluster.sbatch import Racer
-from allranks.rundir import RunDir
-from allranks.timeline import PHASES
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.timing.timeline import PHASES
 
 LAYOUTS = [Racer.parse(text) for text in ("2x2", "1x1", "1x2", "1x1")]
 

@@ -13,7 +13,7 @@ import pytest
 from allranks.errors import AllranksError
 from allranks.launch import logs
 from allranks.launch.logs import Tail, show
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 
 def write(path: Path, text: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks import machine
-from allranks.machine import (
+from allranks.machine import inventory as machine
+from allranks.machine.inventory import (
     answer,
     describe_machine,
     first_line,
@@ -156,8 +156,8 @@ def test_this_machine_is_described_in_plain_values(monkeypatch: pytest.MonkeyPat
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, allranks.launch.survey.screen, allranks.launch.survey.queue\n"
-        "from allranks.machine import describe_machine\n"
+        "import sys, allranks.slurm.screen, allranks.slurm.queue\n"
+        "from allranks.machine.inventory import describe_machine\n"
         "describe_machine()\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allranks import cli_doctor_machine
+from allranks.cli import doctor_machine as cli_doctor_machine
 from allranks.doctor.machine import env_checks, gpu_checks, network_checks, screen, system_checks
 from allranks.doctor.machine.check import Check
 from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.machine.facts import Facts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
 from allranks.doctor.node import Finding
-from allranks.gpus import LocalGPU
-from allranks.interfaces import Interface, Port
 from allranks.launch.cluster.checks import Verdict
+from allranks.machine.gpus import LocalGPU
+from allranks.machine.interfaces import Interface, Port
 
 GIB = 1 << 30
 LO, ETH = Interface("lo", "127.0.0.1", True), Interface("eth0", "10.0.0.5")

@@ -13,11 +13,11 @@ import pytest
 
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.runs import on_which_nodes
-from allranks.events import append_event
 from allranks.launch.cluster import missing_files
 from allranks.launch.cluster.inside import Place
-from allranks.missing import found_on, in_words, missing_path
-from allranks.rundir import RunDir
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.run.missing import found_on, in_words, missing_path
 
 PLACE = Place(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
 

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from allranks.gpus import LocalGPU
-from allranks.hardware import Setting
-from allranks.interfaces import (
+from allranks.launch.cluster.network import NodeNetwork, describe_node, settings
+from allranks.machine.gpus import LocalGPU
+from allranks.machine.hardware import Setting
+from allranks.machine.interfaces import (
     Interface,
     Port,
     addresses_towards,
@@ -20,7 +21,6 @@ from allranks.interfaces import (
     infiniband_ports,
     up_interfaces,
 )
-from allranks.launch.cluster.network import NodeNetwork, describe_node, settings
 
 LO = Interface("lo", "127.0.0.1", True)
 ETH = Interface("eth0", "10.0.0.5")
@@ -141,7 +141,7 @@ def test_what_nvml_says_of_pairs(
     )
     gpus = [LocalGPU(i, f"GPU-{i}", "NVIDIA L40S", 0, "8.9", None) for i in range(3)]
     monkeypatch.setattr("allranks.launch.cluster.network.local_gpus", lambda: gpus)
-    monkeypatch.setattr("allranks.gpus.nvml", lambda: nullcontext(fake))
+    monkeypatch.setattr("allranks.machine.gpus.nvml", lambda: nullcontext(fake))
     node = describe_node([], tmp_path)
     assert (node.num_gpus, node.gpus_reach_each_other) == (3, reach)
 

@@ -33,12 +33,12 @@ from tests.odd_folders import (
 )
 from typer.main import get_command
 
-from allranks.cli import app
+from allranks.cli.main import app
 from allranks.doctor.diagnose import diagnose_logs, log_files
 from allranks.errors import AllranksError
-from allranks.rundir import RunDir, list_runs
-from allranks.slurm import SlurmError
-from allranks.standing import unreadable
+from allranks.run.folder import RunDir, list_runs
+from allranks.run.standing import unreadable
+from allranks.slurm.commands import SlurmError
 from allranks.watch import loglines
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
@@ -53,9 +53,9 @@ COMMAND = get_command(app)
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what takes longest and reads no run: the cluster, pictures, other programs."""
-    monkeypatch.setattr("allranks.cli_watch.resources", lambda: {})
+    monkeypatch.setattr("allranks.cli.watch.resources", lambda: {})
     monkeypatch.setattr("allranks.report.files.find_spec", lambda _: None)
-    monkeypatch.setattr("allranks.slurm.call", no_slurm)
+    monkeypatch.setattr("allranks.slurm.commands.call", no_slurm)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("allranks.watch.hub.BUDGET_SECONDS", math.inf)  # all at the first look
 

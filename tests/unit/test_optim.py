@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from allranks.job import Optimizer, parse_job
+from allranks.job.job import Optimizer, parse_job
 from allranks.train.optim import Schedule, build_optimizer, clip_gradients, rate_scale
 
 Shape = Literal["cosine", "linear", "constant"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from allranks import cli_doctor_machine
+from allranks.cli import doctor_machine as cli_doctor_machine
 from allranks.doctor.pair import connect as connecting
 from allranks.doctor.pair import talk
 from allranks.doctor.pair.connect import connect, is_neighbour

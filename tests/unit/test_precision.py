@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from allranks.bench import precision, precision_screen
+from allranks.bench.precision import Trial, as_json, why_unsupported
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.gpus import LocalGPU
-from allranks.job import load_job
-from allranks.measure import precision, precision_screen
-from allranks.measure.precision import Trial, as_json, why_unsupported
-from allranks.rundir import RunDir
+from allranks.job.job import load_job
+from allranks.machine.gpus import LocalGPU
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 
 def gpu(capability: str) -> LocalGPU:

@@ -14,13 +14,8 @@ from typing import Any
 
 import pytest
 
-from allranks import claims, commits, hardware
-from allranks.claims import Claim
-from allranks.commits import seal, writing_folder
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.gpus import LocalGPU
-from allranks.job import load_job
+from allranks.job.job import load_job
 from allranks.launch import withheld
 from allranks.launch.checks import (
     check_command,
@@ -44,7 +39,13 @@ from allranks.launch.prepare import (
     ranks_environment,
 )
 from allranks.layout import Layout
-from allranks.rundir import RunDir
+from allranks.machine import hardware
+from allranks.machine.gpus import LocalGPU
+from allranks.run import claims, commits
+from allranks.run.claims import Claim
+from allranks.run.commits import seal, writing_folder
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 JOB = "name: mine\ntask: spiral\nbatch_size: 96\nsteps: 100\n"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.gpu_catalogue import CATALOGUE
-from allranks.prices import LIST_PRICES, Price, find_price, parse_price, read_prices
+from allranks.machine.gpu_catalogue import CATALOGUE
+from allranks.machine.prices import LIST_PRICES, Price, find_price, parse_price, read_prices
 
 GIB = 2**30
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from allranks import timeline
-from allranks.events import read_events
 from allranks.probe import models
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
-from allranks.timeline import FORWARD
+from allranks.run.events import read_events
+from allranks.timing import timeline
+from allranks.timing.timeline import FORWARD
 
 
 class Optimizer:

@@ -25,7 +25,7 @@ from allranks.probe.samples import (
     num_samples,
     tensors,
 )
-from allranks.timeline import BACKWARD, FORWARD, Timeline
+from allranks.timing.timeline import BACKWARD, FORWARD, Timeline
 
 
 def batch(size: int) -> list[int]:

@@ -13,14 +13,14 @@ import pytest
 
 from allranks.errors import AllranksError
 from allranks.launch import follow
-from allranks.processes import listening, outlive_terminal
-from allranks.rundir import RunDir
+from allranks.machine.processes import listening, outlive_terminal
+from allranks.run.folder import RunDir
 
 
 @pytest.mark.parametrize(("before", "received"), [("", "SIGTERM"), ("trap '' HUP; ", "none")])
 def test_a_hangup_is_a_request_to_end_but_under_nohup(before: str, received: str) -> None:
     code = (
-        "import os, signal, sys; from allranks.processes import listening\n"
+        "import os, signal, sys; from allranks.machine.processes import listening\n"
         "with listening() as signals:\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n"  # from the shell, and from the kernel
@@ -64,7 +64,7 @@ def test_what_is_printed_on_a_vanished_terminal_fails_nothing(
 HOLDER = """
 import signal, sys, time
 from pathlib import Path
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 if sys.argv[2] == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 with RunDir(Path(sys.argv[1])).held():

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allranks.measure import profile, profile_screen, trace
+from allranks.bench import profile, profile_screen, trace
 from allranks.probe.profile import STEP_MARK
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:

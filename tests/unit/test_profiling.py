@@ -13,12 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from allranks.cli_profile import LOUDNESS, VARIABLE, show_profile
-from allranks.events import append_event
-from allranks.measure.trace import read_trace
+from allranks.bench.trace import read_trace
+from allranks.cli.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
-from allranks.rundir import RunDir
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 INJECT = Path(profile.__file__).with_name("inject")
 
@@ -151,9 +151,9 @@ def test_a_gpu_that_was_not_recorded_is_told(
 ) -> None:
     run = RunDir(tmp_path)
     append_event(run.events(0, 0), "profile", first=1, last=2, with_device=with_device)
-    monkeypatch.setattr("allranks.measure.profile.summarise", lambda run: {"device": "cpu"})
+    monkeypatch.setattr("allranks.bench.profile.summarise", lambda run: {"device": "cpu"})
     for name in ("profile.write", "profile_screen.markdown", "profile_screen.show"):
-        monkeypatch.setattr(f"allranks.measure.{name}", lambda *args: "")
+        monkeypatch.setattr(f"allranks.bench.{name}", lambda *args: "")
     console = Console(file=io.StringIO())
     show_profile(run, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO

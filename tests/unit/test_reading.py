@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from allranks.events import append_event
-from allranks.reading import APART, fingerprints, remarks
-from allranks.rundir import RunDir
-from allranks.timing import timing
+from allranks.run.batches import APART, fingerprints, remarks
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.timing.steps import timing
 
 BATCHES = 3
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.slurm_reasons import ENDS, WAITING, end_reason, waiting_reason
+from allranks.slurm.reasons import ENDS, WAITING, end_reason, waiting_reason
 
 # What squeue of SLURM 20.02 to 25.05 shows, and a word that the answer must have.
 WAITING_TEXTS = {

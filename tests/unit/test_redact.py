@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from allranks.redact import MAX_LINE, REDACTED, KeyLines, redact, redact_all
+from allranks.show.redact import MAX_LINE, REDACTED, KeyLines, redact, redact_all
 
 
 @pytest.mark.parametrize(

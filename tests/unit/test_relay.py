@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 
-from allranks import claims, slurm
-from allranks.claims import Claim
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.job import parse_job
+from allranks.job.job import parse_job
 from allranks.launch.cluster import network, relay, step
 from allranks.launch.cluster.inside import Place, check_command, step_command, stop_signal
 from allranks.launch.cluster.relay import LOOK_SECONDS, Relay
 from allranks.launch.prepare import Prepared, Request
-from allranks.processes import STOP_SIGNALS
-from allranks.rundir import RunDir
+from allranks.machine.processes import STOP_SIGNALS
+from allranks.run import claims
+from allranks.run.claims import Claim
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.slurm import commands as slurm
 
 GRACE = 120  # of a limit of an hour
 HOUR = 3600

@@ -13,8 +13,6 @@ from rich.console import Console
 from tests.commandline import Allranks
 from tests.report_runs import make_run, scaling_study
 
-from allranks.bands import NOTHING
-from allranks.plain import in_markdown
 from allranks.report import words
 from allranks.report.build import build
 from allranks.report.facts import read_run
@@ -22,7 +20,9 @@ from allranks.report.files import write_files
 from allranks.report.markdown import markdown
 from allranks.report.page import data_block, inside_script
 from allranks.report.terminal import show_report
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
+from allranks.show.bands import NOTHING
+from allranks.show.plain import in_markdown
 
 GOLDEN = Path(__file__).parent / "golden" / "report.md"
 HOSTILE = "a\"><img src=x onerror=alert(1)>'`|&_x_ \x1b[2J</script><script>alert(2)</script>"

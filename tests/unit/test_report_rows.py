@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from allranks.prices import parse_price
+from allranks.machine.prices import parse_price
 from allranks.report.build import build
 from allranks.report.facts import RunFacts
 from allranks.report.rows import Row, groups, mode_of, rows_of
 from allranks.report.verdicts import Targets, headline, recommended, verdict
-from allranks.timing import Timing
+from allranks.timing.steps import Timing
 
 WORK = 360_000  # samples: an hour at 100 a second
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from allranks.events import append_event
-from allranks.failures import failure
-from allranks.results import outcome, result, steps_by_rank
-from allranks.rundir import RunDir
-from allranks.timing import timing
+from allranks.run.events import append_event
+from allranks.run.failures import failure
+from allranks.run.folder import RunDir
+from allranks.run.results import outcome, result, steps_by_rank
+from allranks.timing.steps import timing
 
 START = {
     "rank": 0,

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.rundir import RunDir, create_run, find_run, list_runs, write_atomically
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir, create_run, find_run, list_runs, write_atomically
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 with RunDir(Path(sys.argv[1])).held():
     print("held", flush=True)
     time.sleep(60)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
-from allranks.job import Duration, Job, load_job, parse_job
+from allranks.job.job import Duration, Job, load_job, parse_job
 from allranks.launch.cluster.sbatch import (
     OWN_KEYS,
     Ask,

@@ -12,13 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from allranks.errors import AllranksError
-from allranks.job import parse_job
-from allranks.layout import Layout
-from allranks.measure import scaling_screen
-from allranks.measure.laws import fit_of
-from allranks.measure.plan_runs import plan_runs
-from allranks.measure.scaling import (
+from allranks.bench import scaling_screen
+from allranks.bench.laws import fit_of
+from allranks.bench.plan_runs import plan_runs
+from allranks.bench.scaling import (
     Repeat,
     Row,
     as_json,
@@ -27,7 +24,10 @@ from allranks.measure.scaling import (
     rows_of,
     verdict,
 )
-from allranks.timing import PART_WORDS, PARTS, Timing
+from allranks.errors import AllranksError
+from allranks.job.job import parse_job
+from allranks.layout import Layout
+from allranks.timing.steps import PART_WORDS, PARTS, Timing
 
 
 def timing(ranks: int, step_seconds: float, samples_per_step: int = 100, **parts: float) -> Timing:

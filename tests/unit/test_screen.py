@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from allranks.events import append_event
-from allranks.job import Job, parse_job
+from allranks.job.job import Job, parse_job
 from allranks.launch.screen import (
     Screen,
     batch_product,
     duration,
 )
-from allranks.rundir import RunDir
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 START: dict[str, Any] = {
     "rank": 0,

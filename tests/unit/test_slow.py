@@ -13,9 +13,9 @@ from allranks.doctor.live import slowed, stalled, together
 from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import RankFacts, SlowFacts, nccl_lines, read_slow_facts
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.rundir import RunDir
-from allranks.timing import Timing
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing
 
 FAST = {"compute": 0.090, "comm": 0.006, "straggler": 0.001, "data": 0.001, "other": 0.002}
 BUSY = {

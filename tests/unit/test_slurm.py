@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.slurm import (
+from allranks.slurm.commands import (
     REFUSALS,
     SlurmError,
     call,

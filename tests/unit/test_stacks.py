@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from allranks import stacks
-from allranks.frames import OURS, Frame
-from allranks.rundir import RunDir
-from allranks.stacks import Stack, parse_dump, parse_py_spy, processes_of, takes_signal
+import allranks
+from allranks.run import stacks
+from allranks.run.folder import RunDir
+from allranks.run.frames import OURS, Frame
+from allranks.run.stacks import Stack, parse_dump, parse_py_spy, processes_of, takes_signal
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 
@@ -187,7 +188,7 @@ def test_a_process_writes_its_stack_beside_its_log_and_goes_on(tmp_path: Path) -
     )
     log = tmp_path / "rank-0.log"
     env = {**os.environ, "RANK": "0", stacks.VARIABLE: str(stacks.DUMP_SIGNAL)}
-    inject = Path(stacks.__file__).parent / "probe/inject"
+    inject = Path(allranks.__file__).parent / "probe/inject"
     env["PYTHONPATH"] = f"{inject}{os.pathsep}{env.get('PYTHONPATH', '')}"
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, script], env=env, stderr=output)

@@ -9,8 +9,8 @@ import pytest
 from tests.commandline import Allranks
 
 from allranks.errors import AllranksError
-from allranks.rundir import list_runs
-from allranks.stage import local_copy, own_folder, stage_together
+from allranks.machine.stage import local_copy, own_folder, stage_together
+from allranks.run.folder import list_runs
 
 
 @pytest.fixture(autouse=True)

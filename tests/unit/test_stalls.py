@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from allranks.doctor.hang import hang, hung, judge, stack_in_log
-from allranks.events import append_event
-from allranks.frames import Frame
-from allranks.job import parse_job
-from allranks.job_types import Duration
+from allranks.job.job import parse_job
+from allranks.job.values import Duration
 from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
-from allranks.rundir import RunDir
-from allranks.stacks import FOLLOW, Stack, from_lines, to_lines
-from allranks.stall_words import rank_names, who_is_where
-from allranks.stalls import (
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.run.frames import Frame
+from allranks.run.stacks import FOLLOW, Stack, from_lines, to_lines
+from allranks.run.stall_words import rank_names, who_is_where
+from allranks.run.stalls import (
     FIRST_STEP_SECONDS,
     RankState,
     blame,

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 from tests.unit.test_screen import START
 
-from allranks.events import append_event
-from allranks.job import parse_job
+from allranks.job.job import parse_job
 from allranks.launch.screen import QuietScreen, Screen
 from allranks.launch.status_line import StatusLine, fitting
-from allranks.rundir import RunDir
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 LINE = "no step for 34 s: rank 1 is at train.py:9 in f"
 

@@ -20,10 +20,11 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks import claims, cli_bench, cli_slurm, standing
-from allranks.claims import Claim
+from allranks.bench.scaling import Repeat
+from allranks.bench.scaling_screen import Progress
+from allranks.cli import bench as cli_bench
+from allranks.cli import cluster as cli_slurm
 from allranks.errors import AllranksError
-from allranks.events import append_event
 from allranks.launch import follow
 from allranks.launch.cluster import move, submit
 from allranks.launch.cluster.sbatch import Racer, racers_of
@@ -31,10 +32,11 @@ from allranks.launch.cluster.submit import Submitted
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.layout import Layout
-from allranks.measure.scaling import Repeat
-from allranks.measure.scaling_screen import Progress
-from allranks.rundir import RunDir
-from allranks.slurm import SlurmError
+from allranks.run import claims, standing
+from allranks.run.claims import Claim
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.slurm.commands import SlurmError
 
 # All of SLURM's commands under one roof; what they know and were asked is in one file.
 FAKE = r"""#!{python} -S
@@ -913,7 +915,7 @@ def test_stop_needs_to_know_what(slurm: Slurm, allranks: Allranks) -> None:
 WATCHED = """
 import json, sys
 from contextlib import suppress
-from allranks.cli import main
+from allranks.cli.main import main
 for words in json.loads(sys.argv[1]):
     sys.argv[1:] = words
     with suppress(SystemExit):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.task_source import TaskSource, find_task
+from allranks.job.task_source import TaskSource, find_task
 from allranks.tasks import BUNDLED
 
 TASK = '''

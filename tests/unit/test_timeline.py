@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.timeline import (
+from allranks.timing.timeline import (
     AFTER,
     AROUND,
     BACKWARD,

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.rundir import RunDir
-from allranks.timeline import PHASES, WAIT
-from allranks.timing import (
+from allranks.run.folder import RunDir
+from allranks.timing.steps import (
     PARTS,
     exchange_seconds,
     split_waits,
@@ -21,6 +20,7 @@ from allranks.timing import (
     timing,
     timing_of,
 )
+from allranks.timing.timeline import PHASES, WAIT
 
 
 def event(

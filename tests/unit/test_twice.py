@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from allranks.events import append_event, read_events
-from allranks.job import load_job
+from allranks.job.job import load_job
 from allranks.launch.twice import TwiceWatch
 from allranks.probe import one_process
 from allranks.probe.one_process import STARTED_AS, claim_rank
-from allranks.rundir import RunDir
+from allranks.run.events import append_event, read_events
+from allranks.run.folder import RunDir
 
 
 @pytest.fixture

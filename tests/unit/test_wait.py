@@ -13,13 +13,13 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from allranks import standing
-from allranks.events import append_event
-from allranks.job import parse_job
+from allranks.job.job import parse_job
 from allranks.launch import agent, link, local, waiting
 from allranks.launch.prepare import Prepared, Request
-from allranks.processes import Signals
-from allranks.rundir import RunDir
+from allranks.machine.processes import Signals
+from allranks.run import standing
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 
 def line(state: str, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.page_runs import LiveRun, held
 
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 from allranks.watch import loglines, picture
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS

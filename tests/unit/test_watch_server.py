@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 from tests.page_runs import LiveRun, held
 
 from allranks.errors import AllranksError
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 from allranks.watch import app, server, uplot
 from allranks.watch.app import FOLDER, Place, make_app
 from allranks.watch.gate import prompt_protocol

@@ -14,9 +14,9 @@ import pytest
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks import slurm
-from allranks.cli_watch import resources
-from allranks.standing import Queue, QueuedJob
+from allranks.cli.watch import resources
+from allranks.run.standing import Queue, QueuedJob
+from allranks.slurm import commands as slurm
 from allranks.watch import sampler
 from allranks.watch.job_screen import job_lines, times
 from allranks.watch.jobs import (
@@ -198,7 +198,7 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
     def refuse(only: str | None = None) -> None:
         raise slurm.refusal("scontrol", words)
 
-    monkeypatch.setattr("allranks.launch.survey.cluster.describe_cluster", refuse)
+    monkeypatch.setattr("allranks.slurm.cluster.describe_cluster", refuse)
     lines = resource_lines(resources())
     assert lines[-1] == f"\nSLURM: {meaning}."
     assert lines[0].startswith("This machine (") and len(lines) == 2

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from allranks.crash import in_a_line
+from allranks.run.crash import in_a_line
 
 Event = Mapping[str, Any]
 

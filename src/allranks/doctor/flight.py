@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from allranks import files
 from allranks.doctor.judge import shown_path
 from allranks.doctor.scan import Source
+from allranks.run import files
 
 MAX_BYTES = 1 << 28
 MAX_ENTRIES = 100_000

@@ -10,17 +10,15 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from allranks import files, slurm, stacks
-from allranks.claims import newest
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.lines import num_lines
-from allranks.frames import Frame, source_lines
-from allranks.plain import plain
-from allranks.redact import redact
-from allranks.rundir import RunDir
-from allranks.stacks import Stack
-from allranks.stall_words import in_seconds, who_is_where
-from allranks.stalls import (
+from allranks.run import files, stacks
+from allranks.run.claims import newest
+from allranks.run.folder import RunDir
+from allranks.run.frames import Frame, source_lines
+from allranks.run.stacks import Stack
+from allranks.run.stall_words import in_seconds, who_is_where
+from allranks.run.stalls import (
     SURE_SECONDS,
     Blame,
     RankState,
@@ -33,6 +31,9 @@ from allranks.stalls import (
     wait_apart,
     with_stacks,
 )
+from allranks.show.plain import plain
+from allranks.show.redact import redact
+from allranks.slurm import commands as slurm
 
 OTHER_NODES_SECONDS = 20.0
 LOG_BYTES = 1 << 20  # of the end of a log, where stacks are looked for
@@ -230,7 +231,7 @@ def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
         return {}
     command = ["srun", f"--jobid={holder.job}", "--overlap", "--quiet", f"--nodes={num_nodes}"]
     command += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    command += [sys.executable, "-m", "allranks.stacks", str(run.path), str(attempt)]
+    command += [sys.executable, "-m", "allranks.run.stacks", str(run.path), str(attempt)]
     try:
         return stacks.from_lines(slurm.call(*command, seconds=OTHER_NODES_SECONDS))
     except slurm.SlurmError:

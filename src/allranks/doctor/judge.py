@@ -15,8 +15,8 @@ from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.scan import Hit, read_around
 from allranks.doctor.silence import Suspect, echoes_of, suspect
 from allranks.doctor.tracebacks import Raised
-from allranks.plain import plain
-from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
+from allranks.show.plain import plain
+from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.

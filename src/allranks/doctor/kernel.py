@@ -14,8 +14,8 @@ from pathlib import Path
 
 from allranks.doctor.left import Starts
 from allranks.doctor.scan import Scanned, Source
-from allranks.events import read_last_events
-from allranks.rundir import RunDir
+from allranks.run.events import read_last_events
+from allranks.run.folder import RunDir
 
 DMESG_SECONDS = 5.0
 SAMPLES_BYTES = 4 << 20  # of a rank's events: the samples of short steps are far apart

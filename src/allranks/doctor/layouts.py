@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from allranks.comparing import read_job
 from allranks.doctor.catalogue import load
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.judge import shown_path
-from allranks.reading import Fingerprints, fingerprints, first_events, same_order, same_samples
-from allranks.rundir import RunDir
+from allranks.run.batches import Fingerprints, fingerprints, first_events, same_order, same_samples
+from allranks.run.folder import RunDir
+from allranks.timing.comparison import read_job
 
 
 def data_findings(run: RunDir, attempt: int) -> list[Finding]:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks import files
-from allranks.plain import plain, without_escapes
+from allranks.run import files
+from allranks.show.plain import plain, without_escapes
 
 MOST_PREFIXES = 4
 # What launchers put before each line; several may stand behind one another.

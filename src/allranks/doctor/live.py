@@ -10,7 +10,7 @@ from allranks.doctor.hang import hang, hung
 from allranks.doctor.judge import shown_path
 from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import read_slow_facts
-from allranks.rundir import ODD, RunDir, State
+from allranks.run.folder import ODD, RunDir, State
 
 
 def stalled(run: RunDir, state: State, *, after: float | None = None) -> list[Finding]:

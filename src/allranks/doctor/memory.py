@@ -13,8 +13,8 @@ from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate, shown_path
 from allranks.doctor.kernel import Kernel
 from allranks.doctor.left import MemoryCurve
-from allranks.rundir import RunDir
-from allranks.stalls import ended_for
+from allranks.run.folder import RunDir
+from allranks.run.stalls import ended_for
 
 FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")

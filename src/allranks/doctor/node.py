@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.gpus import DRIVER_FILES, local_gpus, nvml
+from allranks.machine.gpus import DRIVER_FILES, local_gpus, nvml
 
 WRITE_BYTES = 1 << 20
 LEAST_FREE_BYTES = 1 << 30

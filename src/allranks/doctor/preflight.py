@@ -35,9 +35,9 @@ from allranks.doctor.node import (
     write_test,
 )
 from allranks.doctor.reach import Directory, Listener, reach_all
-from allranks.hardware import address_towards
-from allranks.nodelist import expand
-from allranks.rundir import write_atomically
+from allranks.machine.hardware import address_towards
+from allranks.run.folder import write_atomically
+from allranks.slurm.nodelist import expand
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.ports import OpenPort
-from allranks.rundir import write_atomically
+from allranks.run.folder import write_atomically
 
 CONNECT_SECONDS = 2.0
 ROUND_TRIPS = 8

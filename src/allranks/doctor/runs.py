@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, missing, standing
-from allranks.comparing import read_job
 from allranks.doctor import kernel, layouts, left, memory
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
@@ -19,9 +17,11 @@ from allranks.doctor.judge import judge, shown_path
 from allranks.doctor.kernel import Kernel
 from allranks.doctor.left import Starts
 from allranks.doctor.scan import Source
-from allranks.events import to_json
-from allranks.rundir import RunDir
-from allranks.slurm_reasons import waiting_reason
+from allranks.run import claims, missing, standing
+from allranks.run.events import to_json
+from allranks.run.folder import RunDir
+from allranks.slurm.reasons import waiting_reason
+from allranks.timing.comparison import read_job
 
 SOFT = ("nan-loss", "loss-scale-underflow", "launcher-killed")
 MISSING = "missing-file"

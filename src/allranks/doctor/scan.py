@@ -20,11 +20,11 @@ from typing import IO, cast
 
 import numpy as np
 
-from allranks import files
 from allranks.doctor.catalogue import Cause, Pattern
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.literals import LONG, window_cost
-from allranks.plain import without_escapes
+from allranks.run import files
+from allranks.show.plain import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16

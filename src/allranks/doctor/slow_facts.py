@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks import files
 from allranks.doctor.finding import Evidence
 from allranks.doctor.lines import num_lines
-from allranks.events import read_last_events
-from allranks.rundir import RunDir
-from allranks.timeline import DATA
-from allranks.timing import Timing, timing_of
+from allranks.run import files
+from allranks.run.events import read_last_events
+from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing, timing_of
+from allranks.timing.timeline import DATA
 
 RECENT_BYTES = 1 << 20  # of each rank's events: some thousand steps
 LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL says how it talks

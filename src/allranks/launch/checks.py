@@ -11,11 +11,11 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks import hardware
 from allranks.errors import AllranksError
-from allranks.hardware import ONEDNN_LIMIT, Setting
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.layout import Layout
+from allranks.machine import hardware
+from allranks.machine.hardware import ONEDNN_LIMIT, Setting
 
 if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared

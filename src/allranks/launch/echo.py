@@ -16,8 +16,8 @@ from rich.console import Console
 from allranks.errors import AllranksError
 from allranks.launch.logs import Tail, Together
 from allranks.launch.terminal import RankTerminal, ScreenLines
-from allranks.rundir import RunDir
-from allranks.stacks import without_dumps
+from allranks.run.folder import RunDir
+from allranks.run.stacks import without_dumps
 
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look
 MOST_KEPT = 1000  # lines of an attempt, to know them again in the next

@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, slurm
 from allranks.errors import AllranksError
-from allranks.plain import clean
-from allranks.rundir import RunDir
-from allranks.standing import Queue, QueuedJob, look_at_queue, state_of
+from allranks.run import claims
+from allranks.run.folder import RunDir
+from allranks.run.standing import Queue, QueuedJob, look_at_queue, state_of
+from allranks.show.plain import clean
+from allranks.slurm import commands as slurm
 
 AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from allranks import nodelist
 from allranks.errors import AllranksError
 from allranks.launch.launchers import spell
 from allranks.launch.prepare import Request
 from allranks.layout import Layout
+from allranks.slurm import nodelist
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ...
 PORT = 29500

@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks import claims
 from allranks.errors import AllranksError, disk_error
-from allranks.events import append_event
-from allranks.failures import describe_for_json, failure, failure_in_words, lines_of
-from allranks.hardware import memory_kills
 from allranks.launch import checks, door, link, prepare
 from allranks.launch.held_nodes import check_allocation
 from allranks.launch.prepare import Prepared
@@ -25,10 +21,14 @@ from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
-from allranks.processes import Signals, blocked_signals, listening, quick_imports
-from allranks.results import result
-from allranks.rundir import RunDir
-from allranks.stalls import ended_for
+from allranks.machine.hardware import memory_kills
+from allranks.machine.processes import Signals, blocked_signals, listening, quick_imports
+from allranks.run import claims
+from allranks.run.events import append_event
+from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
+from allranks.run.folder import RunDir
+from allranks.run.results import result
+from allranks.run.stalls import ended_for
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent

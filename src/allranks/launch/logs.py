@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allranks import files
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.nodelist import compress
-from allranks.plain import last_state
-from allranks.rundir import RunDir
+from allranks.run import files
+from allranks.run.folder import RunDir
+from allranks.show.plain import last_state
+from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3
 ALIKE_SECONDS = 1.0  # within which ranks that print the same line do so

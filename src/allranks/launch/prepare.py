@@ -16,16 +16,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from allranks import __version__, claims, commits, hardware, stacks
+from allranks import __version__
 from allranks.errors import AllranksError
-from allranks.hardware import Setting
-from allranks.job import BUILT_IN, Duration, Job, load_job
-from allranks.jobfile import EXCLUSIVE
+from allranks.job.job import BUILT_IN, Duration, Job, load_job
+from allranks.job.text import EXCLUSIVE
 from allranks.launch import withheld
 from allranks.launch.checks import check_owner
 from allranks.launch.launchers import find_launcher, spell, with_layout
 from allranks.layout import Layout
-from allranks.rundir import RunDir, create_run, find_run, no_readable_checkpoint
+from allranks.machine import hardware
+from allranks.machine.hardware import Setting
+from allranks.run import claims, commits, stacks
+from allranks.run.folder import RunDir, create_run, find_run, no_readable_checkpoint
 
 DEFAULT_TIMEOUT = Duration(1800)
 
@@ -217,7 +219,7 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
 
 def check_not_in_slurm(run: RunDir) -> None:
     """Refuse to take a run from a job that trains it: locks are not seen on every file system."""
-    from allranks import standing
+    from allranks.run import standing
 
     queue = standing.look_at_queue([run])
     holder = claims.newest(run.claims)

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.processes import STOP_SIGNALS, die_with_parent
-from allranks.rundir import RunDir
-from allranks.stage import stage_together
+from allranks.machine.processes import STOP_SIGNALS, die_with_parent
+from allranks.machine.stage import stage_together
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 INJECT = Path(__file__).parent.parent / "probe" / "inject"
 

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from allranks.events import read_events, read_last_events
-from allranks.failures import failed_ranks, failure_in_words
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.echo import Echo
 from allranks.launch.status_line import NotedProgress, Notes, StatusLine
-from allranks.results import steps_by_rank
-from allranks.rundir import RunDir
+from allranks.run.events import read_events, read_last_events
+from allranks.run.failures import failed_ranks, failure_in_words
+from allranks.run.folder import RunDir
+from allranks.run.results import steps_by_rank
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5

@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from allranks import stacks
-from allranks.events import read_last_events
-from allranks.job import Job
-from allranks.job_types import Duration
-from allranks.rundir import RunDir
-from allranks.stacks import Stack
-from allranks.stall_words import in_seconds, rank_names, who_is_where
-from allranks.stalls import (
+from allranks.job.job import Job
+from allranks.job.values import Duration
+from allranks.run import stacks
+from allranks.run.events import read_last_events
+from allranks.run.folder import RunDir
+from allranks.run.stacks import Stack
+from allranks.run.stall_words import in_seconds, rank_names, who_is_where
+from allranks.run.stalls import (
     LEAST_SECONDS,
     PROGRESS,
     Blame,

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.launchers import launcher_in_script
-from allranks.rundir import RunDir
-from allranks.stacks import PROC, rank_of
+from allranks.run.folder import RunDir
+from allranks.run.stacks import PROC, rank_of
 
 LOOK_SECONDS = 1.0
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, missing, standing
 from allranks.errors import AllranksError
-from allranks.rundir import RunDir
+from allranks.run import claims, missing, standing
+from allranks.run.folder import RunDir
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to SLURM
 SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well

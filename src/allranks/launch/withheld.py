@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from allranks import files
 from allranks.errors import AllranksError
-from allranks.job import Job
-from allranks.redact import redact
-from allranks.rundir import RunDir, write_atomically
+from allranks.job.job import Job
+from allranks.run import files
+from allranks.run.folder import RunDir, write_atomically
+from allranks.show.redact import redact
 
 FILE = "secrets.json"
 PLACEHOLDER = f"(in {FILE})"

@@ -17,7 +17,7 @@ from allranks.probe.models import watch_model
 from allranks.probe.passes import Arrival, Hook, hook_backward
 from allranks.probe.recorder import Recorder
 from allranks.probe.traced import hide_from_compilers, unless_compiled, unseen_by_compilers
-from allranks.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
+from allranks.timing.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
 SYNCHRONOUS = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),

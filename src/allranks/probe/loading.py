@@ -11,7 +11,7 @@ from typing import Any
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import Loader, SampleCounter
 from allranks.probe.traced import unseen_by_compilers
-from allranks.timeline import COUNT_AFTER, DATA, FORWARD, OTHER
+from allranks.timing.timeline import COUNT_AFTER, DATA, FORWARD, OTHER
 
 MAP_DATASET = 0  # torch's number for it
 

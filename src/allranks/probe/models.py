@@ -10,7 +10,7 @@ from typing import Any
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter, num_samples
 from allranks.probe.traced import Called, unseen_by_compilers
-from allranks.timeline import FORWARD
+from allranks.timing.timeline import FORWARD
 
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # of a module, by their numbers
 

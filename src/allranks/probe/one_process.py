@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from allranks.events import append_event, read_events, to_json
-from allranks.rundir import TWICE, write_atomically
+from allranks.run.events import append_event, read_events, to_json
+from allranks.run.folder import TWICE, write_atomically
 
 STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever that rank then starts
 EARLY_EVENTS = 200

@@ -11,7 +11,7 @@ from typing import Any
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
 from allranks.probe.traced import unseen_by_compilers
-from allranks.timeline import AFTER, BACKWARD, COUNT_AFTER, WAIT
+from allranks.timing.timeline import AFTER, BACKWARD, COUNT_AFTER, WAIT
 
 Hook = Callable[..., Any]
 

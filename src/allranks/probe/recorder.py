@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from allranks.events import EventLog, WhatIsLate, is_ready
 from allranks.probe.one_process import claim_rank
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
-from allranks.timeline import Timeline
+from allranks.run.events import EventLog, WhatIsLate, is_ready
+from allranks.timing.timeline import Timeline
 
 REELECT_AFTER = 10  # steps of another optimizer without one of the leader
 EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps

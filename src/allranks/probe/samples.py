@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.events import SCHEMA_VERSION, WhatIsLate
-from allranks.timeline import Mark, Step
+from allranks.run.events import SCHEMA_VERSION, WhatIsLate
+from allranks.timing.timeline import Mark, Step
 
 FINGERPRINTS = 4  # batches of an epoch that are looked at
 FINGERPRINT_EPOCHS = 2

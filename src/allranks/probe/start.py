@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from allranks import timeline
 from allranks.probe import hooks
 from allranks.probe.profile import profile_if_asked
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import Surroundings
 from allranks.probe.window import Window
+from allranks.timing import timeline
 
 MEASURE = "ALLRANKS_MEASURE"  # how many steady steps a benchmark wants before the script ends
 

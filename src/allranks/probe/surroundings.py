@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from allranks.crash import is_worker, record, where_now
 from allranks.probe.recorder import Recorder
+from allranks.run.crash import is_worker, record, where_now
 
 SAMPLE_SECONDS = 2.0
 FIRST_LOOK_SECONDS = 0.25

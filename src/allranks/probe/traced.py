@@ -55,5 +55,5 @@ def hide_from_compilers() -> None:
     if rules is not None:
         for part in PARTS:
             rules.add(f"allranks.probe.{part}")
-        rules.add("allranks.timeline")
-        rules.add("allranks.events")
+        rules.add("allranks.timing.timeline")
+        rules.add("allranks.run.events")

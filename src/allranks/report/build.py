@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from allranks.prices import Price, find_price
+from allranks.machine.prices import Price, find_price
 from allranks.report import verdicts
 from allranks.report.facts import RunFacts
 from allranks.report.rows import MEASURED, PREDICTED, Row, groups, mode_of, rows_of, what_differs

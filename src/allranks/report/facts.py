@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.comparing import CPU, bench_of, device_name, gpu_memory, read_job, same_job
 from allranks.errors import AllranksError
-from allranks.events import read_events
-from allranks.failures import failure, failure_in_words
 from allranks.layout import Layout
-from allranks.reading import remarks
-from allranks.results import outcome, samples_per_epoch
-from allranks.rundir import RunDir
-from allranks.standing import unreadable
-from allranks.timing import Timing, timing
+from allranks.run.batches import remarks
+from allranks.run.events import read_events
+from allranks.run.failures import failure, failure_in_words
+from allranks.run.folder import RunDir
+from allranks.run.results import outcome, samples_per_epoch
+from allranks.run.standing import unreadable
+from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, read_job, same_job
+from allranks.timing.steps import Timing, timing
 
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
 

@@ -11,7 +11,7 @@ from allranks.errors import AllranksError
 from allranks.report.markdown import markdown
 from allranks.report.page import html
 from allranks.report.plots import scaling_png
-from allranks.rundir import write_atomically
+from allranks.run.folder import write_atomically
 
 PAGE, PICTURE, TEXT = "report.html", "scaling.png", "report.md"
 NEEDS = {PAGE: "plotly", PICTURE: "matplotlib"}

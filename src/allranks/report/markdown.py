@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from allranks.bands import Table
-from allranks.plain import in_markdown
 from allranks.report import tables
 from allranks.report.words import show
+from allranks.show.bands import Table
+from allranks.show.plain import in_markdown
 
 READING = (
     "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "

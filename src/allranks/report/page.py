@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from allranks.events import to_json
+from allranks.run.events import to_json
 
 FOLDER = Path(__file__).parent / "page"
 

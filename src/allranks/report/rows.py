@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.comparing import base_of, counted, identity
-from allranks.prices import Price, find_price
+from allranks.machine.prices import Price, find_price
 from allranks.report.facts import RunFacts
-from allranks.spread import Spread, spread
-from allranks.timing import PARTS
+from allranks.timing.comparison import base_of, counted, identity
+from allranks.timing.spread import Spread, spread
+from allranks.timing.steps import PARTS
 
 SAME = 0.01  # relative difference up to which two amounts of work are the same
 MEASURED, PREDICTED = "measured", "predicted"

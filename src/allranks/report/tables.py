@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from allranks.bands import NOTHING, Table
-from allranks.plain import printable
 from allranks.report.words import show
-from allranks.timing import PART_WORDS, PARTS
+from allranks.show.bands import NOTHING, Table
+from allranks.show.plain import printable
+from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
 MODES = {

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bands import show_table, without_empty
-from allranks.plain import printable
 from allranks.report import tables
 from allranks.report.words import show
+from allranks.show.bands import show_table, without_empty
+from allranks.show.plain import printable
 
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
 STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from allranks import claims, commits
 from allranks.errors import AllranksError
-from allranks.events import EventLog
-from allranks.hardware import cpus_allotted, gpu_link, local_gpus
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.layout import Layout
-from allranks.rundir import RunDir, no_readable_checkpoint
-from allranks.stage import local_copy, own_folder
+from allranks.machine.hardware import cpus_allotted, gpu_link, local_gpus
+from allranks.machine.stage import local_copy, own_folder
+from allranks.run import claims, commits
+from allranks.run.events import EventLog
+from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
 from allranks.train.data import Cut, EvaluationData, Progress, TrainingData

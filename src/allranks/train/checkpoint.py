@@ -1,7 +1,7 @@
 """Checkpoints: copied in memory, written in the background, committed by one rename.
 
 Tensors go through torch.distributed.checkpoint, so that any layout can read what any other wrote;
-everything else is in `checkpoint.json` (see allranks.commits). Nothing in a checkpoint is
+everything else is in `checkpoint.json` (see allranks.run.commits). Nothing in a checkpoint is
 unpickled freely: loading one cannot run code.
 """
 
@@ -22,10 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from allranks import claims, commits
-from allranks.commits import Commit
 from allranks.errors import AllranksError, disk_error
-from allranks.events import EventLog
+from allranks.run import claims, commits
+from allranks.run.commits import Commit
+from allranks.run.events import EventLog
 from allranks.train.data import Progress
 from allranks.train.optim import allocate_state
 from allranks.train.storage import TensorReader, TensorWriter

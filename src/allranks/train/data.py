@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from allranks import timeline
 from allranks.errors import AllranksError
-from allranks.processes import die_with_parent
+from allranks.machine.processes import die_with_parent
 from allranks.tasks import Task
+from allranks.timing import timeline
 from allranks.train.seeds import mix
 
 ON_DEVICE_BYTES = 1 << 28  # in-memory data sets up to this size live on the device

@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from allranks import disks, timeline
-from allranks.events import EventLog, to_json
-from allranks.hardware import cpus_allotted
-from allranks.job import Job, load_job
-from allranks.rundir import write_atomically
+from allranks.job.job import Job, load_job
+from allranks.machine import disks
+from allranks.machine.hardware import cpus_allotted
+from allranks.run.events import EventLog, to_json
+from allranks.run.folder import write_atomically
 from allranks.tasks import Task
+from allranks.timing import timeline
 from allranks.train.build import (
     Rank,
     build,

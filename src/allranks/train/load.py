@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from allranks.errors import AllranksError
-from allranks.job import Job
-from allranks.task_source import find_task
+from allranks.job.job import Job
+from allranks.job.task_source import find_task
 from allranks.tasks import Task
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allranks import timeline
-from allranks.events import SCHEMA_VERSION, EventLog
+from allranks.run.events import SCHEMA_VERSION, EventLog
+from allranks.timing import timeline
 from allranks.train.data import Batch, Progress
 from allranks.train.own_losses import OwnLosses
 
@@ -114,7 +114,7 @@ class _Arrival:
 
 
 class _LateLoss:
-    """See allranks.events.Late."""
+    """See allranks.run.events.Late."""
 
     arrival: _Arrival | None = None
     index = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.job import Job, Optimizer
+from allranks.job.job import Job, Optimizer
 
 
 def build_optimizer(

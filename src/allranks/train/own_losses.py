@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from allranks.events import EventLog
+from allranks.run.events import EventLog
 
 MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and what is in them; the last ones
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allranks import crash, timeline
 from allranks.errors import AllranksError
-from allranks.events import EventLog
-from allranks.job import load_job
+from allranks.job.job import load_job
+from allranks.run import crash
+from allranks.run.events import EventLog
+from allranks.timing import timeline
 from allranks.train import signals
 from allranks.train.build import Rank, build, choose_device, join_world
 from allranks.train.loop import PeerFailure, Training, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from allranks.processes import STOP_SIGNALS
+from allranks.machine.processes import STOP_SIGNALS
 
 _received: list[str] = []
 

@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from allranks.errors import AllranksError
-from allranks.events import to_json
-from allranks.redact import redact
+from allranks.run.events import to_json
+from allranks.show.redact import redact
 from allranks.watch import loglines, uplot
 from allranks.watch.gate import Gate
 from allranks.watch.hub import Hub

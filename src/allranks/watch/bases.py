@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from allranks.comparing import SCALING, Base, base_of, bench_of, device_name, is_comparable
-from allranks.timing import AFFORDABLE_BYTES, affordable_timing, event_bytes
+from allranks.timing.comparison import SCALING, Base, base_of, bench_of, device_name, is_comparable
+from allranks.timing.steps import AFFORDABLE_BYTES, affordable_timing, event_bytes
 from allranks.watch.summary import ranks_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from allranks.plain import clean
-from allranks.timing import PART_WORDS
+from allranks.show.plain import clean
+from allranks.timing.steps import PART_WORDS
 from allranks.watch import columns
 from allranks.watch.columns import fit, join, shortened
 from allranks.watch.lines import (

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allranks.redact import redact, redact_all
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
+from allranks.show.redact import redact, redact_all
 from allranks.watch.live import Watcher
 from allranks.watch.views import RunView
 

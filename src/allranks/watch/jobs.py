@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks import nodelist, slurm
 from allranks.errors import AllranksError
-from allranks.plain import clean
-from allranks.redact import redact, redact_all
-from allranks.slurm_reasons import waiting_reason
-from allranks.standing import RUNNING
+from allranks.run.standing import RUNNING
+from allranks.show.plain import clean
+from allranks.show.redact import redact, redact_all
+from allranks.slurm import commands as slurm
+from allranks.slurm import nodelist
+from allranks.slurm.reasons import waiting_reason
 from allranks.watch.sampler import MARK
 
 SAMPLER = Path(__file__).with_name("sampler.py")

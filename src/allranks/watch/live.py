@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.comparing import Base, identity, read_job, same_job
-from allranks.rundir import RunDir, list_runs
-from allranks.standing import look_at_queue, unreadable
-from allranks.timing import Timing
+from allranks.run.folder import RunDir, list_runs
+from allranks.run.standing import look_at_queue, unreadable
+from allranks.timing.comparison import Base, identity, read_job, same_job
+from allranks.timing.steps import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
 from allranks.watch.bases import Bases, Key, sets_of
 from allranks.watch.reader import RunReader

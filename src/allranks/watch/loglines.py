@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from allranks.files import is_regular, open_file
-from allranks.plain import last_state, plain
-from allranks.redact import MAX_KEY_CHARACTERS, KeyLines, redact
-from allranks.rundir import RunDir
+from allranks.run.files import is_regular, open_file
+from allranks.run.folder import RunDir
+from allranks.show.plain import last_state, plain
+from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines, redact
 
 MAX_LINES = 500
 MAX_CHARACTERS = 2000

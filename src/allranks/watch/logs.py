@@ -5,10 +5,10 @@ from __future__ import annotations
 from copy import copy
 from pathlib import Path
 
-from allranks import files
-from allranks.plain import last_state
-from allranks.redact import MAX_KEY_CHARACTERS, KeyLines
-from allranks.rundir import RunDir
+from allranks.run import files
+from allranks.run.folder import RunDir
+from allranks.show.plain import last_state
+from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines
 from allranks.watch.loglines import MAX_CHARACTERS, last_drawn, shown
 
 KEPT_BYTES = 4 << 20

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from allranks.events import to_json
+from allranks.run.events import to_json
 from allranks.watch.views import RunView
 
 TIMEOUT_SECONDS = 60

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.rundir import RunDir
-from allranks.timeline import DATA, PHASES, WAIT
-from allranks.timing import split_waits
+from allranks.run.folder import RunDir
+from allranks.timing.steps import split_waits
+from allranks.timing.timeline import DATA, PHASES, WAIT
 from allranks.watch.series import Points, Series
 from allranks.watch.tail import Event, EventTail
 from allranks.watch.views import History, Parts, RankView

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 from allranks.watch import uplot
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from allranks.comparing import bench_of
-from allranks.plain import in_markdown
+from allranks.show.plain import in_markdown
+from allranks.timing.comparison import bench_of
 
 SHOWN_SETTINGS = (
     *("task", "command", "launcher", "options", "batch_size", "batch_size_per_rank"),

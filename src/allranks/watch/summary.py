@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from allranks import claims
-from allranks.comparing import last_step
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.rundir import RunDir
-from allranks.standing import RUNNING, Queue, reason_of, state_of
+from allranks.run import claims
+from allranks.run.folder import RunDir
+from allranks.run.standing import RUNNING, Queue, reason_of, state_of
+from allranks.timing.comparison import last_step
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration

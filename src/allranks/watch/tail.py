@@ -10,8 +10,8 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
-from allranks import files
-from allranks.events import MAX_LINE_BYTES, check_event, parse_line
+from allranks.run import files
+from allranks.run.events import MAX_LINE_BYTES, check_event, parse_line
 
 CHUNK_BYTES = 4 << 20
 # Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those

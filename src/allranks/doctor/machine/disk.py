@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks import disks
+from allranks.machine import disks
 
 WRITE_BYTES = 16 << 20
 READ_BYTES = 64 << 20

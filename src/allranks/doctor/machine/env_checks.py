@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from allranks.doctor.machine.check import Check, failed, passed, warned
 from allranks.doctor.machine.facts import Facts
-from allranks.gpus import visible_devices
+from allranks.machine.gpus import visible_devices
 
 LEFT_OVER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables that were renamed, and no longer read or soon not.

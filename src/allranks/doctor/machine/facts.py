@@ -21,13 +21,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks import hardware, machine
 from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.node import Finding, gpu_health
 from allranks.errors import AllranksError
-from allranks.gpus import DRIVER_FILES, LocalGPU, driver_versions, gpu_link, nvml, peer_access
-from allranks.interfaces import Interface, Port, infiniband_ports, up_interfaces
-from allranks.nodelist import expand
+from allranks.machine import hardware
+from allranks.machine import inventory as machine
+from allranks.machine.gpus import (
+    DRIVER_FILES,
+    LocalGPU,
+    driver_versions,
+    gpu_link,
+    nvml,
+    peer_access,
+)
+from allranks.machine.interfaces import Interface, Port, infiniband_ports, up_interfaces
+from allranks.slurm.nodelist import expand
 
 TORCH_SECONDS = 20.0
 RESOLVE_SECONDS = 3.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.interfaces import Interface, up_interfaces
-from allranks.machine import read
+from allranks.machine.interfaces import Interface, up_interfaces
+from allranks.machine.inventory import read
 
 SYS = Path("/sys")
 IP_MTU = 14  # Linux's socket option: what the kernel believes the whole route carries

@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from allranks import claims, slurm
-from allranks.claims import Claim
 from allranks.errors import AllranksError
 from allranks.launch import prepare
 from allranks.launch.cluster import checks, ladder, submit
@@ -41,9 +39,12 @@ from allranks.launch.cluster.inside import (
 from allranks.launch.cluster.relay import Relay
 from allranks.launch.cluster.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
-from allranks.processes import STOP_SIGNALS
-from allranks.rundir import RunDir
-from allranks.standing import lost_words
+from allranks.machine.processes import STOP_SIGNALS
+from allranks.run import claims
+from allranks.run.claims import Claim
+from allranks.run.folder import RunDir
+from allranks.run.standing import lost_words
+from allranks.slurm import commands as slurm
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
 PREFLIGHT_SECONDS = 25

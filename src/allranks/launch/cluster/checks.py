@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.nodelist import compress
+from allranks.slurm.nodelist import compress
 
 OWN_CHECKS = ("write", "gpus", "health", "torch")  # a node passes or fails these by itself
 SLOW_IMPORT = 3.0  # times as long as on every other node

@@ -19,7 +19,7 @@ from typing import NoReturn
 from allranks.errors import AllranksError
 from allranks.launch.cluster import checks
 from allranks.launch.cluster.checks import Verdict
-from allranks.processes import die_with_parent, quick_imports
+from allranks.machine.processes import die_with_parent, quick_imports
 
 # In the folder of the checks. Only the first node uses them: no network disk shows them late.
 ENDED = "ended"  # its launcher: the checks are over

@@ -8,12 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from allranks import claims, missing, slurm
-from allranks.claims import Claim
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.failures import failed_ranks, failure, failure_in_words, is_echo, ranks_in_words
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster import submit
 from allranks.launch.cluster.inside import (
@@ -29,10 +25,15 @@ from allranks.launch.cluster.relay import OUT_OF_MEMORY
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
-from allranks.processes import blocked_signals
-from allranks.rundir import RunDir, State
-from allranks.stalls import ended_for
-from allranks.standing import lost_words
+from allranks.machine.processes import blocked_signals
+from allranks.run import claims, missing
+from allranks.run.claims import Claim
+from allranks.run.events import append_event
+from allranks.run.failures import failed_ranks, failure, failure_in_words, is_echo, ranks_in_words
+from allranks.run.folder import RunDir, State
+from allranks.run.stalls import ended_for
+from allranks.run.standing import lost_words
+from allranks.slurm import commands as slurm
 
 # SLURM's reasons for the end of a job whose first process was killed; it depends on the release.
 OWN_END = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
@@ -183,7 +184,7 @@ class Held:
         from allranks.launch.local import Place as OneMachine
         from allranks.launch.local import describe_failure
         from allranks.launch.screen import PeopleConsole, Screen
-        from allranks.results import result
+        from allranks.run.results import result
 
         attempt = max(self.run.attempts())
         if lost is None:

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from allranks import nodelist, slurm
-from allranks.claims import Claim
 from allranks.errors import AllranksError
-from allranks.hardware import parse_tasks_per_node
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch import prepare
 from allranks.launch.cluster.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
-from allranks.rundir import RunDir
+from allranks.machine.hardware import parse_tasks_per_node
+from allranks.run.claims import Claim
+from allranks.run.folder import RunDir
+from allranks.slurm import commands as slurm
+from allranks.slurm import nodelist
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below what Linux hands out by itself
 LIGHTNING = re.compile(r"(?m)^\s*(?:from|import) +(?:lightning|pytorch_lightning)\b")

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from allranks.launch.cluster.sbatch import Racer
-from allranks.rundir import RunDir
-from allranks.timing import timing
+from allranks.run.folder import RunDir
+from allranks.timing.steps import timing
 
 DEFAULT_STEPS = 200
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from allranks.events import read_last_events
-from allranks.failures import tail
 from allranks.launch.cluster.inside import Place, srun, step_environment
-from allranks.missing import found_on, missing_path
-from allranks.rundir import RunDir
+from allranks.run.events import read_last_events
+from allranks.run.failures import tail
+from allranks.run.folder import RunDir
+from allranks.run.missing import found_on, missing_path
 
 LOOK_SECONDS = 30.0
 MOST_RANKS = 64  # whose last words are read

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allranks import claims, standing
 from allranks.errors import AllranksError
 from allranks.launch import follow
 from allranks.launch.cluster import submit
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.cluster.submit import Submitted
 from allranks.launch.prepare import Prepared
+from allranks.run import claims, standing
 
 
 def resume(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:

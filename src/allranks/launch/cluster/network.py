@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.gpus import local_gpus, peer_access
-from allranks.hardware import Setting
-from allranks.interfaces import (
+from allranks.machine.gpus import local_gpus, peer_access
+from allranks.machine.hardware import Setting
+from allranks.machine.interfaces import (
     SYS,
     Interface,
     Port,
@@ -28,7 +28,7 @@ from allranks.interfaces import (
     infiniband_ports,
     up_interfaces,
 )
-from allranks.nodelist import expand
+from allranks.slurm.nodelist import expand
 
 # NCCL looks at the same files to find out whether a network card may read a GPU's memory.
 PEER_MEMORY = (

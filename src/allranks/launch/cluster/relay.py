@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.cluster import submit
 from allranks.launch.cluster.inside import (
     Place,
@@ -26,7 +26,7 @@ from allranks.launch.cluster.inside import (
     time_to_limit,
 )
 from allranks.launch.cluster.sbatch import grace_seconds
-from allranks.rundir import RunDir
+from allranks.run.folder import RunDir
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
 LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal

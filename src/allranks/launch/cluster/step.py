@@ -22,10 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from allranks import claims
 from allranks.errors import AllranksError
-from allranks.events import append_event
-from allranks.hardware import local_gpus
 from allranks.launch import checks, prepare
 from allranks.launch.cluster import gate, network
 from allranks.launch.local import Launch, Place, end_of
@@ -33,8 +30,11 @@ from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.twice import TwiceWatch
 from allranks.layout import Layout
-from allranks.processes import STOP_SIGNALS, listening
-from allranks.rundir import RunDir
+from allranks.machine.hardware import local_gpus
+from allranks.machine.processes import STOP_SIGNALS, listening
+from allranks.run import claims
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 
 CLAIM_SECONDS = 5.0
 REQUEUE_SECONDS = 60.0  # that asking for it may take; SLURM ends this process sooner

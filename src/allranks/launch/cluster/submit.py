@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from allranks import claims, slurm
 from allranks.errors import AllranksError
-from allranks.events import read_events
-from allranks.gpus import find_gpu
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.task_source import find_task
 from allranks.launch import checks, prepare, withheld
 from allranks.launch.cluster import ladder
 from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
-from allranks.rundir import RunDir, create_run, list_runs, write_atomically
-from allranks.slurm_reasons import waiting_reason
-from allranks.task_source import find_task
+from allranks.machine.gpus import find_gpu
+from allranks.run import claims
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir, create_run, list_runs, write_atomically
+from allranks.slurm import commands as slurm
+from allranks.slurm.reasons import waiting_reason
 
 # Reasons of waiting that time does not mend.
 HOPELESS = r"Partition(Time|Node)Limit|PartitionConfig|BadConstraints|MaxWall|Invalid(Account|QOS)"
@@ -227,7 +228,7 @@ def grace_needed(run: RunDir) -> int:
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
-    from allranks import standing
+    from allranks.run import standing
 
     prepare.check_owners(run)
     claim = claims.next_number(run.claims)  # before its state: see send_all

@@ -84,7 +84,7 @@ def write_stacks_when_asked():
 
 
 def note_the_end():
-    """Have allranks.crash write down what ends this process, before anything is printed about it.
+    """Have allranks.run.crash write down what ends this process, before it is printed.
 
     Not in what it forks or spawns: a loader's worker tells its parent. What Python does not see,
     a signal, is told by a handler in C.
@@ -98,7 +98,7 @@ def note_the_end():
         if os.getpid() == process:
             with contextlib.suppress(Exception):
                 find_allranks()
-                from allranks import crash
+                from allranks.run import crash
 
                 getattr(crash, function)(*args, **kwargs)
 

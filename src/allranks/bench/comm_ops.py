@@ -1,0 +1,206 @@
+"""One collective of one size on a rank: its buffers, the call, the right answer, and its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from allranks.bench.comm import COLLECTIVES, ELEMENT_BYTES
+
+# Lengths of the patterns that are sent, both prime. Where values are added, the sum of 65,000
+# ranks must still be exact in fp32; where they are moved, each rank's values must be its own.
+ADDED_PERIOD = 251
+MOVED_PERIOD = 65_521
+BLOCK_ELEMENTS = 1 << 20
+STALE = -1.0  # what no pattern holds: a result that never arrived is seen
+
+ADDS = ("all_reduce", "reduce_scatter", "reduce")
+
+# torch 2.13 renamed these two, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks that take part, and this one's place among them."""
+
+    ranks: tuple[int, ...]  # of the world, in order
+    place: int
+    group: dist.ProcessGroup | None = None  # None: the world
+
+    @property
+    def count(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def following(self) -> int:
+        return self.ranks[(self.place + 1) % self.count]
+
+    @property
+    def preceding(self) -> int:
+        return self.ranks[(self.place - 1) % self.count]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`result[start : start + length]` must be `source`'s pattern from `first` on."""
+
+    start: int
+    length: int
+    source: int | None  # a place among the peers; None: the sum over all
+    first: int = 0
+
+
+@dataclass(slots=True)
+class Operation:
+    """A collective that is ready to be called. Every one of the peers must call it alike."""
+
+    run: Callable[[], None]
+    given: Tensor
+    result: Tensor  # may be `given` itself
+    pieces: list[Piece]
+    peers: Peers
+    period: int
+    _cycles: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def fill(self) -> None:
+        """Give what `is_right` expects."""
+        self.result.fill_(STALE)
+        write_cycle(self.given, self._cycle(self.peers.place))
+
+    def is_right(self) -> bool:
+        """Whether every value of the result is what the peers' patterns make it."""
+        return all(
+            matches_cycle(
+                self.result[piece.start : piece.start + piece.length],
+                self._cycle(piece.source).roll(-(piece.first % self.period)),
+            )
+            for piece in self.pieces
+        )
+
+    def clear(self) -> None:
+        """Zeros stay zeros however often they are added: no overflow, no slow denormals."""
+        self.given.zero_()
+        self.result.zero_()
+
+    def _cycle(self, source: int | None) -> Tensor:
+        if source not in self._cycles:
+            sources = range(self.peers.count) if source is None else [source]
+            places = torch.arange(self.period, device=self.given.device)
+            values = sum((places + 17 * each) % self.period + 1 for each in sources)
+            self._cycles[source] = torch.as_tensor(values).to(self.given.dtype)
+        return self._cycles[source]
+
+
+def make_operation(
+    collective: str, num_bytes: int, peers: Peers, device: torch.device
+) -> Operation:
+    """Buffers and call for `num_bytes`, as `comm.counted_bytes` counts them."""
+    length = num_bytes // ELEMENT_BYTES
+    part = length // peers.count
+    is_first = peers.place == 0
+    split = COLLECTIVES[collective].is_split
+    given = torch.empty(part if collective == "all_gather" else length, device=device)
+    result = given  # in place, where torch knows no other way
+    if split or collective == "send_recv":
+        result = torch.empty(part if collective == "reduce_scatter" else length, device=device)
+    pieces = {
+        "all_reduce": [Piece(0, length, None)],
+        "all_gather": [Piece(each * part, part, each) for each in range(peers.count)],
+        "reduce_scatter": [Piece(0, part, None, peers.place * part)],
+        "broadcast": [Piece(0, length, 0)],
+        "reduce": [Piece(0, length, None)] if is_first else [],
+        "all_to_all": [
+            Piece(each * part, part, each, peers.place * part) for each in range(peers.count)
+        ],
+        "send_recv": [Piece(0, length, (peers.place - 1) % peers.count)],
+    }
+    period = ADDED_PERIOD if collective in ADDS else MOVED_PERIOD
+    run = _call(collective, given, result, peers)
+    return Operation(run, given, result, pieces[collective], peers, period)
+
+
+def _call(collective: str, given: Tensor, result: Tensor, peers: Peers) -> Callable[[], None]:
+    group, first = peers.group, peers.ranks[0]
+
+    def send_recv() -> None:
+        send = dist.P2POp(dist.isend, given, peers.following, group)
+        receive = dist.P2POp(dist.irecv, result, peers.preceding, group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(given, group=group),
+        "all_gather": lambda: _all_gather(result, given, group=group),
+        "reduce_scatter": lambda: _reduce_scatter(result, given, group=group),
+        "broadcast": lambda: dist.broadcast(given, first, group=group),
+        "reduce": lambda: dist.reduce(given, first, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(result, given, group=group),
+        "send_recv": send_recv,
+    }
+    call = calls[collective]
+
+    def run() -> None:
+        call()
+
+    return run
+
+
+def write_cycle(tensor: Tensor, cycle: Tensor) -> None:
+    """Repeat a cycle over the whole tensor, without another of its size."""
+    block = _block(cycle, len(tensor))
+    for start in range(0, len(tensor), max(1, len(block))):
+        part = tensor[start : start + len(block)]
+        part.copy_(block[: len(part)])
+
+
+def matches_cycle(tensor: Tensor, cycle: Tensor) -> bool:
+    block = _block(cycle, len(tensor))
+    parts = (tensor[at : at + len(block)] for at in range(0, len(tensor), max(1, len(block))))
+    return all(torch.equal(part, block[: len(part)]) for part in parts)
+
+
+def _block(cycle: Tensor, length: int) -> Tensor:
+    """Whole cycles, so that every block begins with one."""
+    return cycle.repeat(max(1, -(-min(length, BLOCK_ELEMENTS) // len(cycle))))
+
+
+def time_calls(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
+    """Seconds of each of `count` calls on this rank, one right behind the other.
+
+    Nothing but the calls themselves keeps the ranks together, as in nccl-tests and in a loop by
+    hand. On a GPU the time is the device's, by an event behind each call, and nothing waits for
+    the device before the last one.
+    """
+    if device.type == "cuda":
+        return _time_on_gpu(run, count, device)
+    stamps = [time.perf_counter()]
+    for _ in range(count):
+        run()
+        stamps.append(time.perf_counter())
+    return differences(stamps)
+
+
+def _time_on_gpu(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    for event in events:  # CUDA makes an event when it is first recorded: not while we measure
+        event.record()
+    torch.cuda.synchronize(device)
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize(device)
+    stamps = [events[0].elapsed_time(event) / 1000 for event in events]
+    return differences(stamps)
+
+
+def differences(stamps: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(stamps)]

@@ -1,0 +1,245 @@
+"""What each rank of `allranks bench comm` runs; rank 0 writes comm.json.
+
+    python -m allranks.bench.comm_ranks --sizes 1KiB-1GiB --seconds 120 all_reduce broadcast
+
+Started by the launcher, as a user's script is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.bench import comm
+from allranks.bench import comm_transport as transport
+from allranks.bench.comm_series import Budget, Series, WrongResult
+from allranks.bench.comm_world import (
+    World,
+    choose_device,
+    device_name,
+    highest,
+    is_played,
+    join,
+    memory_for_buffers,
+)
+from allranks.errors import AllranksError
+from allranks.machine import gpus
+from allranks.run.events import append_event, to_json
+from allranks.run.folder import RunDir, write_atomically
+
+TIMING = "median of calls one behind the other, mean over ranks; with a root, the slowest rank's"
+LOST_PEER = r"gloo|nccl|connection (closed|reset)|broken pipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank writes."""
+
+    run: RunDir
+    attempt: int
+    rank: int
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        run = RunDir(Path(os.environ["ALLRANKS_RUN_DIR"]))
+        return cls(run, int(os.environ["ALLRANKS_ATTEMPT"]), int(os.environ["RANK"]))
+
+    @property
+    def nccl_log(self) -> Path:
+        return self.run.attempt(self.attempt) / f"rank-{self.rank}.nccl.log"
+
+
+class Bench:
+    """All series, and what is known of the way the bytes took."""
+
+    def __init__(self, world: World, place: Place, wanted: argparse.Namespace) -> None:
+        self.world = world
+        self.place = place
+        self.wanted = wanted
+        least, largest = comm.parse_sizes(wanted.sizes)
+        self.sizes = comm.sizes_between(least, largest)
+        self.memory_bytes = memory_for_buffers(world)
+        self.series: list[Series] = []
+        self.link = gpus.gpu_link(gpus.local_gpus()) if world.library == "nccl" else "none"
+        self.found: dict[str, Any] = {
+            "run": place.run.name,
+            "run_dir": str(place.run.path),
+            "layout": os.environ["ALLRANKS_LAYOUT"],
+            "backend": place.run.info().get("backend"),  # local or slurm
+            "library": world.library,
+            "device": device_name(world.device),
+            "ranks": world.size,
+            "nodes": world.size // world.per_node,
+            "played": is_played(world),
+            "rows": [],
+            "fits": [],
+            "transport": {},
+            "peak_GBps": dict.fromkeys(world.scopes),
+            "not_supported": [],
+            "stopped": [],
+            "sizes": [least, largest],
+            "seconds": wanted.seconds,
+            "timing": TIMING,
+            "versions": {"torch": torch.__version__},
+            "complete": False,
+        }
+
+    def run(self) -> None:
+        """Measure scope after scope, collective after collective. Collective."""
+        try:
+            self.run_series()
+        except KeyboardInterrupt:
+            self.write()  # with what the series that was cut short has measured
+            raise
+
+    def run_series(self) -> None:
+        budget = Budget(self.wanted.seconds, len(self.world.scopes) * len(self.wanted.collectives))
+        for scope in self.world.scopes:
+            log_start = len(read_from(self.place.nccl_log, 0))
+            for collective in self.wanted.collectives:
+                self.series.append(Series(self.world, scope, collective))
+                self.measure(self.series[-1], budget)
+            self.note_transport(scope, log_start)
+        # Larger sizes, out of what others have left over.
+        stopped = [series for series in self.series if series.stopped == "time"]
+        budget.series = len(stopped)
+        for series in stopped:
+            self.measure(series, budget)
+        self.found["complete"] = True
+        self.write()
+
+    def measure(self, series: Series, budget: Budget) -> None:
+        """As far as its share of the time goes; a line of progress if that was anywhere."""
+        before, begun = len(series.rows), time.monotonic()
+        series.measure(self.sizes, self.memory_bytes, budget.share())
+        if self.world.rank == 0 and (not before or len(series.rows) > before):
+            print(progress(series, time.monotonic() - begun), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """What is known by now: it is kept if a rank dies later."""
+        if self.world.rank != 0:
+            return
+        found = self.found
+        found["rows"] = [row for series in self.series for row in series.rows]
+        for row in found["rows"]:
+            peak = found["peak_GBps"][row["scope"]]
+            row["of_peak"] = comm.significant(row["busbw_GBps"] / peak) if peak else None
+        found["fits"] = comm.fits(found["rows"], found["peak_GBps"])
+        found["not_supported"] = [
+            {"collective": each.collective, "scope": each.scope, "why": each.lacking}
+            for each in self.series
+            if each.lacking
+        ]
+        found["stopped"] = [
+            {
+                "collective": each.collective,
+                "scope": each.scope,
+                "after_bytes": each.rows[-1]["bytes"] if each.rows else None,
+                "why": each.stopped,
+            }
+            for each in self.series
+            if each.stopped
+        ]
+        write_atomically(self.place.run.path / "comm.json", to_json(found, indent=1) + "\n")
+
+    def note_transport(self, scope: comm.Scope, log_start: int) -> None:
+        """Collective: NCCL connects when a group is first used, so what is new is of this scope."""
+        is_member = self.world.scopes[scope] is not None
+        own: dict[str, Any] | None = None
+        if is_member and self.world.library == "gloo":
+            own = transport.gloo_route()
+        elif is_member:
+            own = transport.parse_nccl_log(read_from(self.place.nccl_log, log_start))
+            own["peak"] = self._peak(scope, own)
+        gathered: list[dict[str, Any] | None] = [None] * self.world.size
+        dist.all_gather_object(gathered, own)
+        known = [each for each in gathered if each is not None]
+        if self.world.library == "gloo":
+            interfaces = list(dict.fromkeys(each["interface"] for each in known))
+            words = transport.gloo_in_words(known)
+            self.found["transport"][scope] = {"words": words, "interfaces": interfaces}
+            return
+        merged = transport.merge(known)
+        words = transport.in_words(merged, self.link)
+        self.found["transport"][scope] = {"words": words, **merged}
+        peaks = [each["peak"] for each in known]
+        self.found["peak_GBps"][scope] = min(peaks) if all(peaks) else None
+
+    def _peak(self, scope: comm.Scope, parsed: dict[str, Any]) -> float | None:
+        """GB/s that this rank's hardware could carry in a scope, where that is known."""
+        if scope == "nodes":
+            return transport.network_peak(parsed)
+        if scope == "all" or not any(route.startswith("P2P") for route in parsed["via"]):
+            return None  # a mixture of links, or not the link between the GPUs
+        kinds = {gpu.catalogue for gpu in gpus.local_gpus()}
+        return comm.link_peak(next(iter(kinds)), self.link) if len(kinds) == 1 else None
+
+
+def progress(series: Series, seconds: float) -> str:
+    """A line from rank 0: it is shown while the rest is measured."""
+    where = f"{series.collective:<15} {comm.SCOPES[series.scope]}"
+    if series.lacking:
+        return f"{where}: not supported by {series.world.library}"
+    if not series.rows:
+        return f"{where}: nothing fits"
+    span = " to ".join(comm.size_text(series.rows[end]["bytes"]) for end in (0, -1))
+    return f"{where}: {span}, {seconds:.1f} s"
+
+
+def read_from(path: Path, start: int) -> str:
+    """What a log holds from a character on; nothing if there is none."""
+    return path.read_text(errors="replace")[start:] if path.exists() else ""
+
+
+def fail(error: BaseException, place: Place) -> None:
+    """Say why in the end event and in the log, and leave without waiting for the other ranks."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(130)  # the launcher says that it was stopped
+    what, fix, code, is_echo = f"{type(error).__name__}: {error}", "", 1, False
+    if isinstance(error, AllranksError):
+        what, fix, code = error.what, error.fix, error.exit_code
+        is_echo = isinstance(error, WrongResult) and place.rank not in error.ranks
+        print(what, file=sys.stderr)
+    elif isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error), re.IGNORECASE):
+        is_echo = True
+        print(f"another rank is gone: {str(error).splitlines()[0]}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    fields = {"what": what, "fix": fix, "echo": is_echo}
+    append_event(
+        place.run.events(place.attempt, place.rank), "end", state="failed", exit=code, error=fields
+    )
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("collectives", nargs="+", choices=list(comm.COLLECTIVES))
+    parser.add_argument("--sizes", default=comm.DEFAULT_SIZES)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    wanted = parser.parse_args()
+    place = Place.from_environment()
+    # For this run alone, and before NCCL is first called: that is when it reads them.
+    os.environ |= {**transport.NCCL_LOG, "NCCL_DEBUG_FILE": str(place.nccl_log)}
+    try:
+        Bench(join(choose_device()), place, wanted).run()
+        highest(0.0)  # others may still be reading what this rank sent last
+        dist.destroy_process_group()
+    except BaseException as error:
+        fail(error, place)
+
+
+if __name__ == "__main__":
+    main()

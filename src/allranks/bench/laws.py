@@ -1,0 +1,174 @@
+"""Laws through measured speedups, Amdahl's and the Universal Scalability Law: whether one fits,
+and what it says of more ranks. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allranks.bench.scaling import Row
+
+ALIKE = 2 / 3  # of the fastest repeat, at least: the others
+UNSURE = 0.1  # half the 95% interval of a serial fraction: with more, it could be nearly anything
+FAR = 0.1  # of a measured speedup, and what its interval allows: so much a law may miss it by
+SHOWN = 0.0005  # less is shown as 0.0%
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Laws through the measured speedups; what they say beyond the measured is a prediction."""
+
+    serial: float | None  # Amdahl: the fraction that more ranks do not speed up; None: no fit
+    contention: float  # USL: waiting for one another
+    coherence: float  # USL: everybody talking to everybody
+    peak_ranks: float | None  # where USL's speedup is highest; None if it never falls
+    half_ranks: float | None  # where USL's efficiency falls under a half
+    base_ranks: int = 1  # what the speedups are against
+    serial_error: float | None = None  # half of its 95% interval, as far as that is known
+
+    def speedup(self, ranks: float) -> float:
+        n = ranks / self.base_ranks
+        return n / (1 + self.contention * (n - 1) + self.coherence * n * (n - 1))
+
+
+def fit_of(rows: Sequence[Row]) -> Fit | None:
+    """Least squares through n/speedup - 1, whatever comes out; None with one number of ranks."""
+    base = next((row for row in rows if row.speedup), None)
+    points = [
+        (row.ranks / base.ranks, row.speedup)
+        for row in rows
+        if base is not None and row.speedup and row.ranks > base.ranks
+    ]
+    if base is None or not points:
+        return None
+    excess = [(n, n / speedup - 1) for n, speedup in points]
+    serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
+    contention, coherence = _usl(excess)
+    peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
+    half = _half(contention, coherence)
+    return Fit(
+        serial=serial,
+        contention=contention,
+        coherence=coherence,
+        peak_ranks=peak * base.ranks if peak is not None else None,
+        half_ranks=half * base.ranks if half is not None else None,
+        base_ranks=base.ranks,
+    )
+
+
+def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Both parameters at least 0; with one point only, all of it is contention."""
+    a = sum((n - 1) ** 2 for n, _ in excess)
+    b = sum((n - 1) ** 2 * n for n, _ in excess)
+    c = sum((n - 1) ** 2 * n * n for n, _ in excess)
+    p = sum(y * (n - 1) for n, y in excess)
+    q = sum(y * (n - 1) * n for n, y in excess)
+    determinant = a * c - b * b
+    if len({n for n, _ in excess}) >= 2 and determinant > 0:
+        contention, coherence = (c * p - b * q) / determinant, (a * q - b * p) / determinant
+        if contention >= 0 and coherence >= 0:
+            return contention, coherence
+        if contention < 0:
+            return 0.0, max(0.0, q / c)
+    return max(0.0, p / a), 0.0
+
+
+def _half(contention: float, coherence: float) -> float | None:
+    """The n with 1 + contention (n-1) + coherence n (n-1) = 2."""
+    b = contention - coherence
+    divisor = b + math.sqrt(b * b + 4 * coherence * (1 + contention))
+    return 2 * (1 + contention) / divisor if divisor > 0 else None
+
+
+def law_of(rows: Sequence[Row]) -> tuple[Fit | None, str | None]:
+    """The law that these speedups follow; or None, and why none can be told."""
+    measured = [row for row in rows if row.speedup]
+    fit = fit_of(measured)
+    if fit is None:
+        return None, "it takes layouts with different numbers of ranks"
+    base, larger = measured[0], [row for row in measured if row.ranks > measured[0].ranks]
+    for row in (base, *larger):
+        if differs := differ_too_much(row):
+            return None, differs
+    best, top = max(larger, key=lambda row: row.speedup or 0.0), larger[-1]
+    assert fit.serial is not None and best.speedup is not None
+    if best.speedup <= 1 + SHOWN:
+        return None, f"no larger layout is faster than {base.layout}"
+    if fit.speedup(top.ranks) >= (1 - SHOWN) * top.ranks / base.ranks:
+        return None, (
+            f"{top.layout} is {top.speedup:.2f}x as fast as {base.layout}: nothing is lost whose "
+            "growth a law could tell"
+        )
+    error = serial_error(base, larger)
+    if error > UNSURE:
+        low, high = max(0.0, fit.serial - error), min(1.0, fit.serial + error)
+        return None, (
+            f"the measurements are too noisy: by their 95% intervals {low:.0%} to {high:.0%} of "
+            "the work could be serial"
+        )
+    fit = replace(fit, serial_error=error or None)
+    missed = next((row for row in larger if is_far(fit.speedup(row.ranks), row, base)), None)
+    if missed is not None:
+        return None, (
+            f"the closest law misses {missed.layout}: {fit.speedup(missed.ranks):.2f}x by the law, "
+            f"{missed.speedup:.2f}x measured"
+        )
+    if not is_amdahl(fit, larger, base):
+        fit = replace(fit, serial=None, serial_error=None)
+    return fit, None
+
+
+def is_amdahl(fit: Fit, larger: Sequence[Row], base: Row) -> bool:
+    """Whether a serial fraction alone explains the speedups."""
+    if fit.serial is None or not SHOWN < fit.serial < 1 - SHOWN:
+        return False
+    amdahl = replace(fit, contention=fit.serial, coherence=0.0)
+    return not any(is_far(amdahl.speedup(row.ranks), row, base) for row in larger)
+
+
+def is_far(speedup: float, row: Row, base: Row) -> bool:
+    assert row.speedup is not None
+    return abs(speedup / row.speedup - 1) > FAR + math.hypot(unsure(row), unsure(base))
+
+
+def differ_too_much(row: Row) -> str | None:
+    """In words, that a layout's repeats are no measure of it; None if they are."""
+    speeds = [one.timing.samples_per_second for one in row.repeats if one.timing]
+    if not speeds or min(speeds) >= ALIKE * max(speeds):
+        return None
+    return (
+        f"the repeats of {row.layout} differ too much to compare it with anything "
+        f"({min(speeds):,.0f} to {max(speeds):,.0f} samples/s)"
+    )
+
+
+def unsure(row: Row) -> float:
+    """Half of a pace's 95% interval, as a part of it; 0 where none is known."""
+    if row.ci95 is None or not row.samples_per_second:
+        return 0.0
+    return (row.ci95[1] - row.ci95[0]) / 2 / row.samples_per_second
+
+
+def serial_error(base: Row, larger: Sequence[Row]) -> float:
+    """Half of the serial fraction's 95% interval: errors of paces, through the least squares."""
+    weights = [(row.ranks / base.ranks - 1, row) for row in larger]
+    squares = sum(weight**2 for weight, _ in weights)
+    shares = [weight * (weight + 1) / (row.speedup or 1.0) / squares for weight, row in weights]
+    own = [share * unsure(row) for share, (_, row) in zip(shares, weights, strict=True)]
+    return math.hypot(*own, sum(shares) * unsure(base))  # the base's is the same in all of them
+
+
+def fit_object(fit: Fit) -> dict[str, Any]:
+    """As `bench scaling --json` has it."""
+    return {
+        "predicted": True,
+        "serial_fraction": fit.serial,
+        "serial_fraction_error": fit.serial_error,
+        "contention": fit.contention,
+        "coherence": fit.coherence,
+        "fastest_at_ranks": fit.peak_ranks,
+        "half_efficient_at_ranks": fit.half_ranks,
+    }

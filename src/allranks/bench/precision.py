@@ -1,0 +1,206 @@
+"""One job in several precisions, side by side: speed, memory, and what it does to the loss.
+
+Pure, and without torch. The runs see the same samples in the same order from the same weights, so
+what is left between their losses is the precision.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.errors import AllranksError
+from allranks.job.job import Job
+from allranks.machine.gpus import LocalGPU
+from allranks.run.events import read_events
+from allranks.run.failures import failure, failure_in_words
+from allranks.run.folder import RunDir
+from allranks.timing.steps import timing
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run in one precision, or why there is none."""
+
+    precision: str
+    run: str = ""
+    samples_per_second: float | None = None
+    memory_bytes: int | None = None
+    memory_of: str | None = None  # device or host
+    losses: Mapping[int, float] = field(default_factory=dict)  # by step
+    problem: str | None = None
+    is_refused: bool = False  # this machine cannot do it: nothing was started
+
+
+def read_precisions(text: str | None) -> list[str]:
+    """`--precisions fp32,bf16`; nothing: all of them. Raises AllranksError."""
+    words = [word.strip() for word in text.split(",")] if text else list(PRECISIONS)
+    wrong = [word for word in words if word not in PRECISIONS]
+    if wrong:
+        raise AllranksError(
+            f'--precisions "{text}": {wrong[0] or "one"} is no precision',
+            fix=f"write some of {','.join(PRECISIONS)}",
+        )
+    return [precision for precision in PRECISIONS if precision in words]
+
+
+def check_job(job: Job) -> None:
+    """Raises AllranksError for a script."""
+    if job.command is not None:
+        raise AllranksError(
+            "bench precision is for tasks: a script decides on its precision itself",
+            fix="run your script once for each setting of its own, and compare: allranks report",
+        )
+
+
+def why_unsupported(
+    precision: str, gpus: Sequence[LocalGPU], *, cpu_can: Callable[[], bool] = lambda: True
+) -> str | None:
+    """Why this machine cannot compute in a precision; None if it can.
+
+    `cpu_can`: whether its CPU computes in bf16 and fp16.
+    """
+    if precision in ("fp16", "bf16") and not gpus and not cpu_can():
+        return "this CPU lists AMX but does not let it run: this precision dies of SIGILL (tested)"
+    if precision == "tf32" and not gpus:
+        return "tf32 is a format of NVIDIA GPUs, and there is none here"
+    if precision in ("tf32", "bf16"):
+        old = [gpu for gpu in gpus if _capability(gpu) < AMPERE]
+        if old:
+            return f"{old[0].name} is older than the Ampere generation, the first with {precision}"
+    return None
+
+
+def _capability(gpu: LocalGPU) -> tuple[int, ...]:
+    parts = gpu.compute_capability.split(".")
+    return tuple(int(part) for part in parts) if all(p.isdecimal() for p in parts) else AMPERE
+
+
+def overrides_of(precision: str, steps: int) -> tuple[str, ...]:
+    return (f"precision={precision}", f"steps={steps}")
+
+
+def new_record() -> dict[str, Any]:
+    """What every run's folder says of the benchmark that it belongs to."""
+    return {"id": secrets.token_hex(4), "kind": "precision"}
+
+
+def trial_of(run: RunDir, precision: str) -> Trial:
+    """What a run has measured, or why it has not."""
+    broken, measured = failure(run), timing(run)
+    attempt = max(run.attempts(), default=0)
+    end = run.end(attempt, 0) or {}
+    problem = None
+    if broken is not None:
+        problem = f"{failure_in_words(broken)}: see {broken['log']}"
+    elif end.get("state") != "finished" or measured is None:
+        problem = "it was stopped before its last step"
+    on_device, on_host = end.get("memory_peak"), end.get("host_memory")
+    events = [event for event in read_events(run.events(attempt, 0)) if "loss" in event]
+    lost = next((event["step"] for event in events if event["loss"] is None), None)
+    if lost is not None and problem is None:
+        problem = f"its loss is not a number from step {lost} on"
+    return Trial(
+        precision=precision,
+        run=run.name,
+        samples_per_second=measured.samples_per_second if measured and not problem else None,
+        memory_bytes=on_device or on_host,
+        memory_of="device" if on_device else "host" if on_host else None,
+        losses={event["step"]: event["loss"] for event in events if event["loss"] is not None},
+        problem=problem,
+    )
+
+
+def error_in(trials: Sequence[Trial]) -> AllranksError | None:
+    """Why a precision that this machine has could not be measured, or none at all."""
+    failed = [trial for trial in trials if trial.problem and not trial.is_refused]
+    if not failed and any(trial.samples_per_second for trial in trials):
+        return None
+    if not failed:
+        what = verdict([row_of([trial]) for trial in trials], None, 0)
+        return AllranksError(what, fix="name another precision", exit_code=1)
+    what = f"{failed[0].precision}: {failed[0].problem}"
+    run = failed[0].run
+    fix = f"see allranks doctor {run}" if run else "fix it, then measure again"
+    return AllranksError(what, fix=fix, exit_code=1)
+
+
+def as_json(trials: Sequence[Trial], *, steps: int) -> dict[str, Any]:
+    """What `bench precision --json` prints."""
+    rows = [
+        row_of([trial for trial in trials if trial.precision == precision])
+        for precision in PRECISIONS
+        if any(trial.precision == precision for trial in trials)
+    ]
+    base = next((row for row in rows if row["samples_per_second"]), None)
+    for row in rows:
+        compare(row, base)
+    return {
+        "steps": steps,
+        "baseline": base["precision"] if base else None,
+        "rows": [{key: row[key] for key in row if key != "losses"} for row in rows],
+        "verdict": verdict(rows, base, steps),
+    }
+
+
+def row_of(trials: Sequence[Trial]) -> dict[str, Any]:
+    """The repeats of one precision."""
+    paces = [t.samples_per_second for t in trials if t.samples_per_second is not None]
+    memory = [t.memory_bytes for t in trials if t.memory_bytes is not None]
+    losses = trials[0].losses
+    return {
+        "precision": trials[0].precision,
+        "problem": next((t.problem for t in trials if t.problem), None),
+        "samples_per_second": statistics.median(paces) if paces else None,
+        "range": [min(paces), max(paces)] if paces else None,
+        "memory_bytes": max(memory) if memory else None,
+        "memory_of": trials[0].memory_of,
+        "loss": losses[max(losses)] if losses else None,
+        "losses": losses,
+        "repeats": [
+            {"run": t.run, "samples_per_second": t.samples_per_second} for t in trials if t.run
+        ],
+    }
+
+
+def compare(row: dict[str, Any], base: Mapping[str, Any] | None) -> None:
+    """Add what the row is against the first one that was measured."""
+    pace = row["samples_per_second"]
+    row["speedup"] = pace / base["samples_per_second"] if base and pace else None
+    ours, theirs = row["losses"], base["losses"] if base else {}
+    common = sorted(set(ours) & set(theirs)) if pace else []
+    apart = [ours[step] - theirs[step] for step in common]
+    row["loss_difference"] = apart[-1] if apart else None
+    row["largest_loss_difference"] = max(map(abs, apart)) if apart else None
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, steps: int) -> str:
+    """Which one to take, by what was measured."""
+    if base is None:
+        why = next((row["problem"] for row in rows if row["problem"]), "no run was made")
+        return f"nothing could be measured: {why}"
+    measured = [row for row in rows if row["speedup"] is not None]
+    if len(measured) == 1:
+        return f"only {base['precision']} could be measured, so there is nothing to compare"
+    best = max(measured, key=lambda row: row["samples_per_second"])
+    if best is base:
+        return (
+            f"{base['precision']} is the fastest here: there is no reason to compute less exactly"
+        )
+    memory = ""
+    if best["memory_bytes"] and base["memory_bytes"] and best["memory_of"] == "device":
+        memory = f", with {best['memory_bytes'] / base['memory_bytes']:.2f}x the memory"
+    difference = ""
+    if best["loss_difference"] is not None:
+        apart = f"{best['loss_difference']:+.2g} (from {base['loss']:.4g})"
+        difference = f"; after {steps} steps its loss differs by {apart}"
+    return (
+        f"precision={best['precision']} is {best['speedup']:.2f}x as fast as {base['precision']}"
+        f"{memory}{difference}"
+    )

@@ -1,0 +1,329 @@
+"""What the traces of a run's ranks say, in numbers: profile.json. Pure, and without torch.
+
+A rank with a GPU is judged by what its GPU does, another by its own operators. Numbers of a step
+are means over the traced steps, those of all ranks together means over the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from allranks.bench import trace as traces
+from allranks.bench.trace import Exchange, Span, Trace
+from allranks.run.events import to_json
+from allranks.run.folder import RunDir, write_atomically
+
+TOP = 10
+TOP_GAPS = 5
+MIN_GAP_SECONDS = 20e-6  # below, it is the profiler's own time as likely as not
+DIFFERENT = 0.10  # of a rank from the others
+
+Fields = dict[str, Any]
+
+
+def summarise(run: RunDir, attempt: int | None = None) -> Fields | None:
+    """Read the traces of an attempt, the last by default; None if there are none."""
+    attempts = run.attempts()
+    number = attempts[-1] if attempt is None and attempts else attempt
+    if number is None:
+        return None
+    files = traces.trace_files(run, number)
+    ranks = []
+    for rank, path in files.items():  # one at a time: they are large
+        trace = traces.read_trace(path, rank)
+        if trace is not None:
+            ranks.append({**rank_summary(trace), "trace": str(path), **size_of(path)})
+    return {"v": 1, "run": run.name, "attempt": number, **together(ranks)} if ranks else None
+
+
+def write(run: RunDir, found: Mapping[str, Any], text: str) -> Path:
+    """Keep the summary in the run's folder; the path of the text."""
+    write_atomically(run.path / "profile.json", to_json(found, indent=1) + "\n")
+    write_atomically(run.path / "profile.md", text)
+    return run.path / "profile.md"
+
+
+def size_of(path: Path) -> Fields:
+    return {"trace_bytes": path.stat().st_size}
+
+
+def rank_summary(trace: Trace) -> Fields:
+    """One rank's steps."""
+    steps = trace.num_steps
+    exchanges = [one for one in traces.exchanges_of(trace) if is_inside(trace, one.asked)]
+    compute = compute_of(trace)
+    judged = [one for one in exchanges if one.is_on_device or not trace.device]
+    exchanging = traces.union((one.begin, one.end) for one in judged)
+    computing = traces.union((span.begin, span.end) for span in compute)
+    copies = copies_of(trace)
+    begin, end = window_of(trace, [*compute, *copies], judged)
+    exchanging = traces.within(exchanging, begin, end)
+    computing = traces.within(computing, begin, end)
+    copying = [(span.begin, span.end) for span in copies]
+    busy = traces.union([*exchanging, *computing, *copying])
+    hidden, in_flight = traces.overlap(exchanging, computing), traces.length(exchanging)
+    idle = traces.gaps(busy, begin, end)
+    times = [
+        later - earlier
+        for (_, earlier), (_, later) in zip(trace.marks, trace.marks[1:], strict=False)
+    ]
+    return {
+        "rank": trace.rank,
+        "device": "cuda" if trace.device else "cpu",
+        "is_blind": trace.is_blind,
+        "steps": steps,
+        "first_step": trace.marks[0][0] + 1,
+        "last_step": trace.marks[-1][0],
+        "step_seconds": statistics.fmean(times),
+        "compute_seconds": traces.length(computing) / steps,
+        "communication_seconds": in_flight / steps,
+        "exposed_seconds": (in_flight - hidden) / steps,
+        "hidden_share": hidden / in_flight if in_flight else None,
+        "idle_seconds": traces.length(idle) / steps,
+        "gaps": gaps_of(trace, idle, steps, [*compute, *copies]),
+        "operators": operators_of(trace, steps),
+        "kernels": kernels_of(trace, steps),
+        "communication": by_collective(exchanges, steps),
+        "copies": by_copy(copies, steps),
+        "collectives_of_a_step": of_one_step(trace, exchanges, times),
+    }
+
+
+def is_inside(trace: Trace, moment: float) -> bool:
+    return trace.begin <= moment < trace.end
+
+
+def launched_inside(trace: Trace, kinds: Sequence[str]) -> list[Span]:
+    """What a device did for these steps, which is not when they were on the host."""
+    return [
+        span
+        for number, span in enumerate(trace.device)
+        if span.kind in kinds and is_inside(trace, trace.launched[number])
+    ]
+
+
+def compute_of(trace: Trace) -> list[Span]:
+    if trace.device:
+        kernels = launched_inside(trace, ("kernel", "gpu_memset"))
+        return [span for span in kernels if not traces.is_exchange(span)]
+    return [s for s in trace.host if is_inside(trace, s.begin) and not s.name.startswith("c10d::")]
+
+
+def copies_of(trace: Trace) -> list[Span]:
+    return launched_inside(trace, ("gpu_memcpy",))
+
+
+def window_of(
+    trace: Trace, spans: Sequence[Span], exchanges: Sequence[Exchange]
+) -> tuple[float, float]:
+    """From when to when the steps were on the device; on the host, between their marks."""
+    if not trace.device or not spans:
+        return trace.begin, trace.end
+    ends = [*(span.end for span in spans), *(one.end for one in exchanges)]
+    return min(span.begin for span in spans), max(ends)
+
+
+# Where the time goes.
+
+
+def operators_of(trace: Trace, steps: int) -> list[Fields]:
+    """Of the host, by the time that they took themselves."""
+    inside = [span for span in trace.host if is_inside(trace, span.begin)]
+    sums: dict[str, list[float]] = defaultdict(list)
+    for span, seconds in traces.self_seconds(inside):
+        sums[span.name].append(seconds)
+    return sum_by_name(sums, steps)
+
+
+def kernels_of(trace: Trace, steps: int) -> list[Fields]:
+    """Of the device; those that exchange are told apart in `communication`."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for span in compute_of(trace) if trace.device else []:
+        sums[short_kernel(span.name)].append(span.seconds)
+    return sum_by_name(sums, steps)
+
+
+def sum_by_name(sums: Mapping[str, Sequence[float]], steps: int) -> list[Fields]:
+    rows = [
+        {"name": name, "count": len(times) / steps, "seconds": sum(times) / steps}
+        for name, times in sums.items()
+    ]
+    return longest_first(rows)
+
+
+def longest_first(rows: list[Fields]) -> list[Fields]:
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def short_kernel(name: str) -> str:
+    """A kernel's name without the types that it was made for."""
+    bare = re.sub(r"^void ", "", name)
+    return re.split(r"[<(]", bare, maxsplit=1)[0].strip() or name
+
+
+def gaps_of(
+    trace: Trace, idle: Sequence[traces.Interval], steps: int, spans: Iterable[Span]
+) -> list[Fields]:
+    """When nothing was computed, exchanged or copied, and what the host was doing then."""
+    ordered = sorted(spans, key=traces.begin_of)
+    sums: dict[tuple[str, str], list[float]] = defaultdict(list)
+    upcoming = 0
+    for begin, end in idle:
+        if end - begin < MIN_GAP_SECONDS:
+            continue
+        while upcoming < len(ordered) and ordered[upcoming].begin < end:
+            upcoming += 1
+        following = ordered[upcoming].name if upcoming < len(ordered) else "the last step"
+        sums[doing_at(trace, (begin + end) / 2), short_kernel(following)].append(end - begin)
+    rows = [
+        {
+            "during": during,
+            "before": before,
+            "count": len(times) / steps,
+            "seconds": sum(times) / steps,
+        }
+        for (during, before), times in sums.items()
+    ]
+    return longest_first(rows)
+
+
+def doing_at(trace: Trace, moment: float) -> str:
+    """The innermost thing that torch says the training's thread was in."""
+    inner = [
+        span
+        for span in trace.annotations
+        if span.begin <= moment < span.end
+        and span.thread == trace.main_thread
+        and not span.name.startswith(traces.STEP_MARK)
+    ]
+    if not inner:
+        return "Python"
+    name = min(inner, key=lambda span: span.seconds).name
+    return "waiting for data" if name.startswith("enumerate(DataLoader)") else name
+
+
+# Communication and copies.
+
+
+def by_collective(exchanges: Sequence[Exchange], steps: int) -> list[Fields]:
+    """All of a kind together, of a step."""
+    kinds: dict[tuple[str, bool], list[Exchange]] = defaultdict(list)
+    for one in exchanges:
+        kinds[one.name, one.is_on_device].append(one)
+    rows = [
+        {
+            "name": name,
+            "is_on_device": is_on_device,
+            "count": len(ones) / steps,
+            "bytes": sum(one.num_bytes or 0 for one in ones) / steps
+            if any(one.num_bytes is not None for one in ones)
+            else None,
+            "seconds": sum(one.end - one.begin for one in ones) / steps,
+        }
+        for (name, is_on_device), ones in kinds.items()
+    ]
+    return longest_first(rows)
+
+
+def of_one_step(
+    trace: Trace, exchanges: Sequence[Exchange], times: Sequence[float]
+) -> list[Fields]:
+    """Every collective of the step whose length is in the middle, equal ones counted."""
+    middle = sorted(range(len(times)), key=lambda step: times[step])[len(times) // 2]
+    counted: dict[tuple[Any, ...], list[float]] = {}
+    for one in exchanges:
+        if traces.step_at(trace, one.asked) == middle:
+            key = (one.name, one.num_bytes, one.dtype, one.group_size, one.group)
+            counted.setdefault(key, []).append(one.end - one.begin)
+    names = ("name", "bytes", "dtype", "group_size", "group")
+    return [
+        {**dict(zip(names, key, strict=True)), "count": len(took), "seconds": sum(took)}
+        for key, took in counted.items()
+    ]
+
+
+def by_copy(copies: Sequence[Span], steps: int) -> list[Fields]:
+    """Copies of a step, by where from and where to."""
+    kinds: dict[str, list[Span]] = defaultdict(list)
+    for span in copies:
+        kinds[span.name].append(span)
+    rows = [
+        {
+            "name": name,
+            "count": len(spans) / steps,
+            "bytes": sum(span.args.get("bytes", 0) for span in spans) / steps,
+            "seconds": sum(span.seconds for span in spans) / steps,
+        }
+        for name, spans in kinds.items()
+    ]
+    return longest_first(rows)
+
+
+# All ranks.
+
+
+def together(ranks: Sequence[Mapping[str, Any]]) -> Fields:
+    """The ranks side by side, and what they have in common."""
+    own = ("operators", "kernels", "communication", "copies", "gaps", "collectives_of_a_step")
+    return {
+        "device": ranks[0]["device"],
+        "steps": min(rank["steps"] for rank in ranks),
+        "ranks": [{key: rank[key] for key in rank if key not in own} for rank in ranks],
+        "operators": mean_rows(ranks, "operators", ("name",)),
+        "kernels": mean_rows(ranks, "kernels", ("name",)),
+        "communication": mean_rows(ranks, "communication", ("name", "is_on_device")),
+        "copies": mean_rows(ranks, "copies", ("name",)),
+        "gaps": mean_rows(ranks, "gaps", ("during", "before"))[:TOP_GAPS],
+        "collectives_of_a_step": ranks[0]["collectives_of_a_step"],
+        "differences": differences(ranks),
+        "verdict": verdict(ranks),
+    }
+
+
+def mean_rows(ranks: Sequence[Mapping[str, Any]], table: str, keys: Sequence[str]) -> list[Fields]:
+    """The same rows of all ranks as one, longest first."""
+    sums: dict[tuple[Any, ...], Fields] = {}
+    for rank in ranks:
+        for row in rank[table]:
+            key = tuple(row[name] for name in keys)
+            mean = sums.setdefault(key, dict.fromkeys((n for n in row if n not in keys), 0.0))
+            for name in mean:
+                known = mean[name] is not None and row[name] is not None
+                mean[name] = mean[name] + row[name] / len(ranks) if known else None
+    rows = [{**dict(zip(keys, key, strict=True)), **mean} for key, mean in sums.items()]
+    return longest_first(rows)[:TOP]
+
+
+def differences(ranks: Sequence[Mapping[str, Any]]) -> list[Fields]:
+    """Where one rank is far from the median of all."""
+    found = []
+    for part in ("compute_seconds", "exposed_seconds", "idle_seconds"):
+        middle = statistics.median(rank[part] for rank in ranks)
+        far = max(ranks, key=lambda rank: abs(rank[part] - middle))
+        away = far[part] - middle
+        if len(ranks) > 1 and abs(away) > DIFFERENT * far["step_seconds"] / 2:
+            found.append({"part": part, "rank": far["rank"], "seconds": away})
+    return found
+
+
+def verdict(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Where a step's time goes, in a sentence."""
+    step = statistics.fmean(rank["step_seconds"] for rank in ranks)
+    parts = {
+        name: statistics.fmean(rank[key] for rank in ranks) / step
+        for name, key in (
+            ("computing", "compute_seconds"),
+            ("exchanging with nothing computed meanwhile", "exposed_seconds"),
+            ("idle", "idle_seconds"),
+        )
+    }
+    said = ", ".join(f"{share:.0%} {name}" for name, share in parts.items() if share >= 0.005)
+    hidden = [rank["hidden_share"] for rank in ranks if rank["hidden_share"] is not None]
+    if not hidden:
+        return f"of a step, {said}; nothing is exchanged"
+    return f"of a step, {said}; {statistics.fmean(hidden):.0%} of the communication is hidden"

@@ -1,0 +1,171 @@
+"""`bench scaling` for people: a line for each run, then tables drawn from its JSON alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from allranks.bench.scaling import WORDS, Repeat
+from allranks.show.bands import NOTHING, Table, show_table
+from allranks.timing.steps import PART_WORDS, PARTS
+
+PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
+
+
+class Progress:
+    """What is being measured, and what came of it."""
+
+    def __init__(self, *, as_json: bool, total: int) -> None:
+        self.console = Console(
+            stderr=as_json, highlight=False, file=sys.stderr if as_json else None
+        )
+        self.total = total
+        self.is_interrupted = False  # by a Ctrl-C: not all of them were waited for
+        self._number = 0
+
+    def begin(self, layout: str) -> None:
+        self._number += 1
+        if self.console.is_terminal:
+            text = f"{self._number}/{self.total}  {layout} …"
+            self.console.print(Text(text, style="dim"), end="\r")
+
+    def queued(self, run: str, layout: str) -> None:
+        self.console.print(Text(f"queued {layout}: {run}", style="dim"), soft_wrap=True)
+
+    def left(self, runs: Sequence[str]) -> None:
+        """Said when nobody waits for them any longer."""
+        stop = f"allranks stop {' '.join(runs)}"
+        words = f"{len(runs)} runs stay in the queue, or go on; to stop them: {stop}"
+        self.console.print(Text(words, style="yellow"), soft_wrap=True)
+
+    def end(self, repeat: Repeat) -> None:
+        if repeat.timing is None:
+            words = Text(f"{repeat.layout}: {repeat.problem}", style="red")
+        else:
+            timing = repeat.timing
+            steady = "" if timing.steady else ", not steady"
+            words = Text(
+                f"{repeat.layout}: {timing.samples_per_second:,.1f} samples/s "
+                f"over {timing.num_steps} steps{steady}  ({repeat.run})"
+            )
+        self.console.print(words, soft_wrap=True)
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """What `as_json` made."""
+    rows = [row for row in found["rows"] if row["efficiency"] is not None]
+    for table in tables(found, rows):
+        console.print()
+        show_table(console, table)
+    if not rows:  # the reason is told with the error
+        return
+    console.print()
+    law = fit_words(found, rows[-1]["ranks"])
+    if law:
+        console.print(Text(law, style="cyan"), soft_wrap=True)
+    console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+    for note in notes(found, rows):
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+
+
+def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Speed and cost, where the time goes, what that costs: as far as they were measured."""
+    if rows:
+        yield speed_table(rows, found["mode"], found.get("unit", "rank"))
+    if rows and all(row["parts"] for row in rows):
+        yield parts_table(rows)
+        if any(row["lost"] for row in rows[1:]):
+            yield lost_table(rows[1:])
+
+
+def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Table:
+    means = {"strong": "same global batch", "weak": "same batch a rank"}.get(mode, mode)
+    title = f"{mode} scaling ({means}), measured" if means != mode else f"{mode}, measured"
+    columns = (
+        *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
+        *(f"{unit}-hours/epoch", "cost/epoch"),
+    )
+    cells = []
+    for row in rows:
+        hours, cost = row["hours_per_epoch"], row["cost_per_epoch"]
+        cells.append(
+            (
+                row["layout"],
+                str(row["ranks"]),
+                f"{row['samples_per_second']:,.1f}",
+                NOTHING if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"]),
+                f"{row['speedup']:.2f}x",
+                f"{row['efficiency']:.0%}",
+                milliseconds(row["step_seconds"]),
+                NOTHING if hours is None else small(hours),
+                NOTHING if cost is None else f"${small(cost)}",
+            )
+        )
+    return Table(title, columns, tuple(cells))
+
+
+def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is odd in a row, and why a column has nothing in it."""
+    told = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
+    if all(row["hours_per_epoch"] is None for row in rows):
+        told.append("no hours and no cost: how many samples an epoch has is not known")
+    elif all(row["cost_per_epoch"] is None for row in rows):
+        device = str(found.get("device") or "the device")
+        name = f"name one with --price '{device.lower()}=DOLLARS'"
+        told.append(f"no price is known for {device}: {name}")
+    return told
+
+
+def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
+        cells.append((row["layout"], *(milliseconds(row["parts"][p]) for p in PARTS), slowest))
+    return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
+
+
+def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = [
+        (row["layout"], *(f"{row['lost'][part]:.1%}" for part in PARTS))
+        for row in rows
+        if row["lost"]
+    ]
+    return Table("efficiency that each part costs", ("layout", *PART_NAMES), tuple(cells))
+
+
+def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
+    """The law, and what it says beyond the layouts that were measured; or why there is none."""
+    fit = found["fit"]
+    if fit is None:
+        layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
+        return f"no law fits: {found['fit_problem']}" if len(layouts) > 1 else ""
+    if fit["serial_fraction"] is not None:
+        error = fit["serial_fraction_error"]
+        between = f" ± {error:.1%}" if error else ""
+        words = [f"serial fraction {fit['serial_fraction']:.1%}{between} (Amdahl, fitted)"]
+    else:
+        words = [
+            f"contention {fit['contention']:.1%}, coherence {fit['coherence']:.2%} "
+            "(Universal Scalability Law, fitted)"
+        ]
+    limits = {"fastest_at_ranks": "no faster than", "half_efficient_at_ranks": "half efficient"}
+    for key, what in limits.items():
+        if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
+            words.append(f"predicted: {what} at {fit[key]:,.0f} ranks")
+    return "; ".join(words)
+
+
+def small(value: float) -> str:
+    """Four decimals, or of less than a hundredth three digits that count."""
+    return f"{value:,.4f}" if value >= 0.01 or not value else f"{value:.3g}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+__all__ = ["WORDS", "Progress", "show"]

@@ -1,0 +1,111 @@
+"""The command line's app, and the arguments that several commands share."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allranks.errors import AllranksError
+    from allranks.launch.prepare import Request
+
+app = typer.Typer(
+    name="allranks",
+    help="From one GPU to many, with the speedup measured, not guessed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# The words after a lone `--`, which click would mix with the other arguments; those before it.
+_user_command: list[list[str]] = []
+_typed: list[str] = []
+
+JobFile = Annotated[
+    str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
+]
+LayoutText = Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
+Oversubscribe = Annotated[
+    bool,
+    typer.Option("--oversubscribe", help="Let ranks share GPUs, or crowd CPU cores, for testing."),
+]
+Here = Annotated[
+    bool,
+    typer.Option("--here", help="In a SLURM allocation: run all ranks on this machine."),
+]
+Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+OwnPrice = Annotated[
+    list[str] | None,
+    typer.Option("--price", metavar="GPU=DOLLARS", help="Per hour, such as h100=2.5; cpu=0.05."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def keep_typed(words: list[str], command: list[str] | None) -> None:
+    """What was typed: before a lone `--`, and after it, if there was one."""
+    _typed[:] = words
+    _user_command[:] = [] if command is None else [command]
+
+
+def user_command() -> list[str] | None:
+    """What the user typed after a lone `--`; None if there was none."""
+    return _user_command[0] if _user_command else None
+
+
+def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
+    """The first word is the job file, unless it is an override of the bundled job."""
+    if job is None:
+        return None, overrides
+    if "=" in job and not Path(job).exists():
+        return None, [job, *overrides]
+    is_script, is_program = Path(job).suffix == ".py", not Path(job).exists() and which(job)
+    if is_script or is_program:
+        from allranks.errors import AllranksError
+
+        command = shlex.join([*(["python"] if is_script else []), job, *overrides])
+        raise AllranksError(
+            f"{job} is a {'script' if is_script else 'program'}, not a job file",
+            fix=f"write it after --, as -- {command}",
+        )
+    return Path(job), overrides
+
+
+def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> Request:
+    """What the words on the command line ask for."""
+    from allranks.launch.prepare import Request
+
+    file, pairs = split_job(job, overrides or [])
+    command = user_command()
+    return Request(job_file=file, overrides=pairs, command=command, typed=[*_typed], **rest)
+
+
+def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
+    """Tell people, and with `--json` programs too; `more`: what there is besides the error."""
+    from allranks.show.plain import plain
+
+    print(plain(error.shown), file=sys.stderr)
+    if as_json:
+        from allranks.run.events import to_json
+
+        print(to_json({"error": error.fields, **(more or {})}))
+
+
+def people_console(as_json: bool) -> Console:
+    from allranks.launch.screen import PeopleConsole
+
+    return PeopleConsole(stderr=as_json, highlight=False)

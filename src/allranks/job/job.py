@@ -1,0 +1,375 @@
+"""What to train: the job file's keys, their defaults and rules, and how its layers combine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from allranks.errors import AllranksError
+from allranks.job.problems import problems_of, unknown_key
+from allranks.job.sections import Checkpoint, Compress, Data, Optimizer, Section, Slurm
+from allranks.job.task_source import find_task
+from allranks.job.text import (
+    EXCLUSIVE,
+    Dumper,
+    Layer,
+    Place,
+    Problem,
+    error_of,
+    merge,
+    read_file,
+    read_overrides,
+)
+from allranks.job.values import (
+    CommandText,
+    Duration,
+    DurationText,
+    EnvName,
+    EnvText,
+    LayoutText,
+    NameText,
+    Template,
+)
+from allranks.layout import Layout
+
+__all__ = [
+    "Checkpoint",
+    "Compress",
+    "Data",
+    "Difference",
+    "Duration",
+    "Job",
+    "Optimizer",
+    "Slurm",
+    "json_schema",
+    "load_job",
+    "parse_job",
+]
+
+DEFAULT_TASK = "spiral"
+
+# Below the task's own defaults. Here, not in the model: a higher layer must be able to clear one
+# of a pair, and to add to `env` without losing what is in it.
+BUILT_IN = {"env": {"NCCL_DEBUG": "WARN"}}
+BUILT_IN_TASK = {"batch_size": 128, "epochs": 20}
+
+SECTIONS = ("options", "optimizer", "data", "checkpoint", "slurm", "env")
+COMMAND_ONLY = ("launcher", "last", "resume", "stage")
+TASK_ONLY = (
+    *("options", "batch_size", "batch_size_per_rank", "micro_batch_size", "epochs", "steps"),
+    *("seed", "precision", "compile", "optimizer", "checkpoint", "log_every"),
+    *("activation_checkpointing", "lr_scaling", "compress"),
+)
+# A change of these between a run and its resumption changes what is being computed.
+MATHEMATICS = (
+    *("task", "options", "command", "batch_size", "batch_size_per_rank", "seed", "optimizer"),
+    *("lr_scaling", "compress"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key that two jobs disagree on, and whether it changes what is computed."""
+
+    key: str
+    ours: Any
+    theirs: Any
+    mathematics: bool
+
+
+class Job(Section):
+    """A job of allranks: a task to train, or a command to run on every rank."""
+
+    name: NameText = Field(default="job", description="begins the name of the run's folder")
+    task: str | None = Field(
+        default=None, description="spiral, digits, language, or your own package.module:Class"
+    )
+    options: dict[str, Any] = Field(default={}, description="the task's own settings")
+    command: CommandText | None = Field(
+        default=None, description="in place of task: your own script, such as python train.py"
+    )
+    launcher: Literal["torchrun", "srun"] = Field(
+        default="torchrun", description="of a command; srun: one SLURM task per rank"
+    )
+    last: Template | None = Field(default=None, description="where a command saves its checkpoint")
+    resume: Template | None = Field(
+        default=None, description="what to append to a command on a later attempt"
+    )
+    stage: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="paths to copy to each node's own disk, which {stage} names"
+    )
+    batch_size: PositiveInt | None = Field(
+        default=None, description="global; the same on every layout", examples=[128]
+    )
+    batch_size_per_rank: PositiveInt | None = Field(
+        default=None, description="in place of batch_size: grows with the ranks", examples=[32]
+    )
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="per rank and backward pass; null: batch / ranks"
+    )
+    epochs: PositiveInt | None = Field(
+        default=None, description="passes over the data", examples=[20]
+    )
+    steps: PositiveInt | None = Field(
+        default=None, description="in place of epochs: optimizer steps", examples=[1000]
+    )
+    # 32 bits: NumPy takes no more.
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="of the weights and the order of samples"
+    )
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
+        default="auto", description="auto: bf16 on GPUs with it, else fp32"
+    )
+    compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
+    activation_checkpointing: Literal["off", "full", "selective"] = Field(
+        default="off", description="recompute activations, to save memory"
+    )
+    optimizer: Optimizer = Field(default=Optimizer(), description="how the weights are updated")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="of lr by ranks; with batch_size_per_rank"
+    )
+    compress: Compress | None = Field(
+        default=None, description="gradients: {name, rank}; null: off"
+    )
+    data: Data = Field(default=Data(), description="how samples reach the ranks")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved")
+    log_every: PositiveInt = Field(
+        default=10, description="steps between events that carry the loss"
+    )
+    layout: LayoutText = Field(default=Layout(), description="nodes x GPUs; --layout overrides it")
+    preflight: bool = Field(default=True, description="check the machine before training")
+    max_restarts: NonNegativeInt = Field(
+        default=0, description="restarts of all ranks when one dies"
+    )
+    timeout: DurationText = Field(
+        default=Duration(1800),
+        description="how long a rank waits for the others before it gives up",
+    )
+    stall_timeout: DurationText | None = Field(
+        default=None,
+        description="end the run after this long without a step; --idle-timeout overrides it",
+    )
+    slurm: Slurm = Field(default=Slurm(), description="what sbatch is asked for; null: nothing is")
+    env: dict[EnvName, EnvText] = Field(
+        default=BUILT_IN["env"], description="environment variables of every rank"
+    )
+
+    @property
+    def argv(self) -> list[str]:
+        """The command's arguments; empty for a task."""
+        return shlex.split(self.command or "")
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Every key that applies to this kind of job, as plain values."""
+        values = self.model_dump(mode="json")
+        if self.command is None:
+            unused = {"command", *COMMAND_ONLY}
+        else:
+            unused = {"task", *TASK_ONLY}
+            values["data"] = {"stage": self.data.stage}
+        return {key: value for key, value in values.items() if key not in unused}
+
+    def to_yaml(self) -> str:
+        """The job as resolved, with every default: `load_job` reads the same job back."""
+        return yaml.dump(
+            self.to_mapping(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100
+        )
+
+    def differences(self, other: Job) -> list[Difference]:
+        """Where the other job is not the same, key by key."""
+        ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
+        grows = self.batch_size_per_rank is not None and self.layout.ranks != other.layout.ranks
+        mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
+        return [
+            Difference(key, ours.get(key), theirs.get(key), key.partition(".")[0] in mathematics)
+            for key in dict.fromkeys([*ours, *theirs])
+            if ours.get(key) != theirs.get(key)
+        ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value != {}:
+            yield prefix + key, value
+
+
+@cache
+def json_schema() -> dict[str, Any]:
+    """The job file's schema, for editors. Do not change it: it is shared."""
+    schema = Job.model_json_schema()
+    for model in (Job, Optimizer, Data, Checkpoint, Slurm, Compress):
+        defaults = model.model_construct().model_dump(mode="json")
+        part = schema if model is Job else schema["$defs"][model.__name__]
+        for key, value in part["properties"].items():
+            value.pop("title", None)  # the key's name again
+            if "default" in value:
+                value["default"] = defaults[key]  # as written, where pydantic shows the object
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def load_job(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    earlier: Sequence[str] = (),
+    command: Sequence[str] | None = None,
+    layout: str | None = None,
+    resolved: bool = False,
+) -> Job:
+    """A job from its file (None: the bundled one, or `command` alone) and the command line.
+
+    `earlier`: overrides that the run was started with, below those that are typed now.
+
+    `resolved`: a file out of a run folder. It has every default, so the task is not looked for.
+    Raises AllranksError that lists all that is wrong.
+    """
+    layers = [] if path is None else [read_file(path, resolved=resolved)]
+    layers += [read_overrides(earlier), read_overrides(overrides)]
+    if command is not None:
+        if not command:
+            raise AllranksError("there is no command after --", fix="write -- python train.py")
+        place = Place("the command after --")
+        layers.append(Layer({"command": list(command)}, {("command",): place}))
+    if layout is not None:
+        layers.append(Layer({"layout": layout}, {("layout",): Place(f"--layout {layout}")}))
+    return _resolve(layers, resolved)
+
+
+def parse_job(values: Mapping[str, Any], *, resolved: bool = False) -> Job:
+    """A job from plain values, checked and completed like a file's."""
+    return _resolve([Layer(dict(values))], resolved)
+
+
+def _resolve(layers: Sequence[Layer], resolved: bool) -> Job:
+    said = merge(layers, SECTIONS)
+    problems = [problem for layer in layers for problem in _pair_problems(layer)]
+    below = [Layer(BUILT_IN)]
+    option_names = None
+    if said.values.get("command") is not None and said.values.get("task") is not None:
+        where = said.place(("task",)).text
+        what = f"a job has a task or a command, but task is given too ({where})"
+        # Alone: which other keys fit depends on which of the two it is.
+        raise error_of([Problem(said.place(("command",)), what, "remove the task, or the command")])
+    if said.values.get("command") is None:
+        below.append(Layer(BUILT_IN_TASK))
+        if said.values.get("task") is None:
+            said.values["task"] = DEFAULT_TASK
+        task = said.values["task"]
+        if isinstance(task, str) and not resolved:
+            try:
+                source = find_task(task)
+            except AllranksError as error:
+                place = said.place(("task",))
+                problems.append(Problem(place, f"task: {error.what}", error.fix))
+            else:
+                origin = Place(f"defaults of {source.path}")
+                below.append(Layer(source.defaults, {(key,): origin for key in source.defaults}))
+                option_names = source.options
+    merged = merge([] if resolved else below, SECTIONS)
+    merged = merge([merged, *layers, Layer({"task": said.values.get("task")})], SECTIONS)
+    problems += _rule_problems(merged)
+    problems += _option_problems(merged, option_names)
+    values = merged.values
+    if values.get("name") is None:
+        values["name"] = _default_name(values)
+    try:
+        job = Job.model_validate(values)
+    except ValidationError as error:
+        problems += problems_of(error, json_schema(), merged)
+    if problems:
+        raise error_of(problems)
+    return job
+
+
+def _pair_problems(layer: Layer) -> Iterator[Problem]:
+    """Both of an exclusive pair in one layer: in two, the higher one would win."""
+    for pair in EXCLUSIVE:
+        if all(layer.values.get(key) is not None for key in pair):
+            what = f"{pair[0]} and {pair[1]} are both given"
+            yield Problem(layer.place(pair[1:]), what, f"remove {pair[0]} or {pair[1]}")
+
+
+def _rule_problems(layer: Layer) -> Iterator[Problem]:
+    """What no single key can tell. Keys that do not apply are removed, to be reported once."""
+    values = layer.values
+    is_command = values.get("command") is not None
+    unfit = [*(TASK_ONLY if is_command else COMMAND_ONLY)]
+    for key in [key for key in unfit if key in values]:
+        if values.pop(key) in (None, []):
+            continue
+        why = (
+            "a command decides that itself" if is_command else "it is for a command, not for a task"
+        )
+        yield Problem(layer.place((key,)), f"{key}: {why}", f"remove {key}")
+    if is_command:
+        yield from _command_problems(layer)
+        return
+    for pair in EXCLUSIVE:
+        if all(values.get(key) is None for key in pair):
+            what = f"{pair[0]} and {pair[1]} are both null"
+            yield Problem(layer.place(pair[:1]), what, f"give {pair[0]} or {pair[1]}")
+    scaling = values.get("lr_scaling")
+    if scaling in ("linear", "sqrt") and values.get("batch_size") is not None:
+        yield Problem(
+            layer.place(("lr_scaling",)),
+            f"lr_scaling: {scaling} has no meaning with batch_size, which no layout changes",
+            "write batch_size_per_rank in place of batch_size, or lr_scaling: none",
+        )
+
+
+def _command_problems(layer: Layer) -> Iterator[Problem]:
+    values = layer.values
+    data = values.get("data")
+    data = data if isinstance(data, dict) else {}
+    for key in [key for key in data if key != "stage"]:
+        if key in Data.model_fields:
+            del data[key]
+            place = layer.place(("data", key))
+            yield Problem(
+                place, f"data.{key}: a command loads its data itself", f"remove data.{key}"
+            )
+    if values.get("stall_timeout") is not None and values.get("launcher") == "srun":
+        yield Problem(
+            layer.place(("stall_timeout",)),
+            "stall_timeout: with launcher srun nobody is beside the ranks to end them",
+            "write launcher: torchrun, or remove stall_timeout",
+        )
+    if "{last}" in str(values.get("resume")) and values.get("last") is None:
+        place = layer.place(("resume",))
+        yield Problem(place, "resume: {last} is not given", "write last: PATH of the checkpoint")
+
+
+def _option_problems(layer: Layer, names: Sequence[str] | None) -> Iterator[Problem]:
+    options = layer.values.get("options")
+    if names is None or not isinstance(options, dict):
+        return
+    known = [f"options.{name}" for name in names]
+    for key in options:
+        if key not in names:
+            path = ("options", key)
+            yield unknown_key(path, known, layer.place(path))
+
+
+def _default_name(values: Mapping[str, Any]) -> str:
+    """The task's class or the script's file, as far as it can stand in a folder's name."""
+    command = values.get("command")
+    if command is None:
+        name = re.split(r"[.:]", str(values["task"]))[-1].lower()
+    else:
+        words = command if isinstance(command, list) else str(command).split()
+        scripts = [word for word in words if str(word).endswith((".py", ".sh"))]
+        modules = [word for flag, word in pairwise(words) if flag == "-m"]
+        chosen = str([*scripts, *modules, *words, "command"][0])
+        name = PurePath(chosen).stem if scripts or not modules else chosen.rpartition(".")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "job"

@@ -1,1 +1,0 @@
-"""What clusters and machines have: gathered, counted, shown."""

@@ -1,0 +1,1 @@
+"""What this machine has: CPUs, GPUs, network, disks, processes, prices."""

@@ -1,0 +1,253 @@
+"""The GPUs of this machine through NVML, and where they stand in the catalogue. No torch."""
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.machine.gpu_catalogue import CATALOGUE, GPU
+
+# pynvml takes 25 ms to import: look for a driver (Linux, WSL) before paying that.
+DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
+MEMORY_TOLERANCE = 0.12  # between a board's memory as sold and as NVML or a site's SLURM says it
+READ = 0  # pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake, which NVML does not take
+LINKS = ("NVLink", "PCIe", "PCIe across sockets", "unknown")  # from the strongest to the weakest
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGPU:
+    """One GPU that this process may use; its place in `local_gpus()` is the local rank's."""
+
+    index: int  # nvidia-smi's
+    uuid: str
+    name: str
+    memory_bytes: int  # 0 where the GPU has no memory of its own (it shares the host's)
+    compute_capability: str  # "9.0"
+    catalogue: GPU | None
+
+
+def plain_name(name: str) -> str:
+    """A name of NVML or of a SLURM gres as the catalogue's patterns expect it.
+
+    'NVIDIA A100-SXM4-80GB' and 'nvidia_a100-sxm4-80gb' are both 'a100 sxm4 80gb'.
+    """
+    words = re.split(r"[\s_-]+", name.strip().lower())
+    vendors = ("nvidia", "tesla", "geforce", "amd", "instinct")
+    return " ".join(itertools.dropwhile(lambda word: word in vendors, words))
+
+
+def find_gpu(name: str, memory_bytes: int | None = None) -> GPU | None:
+    """The catalogue's row for a name of NVML or SLURM, or None: a MIG slice, an unknown board.
+
+    A name that fits several boards (a100: 40 or 80 GB) is settled by `memory_bytes`. Without it
+    the one with the least memory is taken, then the SXM module: plans made with it err on the
+    safe side of running out of memory.
+    """
+    plain = plain_name(name)
+    found = [gpu for gpu in CATALOGUE if re.fullmatch(gpu.pattern, plain)]
+    if memory_bytes is None:
+        return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
+
+    def misfit(gpu: GPU) -> float:
+        return abs(memory_bytes / gpu.memory_bytes - 1)
+
+    best = min(found, key=misfit, default=None)
+    return best if best is not None and misfit(best) <= MEMORY_TOLERANCE else None
+
+
+def visible_devices(value: str | None, uuids: Sequence[str]) -> list[int | str] | None:
+    """What CUDA_VISIBLE_DEVICES selects: places in `uuids`, or the UUID of a MIG slice.
+
+    As in CUDA: None (not set) is everything, the first wrong entry ends the list, and a UUID may
+    be cut short as long as it stays unique.
+    """
+    if value is None:
+        return None
+    chosen: list[int | str] = []
+    for entry in (text.strip() for text in value.split(",")):
+        if entry.startswith("MIG-"):
+            place: int | str = entry
+        elif entry.startswith("GPU-"):
+            matches = [i for i, uuid in enumerate(uuids) if uuid.startswith(entry)]
+            if len(matches) != 1:
+                break
+            place = matches[0]
+        elif entry.isdecimal() and int(entry) < len(uuids):
+            place = int(entry)
+        else:
+            break
+        if place in chosen:
+            break
+        chosen.append(place)
+    return chosen
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """The pynvml module while NVML is up, or None without module, driver or GPU.
+
+    May be nested at no cost: NVML counts its users.
+    """
+    if "pynvml" not in sys.modules and not any(map(os.path.exists, DRIVER_FILES)):
+        yield None
+        return
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def local_gpus() -> list[LocalGPU]:
+    """The NVIDIA GPUs that CUDA would show this process; empty without any, or if NVML fails.
+
+    Numbers in CUDA_VISIBLE_DEVICES are read in NVML's order, that of the PCI bus. CUDA's own
+    default is CUDA_DEVICE_ORDER=FASTEST_FIRST, which differs only where the GPUs of a machine do.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with nvml() as pynvml:
+        if pynvml is None:
+            return []
+        try:
+            handles = [
+                pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
+            ]
+            uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            chosen = visible_devices(visible, uuids)
+            if chosen is not None:
+                handles = [
+                    pynvml.nvmlDeviceGetHandleByUUID(place)
+                    if isinstance(place, str)
+                    else handles[place]
+                    for place in chosen
+                ]
+            return [_describe(pynvml, handle) for handle in handles]
+        except pynvml.NVMLError:
+            return []
+
+
+def gpu_link(gpus: Sequence[LocalGPU]) -> str:
+    """The weakest link between any two of these GPUs of this machine, in words for a banner.
+
+    One of `LINKS`, or 'none' for fewer than two GPUs; 'unknown' where NVML does not say.
+    """
+    if len(gpus) < 2:
+        return "none"
+    with nvml() as pynvml:
+        if pynvml is None:
+            return "unknown"
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+        except pynvml.NVMLError:
+            return "unknown"
+        pairs = itertools.combinations(handles, 2)
+        return max((_link(pynvml, a, b) for a, b in pairs), key=LINKS.index)
+
+
+def peer_access(gpus: Sequence[LocalGPU]) -> bool | None:
+    """Whether any of these GPUs can read another's memory; None of one, or if NVML does not say."""
+    if len(gpus) < 2 or any(gpu.uuid.startswith("MIG-") for gpu in gpus):
+        return None
+    with nvml() as pynvml:
+        if pynvml is None:
+            return None
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+            states = {_reads(pynvml, a, b) for a, b in itertools.combinations(handles, 2)}
+        except pynvml.NVMLError:
+            return None
+    if True in states:
+        return True
+    return None if None in states else False
+
+
+def _reads(pynvml: Any, a: Any, b: Any) -> bool | None:
+    """Whether two GPUs can read each other's memory; None if NVML does not know."""
+    known = {
+        pynvml.NVML_P2P_STATUS_OK: True,
+        pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: False,
+        pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: False,
+        pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: False,
+    }
+    return known.get(pynvml.nvmlDeviceGetP2PStatus(a, b, READ))
+
+
+def driver_versions() -> dict[str, str | None]:
+    """The NVIDIA driver, and the newest CUDA it runs; None without one."""
+    with nvml() as pynvml:
+        if pynvml is None:
+            return {"driver": None, "cuda_driver": None}
+        try:
+            cuda = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040 is 12.4
+            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError:
+            return {"driver": None, "cuda_driver": None}
+        return {"driver": driver, "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}"}
+
+
+def _describe(pynvml: Any, handle: Any) -> LocalGPU:
+    uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    board = handle  # a MIG slice has neither an index nor a capability of its own
+    if uuid.startswith("MIG-"):
+        board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(board)
+    try:
+        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:
+        memory_bytes = 0
+    return LocalGPU(
+        index=pynvml.nvmlDeviceGetIndex(board),
+        uuid=uuid,
+        name=name,
+        memory_bytes=memory_bytes,
+        compute_capability=f"{major}.{minor}",
+        catalogue=find_gpu(name, memory_bytes or None) if board is handle else None,
+    )
+
+
+def _link(pynvml: Any, a: Any, b: Any) -> str:
+    if _nvlinked(pynvml, a, b):
+        return "NVLink"
+    try:
+        ancestor = pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b)
+    except pynvml.NVMLError:
+        return "unknown"
+    return "PCIe across sockets" if ancestor >= pynvml.NVML_TOPOLOGY_SYSTEM else "PCIe"
+
+
+def _nvlinked(pynvml: Any, a: Any, b: Any) -> bool:
+    try:  # right for direct links, bridges and NVSwitch alike
+        status = pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == pynvml.NVML_P2P_STATUS_OK)
+    except pynvml.NVMLError:  # virtual machines may hide it: a switch joins all it is linked to
+        return all(_reaches_switch(pynvml, handle) for handle in (a, b))
+
+
+def _reaches_switch(pynvml: Any, handle: Any) -> bool:
+    try:
+        return bool(
+            pynvml.nvmlDeviceGetNvLinkState(handle, 0)
+            and pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, 0)
+            == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+        )
+    except pynvml.NVMLError:
+        return False
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value  # before 11.5

@@ -1,0 +1,143 @@
+"""What an hour of a GPU costs: list prices with their source and date, and the user's own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from allranks.errors import AllranksError
+from allranks.machine.gpus import find_gpu, plain_name
+
+EXAMPLE = "h100=2.5"
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """US dollars for one GPU (or CPU rank) and hour."""
+
+    gpu: str
+    usd_per_hour: float
+    source: str
+    date: str | None  # when it was read there; None where nobody says
+
+
+_LAMBDA = "Lambda on demand, https://lambda.ai/instances"
+_RUNPOD = "RunPod secure cloud, https://www.runpod.io/pricing"
+_SKYPILOT = "https://github.com/skypilot-org/skypilot-catalog"
+_RUNPOD_LISTED = f"RunPod secure cloud, as listed in {_SKYPILOT}"
+_AWS = "on demand in us-east-1, as listed in " + _SKYPILOT
+
+# On demand, without tax, one GPU of the largest instance on offer. Boards are named as in
+# gpu_catalogue.py; one that is missing here has no public list price that we have seen.
+LIST_PRICES: tuple[Price, ...] = (
+    Price("V100 SXM2 16GB", 0.79, _LAMBDA, "2026-09-20"),
+    Price("V100 SXM2 32GB", 3.9015, f"AWS p3dn.24xlarge {_AWS}", "2026-08-22"),
+    Price("T4", 0.526, f"AWS g4dn.xlarge {_AWS}", "2026-08-22"),
+    Price("A10", 1.29, _LAMBDA, "2026-09-20"),
+    Price("A10G", 1.006, f"AWS g5.xlarge {_AWS}", "2026-08-22"),
+    Price("A40", 0.44, _RUNPOD_LISTED, "2026-08-22"),
+    Price("A100 SXM4 40GB", 1.99, _LAMBDA, "2026-09-20"),
+    Price("A100 SXM4 80GB", 2.79, _LAMBDA, "2026-09-20"),
+    Price("A100 PCIe 80GB", 1.79, _RUNPOD, "2026-11-09"),
+    Price("RTX A6000", 1.09, _LAMBDA, "2026-09-20"),
+    Price("RTX 3090", 0.50, _RUNPOD_LISTED, "2026-08-22"),
+    Price("RTX 4090", 0.74, _RUNPOD_LISTED, "2026-08-22"),
+    Price("RTX 5090", 0.99, _RUNPOD_LISTED, "2026-08-22"),
+    Price("RTX 6000 Ada", 0.84, _RUNPOD_LISTED, "2026-08-22"),
+    Price("L4", 0.49, _RUNPOD_LISTED, "2026-08-22"),
+    Price("L40", 0.82, _RUNPOD_LISTED, "2026-08-22"),
+    Price("L40S", 0.99, _RUNPOD_LISTED, "2026-08-22"),
+    Price("H100 SXM5", 3.99, _LAMBDA, "2026-09-20"),
+    Price("H100 PCIe", 3.29, _LAMBDA, "2026-09-20"),
+    Price("H100 NVL", 3.19, _RUNPOD, "2026-11-09"),
+    Price("H200 SXM5", 4.59, _RUNPOD_LISTED, "2026-08-22"),
+    Price("B200", 6.69, _LAMBDA, "2026-09-20"),
+    Price("MI300X", 2.39, _RUNPOD_LISTED, "2026-08-22"),
+)
+
+
+def find_price(
+    name: str, memory_bytes: int | None = None, own: Sequence[Price] = ()
+) -> Price | None:
+    """The price of a GPU by the name that NVML gives it, or of `CPU`; None where none is known.
+
+    `own` prices, of the user, come first; of several that fit, the one that says most.
+    """
+    gpu = find_gpu(name, memory_bytes)
+    fitting = [price for price in own if _fits(price.gpu, name, gpu.name if gpu else "")]
+    if fitting:
+        return max(fitting, key=lambda price: len(_words(price.gpu)))
+    return next((price for price in LIST_PRICES if gpu and price.gpu == gpu.name), None)
+
+
+def _fits(key: str, name: str, catalogue_name: str) -> bool:
+    """Whether every word of a user's key (`h100`, `a100 80gb`) is one of the GPU's name."""
+    wanted, known = _words(key), _words(name) | _words(catalogue_name)
+    # A slice of a GPU is not the whole of it.
+    return bool(wanted) and wanted <= known and ("mig" in known) == ("mig" in wanted)
+
+
+def _words(name: str) -> set[str]:
+    return set(plain_name(name).split())
+
+
+def parse_price(text: str) -> Price:
+    """A price as typed: `h100=2.5`."""
+    gpu, equals, amount = text.partition("=")
+    if not equals or not gpu.strip():
+        raise AllranksError(f"--price {text} is not GPU=DOLLARS", fix=f"write --price {EXAMPLE}")
+    return Price(gpu.strip(), _dollars(amount, f"--price {text}"), "--price", None)
+
+
+def read_prices(path: Path) -> list[Price]:
+    """Prices from a YAML file: `h100: 2.5`, or `h100: {usd_per_hour: 2.5, source: …, date: …}`."""
+    fix = 'write a line for each GPU, such as "h100: 2.5"'
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise AllranksError(
+            f"cannot read {path}: {error.strerror}", fix="name a YAML file after --prices"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = str(error).splitlines()[0]
+        raise AllranksError(f"{path} is not YAML: {where}", fix=fix) from None
+    if not isinstance(content, Mapping):
+        raise AllranksError(f"{path} has no prices", fix=fix)
+    return [_from_file(str(gpu), value, path) for gpu, value in content.items()]
+
+
+def _from_file(gpu: str, value: Any, path: Path) -> Price:
+    where = f"{path}: {gpu}"
+    if not isinstance(value, Mapping):
+        return Price(gpu, _dollars(value, where), str(path), None)
+    unknown = sorted(set(map(str, value)) - {"usd_per_hour", "source", "date"})
+    if unknown or "usd_per_hour" not in value:
+        what = f"unknown key {unknown[0]}" if unknown else "usd_per_hour is missing"
+        raise AllranksError(
+            f"{where}: {what}",
+            fix=f"write {gpu}: {{usd_per_hour: 2.5, source: my cloud, date: 2026-11-15}}",
+        )
+    date = value.get("date")
+    source = str(value.get("source", path))
+    return Price(
+        gpu, _dollars(value["usd_per_hour"], where), source, None if date is None else str(date)
+    )
+
+
+def _dollars(value: Any, where: str) -> float:
+    text = re.sub(r"^\$", "", str(value).strip())
+    try:
+        dollars = float(text)
+    except ValueError:
+        dollars = math.nan
+    if not (math.isfinite(dollars) and dollars >= 0) or isinstance(value, bool):
+        raise AllranksError(
+            f"{where}: {value} is not a price in dollars per hour", fix=f"write {EXAMPLE}"
+        )
+    return dollars

@@ -1,0 +1,115 @@
+"""What the ranks of a run read, by the fingerprints of early batches, and what is odd in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing
+
+MAX_EVENTS = 4000  # of a rank: the first batches and steps
+FEWEST_BATCHES = 2  # that must be alike before it is no chance
+UNEVEN = 0.02  # of the samples of a step
+LEAST_EXCHANGED = 1e-5  # of a step
+APART = "no exchange between its ranks was seen"
+
+Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
+
+
+def first_events(run: RunDir, attempt: int, rank: int) -> list[dict[str, Any]]:
+    return [*itertools.islice(read_events(run.events(attempt, rank)), MAX_EVENTS)]
+
+
+def fingerprints(events: Sequence[Mapping[str, Any]]) -> Fingerprints:
+    """Of the loader that is trained on; of several that cannot be told apart, none."""
+    seen = [e for e in events if e["event"] == "batch" and e.get("trained", True)]
+    loader = min((e["loader"] for e in seen if "loader" in e), default=None)
+    found: Fingerprints = {}
+    for event in seen:
+        if event.get("loader") == loader:
+            key = (int(event["epoch"]), int(event["batch"]))
+            if key in found:
+                return {}
+            found[key] = dict(event)
+    return found
+
+
+def same_samples(seen: Mapping[int, Fingerprints]) -> list[int]:
+    """The ranks that begin with the same batches, if any do."""
+    by_content: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for rank, prints in seen.items():
+        first = [prints.get((1, batch), {}).get("content") for batch in range(FEWEST_BATCHES)]
+        if all(value is not None for value in first) and len(set(first)) == len(first):
+            by_content[tuple(first)].append(rank)
+    return next((ranks for ranks in by_content.values() if len(ranks) > 1), [])
+
+
+def same_order(seen: Mapping[int, Fingerprints]) -> bool:
+    """Both epochs alike on every rank of several, and not from the first sample to the last."""
+    alike = []
+    for prints in seen.values():
+        pairs = [
+            (prints[1, batch], prints[2, batch])
+            for batch in range(64)
+            if (1, batch) in prints and (2, batch) in prints
+        ]
+        same = [
+            one
+            for one, other in pairs
+            if one.get("indices") is not None and one["indices"] == other.get("indices")
+        ]
+        shuffled = any(one.get("sorted") is False for one in same)
+        alike.append(len(pairs) >= FEWEST_BATCHES and len(same) == len(pairs) and shuffled)
+    return len(alike) > 1 and all(alike)
+
+
+def samples_by_rank(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+    """Samples of a step, in the mean of the steps that all ranks have made."""
+    steps = {
+        rank: {e["step"]: e["samples"] for e in those if e["event"] == "step" and "samples" in e}
+        for rank, those in events.items()
+    }
+    common = set.intersection(*map(set, steps.values())) if steps else set()
+    if not common:
+        return {}
+    return {rank: sum(of[step] for step in common) / len(common) for rank, of in steps.items()}
+
+
+def exchanges(timing: Timing) -> bool:
+    """Whether its ranks were seen to wait for each other at all."""
+    if timing.ranks < 2 or timing.parts is None:
+        return True
+    return timing.parts["comm"] + timing.parts["straggler"] > LEAST_EXCHANGED * timing.step_seconds
+
+
+def remarks(run: RunDir, timing: Timing | None) -> list[str]:
+    """What makes a run's pace another one than that of a training by all ranks together."""
+    attempts = run.attempts()
+    if not attempts or timing is None or timing.ranks < 2:
+        return []
+    events = {rank: first_events(run, attempts[-1], rank) for rank in run.ranks(attempts[-1])}
+    seen = {rank: fingerprints(those) for rank, those in events.items()}
+    found = []
+    if not exchanges(timing):
+        found.append(
+            f"{APART}: if each trains for itself, their speeds only add up (init_process_group and "
+            "DistributedDataParallel join them)"
+        )
+    if alike := same_samples(seen):
+        ranks = ", ".join(map(str, alike[:8])) + (" …" if len(alike) > 8 else "")
+        found.append(f"ranks {ranks} read the same samples: give the loader a DistributedSampler")
+    if same_order(seen):
+        found.append("every epoch has the same order: call sampler.set_epoch(epoch)")
+    samples = samples_by_rank(events)
+    if samples:
+        least, most = (choose(samples, key=lambda rank: samples[rank]) for choose in (min, max))
+        if samples[most] - samples[least] > UNEVEN * samples[most]:
+            found.append(
+                f"rank {most} trains on {samples[most]:,.1f} samples a step, rank {least} on "
+                f"{samples[least]:,.1f}"
+            )
+    return found

@@ -1,0 +1,262 @@
+"""Committed checkpoints: which there are and whether they are whole. No torch.
+
+A checkpoint is written into a hidden folder, its files are synced and checksummed, and one rename
+makes it `checkpoints/step-N`: it is there whole, or not at all. `checkpoint.json` in it says
+everything but the tensors.
+
+A process that lost the run to a newer attempt may be suspended, and wake up, between any two lines
+of this file. What it writes has names of its own, and what it would replace or delete is first
+renamed, then put back if the run has a newer holder by then: nothing of the newer one is ever lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.run import claims, files
+from allranks.run.events import to_json
+
+MANIFEST = "checkpoint.json"
+VERSION = 2  # of the manifest; version 1 had no checksum of its own, and is still read
+CHUNK_BYTES = 1 << 22
+
+
+class NewerVersionError(ValueError):
+    """A manifest that a newer allranks has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One committed checkpoint."""
+
+    path: Path
+    step: int
+
+    def manifest(self) -> dict[str, Any]:
+        """The content of `checkpoint.json`; raises ValueError if it is not as it was written."""
+        try:
+            read = json.loads(files.read_bytes(self.path / MANIFEST))
+            content = read if isinstance(read, dict) else {}
+            expected = with_checksum(content)["crc32"]
+        except OSError as error:
+            raise ValueError(f"{MANIFEST}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise ValueError(f"{MANIFEST} is not JSON") from None
+        version = content.get("v")
+        if version not in (1, VERSION):
+            known = f"this allranks knows versions 1 to {VERSION}"
+            is_later = isinstance(version, int) and version > VERSION
+            kind = NewerVersionError if is_later else ValueError
+            raise kind(f"{MANIFEST} is of version {version}: {known}")
+        if content.get("crc32", expected if version == 1 else None) != expected:
+            raise ValueError(f"{MANIFEST} does not have the checksum that it was written with")
+        if not isinstance(content.get("files"), dict) or not content["files"]:
+            raise ValueError(f"{MANIFEST} lists no files")
+        return content
+
+    def is_of_a_newer_allranks(self) -> bool:
+        """Whether it may be whole, but too new for us to read."""
+        try:
+            self.manifest()
+        except NewerVersionError:
+            return True
+        except ValueError:
+            pass
+        return False
+
+    def damage(self) -> str | None:
+        """What is wrong with it, or None. Reads every byte."""
+        try:
+            manifest = self.manifest()
+            if self.path.name != f"step-{manifest['step']}":
+                return f"{MANIFEST} is of step {manifest['step']}"
+            for name, expected in manifest["files"].items():
+                path = self.path / name
+                if path.name != name or (path.exists() and not path.is_file()):
+                    return f"{name} is not a file of it"
+                num_bytes = path.stat().st_size
+                if num_bytes != expected["bytes"]:
+                    return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
+                if checksum(path) != expected["crc32"]:
+                    return f"{name} does not have the checksum that it was written with"
+        except OSError as error:
+            return f"{Path(error.filename or '').name}: {error.strerror}"
+        except (ValueError, KeyError, TypeError) as error:
+            return str(error) or f"{MANIFEST} is incomplete"
+        return None
+
+
+def commits(folder: Path) -> list[Commit]:
+    """All committed checkpoints in `folder`, newest first."""
+    found = [
+        Commit(path=path, step=int(match[1]))
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := re.fullmatch(r"step-([0-9]+)", path.name))
+    ]
+    return sorted(found, key=lambda commit: -commit.step)
+
+
+def _in_order_of_use(folder: Path) -> list[Commit]:
+    """All committed checkpoints, that of the run's newest holder first, whatever its step.
+
+    An older holder may have committed a higher step after it lost the run.
+    """
+
+    def holder(commit: Commit) -> float:
+        try:
+            claim = commit.manifest().get("claim")
+        except ValueError:
+            return math.inf  # unusable, whoever wrote it, and to be reported
+        return claim if isinstance(claim, int) else -1
+
+    return sorted(commits(folder), key=holder, reverse=True)  # and by step: sorting is stable
+
+
+def newest_whole(folder: Path) -> tuple[Commit | None, list[str]]:
+    """The newest undamaged checkpoint, and a line about each damaged one that is newer."""
+    damaged: list[str] = []
+    for commit in _in_order_of_use(folder):
+        problem = commit.damage()
+        if problem is None:
+            return commit, damaged
+        damaged.append(f"{commit.path.name} is damaged: {problem}")
+    return None, damaged
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file: it guards against torn and rotten bytes, not against forgery."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return f"{value:08x}"
+
+
+def with_checksum(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the CRC-32 of all else that it says, however it is laid out."""
+    content = json.loads(to_json(manifest))  # as it will be read
+    content.pop("crc32", None)
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "crc32": f"{zlib.crc32(text.encode()):08x}"}
+
+
+def writing_folder(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is committed.
+
+    Each holder of a run has its own: one that lost the run, and wakes up, must not touch another's.
+    """
+    return folder / f".step-{step}.{_name(claims.own())}.writing"
+
+
+def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:
+    """Sync a written file to disk; its entry for the manifest (`crc32`: if known already)."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    value = checksum(path) if crc32 is None else f"{crc32:08x}"
+    return {"bytes": path.stat().st_size, "crc32": value}
+
+
+def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -> Commit:
+    """Make the written checkpoint of `step` the newest one, and drop those beyond `keep`.
+
+    Raises if the run has a newer holder. None of a later step is dropped: only a holder that was
+    taken for lost can have left one, and the next attempt sorts them out.
+    """
+    claim, writing, final = claims.own(), writing_folder(folder, step), folder / f"step-{step}"
+    content = with_checksum({**manifest, "v": VERSION, "claim": claim})
+    with (writing / MANIFEST).open("w") as file:
+        file.write(to_json(content, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(writing)
+    _check(folder, claim)  # after syncing, which may take minutes
+    try:
+        writing.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _check(folder, claim)
+        _drop(final, claim)  # of an older holder, which went on after it had lost the run
+        writing.rename(final)
+    _sync_folder(folder)
+    _check(folder, claim)
+    older = [old for old in commits(folder) if old.step < step and not old.is_of_a_newer_allranks()]
+    for old in reversed(older[max(keep, 1) - 1 :]):
+        _drop(old.path, claim)
+    return Commit(path=final, step=step)
+
+
+def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
+    """Remove what killed attempts left half written or half deleted.
+
+    Also the damaged checkpoints that are newer than the `chosen` one, from which the holder of
+    `claim` goes on: it says so once, and they do not take the place of good ones. One that a newer
+    allranks has written stays.
+    """
+    for path in folder.glob(".step-*"):
+        match = re.match(r"\.step-[0-9]+\.([0-9]+)\.", path.name)
+        is_old = claim is None or match is None or int(match[1]) <= claim
+        if is_old and not _put_back(path):
+            shutil.rmtree(path, ignore_errors=True)
+    for commit in _in_order_of_use(folder) if chosen else []:
+        if commit.path.name == chosen:
+            break
+        if commit.damage() is not None and not commit.is_of_a_newer_allranks():
+            _drop(commit.path, claim)
+
+
+def _put_back(path: Path) -> bool:
+    """Give its name back to a checkpoint that an older holder renamed before it was killed."""
+    match = re.fullmatch(r"\.(step-[0-9]+)\.([0-9]+)\.[0-9a-f]+\.deleting", path.name)
+    if match is None or path.with_name(match[1]).exists():
+        return False
+    with suppress(OSError, ValueError):
+        claim = Commit(path, 0).manifest().get("claim")
+        if isinstance(claim, int) and claim > int(match[2]):
+            path.rename(path.with_name(match[1]))
+            return True
+    return False
+
+
+def _drop(path: Path, claim: int | None) -> None:
+    """Delete a checkpoint, or raise and leave it if the run has a newer holder than `claim`."""
+    # Renamed first: a deletion that is interrupted must not leave a torn checkpoint behind.
+    doomed = path.with_name(f".{path.name}.{_name(claim)}.{secrets.token_hex(4)}.deleting")
+    path.rename(doomed)
+    try:
+        _check(path.parent, claim)
+    except BaseException:
+        with suppress(OSError):  # the newer holder has made one of this name meanwhile
+            doomed.rename(path)
+        raise
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _check(folder: Path, claim: int | None) -> None:
+    """Raise if the run of these checkpoints has a newer holder than `claim`."""
+    if claim is not None:
+        claims.check(folder.parent / "claims", claim)
+
+
+def _name(claim: int | None) -> str:
+    return "own" if claim is None else str(claim)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

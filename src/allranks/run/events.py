@@ -1,0 +1,345 @@
+"""A rank's events: append-only JSON lines, written by one process, readable while it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+from allranks.errors import disk_error
+from allranks.run import files
+
+SCHEMA_VERSION = 1
+FLUSH_SECONDS = 0.5
+MAX_LINE_BYTES = 1 << 20  # of an event: its longest tracebacks are a hundredth of it
+
+
+def _encoder() -> Callable[[Mapping[str, Any]], str]:
+    """JSON on one line. json.dumps makes a new encoder for every value: longer than its work."""
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return encoder.encode
+    # Arguments: markers, default, string encoder, indent, separators, sort, skip, allow_nan.
+    text = json.encoder.encode_basestring_ascii
+    chunks = make(None, encoder.default, text, None, ":", ",", False, False, False)
+    return lambda value: "".join(chunks(value, 0))
+
+
+_encode = _encoder()
+
+
+class Late(Protocol):
+    """A `loss` that is still being computed or reduced when its event is recorded."""
+
+    def ready(self) -> bool: ...
+    def value(self) -> float | None: ...
+
+
+class LateFields(Protocol):
+    """The `phases` of a step that a device may still be at: further fields of its event."""
+
+    def ready(self) -> bool: ...
+    def text(self) -> str: ...  # as JSON, without braces
+
+
+WhatIsLate = Literal["hold", "wait", "drop"]  # hold back, wait for, or write without it
+
+
+class EventLog:
+    """Buffers events and writes them twice a second from a thread of its own.
+
+    Recording an event costs one append: formatting and the file are off the training path. An
+    event with a `Late` value holds back itself and those behind it until the value is there.
+    `more` is asked for further lines whenever any are written.
+    """
+
+    def __init__(
+        self, path: Path, more: Callable[[WhatIsLate], Iterable[str]] | None = None
+    ) -> None:
+        self.path = path
+        self._more = more
+        self.error: OSError | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._buffer: list[dict[str, Any]] = []
+        # For events that have their `v`, `t` and `event`: cheaper than `write`.
+        self.append = self._buffer.append
+        self._unwritten = b""
+        self._writing = threading.Lock()
+        self._closing = threading.Event()
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Record one event. Cheap; raises nothing."""
+        self._buffer.append({"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields})
+
+    def pause(self, paused: bool) -> None:
+        """Whether the thread is to leave the device alone; returns when it does."""
+        with self._writing:
+            self._paused = paused
+
+    def write_past(self, event: str, **fields: Any) -> None:
+        """Write one event now, past those that are held back: it tells that the rank lives."""
+        record = {"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields}
+        with self._writing:
+            self._unwritten += format_event(record).encode()
+            self._write()
+
+    def flush(self, late: WhatIsLate = "hold", *, last_step: float = math.inf) -> None:
+        """Write what is there, up to `last_step`."""
+        with self._writing:
+            lines = [] if self._more is None else [*self._more(late)]
+            count = 0
+            for event in self._buffer:
+                if event.get("step", 0) > last_step:
+                    break
+                loss: Any = event.get("loss")
+                is_late = hasattr(loss, "ready")
+                phases: LateFields | None = event.get("phases")
+                if late == "hold" and (
+                    (is_late and not loss.ready()) or (phases and not is_ready(phases))
+                ):
+                    break
+                if is_late:
+                    _settle(event, loss, wait=late == "wait")
+                lines.append(format_event(event) if phases is None else _with_fields(event, late))
+                count += 1
+            del self._buffer[:count]
+            self._unwritten += "".join(lines).encode()
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                written = os.write(self._file, self._unwritten)
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:  # what is left is tried again with the next flush
+            self.error = error
+
+    def check(self) -> None:
+        """Raise if an earlier write failed, as on a full disk."""
+        if self.error is not None:
+            raise disk_error(self.error, self.path)
+
+    def close(self) -> None:
+        """Write everything and stop the thread; further events are lost."""
+        self._closing.set()
+        self._thread.join()
+        self.flush("wait")
+        os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            with contextlib.suppress(Exception):  # a lost device: the next events may be whole
+                if not self._paused:
+                    self.flush()
+
+
+def format_event(event: Mapping[str, Any]) -> str:
+    """One line. A loss that is not a number is null, its name kept beside it."""
+    try:
+        return _encode(event) + "\n"
+    except ValueError:
+        bad = {k: v for k, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
+        names = {"nonfinite": {key: str(value) for key, value in bad.items()}} if bad else {}
+        return to_json({**event, **names}, separators=(",", ":")) + "\n"
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Strict JSON: what it cannot hold (nan, inf) becomes null, however deep."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_events(
+    path: Path, most: int | None = None, *, word: bytes = b""
+) -> Iterator[dict[str, Any]]:
+    """The events of a file, checked; `most`: only of its first `most` bytes.
+
+    A torn line (a killed rank) is skipped; a missing file has none. With `word` only lines that
+    contain it are parsed: a rare event costs little to look for.
+    """
+    try:
+        with files.open_file(path) as file:
+            for line in _lines(file, most):
+                event = parse_line(line, path) if word in line else None
+                if event is not None:
+                    yield event
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        files.note(path, error.strerror or str(error))
+
+
+def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
+    """Lines, of which none takes more memory than an event may."""
+    is_cut = False
+    while line := file.readline(MAX_LINE_BYTES):
+        if not is_cut:
+            yield line
+        is_cut = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+        if most is not None and file.tell() >= most:
+            return
+
+
+def read_last_events(
+    path: Path, num_bytes: int = 16384, *, word: bytes = b""
+) -> list[dict[str, Any]]:
+    """The events in the last `num_bytes` of a file: what a progress display needs, at any size."""
+    try:
+        with files.open_file(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            lines = file.read(num_bytes).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # not ours to read, or a disk that does not answer
+        files.note(path, error.strerror or str(error))
+        return []
+    if size > num_bytes:
+        lines = lines[1:]  # the first is most likely cut
+    found = [parse_line(line, path) for line in lines if line and word in line]
+    return [event for event in found if event is not None]
+
+
+def append_event(path: Path, event: str, **fields: Any) -> None:
+    """Add one event to the file of a rank that can no longer write it itself."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields}
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")  # end the torn line, so that this one can be read
+        file.write(format_event(record).encode())
+
+
+def is_ready(fields: LateFields) -> bool:
+    """A device that was lost has nothing more to say."""
+    try:
+        return fields.ready()
+    except Exception:
+        return True
+
+
+def _settle(event: dict[str, Any], loss: Late, *, wait: bool) -> None:
+    """Put a late loss in its event, or take its place out if it will never come."""
+    value = None
+    # Whatever a lost peer makes of the reduction: the events behind this one must be written.
+    with contextlib.suppress(Exception):
+        value = loss.value() if wait or loss.ready() else None
+    if value is None:
+        del event["loss"]
+    else:
+        event["loss"] = value
+
+
+def _with_fields(event: dict[str, Any], late: str) -> str:
+    """The line of an event with late fields; without them if they will never come."""
+    fields: LateFields = event.pop("phases")
+    text = ""
+    with contextlib.suppress(Exception):
+        text = fields.text() if late == "wait" or fields.ready() else ""
+    if not text:
+        return format_event(event)
+    event.pop("seconds", None)  # by the host's clock: only for a step of which no more is known
+    return f"{format_event(event)[:-2]},{text}}}\n"
+
+
+# --- What an event may hold ---------------------------------------------------------------------
+
+_NUMBER, _TEXT, _COUNT = files.is_number, files.is_text, files.is_count
+_MAYBE_NUMBER, _MAYBE_TEXT = files.or_none(_NUMBER), files.or_none(_TEXT)
+_MAYBE_COUNT, _MAYBE_FLAG = files.or_none(_COUNT), files.or_none(files.is_flag)
+_PLACE = files.row_of(_TEXT, files.is_whole, _MAYBE_TEXT)
+# By the names that all kinds of events share; what is not here, nobody reads.
+FIELDS: dict[str, files.Check] = {
+    **dict.fromkeys(("event", "type", "message"), _TEXT),
+    **dict.fromkeys(("t", "seconds"), files.is_time),
+    **dict.fromkeys(("data", "forward", "backward", "wait", "optimizer", "other"), _NUMBER),
+    **dict.fromkeys(("arrive", "left", "doing_seconds", "stall"), _NUMBER),
+    **dict.fromkeys(("step", "epoch", "samples", "batch"), _MAYBE_COUNT),
+    **dict.fromkeys(("loss", "own_loss", "value", "samples_per_second"), _MAYBE_NUMBER),
+    **dict.fromkeys(("cpu", "workers_cpu", "host_memory", "memory"), _MAYBE_NUMBER),
+    **dict.fromkeys(("memory_total", "memory_peak", "utilization", "power"), _MAYBE_NUMBER),
+    **dict.fromkeys(("power_limit", "temperature", "clock", "clock_max"), _MAYBE_NUMBER),
+    **dict.fromkeys(("num_workers", "collectives", "memory_kills", "loader"), _MAYBE_COUNT),
+    **dict.fromkeys(("world_size",), files.or_none(files.is_size)),
+    **dict.fromkeys(("steps", "threads", "accumulation", "global_batch"), _MAYBE_COUNT),
+    **dict.fromkeys(("samples_per_epoch", "steps_per_epoch"), files.or_none(files.is_positive)),
+    **dict.fromkeys(("first", "last", "pid", "line"), _MAYBE_COUNT),
+    **dict.fromkeys(("host", "layout", "device", "doing", "function", "file"), _MAYBE_TEXT),
+    **dict.fromkeys(("name", "cause", "signal", "trace", "problem"), _MAYBE_TEXT),
+    **dict.fromkeys(("echo", "steady", "trained", "sorted"), _MAYBE_FLAG),
+    "exit": files.or_none(files.is_whole),
+    "state": files.one_of("finished", "stopped", "failed"),
+    "content": files.or_none(lambda value: _TEXT(value) or files.is_whole(value)),
+    "metrics": files.values_of(_MAYBE_NUMBER),
+    "network": files.values_of(_NUMBER),
+    "nonfinite": files.values_of(_TEXT),
+    "processes": files.list_of(_COUNT),
+    "rank_batch": files.or_none(lambda value: _COUNT(value) or files.list_of(_COUNT)(value)),
+    **dict.fromkeys(("waits", "own"), files.list_of(_NUMBER)),
+    "at": files.or_none(_PLACE),
+    "frames": files.list_of(files.row_of(_TEXT, files.is_whole, _TEXT, _TEXT)),
+    "error": files.or_none(files.mapping({"what": _TEXT, "fix": _TEXT})),
+}
+_FIELDS_OF = {"nonfinite": FIELDS | {"loss": _TEXT}}  # which number it is not
+# Without these an event says nothing; the others may be left out.
+NEEDED = {
+    "step": ("step",),
+    "end": ("state",),
+    "error": ("type", "message", "echo"),
+    "window": ("first", "steady"),
+    "batch": ("epoch", "batch"),
+    "metric": ("name",),
+    "checkpoint": ("step", "seconds"),
+}
+_TORN = b'{"v":'  # how every event begins, also one that was never ended
+_decode = json.JSONDecoder(parse_constant=lambda _: None).decode
+
+
+def parse_line(line: bytes, path: Path) -> dict[str, Any] | None:
+    """The event of a line of a file, as `check_event` leaves it; None if it is none."""
+    try:
+        event = files.cleaned(_decode(line.decode()), line)
+    except (ValueError, RecursionError):
+        if not line.startswith(_TORN) and not _TORN.startswith(line.strip()):
+            files.note(path, "it has a line that is not an event")
+        return None
+    return check_event(event, path)
+
+
+def check_event(event: Any, path: Path) -> dict[str, Any] | None:
+    """An event without the fields that are of a wrong type; None if one is missing that it needs.
+
+    Both are noted, with the file that it is from.
+    """
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        files.note(path, "it has a line that is not an event")
+        return None
+    kind = event["event"]
+    found = files.checked(event, _FIELDS_OF.get(kind, FIELDS), path)
+    for name in ("t", *NEEDED.get(kind, ())):
+        if found.get(name) is None:
+            files.note(path, f"a {kind[:40]} event has no {name}")
+            return None
+    return found

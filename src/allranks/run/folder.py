@@ -1,0 +1,451 @@
+"""A run's folder: the only interface between the parts of allranks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from allranks.errors import FULL, AllranksError, disk_error
+from allranks.run import claims, files
+from allranks.run.events import read_events, read_last_events
+from allranks.show.plain import plain, printable
+
+State = Literal["queued", "running", "finished", "failed", "stopped"]
+
+TWICE = "twice.json"  # left by a second process that wanted to record a rank
+
+NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}", re.ASCII | re.DOTALL)
+HEAD_BYTES = 1 << 20  # of a rank's events, in which its start is
+MAX_TRIES = 100  # for a name that nobody has
+MAX_SHOWN_PROBLEMS = 3
+ODD = "its folder is odd: "
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths in one run's folder, and what can be told from them."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """As it is shown and typed."""
+        return printable(self.path.name)
+
+    @property
+    def job_name(self) -> str:
+        match = NAME.fullmatch(self.name)
+        return match["job"] if match else self.name
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on with the run."""
+        word = "resume" if self.info().get("backend") == "slurm" else "run --resume"
+        return f"allranks {word} {self.reference}"
+
+    @property
+    def reference(self) -> str:
+        """How a command names it: by its name where that is found, else its path."""
+        is_here = self.path.parent == Path("runs").absolute()
+        return self.name if is_here else printable(str(self.path))
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def claims(self) -> Path:
+        return self.path / "claims"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / str(number)
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank}.log"
+
+    def events(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank}.jsonl"
+
+    def twice(self, attempt: int) -> Path:
+        return self.attempt(attempt) / TWICE
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts made so far, oldest first."""
+        return files.numbers_in(self.path / "attempts")
+
+    def ranks(self, attempt: int) -> list[int]:
+        """Ranks that wrote events in an attempt."""
+        return files.numbers_in(self.attempt(attempt), "rank-", ".jsonl")
+
+    def logs(self, attempt: int) -> list[int]:
+        """Ranks that have printed anything in an attempt."""
+        return files.numbers_in(self.attempt(attempt), "rank-", ".log")
+
+    def job_logs(self) -> list[Path]:
+        """What SLURM's jobs have said, the newest last."""
+        named = [e for e in files.entries(self.folder) if re.fullmatch(r"slurm-.*\.log", e.name)]
+        found = [(e.stat().st_mtime, e.name) for e in named if e.is_file(follow_symlinks=False)]
+        return [self.path / name for _, name in sorted(found)]
+
+    @property
+    def folder(self) -> Path:
+        """Where it really is: the folder of runs, or the run's own, may be a link."""
+        return Path(os.path.realpath(self.path))
+
+    def info(self) -> dict[str, Any]:
+        """The content of run.json, checked; empty if there is none (yet)."""
+        return files.read_mapping(self.path / "run.json", files.INFO)
+
+    def problem(self) -> str | None:
+        """What is wrong with the folder itself, in a line: by what it holds, and by what was left
+        out of it when it was read."""
+        if not self.path.is_dir():
+            return "it is not a folder"
+        found = files.odd_entries(self.folder, spared=("checkpoints",))
+        attempts = self.attempts()
+        if attempts:
+            odd = files.odd_entries(self.attempt(attempts[-1]))
+            found += [f"attempts/{attempts[-1]}/{one}" for one in odd]
+        if not files.is_regular(self.path / "run.json"):
+            found.append("it has no run.json")
+        found = list(dict.fromkeys([*found, *files.notes_on(self.path)]))
+        more = len(found) - MAX_SHOWN_PROBLEMS
+        shown = "; ".join(found[:MAX_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        return f"{ODD}{shown}" if found else None
+
+    def write_info(self, info: dict[str, Any]) -> None:
+        write_atomically(self.path / "run.json", json.dumps(info, indent=2) + "\n")
+
+    def update_info(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Change run.json, where another process may be doing the same."""
+        lock_file = self.path / ".run.json.lock"
+        with _opened(lock_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644) as lock:
+            # Where a file system has no locks, two changes in the same millisecond are a risk.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            info, before = self.info(), self._raw_info()
+            left_out = {name: before[name] for name in before if name not in info}
+            change(info)
+            self.write_info({**left_out, **info})
+
+    def _raw_info(self) -> dict[str, Any]:
+        """What run.json says, odd values too; raises if it is there and cannot be read."""
+        path = self.path / "run.json"
+        try:
+            found = json.loads(files.read_bytes(path))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise AllranksError(
+                f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                fix="repair it, or start a new run",
+            ) from None
+        return found if isinstance(found, dict) else {}
+
+    def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
+        """The start event of a rank, if it came that far."""
+        for event in read_events(self.events(attempt, rank), HEAD_BYTES):
+            if event["event"] == "start":
+                return event
+        return None
+
+    def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
+        """The end event of a rank, if it has ended in order."""
+        return next(reversed(self._last(attempt, rank, "end")), None)
+
+    def errors(self, attempt: int, rank: int) -> list[dict[str, Any]]:
+        """What ended a rank's processes, as they told it themselves."""
+        return self._last(attempt, rank, "error")
+
+    def _last(self, attempt: int, rank: int, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind that is written near the end of a file."""
+        path = self.events(attempt, rank)
+        for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
+            last = read_last_events(path, num_bytes, word=f'"{kind}"'.encode())
+            events = [event for event in last if event["event"] == kind]
+            if events or not files.is_regular(path) or path.stat().st_size <= num_bytes:
+                break
+        return events
+
+    def window(self, attempt: int) -> dict[str, Any] | None:
+        """The steps that the probe was to measure, if it came so far: first, last, steady."""
+        events = read_events(self.events(attempt, 0))
+        return next((event for event in events if event["event"] == "window"), None)
+
+    def state(self) -> State:
+        """One word for the whole run, from its folder alone (SLURM may know better).
+
+        A run without a live process or an end is failed.
+        """
+        if self.is_live():
+            return "running"
+        info = self.info()
+        return "queued" if info.get("queued") else self.ended_state()
+
+    def ended_state(self) -> State:
+        """The same for a run that is known to have ended."""
+        given_up = self.info().get("ended")  # by who waited for it or cared for it, with a reason
+        if given_up:
+            return given_up["state"]  # type: ignore[no-any-return]  # a State
+        attempts = self.attempts()
+        if not attempts:
+            return "failed"
+        ranks = self.ranks(attempts[-1])
+        ends = [self.end(attempts[-1], rank) for rank in ranks]
+        states = {end["state"] if end else "failed" for end in ends}
+        for state in ("failed", "stopped", "finished"):
+            if state in states:
+                return state
+        return "failed"
+
+    def ask_to_stop(self, why: str, jobs: Sequence[str], *, moves: bool = False) -> None:
+        """Leave word for jobs of this run; `moves`: others go on with it."""
+        content = {"why": why, "jobs": list(jobs), "moves": moves}
+        write_atomically(self.path / "stop.json", json.dumps(content))
+
+    def asked_to_stop(self, job: str) -> dict[str, Any] | None:
+        """Why a job was asked to stop, and whether the run moves; None if it was not."""
+        content = files.read_mapping(self.path / "stop.json", files.STOP)
+        said = {"why": content.get("why", "stops"), "moves": content.get("moves", False)}
+        return {**content, **said} if job in content.get("jobs", []) else None
+
+    def is_live(self) -> bool:
+        """Whether some process, on this or another machine, holds the run."""
+        holder = claims.newest(self.claims)
+        files = [self._lock_file, *([self.claims / str(holder.number)] if holder else [])]
+        return any(_is_locked(file) for file in files)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `allranks run` holds the run, outside of SLURM."""
+        return _is_locked(self._lock_file)
+
+    def look_anew(self) -> None:
+        """Before something is decided by a file that may have been made elsewhere just now."""
+        claims.look_anew(self.path)
+
+    def refuse_if_held_unseen(self) -> str | None:
+        """Raise if the last holder is alive here, though no lock says so; else a remark about it.
+
+        Some network disks show a lock to no other machine, some do not have any.
+        """
+        holder = claims.newest(self.claims)
+        opened = [one["attempt"] for one in self.info().get("attempts", [])]
+        last = max([*opened, *self.attempts()], default=0)
+        ends = [self.end(last, rank) for rank in self.ranks(last)]
+        if holder is None or holder.job or (ends and all(ends)):
+            return None
+        who = f"process {holder.pid} on {holder.host}"
+        if holder.is_alive_here:
+            raise self._is_live(who)
+        if not holder.is_of_another_machine:
+            return None
+        return (
+            f"this attempt takes the run from {who}, which never recorded how it "
+            "ended: if it is still alive, it will stop and commit nothing more"
+        )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the run's one writer; raises if another process is. Released even by SIGKILL."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            descriptor = os.open(self._lock_file, flags, 0o644)
+        except OSError as error:
+            raise disk_error(error, self._lock_file) from None
+        try:
+            self._take(descriptor)
+            said = f"process {os.getpid()} on {socket.gethostname()}".encode()
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, said, 0)
+            except OSError as error:
+                raise disk_error(error, self._lock_file) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def holder(self) -> tuple[int, str]:
+        """Process id and host of the process that holds a live run."""
+        try:
+            said = plain(files.read_bytes(self._lock_file, 1 << 12).decode(errors="replace"))
+        except OSError:
+            said = ""
+        match = re.fullmatch(r"process (\d{1,9}) on (\S+)", said)
+        return (int(match[1]), match[2]) if match else (0, "another machine")
+
+    def is_open_in(self, process: int) -> bool:
+        """Whether a process has the run's lock open, as its holder has: a number tells little.
+
+        Where the system does not say what a process has open, the number has to do.
+        """
+        folder = Path(f"/proc/{process}/fd")
+        if not Path("/proc/self/fd").is_dir():
+            return True
+        lock = self._lock_file.stat()
+        for name in os.listdir(folder) if folder.exists() else []:
+            with suppress(FileNotFoundError):  # closed since
+                if os.path.samestat((folder / name).stat(), lock):
+                    return True
+        return False
+
+    def _take(self, descriptor: int) -> None:
+        if claims.lock(descriptor):
+            return
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        raise self._is_live(holder)
+
+    def _is_live(self, holder: str) -> AllranksError:
+        return AllranksError(
+            f"run {self.name} is live: {holder} is writing to it",
+            fix="wait for it or stop it (Ctrl-C in its terminal), then resume; "
+            "or leave out --resume for a new run",
+        )
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with files.open_file(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or its file system has no locks
+        return False
+    return False
+
+
+def create_run(runs: Path, job_name: str) -> RunDir:
+    """A new folder `<job name>-<date>-<time>-<4 hex>` under `runs`."""
+    runs = runs.absolute()
+    elsewhere = "choose another place with --runs DIR (or ALLRANKS_RUNS)"
+    if runs.is_symlink() and not runs.exists():
+        raise AllranksError(
+            f"{runs} is a link to {os.readlink(runs)}, which is not there",
+            fix=f"make that folder, or {elsewhere}",
+        )
+    tries = MAX_TRIES
+    while True:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = runs / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o775)  # whatever the umask: nothing is started from what everyone may write
+        except OSError as error:
+            tries -= 1
+            if error.errno == errno.EEXIST and runs.is_dir() and tries:
+                continue
+            raise AllranksError(
+                f"cannot make the run folder {path}: {error.strerror}", fix=elsewhere
+            ) from None
+        return RunDir(path)
+
+
+def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
+    """The run that a name, a unique prefix, a path, or `last` stands for."""
+    as_path = Path(reference).expanduser()
+    if reference != "last" and (as_path / "run.json").is_file():
+        return RunDir(as_path.resolve())
+    known = list_runs(runs)
+    if reference == "last":
+        known = [run for run in known if job_name in (None, run.job_name)]
+        # One without a job was killed in its first millisecond: there is nothing to go on with.
+        known = [run for run in known if run.job_file.exists()] or known
+        if known:
+            return known[0]
+        of_job = f" of job {job_name}" if job_name else ""
+        raise AllranksError(f"no run{of_job} in {runs}", fix="start one: allranks run job.yaml")
+    matches = _matches(known, reference)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(run.name for run in matches[:5])
+        raise AllranksError(
+            f"{reference!r} fits {len(matches)} runs: {names}", fix="write more of the name"
+        )
+    newest = ", ".join(run.name for run in known[:3]) or "none"
+    raise AllranksError(
+        f"no run {reference!r} in {runs} (newest: {newest})",
+        fix="write a run's name, a unique prefix of it, its path, or last",
+    )
+
+
+def find_runs(runs: Path, reference: str) -> list[RunDir]:
+    """As `find_run`; but all runs of a job that is named, or whose names begin so, newest first."""
+    if reference in ("", "last") or (Path(reference).expanduser() / "run.json").is_file():
+        return [find_run(runs, reference)]
+    known = list_runs(runs)
+    of_job = [run for run in known if run.job_name == reference]
+    return of_job or _matches(known, reference) or [find_run(runs, reference)]
+
+
+def _matches(known: Sequence[RunDir], reference: str) -> list[RunDir]:
+    """The run of that name, else those whose names begin with it."""
+    matches = [run for run in known if run.name.startswith(reference)]
+    return [run for run in matches if run.name == reference] or matches
+
+
+def no_readable_checkpoint(run: RunDir, damaged: list[str]) -> AllranksError:
+    """All that there are is damaged: starting again from step 0 must be the user's choice."""
+    return AllranksError(
+        f"run {run.name} has no readable checkpoint: {'; '.join(damaged)}",
+        fix="restore the folder from a backup, or start anew without --resume",
+        exit_code=1,
+    )
+
+
+def list_runs(runs: Path) -> list[RunDir]:
+    """All runs in a folder, newest first."""
+    paths = [runs.absolute() / entry.name for entry in files.entries(runs.resolve())]
+    found = [(match["time"], path) for path in paths if (match := NAME.fullmatch(path.name))]
+    found.sort(key=lambda item: (item[0], _created(item[1])), reverse=True)
+    return [RunDir(path) for _, path in found]
+
+
+def _created(path: Path) -> float:
+    # Names have a resolution of one second: run.json tells two runs of the same second apart.
+    return float(RunDir(path).info().get("created", 0.0))
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o664) -> None:
+    """Readers see the old content or the new one, also after a crash.
+
+    Raises AllranksError where there is no room for it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed, or a stranger's link
+        with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from None
+
+
+def _opened(path: Path, flags: int, mode: int) -> BinaryIO:
+    """A file to be written, never through a link that somebody left there."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.fdopen(os.open(path, flags, mode), "rb+" if flags & os.O_RDWR else "wb")

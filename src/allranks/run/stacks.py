@@ -1,0 +1,301 @@
+"""Where the ranks of a run on this machine are in their code, by py-spy or by a signal. No torch.
+
+py-spy is used where it is found. Without it, or where the kernel does not let it look, a rank that
+allranks started writes its own stacks into a file in memory at `DUMP_SIGNAL` (see probe/inject):
+its log is left alone. As a program, for the other nodes of a job:
+
+    python -m allranks.run.stacks RUN_DIR ATTEMPT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.run.folder import RunDir
+from allranks.run.frames import OURS, Frame
+
+PROC = Path("/proc")
+HEAD = re.compile(
+    r"(?:allranks: )?(Current thread|Thread|stack of process) \w+\b.*\(most recent call first\):"
+)
+# A number that neither torch, NCCL nor MPI takes, and that ends a process which does not expect it:
+# it is sent only to those that do. There is none on a Mac.
+DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7 if hasattr(signal, "SIGRTMIN") else 0
+VARIABLE = "ALLRANKS_DUMP_SIGNAL"
+MEMORY = "/memfd:allranks-stacks"  # what the kernel calls the file that they are written to
+FOLLOW = ": the stacks of this rank follow"  # what stands above them in its log
+END = "allranks: these were its stacks"
+PY_SPY_SECONDS = 5.0
+DUMP_SECONDS = 5.0
+QUIET_SECONDS = 0.5  # without another byte: the dump is whole
+LOOK_SECONDS = 0.02
+MOST_AT_ONCE = 8
+MAX_NAME = 300  # characters of a file's or a function's name that other nodes are told
+# Frames of torch in which a rank waits for others, by file; a backward pass may compute, or wait.
+WRAPPERS = ("wrapper", "inner", "call", "_fn", "decorate_context")  # say nothing to a reader
+WAITING_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/cuda/nccl.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The main thread of one rank, the innermost call first."""
+
+    process: int
+    frames: tuple[Frame, ...]
+    source: str  # py-spy, or the rank itself
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line of the user's own code; of a library where there is none."""
+        own = [frame for frame in self.frames if frame.is_own]
+        return next(iter(own or self.frames), None)
+
+    @property
+    def call(self) -> str | None:
+        """The function of a library that the user's own line is in: `all_reduce`, `backward`."""
+        called = None
+        for frame in self.frames:
+            if frame.is_own:
+                break
+            if not frame.file.startswith(OURS) and frame.function not in WRAPPERS:
+                called = frame.function
+            elif called is not None and frame.file.startswith(f"{OURS}train/"):
+                break  # the loop of a task takes the place of the user's own
+        return called
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether the rank is in an exchange with others; None where it cannot be told."""
+        for frame in self.frames:
+            if any(part in frame.file for part in WAITING_FILES):
+                return True
+            if frame.file.endswith("probe/hooks.py") and frame.function.endswith("call"):
+                return True  # the probe's `waiting`, around what has no Python of its own
+            if frame.file.endswith("torch/autograd/graph.py"):
+                return None  # DDP waits in there, but gradients are computed there too
+            if frame.is_own:
+                return False
+        return None
+
+
+def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]:
+    """The processes of an attempt's ranks on this machine, by rank.
+
+    Told by their environment. The processes that a rank has started have the same one: the rank is
+    the one whose parent has not.
+    """
+    found: dict[int, tuple[int, int]] = {}  # process -> its rank, its parent
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError, ValueError, LookupError):
+            rank = rank_of(folder / "environ", run.name, attempt)
+            if rank is not None:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(folder.name)] = (rank, parent)
+    firsts = {
+        rank: process
+        for process, (rank, parent) in sorted(found.items(), reverse=True)
+        if found.get(parent, (None,))[0] != rank
+    }
+    return dict(sorted(firsts.items()))
+
+
+def rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
+    """The rank that this environment belongs to, or that started the process that it belongs to."""
+    text = environ.read_bytes()
+    if b"ALLRANKS_RUN_DIR=" not in text:
+        return None
+    pairs = (entry.partition(b"=") for entry in text.split(b"\0"))
+    env = {key: value.decode(errors="replace") for key, _, value in pairs}
+    is_of_run = Path(env.get(b"ALLRANKS_RUN_DIR", "")).name == run_name
+    if not is_of_run or env.get(b"ALLRANKS_ATTEMPT") != str(attempt):
+        return None
+    return int(env[b"RANK"])
+
+
+def kernel_state(process: int, proc: Path = PROC) -> str:
+    """The kernel's letter for a process: R runs, S sleeps, D waits for a disk, T is stopped."""
+    try:
+        return (proc / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def is_gone(process: int, proc: Path = PROC) -> bool:
+    """Whether a process has ended; False where there is no /proc to tell."""
+    return (proc / "self").exists() and kernel_state(process, proc) in ("", "Z", "X")
+
+
+def take(processes: Mapping[int, int]) -> dict[int, Stack]:
+    """The stacks of these ranks (rank: process); those that cannot be had are left out."""
+    found: dict[int, Stack] = {}
+    program = find_py_spy()
+    if program is not None and processes:
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(processes))) as pool:
+            looks = {rank: pool.submit(_by_py_spy, program, pid) for rank, pid in processes.items()}
+        found = {rank: stack for rank, look in looks.items() if (stack := look.result())}
+    found |= by_signal({rank: pid for rank, pid in processes.items() if rank not in found})
+    return dict(sorted(found.items()))
+
+
+def find_py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def _by_py_spy(program: str, process: int) -> Stack | None:
+    try:
+        done = subprocess.run(
+            [program, "dump", "--json", "--pid", str(process)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PY_SPY_SECONDS,
+            check=True,
+        )
+        return parse_py_spy(process, json.loads(done.stdout))
+    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
+        return None  # not allowed, gone, no Python, or too new a Python
+
+
+def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | None:
+    """What `py-spy dump --json` prints; of the main thread, whose number is the process's."""
+    mains = [each for each in threads if each.get("os_thread_id") == process]
+    mains += [each for each in threads if each.get("thread_name") == "MainThread"]
+    if not mains:
+        return None
+    frames = [
+        # Without its class, which only newer ones know.
+        Frame(str(each["filename"]), int(each["line"]), str(each["name"]).rpartition(".")[2])
+        for each in mains[0]["frames"]
+    ]
+    return Stack(process, tuple(frames), "py-spy") if frames else None
+
+
+def by_signal(processes: Mapping[int, int]) -> dict[int, Stack]:
+    """The stacks that ranks write when they are asked to."""
+    found = {rank: parse_dump(processes[rank], text) for rank, text in dumps(processes).items()}
+    return {rank: stack for rank, stack in found.items() if stack is not None}
+
+
+def dumps(processes: Mapping[int, int]) -> dict[int, str]:
+    """What faulthandler prints in these ranks (rank: process), of all their threads."""
+    asked: dict[int, tuple[Path, int]] = {}  # rank -> its file, and where its dump begins there
+    for rank, process in processes.items():
+        with suppress(OSError):
+            file = memory_file(process)
+            if file is not None and takes_signal(process):
+                asked[rank] = (file, file.stat().st_size)
+                os.kill(process, DUMP_SIGNAL)
+    return _read_when_quiet(asked)
+
+
+def memory_file(process: int, proc: Path = PROC) -> Path | None:
+    """Where a process writes its stacks; None for one that has none, or has closed it."""
+    for entry in (proc / str(process) / "fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(entry).startswith(MEMORY):
+                return entry
+    return None
+
+
+def takes_signal(process: int, proc: Path = PROC) -> bool:
+    """Whether a process has a handler for the signal: any other would be killed by it."""
+    text = (proc / str(process) / "status").read_text()
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return bool(DUMP_SIGNAL and match and int(match[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+def _read_when_quiet(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
+    """What was added to these files, once nothing more comes."""
+    texts: dict[int, str] = {}
+    until, changed = time.monotonic() + DUMP_SECONDS, time.monotonic()
+    while asked and time.monotonic() < until:
+        before = dict(texts)
+        for rank, (path, start) in asked.items():
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(start)
+                texts[rank] = file.read(1 << 20).decode(errors="replace")
+        if texts != before:
+            changed = time.monotonic()
+        if texts == before and texts and all(map(is_whole, texts.values())):
+            break
+        if all(texts.values()) and time.monotonic() - changed > QUIET_SECONDS:
+            break
+        time.sleep(LOOK_SECONDS)
+    return texts
+
+
+def without_dumps(text: str) -> str:
+    """The text of a log without the stacks that the launcher has put there."""
+    return re.sub(
+        rf"^allranks: [^\n]*{FOLLOW}\n.*?^{END}\n", "", text, flags=re.DOTALL | re.MULTILINE
+    )
+
+
+def is_whole(text: str) -> bool:
+    """Whether a dump has come to the outermost call of the main thread, which it ends with.
+
+    It is written call by call: a rank on a busy machine may stop anywhere in between.
+    """
+    last = text.rpartition("(most recent call first):")[2]
+    return re.search(r" in (<module>|_run_module_as_main)\n", last) is not None
+
+
+def parse_dump(process: int, text: str) -> Stack | None:
+    """What faulthandler prints: every thread, with the one that took the signal as `Current`."""
+    threads: list[tuple[bool, list[Frame]]] = []
+    for line in text.splitlines():
+        head = HEAD.match(line)
+        frame = re.fullmatch(r'  File "(.*)", line (\d{1,9}) in (.+)', line)
+        if head:
+            threads.append((head[1] != "Thread", []))
+        elif frame and threads:
+            threads[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+    # The main thread is the oldest, and so the last, where another one took the signal.
+    ordered = [frames for is_current, frames in threads if is_current] or [
+        frames for _, frames in threads[-1:]
+    ]
+    frames = ordered[-1] if ordered else []
+    return Stack(process, tuple(frames), "the rank itself") if frames else None
+
+
+def main() -> None:
+    for rank, stack in take(processes_of(RunDir(Path(sys.argv[1])), int(sys.argv[2]))).items():
+        print(to_lines(rank, stack))
+
+
+def to_lines(rank: int, stack: Stack) -> str:
+    """A stack for `from_lines`: a line for each call, since srun mixes nodes' lines over 1 KiB."""
+    common = {"rank": rank, "process": stack.process, "source": stack.source}
+    calls = ((one.file[-MAX_NAME:], one.line, one.function[-MAX_NAME:]) for one in stack.frames)
+    return "\n".join(json.dumps({**common, "call": call}) for call in calls)
+
+
+def from_lines(text: str) -> dict[int, Stack]:
+    """What `to_lines` wrote, of several nodes mixed with each other and with anything else."""
+    found: dict[int, Stack] = {}
+    for line in text.splitlines():
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            said: Mapping[str, Any] = json.loads(line)
+            file, number, function = said["call"]
+            call = Frame(str(file), int(number), str(function))
+            rank = int(said["rank"])
+            before = found[rank].frames if rank in found else ()
+            found[rank] = Stack(int(said["process"]), (*before, call), str(said["source"]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Whether a run makes no more steps, and which of its ranks the others wait for. No torch.
+
+Told from the ranks' events, which any machine can read, and from the stacks of those that are here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from allranks.run import stacks
+from allranks.run.events import read_last_events
+from allranks.run.folder import RunDir
+from allranks.run.stacks import Stack
+
+RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
+HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
+LEAST_SECONDS = 10.0
+SURE_SECONDS = 60.0  # an evaluation or a checkpoint may well take less
+FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
+WARM_UP_GAPS, STEADY_GAPS = 3, 10
+LONGEST_GAPS = 3.0  # times the longest pause between two steps so far
+USUAL_STEPS = 20.0  # times the usual step
+# Events that tell of getting on.
+PROGRESS = ("start", "step", "metric", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """How far one rank has come, by its last events."""
+
+    rank: int
+    node: str | None = None
+    progress: float = 0.0  # when it last got on, in UNIX time
+    heard: float = 0.0  # when it last wrote anything
+    step: int | None = None  # the last that it wrote; None before the first
+    made: int | None = None  # steps made by its heartbeat, some of which may not be written yet
+    doing: str | None = None
+    collectives: int | None = None
+    ended: str | None = None  # the state of its end event
+    usual: float | None = None  # seconds of its steps, the middle one
+    longest: float | None = None  # seconds between two of its events, at most
+    stack: Stack | None = None
+    kernel: str = ""  # the kernel's letter for its process, where it is on this machine
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The ranks that did not come to where the others wait, and how that is known."""
+
+    ranks: tuple[int, ...]
+    why: str
+    is_sure: bool
+
+
+def read_states(run: RunDir, attempt: int) -> list[RankState]:
+    """All ranks of an attempt that have written anything."""
+    begun = run.attempt(attempt).stat().st_mtime  # the ranks' files were made then
+    return [
+        state_of(
+            rank,
+            _last_events(run, attempt, rank),
+            run.start(attempt, rank) or {"event": "start", "t": begun},
+        )
+        for rank in run.ranks(attempt)
+    ]
+
+
+def _last_events(run: RunDir, attempt: int, rank: int) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    # Of one rank far back: the pauses of its evaluations are the others' too.
+    for num_bytes in RECENT_BYTES[1:] if rank == 0 else RECENT_BYTES:
+        events = read_last_events(run.events(attempt, rank), num_bytes)
+        if sum(event["event"] == "step" for event in events) > 1:
+            break
+    return events
+
+
+def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str, Any]) -> RankState:
+    """From a rank's last events, and its first."""
+    steps = [event for event in events if event["event"] == "step"]
+    devices = [event for event in events if event["event"] == "device"]
+    moves = [float(e["t"]) for e in (start, *events) if e.get("event") in PROGRESS]
+    ends = [event for event in events if event["event"] == "end"]
+    progress = max(moves, default=0.0)
+    # A heartbeat tells where the rank is now only if it has not got on since.
+    beats = [event for event in devices if event["t"] > progress]
+    beat = beats[-1] if beats else {}
+    # Ranks beat at different moments: only a count that stands still can be compared.
+    stands = len({event.get("collectives") for event in beats[-2:]}) == 1 < len(beats)
+    counts = [int(event["step"]) for event in steps[-1:]]
+    gaps = [after - before for before, after in itertools.pairwise(sorted(moves[1:]))]
+    if len(gaps) >= STEADY_GAPS:  # first steps compile, connect, and take as long as they like
+        gaps = gaps[WARM_UP_GAPS:]
+    seconds = [float(event["seconds"]) for event in steps if "seconds" in event]
+    return RankState(
+        rank=rank,
+        node=start.get("host"),
+        progress=progress,
+        heard=max((float(event["t"]) for event in (start, *events) if "t" in event), default=0.0),
+        step=max(counts, default=None),
+        made=beat.get("step"),
+        doing=beat.get("doing"),
+        collectives=beat.get("collectives") if stands else None,
+        ended=ends[-1]["state"] if ends else None,
+        usual=statistics.median(seconds) if seconds else None,
+        longest=max(gaps, default=None),
+    )
+
+
+def with_stacks(
+    states: Sequence[RankState],
+    processes: Mapping[int, int],
+    more: Mapping[int, Stack] | None = None,
+) -> list[RankState]:
+    """The states with the stacks of the ranks on this machine (rank: process), and `more`."""
+    letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
+    able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDtZ"}
+    found = {**(more or {}), **stacks.take(able)}
+    return [
+        replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
+        for state in states
+    ]
+
+
+def patience(states: Sequence[RankState]) -> float:
+    """Seconds without a step that are nothing unusual for this run, by its own steps."""
+    usual = [state.usual for state in states if state.usual is not None]
+    if not usual:
+        return FIRST_STEP_SECONDS
+    longest = [state.longest for state in states if state.longest is not None]
+    return max(LEAST_SECONDS, USUAL_STEPS * max(usual), LONGEST_GAPS * max(longest, default=0.0))
+
+
+def silence(states: Sequence[RankState], now: float) -> float:
+    """Seconds since any rank that has not ended got on."""
+    moves = [state.progress for state in states if state.ended is None and state.progress]
+    return max(0.0, now - max(moves)) if moves else 0.0
+
+
+def blame(states: Sequence[RankState]) -> Blame | None:
+    """Who keeps the others waiting; None where nothing tells."""
+    gone = [state.rank for state in states if state.ended is not None]
+    waiting = [state for state in states if state.ended is None]
+    if gone and any(is_waiting(state) is not False for state in waiting):
+        return Blame(tuple(gone), "has ended, and the others go on", True)
+    if len(waiting) < 2:
+        return None
+    return (
+        _halted(waiting)
+        or _behind(waiting, lambda state: state.collectives, "collectives", sure=True)
+        or _by_stacks(waiting)
+        or _lifeless(waiting)
+        or _by_phase(waiting)
+        or _behind(waiting, lambda state: state.made, "steps", sure=False)
+    )
+
+
+def _halted(states: Sequence[RankState]) -> Blame | None:
+    """Who cannot run at all: stopped by a signal, or in the hands of a disk."""
+    for letter, why in (("T", "is stopped by a signal"), ("D", "waits for a disk")):
+        halted = tuple(state.rank for state in states if state.kernel == letter)
+        if halted and len(halted) < len(states):
+            return Blame(halted, why, letter == "T")
+    return None
+
+
+def _behind(
+    states: Sequence[RankState], count: Callable[[RankState], int | None], what: str, *, sure: bool
+) -> Blame | None:
+    counts = {state.rank: count(state) for state in states}
+    known = {rank: number for rank, number in counts.items() if number is not None}
+    if len(known) < len(states) or len(set(known.values())) == 1:
+        return None
+    least, most = min(known.values()), max(known.values())
+    ranks = tuple(rank for rank, number in known.items() if number == least)
+    return Blame(ranks, f"has come to {least} {what}, others to {most}", sure)
+
+
+def _by_stacks(states: Sequence[RankState]) -> Blame | None:
+    """Who is in code of its own while every other one is, or may be, in an exchange."""
+    if not any(state.stack for state in states):
+        return None
+    if not all(state.stack or state.doing for state in states):
+        return None
+    waits = {state.rank: is_waiting(state) for state in states}
+    apart = tuple(rank for rank, waiting in waits.items() if waiting is False)
+    if not apart or len(apart) == len(states):
+        return None
+    others = [waits[rank] for rank in waits if rank not in apart]
+    return Blame(apart, "is elsewhere, the others wait in an exchange", any(others))
+
+
+def is_waiting(state: RankState) -> bool | None:
+    """Whether a rank is in an exchange, by its stack and by its own word; None: not known."""
+    if state.stack is not None and state.stack.waits is not None:
+        return state.stack.waits
+    return None if state.doing is None else state.doing == "wait"
+
+
+def _lifeless(states: Sequence[RankState]) -> Blame | None:
+    """Who gives no sign of life any more: stopped, or held in code that never gives way."""
+    last = max(state.heard for state in states)
+    limit = last - 5 * HEARTBEAT_SECONDS
+    silent = tuple(state.rank for state in states if state.heard < limit)
+    if not silent or not any(state.doing for state in states):
+        return None
+    return Blame(silent, "gives no sign of life, the others do", False)
+
+
+def _by_phase(states: Sequence[RankState]) -> Blame | None:
+    if not all(state.doing for state in states):
+        return None
+    apart = tuple(state.rank for state in states if state.doing != "wait")
+    if not apart or len(apart) == len(states):
+        return None
+    doing = next(state.doing for state in states if state.rank == apart[0])
+    return Blame(apart, f"is at {doing!r}, the others wait", False)
+
+
+def wait_apart(states: Sequence[RankState]) -> bool:
+    """Whether all ranks are in exchanges, but not in the same one."""
+    places = [state.stack.place for state in states if state.stack and state.stack.waits]
+    return len(places) == len(states) > 1 and len(set(places)) > 1
+
+
+def is_worth_saying(
+    states: Sequence[RankState], found: Blame | None, seconds: float, usual: float
+) -> bool:
+    """Whether ranks that have made no step for so long, longer than usual, may be called stuck.
+
+    Ranks that are alike may be at an evaluation: they have longer than one that others wait for.
+    """
+    if found is not None or wait_apart(states) or all(map(is_waiting, states)):
+        return True
+    return seconds >= max(SURE_SECONDS, 2 * usual)
+
+
+def ended_for(run: RunDir, attempt: int) -> str | None:
+    """Why the launcher ended ranks that made no steps; None for an attempt that it did not end."""
+    ends = {rank: run.end(attempt, rank) or {} for rank in run.ranks(attempt)}
+    errors = [(rank, end.get("error") or {}) for rank, end in ends.items()]
+    said = [(error.get("echo", False), rank, error) for rank, error in errors if "stall" in error]
+    for _, rank, error in sorted(said, key=lambda one: one[:2]):
+        return f"rank {rank}: {error['what']}"
+    return None

@@ -1,0 +1,1 @@
+"""How things are shown: tables, safe text, secrets left out."""

@@ -1,0 +1,1 @@
+"""SLURM's commands, words and queue, and what a cluster has."""

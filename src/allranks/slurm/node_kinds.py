@@ -1,0 +1,171 @@
+"""What a node of a cluster is, by its gres and features: GPU boards, CPUs, what it suits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allranks.machine.gpu_catalogue import CATALOGUE, GIB, GPU
+from allranks.machine.gpus import find_gpu, plain_name
+
+MIG = re.compile(r"[_-]?\d+g\.(\d{1,4})gb.*", re.IGNORECASE)  # a100_1g.5gb
+GPU_MEMORY = re.compile(r"(?:gpu|vram)[_-]?(?:mem|ram)?[:=_-]?(\d{1,3})(?:gi?b?)?", re.IGNORECASE)
+# Also 80gb, a100_80g, a100-80: these may mean something else, and count only where they decide.
+ANY_MEMORY = re.compile(r"(?:.*[^0-9a-z])?(\d{1,3})gi?b?|[a-z]\d+[_-](\d{1,3})", re.IGNORECASE)
+
+# What a GPU must have to be called so; see `suits`.
+LARGE_BYTES = 64 * GIB
+LARGE_FLOPS = 150e12  # dense 16-bit: an MI250X die and all after it
+MIDDLE_BYTES = 30 * GIB
+LARGE_RAM_BYTES = 960 * GIB
+
+CPU_FAMILIES = (
+    (r"sandy ?bridge|snb", "Intel Xeon Sandy Bridge"),
+    (r"ivy ?bridge|ivb|ivy", "Intel Xeon Ivy Bridge"),
+    (r"haswell|hsw", "Intel Xeon Haswell"),
+    (r"broadwell|bdw", "Intel Xeon Broadwell"),
+    (r"sky ?lake|skl|skx", "Intel Xeon Skylake"),
+    (r"cascade ?lake|cascade|clx|csl", "Intel Xeon Cascade Lake"),
+    (r"ice ?lake|icx|icl", "Intel Xeon Ice Lake"),
+    (r"sapphire ?rapids?|sapphire|spr", "Intel Xeon Sapphire Rapids"),
+    (r"emerald ?rapids?|emerald|emr", "Intel Xeon Emerald Rapids"),
+    (r"granite ?rapids?|gnr", "Intel Xeon Granite Rapids"),
+    (r"naples|zen1?", "AMD EPYC Naples"),
+    (r"rome|zen ?2", "AMD EPYC Rome"),
+    (r"milan|zen ?3", "AMD EPYC Milan"),
+    (r"genoa|zen ?4", "AMD EPYC Genoa"),
+    (r"bergamo|zen ?4c", "AMD EPYC Bergamo"),
+    (r"turin|zen ?5", "AMD EPYC Turin"),
+    (r"grace", "NVIDIA Grace"),
+    (r"power ?9|p9", "IBM POWER9"),
+)
+CPU_NUMBERS = (  # a model's number says more than a family's name
+    (r"epyc ?([79]\w{3})", "AMD EPYC {}"),
+    (r"(?:xeon ?)?(?:gold|platinum|silver) ?(\d{4}[a-z]?\+?)", "Intel Xeon {}"),
+    (r"(?:xeon ?)?(e5 ?\d{4} ?v\d)", "Intel Xeon {}"),
+    (r"xeon ?(\d{4}[a-z]?)", "Intel Xeon {}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one gres type in a node."""
+
+    type: str | None  # as SLURM wants it: --gres=gpu:TYPE:n
+    count: int
+    model: str | None  # the catalogue's name, where the board is known
+    memory_bytes: int | None  # of one; the least it may be
+    memory_options: tuple[int, ...]  # more than one where neither name nor features settle it
+    slice_of: str | None  # the board, of a MIG slice
+
+
+def resolve_gpus(type: str | None, count: int, features: Sequence[str]) -> Gpus:
+    """Which board a gres type is; features say it where the type does not (gpu:4, a100)."""
+    sliced = MIG.search(type or "")
+    if type is not None and sliced is not None:
+        board = find_gpu(type[: sliced.start()])
+        memory = int(sliced[1]) * GIB
+        board_name = type[: sliced.start()] if board is None else board.name.split()[0]
+        return Gpus(type, count, None, memory, (memory,), board_name or "unknown")
+    boards = fitting_boards(type) if type is not None else _boards_of_features(features)
+    sizes = sorted({board.memory_bytes for board in boards})
+    if len(sizes) > 1:
+        hinted = _hinted_bytes(features, GPU_MEMORY, ANY_MEMORY)
+        settled = [size for size in sizes if size in hinted]
+        sizes = settled if len(settled) == 1 else sizes
+    if not boards:
+        said = re.search(r"(?<!\d)(\d{1,3})gb", type or "", re.IGNORECASE)
+        hinted = {int(said[1]) * GIB} if said else _hinted_bytes(features, GPU_MEMORY)
+        sizes = sorted(hinted) if len(hinted) == 1 else []
+    fits = [board for board in boards if board.memory_bytes == sizes[0]]
+    name = fits[0].name if fits and len(sizes) == 1 else _family(boards)
+    return Gpus(type, count, name, sizes[0] if sizes else None, tuple(sizes), None)
+
+
+def fitting_boards(name: str) -> list[GPU]:
+    """Every board of the catalogue that a name may mean, the likeliest of each memory first."""
+    plain = plain_name(name)
+    return [board for board in CATALOGUE if re.fullmatch(board.pattern, plain)]
+
+
+def _boards_of_features(features: Sequence[str]) -> list[GPU]:
+    """The boards that the features name, if they name one model only."""
+    words = [re.split(r"[:=]", feature)[-1] for feature in features]  # GPU_SKU:A100_SXM4
+    named = [boards for word in words if (boards := fitting_boards(word))]
+    narrow = min(named, key=len, default=[])  # a100 and a100-80gb: the latter
+    return narrow if all(set(narrow) <= set(boards) for boards in named) else []
+
+
+def _family(boards: Sequence[GPU]) -> str | None:
+    """What the names of the boards begin with: A100 SXM4, for 40 and 80 GB of it."""
+    words = [board.name.split() for board in boards]
+    shared = []
+    for column in zip(*words, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    return " ".join(shared) or None
+
+
+def _hinted_bytes(features: Sequence[str], *patterns: re.Pattern[str]) -> set[int]:
+    found = (pattern.fullmatch(word) for pattern in patterns for word in features)
+    return {int(next(filter(None, match.groups()))) * GIB for match in found if match}
+
+
+def cpu_model(features: Sequence[str]) -> str | None:
+    """The CPU that the features name (milan, epyc_7763, gold6248), or None: SLURM does not know."""
+    words = [re.split(r"[:=]", feature)[-1] for feature in features]
+    plain = [re.sub(r"[_\s-]+", " ", word.lower()) for word in words]
+    plain = [re.sub(r"^((intel|amd|cpu) ?)+", "", word).strip() for word in plain]
+    for pattern, model in CPU_NUMBERS:
+        for word in plain:
+            if match := re.fullmatch(pattern, word):
+                return model.format(
+                    re.sub(r"[ -]?V(\d)$", r" v\1", match[1].upper()).replace("E5 ", "E5-")
+                )
+    families = {
+        model for pattern, model in CPU_FAMILIES for word in plain if re.fullmatch(pattern, word)
+    }
+    return families.pop() if len(families) == 1 else None
+
+
+def suits(gpus: Sequence[Gpus], *, memory_bytes: int) -> str | None:
+    """What a node is good for, by the memory, the links and the speed of its best GPUs.
+
+    Large models want 64 GB a GPU, NVLink (or AMD's fabric) between the GPUs of a node and 150
+    TFLOP/s in 16 bit; middle ones 30 GB. `memory_bytes` is the node's. None for unknown boards.
+    """
+    if not gpus:
+        large = memory_bytes >= LARGE_RAM_BYTES
+        return f"CPU-only: trees, data preparation{', large memory' if large else ''}"
+    best = max(gpus, key=lambda kind: kind.memory_bytes or 0)
+    if best.slice_of is not None:
+        return "notebooks, tests: slices of a GPU"
+    board = board_of(best)
+    if board is None:
+        return None
+    linked = best.count > 1 and board.link.kind != "pcie"
+    flops = max(board.peak_flops.get("bf16", 0), board.peak_flops.get("fp16", 0))
+    old = "" if "bf16" in board.peak_flops else "; no bf16"
+    if board.memory_bytes >= LARGE_BYTES and flops >= LARGE_FLOPS:
+        how = "" if linked else " on one GPU" + _slow_link(best.count)
+        return f"training large models{how}{old}"
+    if board.memory_bytes >= MIDDLE_BYTES and linked:
+        return f"training mid-size models{old}"
+    if board.memory_bytes >= MIDDLE_BYTES:
+        return f"cheaper jobs: mid-size models on one GPU{_slow_link(best.count)}{old}"
+    return f"cheaper jobs: small models, tests{old}"
+
+
+def _slow_link(count: int) -> str:
+    return " (no NVLink)" if count > 1 else ""
+
+
+def board_of(kind: Gpus) -> GPU | None:
+    """The catalogue's row of these GPUs; the least memory where it is not settled."""
+    if kind.model is None:
+        return None
+    family = [board for board in CATALOGUE if board.name.startswith(kind.model)]
+    fits = (board for board in family if board.memory_bytes == kind.memory_bytes)
+    return next(fits, None)

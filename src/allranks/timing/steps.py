@@ -1,0 +1,271 @@
+"""How fast a run's steps are, and where their time goes, from the events of all its ranks.
+
+A rank that waits does not know whether it waits for bytes or for a slower rank; all of them
+together do. An exchange ends for all ranks at once, so whoever came last has waited the shortest:
+that is what the exchange itself took, and whatever another rank waited longer, it waited for that
+one. No clocks are compared, but for ranks on one machine, to see who returns last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
+from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
+
+STEADY_STEPS, STEADY_CHANGE = 10, 0.05
+# A rank is slower than the others if they wait for it this much of a step, in the mean, and that
+# mean is so many times its standard error over blocks of steps: equal ranks are late in turns, and
+# what else a machine does may slow one of them for a while.
+LEAST_LATE, SURE, SURE_BLOCKS = 0.01, 3.5, 10
+LEAST_STEPS = 5  # of fewer, one rank or another is late in most by chance alone
+LEAST_PART = 0.1  # of what others wait for it: what takes a slow rank so much longer is told
+LEAST_AFTER = 0.25  # of the exchange: so much later than all others a rank leaves it
+LEAST_SAME = 0.5  # of the steps, in which all ranks wait longest in the same exchange
+AFFORDABLE_BYTES = 32 << 20  # of events, of which ten megabytes take a second
+PARTS = ("compute", "comm", "straggler", "data", "other")
+PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A window of steps of one attempt. Times are seconds of a step, in the mean."""
+
+    first_step: int
+    last_step: int
+    ranks: int
+    steady: bool
+    seconds: float  # of the whole window, by the clock of rank 0
+    samples: int  # of all ranks
+    step_seconds: float
+    step_deviation: float  # standard deviation of the step times
+    parts: dict[str, float] | None  # sum to step_seconds; None where phases were not measured
+    slowest_rank: int | None  # the one that the others wait for; None where none is slower
+    slowest_share: float  # of the steps in which they do
+    slowest_part: str | None  # what it does longer than the others: a phase, or comm
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
+
+def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
+    """The measured window of a run's attempt, the last by default.
+
+    None unless every rank has made the same two steps at least.
+    """
+    attempts = run.attempts()
+    if not attempts:
+        return None
+    number = attempts[-1] if attempt is None else attempt
+    steps: dict[int, dict[int, Event]] = {rank: {} for rank in run.ranks(number)}
+    window: Event | None = None
+    for rank in steps:
+        for event in read_events(run.events(number, rank)):
+            if event["event"] == "step" and "seconds" in event:
+                steps[rank][event["step"]] = event
+            elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
+                window = event  # of ranks that never meet, each has its own
+    layout = str(run.info().get("layout", ""))
+    return timing_of(steps, window, one_clock=layout.startswith("1x"))
+
+
+def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:
+    """The same for who shows more than that: None where reading it would keep people waiting."""
+    try:
+        if event_bytes(run) > max_bytes:
+            return None
+        return timing(run)
+    except (KeyError, TypeError, ValueError, OSError):  # files that no rank of ours has written
+        return None
+
+
+def event_bytes(run: RunDir) -> int:
+    """What there is to read of a run's last attempt."""
+    attempt = max(run.attempts(), default=0)
+    paths = [run.events(attempt, rank) for rank in run.ranks(attempt)]
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def timing_of(
+    steps: Mapping[int, Mapping[int, Event]], window: Event | None, *, one_clock: bool = False
+) -> Timing | None:
+    """The same from step events, by rank and step; `one_clock`: all ranks are on one machine."""
+    if not steps or not all(steps.values()):
+        return None
+    common = sorted(set.intersection(*(set(of_rank) for of_rank in steps.values())))
+    if len(common) < 2:
+        return None
+    if window is not None and window["first"] <= common[-1]:
+        first, is_steady = window["first"], bool(window["steady"])
+    else:
+        lead = min(steps)
+        first, is_steady = steady_from([(n, steps[lead][n]["seconds"]) for n in common])
+    chosen = [number for number in common if number >= first]
+    rows = [[steps[rank][number] for rank in sorted(steps)] for number in chosen]
+    seconds = [row[0]["seconds"] for row in rows]
+    split = None
+    if all(phase in event for row in rows for event in row for phase in PHASES):
+        split = split_waits(rows, one_clock=one_clock)
+    slowest = split.slowest if split else None
+    mean = statistics.fmean(seconds)
+    return Timing(
+        first_step=chosen[0],
+        last_step=chosen[-1],
+        ranks=len(steps),
+        steady=is_steady,
+        seconds=sum(seconds),
+        samples=sum(int(event.get("samples", 0)) for row in rows for event in row),
+        step_seconds=mean,
+        step_deviation=statistics.pstdev(seconds),
+        parts=scaled(split.parts, mean) if split else None,
+        slowest_rank=sorted(steps)[slowest] if slowest is not None else None,
+        slowest_share=split.slowest_share if split else 0.0,
+        slowest_part=split.slowest_part if split else None,
+    )
+
+
+def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
+    """The step after a block that took as long as the block from there on; whether there is one.
+
+    A median is blind to a few slow steps at the beginning of the first block: it is left out.
+    """
+    times = [took for _, took in seconds]
+    block = min(STEADY_STEPS, len(times) // 3)
+    for start in range(1, len(times) - 2 * block + 1):
+        if block < 2:
+            break
+        before = statistics.median(times[start : start + block])
+        after = statistics.median(times[start + block : start + 2 * block])
+        if abs(after - before) <= STEADY_CHANGE * before:
+            return seconds[start + block][0], True
+    # Between the first two steps the probe looks for what the script trains.
+    return seconds[min(2 if len(seconds) > 3 else 1, len(seconds) - 1)][0], False
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the time of steps went; ranks are counted as they stand in a row."""
+
+    parts: dict[str, float]  # seconds of a step, in the mean
+    slowest: int | None  # None where no rank is slower than the others
+    slowest_share: float  # of the steps in which it came last
+    slowest_part: str | None
+
+
+def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> Split:
+    """Tell communication from waiting for slower ranks; a row has the events of all ranks.
+
+    The parts are those of a rank in the middle, and sum to its steps. What the slowest rank waits
+    longer for its data than that one counts as data, and what it does longer around an exchange as
+    communication, whoever has to wait for it.
+    """
+    ranks = range(len(rows[0]))
+    waits = [[math.fsum(inner_waits(event)) for event in row] for row in rows]
+    took = statistics.fmean(exchange_seconds(row) for row in rows)
+    phases = [
+        {phase: statistics.fmean(row[r][phase] for row in rows) for phase in PHASES} for r in ranks
+    ]
+    inner = [statistics.fmean(of_ranks[r] for of_ranks in waits) for r in ranks]
+    is_met = len(ranks) > 1 and any(event[WAIT] for row in rows for event in row)
+    slowest, *others = sorted(ranks, key=lambda r: inner[r])
+    middle = others[len(others) // 2] if is_met else 0
+    mine, theirs = phases[middle], phases[slowest]
+    straggler = max(0.0, inner[middle] - took)
+    late_data = min(straggler, max(0.0, theirs[DATA] - mine[DATA]))
+    # A rank's own part of its waits: what it does before and after the exchanges themselves.
+    excess = {phase: theirs[phase] - mine[phase] for phase in PHASES if phase != WAIT}
+    excess["comm"] = (theirs[WAIT] - inner[slowest]) - (mine[WAIT] - inner[middle])
+    late_comm = min(straggler - late_data, max(0.0, excess["comm"]))
+    parts = {
+        "compute": mine[FORWARD] + mine[BACKWARD] + mine[OPTIMIZER],
+        "comm": mine[WAIT] - straggler + late_comm,
+        "straggler": straggler - late_data - late_comm,
+        "data": mine[DATA] + late_data,
+        "other": mine[OTHER],
+    }
+    if not is_met:
+        return Split(parts, None, 0.0, None)
+    least = LEAST_LATE * math.fsum(mine.values())
+    late = [one[middle] - one[slowest] for one in waits]
+    held = held_longest(rows, max(least, statistics.fmean(late))) if one_clock else None
+    if held is not None:
+        return Split(parts, *held, "comm")
+    if not is_longer(late, least):
+        return Split(parts, None, 0.0, None)
+    came_last = [min(ranks, key=lambda r: one[r]) for one in waits]
+    part = max(excess, key=lambda phase: excess[phase])
+    is_part = excess[part] >= LEAST_PART * statistics.fmean(late)
+    return Split(parts, slowest, came_last.count(slowest) / len(rows), part if is_part else None)
+
+
+def is_longer(differences: Sequence[float], least: float) -> bool:
+    """Whether the mean of differences, step by step, is at least so much, and no accident."""
+    if len(differences) < LEAST_STEPS:
+        return False
+    num = min(SURE_BLOCKS, len(differences))
+    ends = [len(differences) * n // num for n in range(num + 1)]
+    means = [statistics.fmean(differences[a:b]) for a, b in itertools.pairwise(ends)]
+    error = statistics.stdev(means) / math.sqrt(num)
+    mean = statistics.fmean(differences)
+    return mean > 0 and mean >= least and mean >= SURE * error
+
+
+def held_longest(rows: Sequence[Sequence[Event]], least: float) -> tuple[int, float] | None:
+    """The rank that is still in an exchange when all others have left it; in how many of the steps.
+
+    All ranks wait equally long then: this one at the end of the exchange, the others for it at the
+    beginning of the next. Only a clock tells them apart, the same for all.
+    """
+    if not all("left" in event and "arrive" in event for row in rows for event in row):
+        return None
+    begins = [[event["arrive"] for event in row] for row in rows]
+    ends = [[event["left"] for event in row] for row in rows]
+    # Ranks may wait longest in different exchanges: those tell nothing.
+    same = [max(begin) <= min(end) for begin, end in zip(begins, ends, strict=True)]
+    if sum(same) < LEAST_SAME * len(rows):
+        return None
+    ends = [end for end, is_same in zip(ends, same, strict=True) if is_same]
+    ranks = range(len(rows[0]))
+    last = max(ranks, key=lambda r: statistics.fmean(end[r] for end in ends))
+    behind = [end[last] - max(end[r] for r in ranks if r != last) for end in ends]
+    exchange = statistics.fmean(row[last][WAIT] for row in rows)
+    if not is_longer(behind, max(least, LEAST_AFTER * exchange)):
+        return None
+    return last, sum(each > 0 for each in behind) / len(behind)
+
+
+def scaled(parts: Mapping[str, float], step_seconds: float) -> dict[str, float]:
+    """The same shares of the steps of rank 0, which begin and end a little elsewhere."""
+    total = math.fsum(parts.values())
+    return {
+        part: seconds * step_seconds / total if total else 0.0 for part, seconds in parts.items()
+    }
+
+
+def inner_waits(event: Event) -> list[float]:
+    """What of each wait of a step was spent in the exchange, without the rank's own doing."""
+    waits, own = event.get("waits", [event[WAIT]]), event.get("own", ())
+    if len(own) == len(waits):
+        return [max(0.0, wait - mine) for wait, mine in zip(waits, own, strict=True)]
+    return [max(0.0, event[WAIT] - math.fsum(own))] if own else list(waits)
+
+
+def exchange_seconds(row: Sequence[Event]) -> float:
+    """What the exchanges of a step took after the last rank had come to each."""
+    waits = [inner_waits(event) for event in row]
+    if len({len(one) for one in waits}) > 1:
+        return min(math.fsum(one) for one in waits)
+    return math.fsum(min(times) for times in zip(*waits, strict=True))
