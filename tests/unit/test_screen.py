@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allranks.job.job import Job, parse_job
-from allranks.launch.screen import (
-    Screen,
-    batch_product,
-    duration,
-)
+from allranks.launch.screen import Screen, batch_product
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.show.numbers import duration
 
 START: dict[str, Any] = {
     "rank": 0,

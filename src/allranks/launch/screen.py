@@ -21,6 +21,7 @@ from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.results import steps_by_rank
+from allranks.show.numbers import count, duration
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -319,10 +320,6 @@ def banner(start: dict[str, Any], job: Job) -> str:
     return "\n".join(f"  {name:<8}{value}" for name, value in rows.items())
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def batch_product(start: dict[str, Any]) -> str:
     """The effective batch, as micro-batch x ranks x accumulation."""
     accumulation = start["accumulation"]
@@ -392,14 +389,3 @@ def summary_table(result: dict[str, Any]) -> Table:
         if value is not None:
             table.add_row(name, f"{value:.4f}")
     return table
-
-
-def duration(seconds: float) -> str:
-    """Two units at most: 3.4s, 2m05s, 1h12m, 3d04h."""
-    if seconds < 60:
-        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
-    for unit, smaller, size in (("m", "s", 60), ("h", "m", 3600), ("d", "h", 86400)):
-        if seconds < size * (60 if unit != "h" else 24) or unit == "d":
-            whole, rest = divmod(int(seconds), size)
-            return f"{whole}{unit}{rest * (60 if unit != 'd' else 24) // size:02d}{smaller}"
-    raise AssertionError("unreachable")

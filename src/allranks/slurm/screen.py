@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allranks.launch.screen import count, duration
+from allranks.show.numbers import count, duration
 
 GIB = 2**30
 WIDE_NODES = 110  # columns from which what a node suits has room beside it
