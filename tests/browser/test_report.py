@@ -16,7 +16,7 @@ from tests.commandline import run_allranks
 from tests.report_runs import make_run, scaling_study
 
 from allranks.report.words import FORMATS
-from allranks.show.bands import NOTHING
+from allranks.show.tables import NOTHING
 
 pytestmark = pytest.mark.browser
 

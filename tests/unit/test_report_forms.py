@@ -21,8 +21,8 @@ from allranks.report.markdown import markdown
 from allranks.report.page import data_block, inside_script
 from allranks.report.terminal import show_report
 from allranks.run.folder import RunDir
-from allranks.show.bands import NOTHING
-from allranks.show.plain import in_markdown
+from allranks.show.tables import NOTHING
+from allranks.show.text import in_markdown
 
 GOLDEN = Path(__file__).parent / "golden" / "report.md"
 HOSTILE = "a\"><img src=x onerror=alert(1)>'`|&_x_ \x1b[2J</script><script>alert(2)</script>"

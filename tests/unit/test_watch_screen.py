@@ -11,7 +11,7 @@ import pytest
 from rich.text import Text
 
 from allranks.errors import AllranksError
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.watch.columns import shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.lines import rank_cells

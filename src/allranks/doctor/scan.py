@@ -24,7 +24,7 @@ from allranks.doctor.catalogue import Cause, Pattern
 from allranks.doctor.lines import Line, parse
 from allranks.doctor.literals import LONG, window_cost
 from allranks.run import files
-from allranks.show.plain import without_escapes
+from allranks.show.text import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16

@@ -7,8 +7,8 @@ from typing import Any
 
 from allranks.report import tables
 from allranks.report.words import show
-from allranks.show.bands import Table
-from allranks.show.plain import in_markdown
+from allranks.show.tables import Table
+from allranks.show.text import in_markdown
 
 READING = (
     "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "

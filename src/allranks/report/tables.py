@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from allranks.report.words import show
-from allranks.show.bands import NOTHING, Table
-from allranks.show.plain import printable
+from allranks.show.tables import NOTHING, Table
+from allranks.show.text import printable
 from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]

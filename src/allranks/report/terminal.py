@@ -10,8 +10,8 @@ from rich.text import Text
 
 from allranks.report import tables
 from allranks.report.words import show
-from allranks.show.bands import show_table, without_empty
-from allranks.show.plain import printable
+from allranks.show.tables import show_table, without_empty
+from allranks.show.text import printable
 
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
 STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}

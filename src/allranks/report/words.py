@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 
-from allranks.show.bands import NOTHING
+from allranks.show.tables import NOTHING
 
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 

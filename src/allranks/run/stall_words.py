@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from allranks.run.stalls import Blame, RankState, is_waiting, wait_apart
-from allranks.show.plain import clean
+from allranks.show.text import clean
 
 MOST_NAMES, MOST_PLACES = 5, 3
 PLURALS = {"is": "are", "has": "have", "gives": "give", "waits": "wait"}

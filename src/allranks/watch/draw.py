@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.timing.steps import PART_WORDS
 from allranks.watch import columns
 from allranks.watch.columns import fit, join, shortened

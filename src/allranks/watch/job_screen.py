@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.text import Text
 
 from allranks.errors import AllranksError
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.watch import columns
 from allranks.watch.columns import Column, fit, join
 from allranks.watch.draw import framed

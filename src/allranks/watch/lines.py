@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.watch.columns import Column, shortened
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView

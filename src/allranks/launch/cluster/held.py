@@ -183,8 +183,9 @@ class Held:
         # Not needed before the end, and a job that starts has no time to import them.
         from allranks.launch.local import Place as OneMachine
         from allranks.launch.local import describe_failure
-        from allranks.launch.screen import PeopleConsole, Screen
+        from allranks.launch.screen import Screen
         from allranks.run.results import result
+        from allranks.show.console import PeopleConsole
 
         attempt = max(self.run.attempts())
         if lost is None:

@@ -1,4 +1,4 @@
-"""Text from files and nodes without what a terminal would obey. Pure; no torch."""
+"""Text from files and nodes, safe to show: nothing in it that a terminal or a page obeys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The same for what must stay one line; tabs become spaces."""
+    """One line without anything that a terminal would obey; tabs become spaces."""
     return plain(text.expandtabs(4)).replace("\n", "")
 
 
