@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 
 from allranks.run import files
@@ -60,14 +59,10 @@ class LogPage:
 
     def page(self, rows: int) -> list[str]:
         """So many lines, the last of them where the page was scrolled to; no secrets."""
-        lines = [*self.lines, self._last()] if self._rest else self.lines
+        lines = [*self.lines, readable(self._rest)] if self._rest else self.lines
         end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
         # Only these: to look for secrets in all that is kept would take seconds.
         return [shown(line.encode()) for line in lines[max(0, end - rows) : end]]
-
-    def _last(self) -> str:
-        """The line without its end, that is read again: it moves nothing on."""
-        return copy(self._key).hide(readable(self._rest))
 
     def scroll(self, lines: int, rows: int) -> None:
         """Up (negative) or down; the end is followed again once it is reached."""
