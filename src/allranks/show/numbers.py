@@ -89,15 +89,14 @@ def duration(seconds: float | None, *, whole: bool = False) -> str:
             if abs(seconds) >= 0.9995 * unit:
                 return f"{number(seconds / unit)}{name}"
         return f"{number(seconds * 1e6, 1)}µs" if seconds else "0s"
+    left = round(seconds)
     for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
-        if seconds >= size - part / 2:
-            return _two_units(seconds, size, name, part, part_name)
-    return _two_units(seconds, 60, "m", 1, "s")
-
-
-def _two_units(seconds: float, size: int, name: str, part: int, part_name: str) -> str:
-    whole, rest = divmod(round(seconds / part), size // part)
-    return f"{whole}{name}" + (f"{rest:02d}{part_name}" if rest else "")
+        if left >= size:
+            break
+    else:
+        size, name, part, part_name = 60, "m", 1, "s"
+    rest = left % size // part
+    return f"{left // size}{name}" + (f"{rest:02d}{part_name}" if rest else "")
 
 
 def size(num_bytes: float | None, *, narrow: bool = False) -> str:
