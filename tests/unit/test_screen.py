@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from allranks.job.job import Job, parse_job
@@ -119,11 +117,6 @@ def test_the_batch_is_a_product_that_is_equal_only_if_it_is(
 
 
 # --- Times --------------------------------------------------------------------------------------
-
-
-@given(st.floats(0, 1e9))
-def test_any_time_can_be_shown(seconds: float) -> None:
-    assert len(duration(seconds)) <= 9
 
 
 # --- Summary ------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from allranks.show import numbers
 from allranks.show.numbers import (
@@ -93,3 +95,8 @@ def test_a_quantity_is_spelled_so(shown: str, expected: str) -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     spelled = (number, metric, short, count, ratio, percent, duration, size, rate, dollars, moment)
     assert {one(None) for one in spelled} == {"-"}
+
+
+@given(st.floats(0, 1e9))
+def test_any_time_can_be_shown(seconds: float) -> None:
+    assert len(duration(seconds)) <= 9

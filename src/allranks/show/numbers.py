@@ -90,11 +90,12 @@ def duration(seconds: float | None, *, whole: bool = False) -> str:
                 return f"{number(seconds / unit)}{name}"
         return f"{number(seconds * 1e6, 1)}µs" if seconds else "0s"
     left = round(seconds)
-    for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
-        if left >= size:
-            break
-    else:
+    if left < 3600:
         size, name, part, part_name = 60, "m", 1, "s"
+    elif left < 86400:
+        size, name, part, part_name = 3600, "h", 60, "m"
+    else:
+        size, name, part, part_name = 86400, "d", 3600, "h"
     rest = left % size // part
     return f"{left // size}{name}" + (f"{rest:02d}{part_name}" if rest else "")
 
