@@ -67,7 +67,7 @@ NOON = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, -1))
         (duration(86399), "23h59m"),
         (duration(8_640_000), "100d"),
         (duration(4325), "1h12m"),
-        (duration(100_000), "1d04h"),
+        (duration(100_000), "1d03h"),
         (duration(44.6, whole=True), "45s"),
         (duration(59.6, whole=True), "1m"),
         (size(0), "0 B"),
