@@ -16,12 +16,11 @@ import pytest
 import allranks.launch.prepare
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
-from allranks.launch.cluster import allocation, submit
-from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, take_claim
-from allranks.launch.cluster.checks import Verdict
-from allranks.launch.cluster.gate import ENDED, OPEN
-from allranks.launch.cluster.held import no_progress
-from allranks.launch.cluster.inside import (
+from allranks.launch.backends.slurm import allocation, submit
+from allranks.launch.backends.slurm.allocation import STEP_TRIES, Allocation, take_claim
+from allranks.launch.backends.slurm.gate import ENDED, OPEN
+from allranks.launch.backends.slurm.held import no_progress
+from allranks.launch.backends.slurm.inside import (
     FIRST_PORT,
     NUM_PORTS,
     Place,
@@ -31,7 +30,8 @@ from allranks.launch.cluster.inside import (
     step_environment,
     time_to_limit,
 )
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm.node_checks import Verdict
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare
 from allranks.run import claims, standing
 from allranks.run.claims import Claim

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.cluster import ladder
-from allranks.launch.cluster.allocation import rung_words
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm import ladder
+from allranks.launch.backends.slurm.allocation import rung_words
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.timing.timeline import PHASES

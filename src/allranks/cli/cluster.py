@@ -23,9 +23,9 @@ from allranks.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.cluster.ladder import Ladder
-    from allranks.launch.cluster.sbatch import Racer
-    from allranks.launch.cluster.submit import Submitted
+    from allranks.launch.backends.slurm.ladder import Ladder
+    from allranks.launch.backends.slurm.sbatch import Racer
+    from allranks.launch.backends.slurm.submit import Submitted
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -85,8 +85,8 @@ def submit(
     debug: Debug = False,
 ) -> None:
     """Send a job, or your own script after `--`, to SLURM."""
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import racers_of
     from allranks.launch.prepare import prepare
 
     climb = read_ladder(ladder, race, layout, min_efficiency=min_efficiency, steps=steps)
@@ -104,8 +104,8 @@ def read_ladder(
 ) -> Ladder | None:
     """The layouts to climb, if any."""
     from allranks.errors import AllranksError
-    from allranks.launch.cluster import ladder as ladders
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import ladder as ladders
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if ladder is None:
         return None
@@ -119,7 +119,7 @@ def read_ladder(
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
     """The racers, and the layout to check the job with: the first of them, or the typed one."""
     from allranks.errors import AllranksError
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if race is None:
         return [], layout
@@ -141,8 +141,8 @@ def race(
     debug: Debug = False,
 ) -> None:
     """Add a layout to a run that still waits: the first to start wins."""
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import parse_race
     from allranks.run.folder import find_run
 
     show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
@@ -162,8 +162,8 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a run in SLURM's queue, in another layout if you like; moves a running one."""
-    from allranks.launch.cluster import move
-    from allranks.launch.cluster import submit as sending
+    from allranks.launch.backends.slurm import move
+    from allranks.launch.backends.slurm import submit as sending
 
     rivals, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)

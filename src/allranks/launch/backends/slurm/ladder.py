@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.run.folder import RunDir
 from allranks.timing.steps import timing
 

@@ -11,8 +11,8 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.cluster import submit
-from allranks.launch.cluster.inside import (
+from allranks.launch.backends.slurm import submit
+from allranks.launch.backends.slurm.inside import (
     Place,
     has_saved,
     patiently,
@@ -20,9 +20,9 @@ from allranks.launch.cluster.inside import (
     while_silent,
     why_it_ends,
 )
-from allranks.launch.cluster.missing_files import look_for_missing
-from allranks.launch.cluster.relay import OUT_OF_MEMORY
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm.missing_files import look_for_missing
+from allranks.launch.backends.slurm.relay import OUT_OF_MEMORY
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.launch.prepare import Prepared
 from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
 from allranks.machine.processes import blocked_signals
@@ -181,8 +181,8 @@ class Held:
     ) -> tuple[State, str | None]:
         """How the attempt has ended, said in the log; and who kept the others waiting."""
         # Not needed before the end, and a job that starts has no time to import them.
-        from allranks.launch.local import Place as OneMachine
-        from allranks.launch.local import describe_failure
+        from allranks.launch.node import Place as OneMachine
+        from allranks.launch.node import describe_failure
         from allranks.launch.screen import PeopleConsole, Screen
         from allranks.run.results import result
 

@@ -2,7 +2,7 @@
 
 The script that was sent becomes this process, on the first node, as
 
-    python -m allranks.launch.cluster.allocation RUN_DIR --racer 2x2 --claim 0
+    python -m allranks.launch.backends.slurm.allocation RUN_DIR --racer 2x2 --claim 0
 
 It takes the run (or finds it taken, and ends), cancels the jobs that it beat, checks the nodes, has
 srun start the ranks, passes signals on to them, and sees to it that a run that was stopped by its
@@ -23,10 +23,10 @@ from types import FrameType
 
 from allranks.errors import AllranksError
 from allranks.launch import prepare
-from allranks.launch.cluster import checks, ladder, submit
-from allranks.launch.cluster.gate import Gate
-from allranks.launch.cluster.held import Held, give_up
-from allranks.launch.cluster.inside import (
+from allranks.launch.backends.slurm import ladder, node_checks, submit
+from allranks.launch.backends.slurm.gate import Gate
+from allranks.launch.backends.slurm.held import Held, give_up
+from allranks.launch.backends.slurm.inside import (
     Place,
     check_command,
     check_words,
@@ -36,8 +36,8 @@ from allranks.launch.cluster.inside import (
     step_command,
     unusable_nodes,
 )
-from allranks.launch.cluster.relay import Relay
-from allranks.launch.cluster.sbatch import Racer, ask
+from allranks.launch.backends.slurm.relay import Relay
+from allranks.launch.backends.slurm.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims
@@ -289,24 +289,24 @@ class Allocation(Held):
         say(f"preflight took {time.monotonic() - started:.1f} s in all")
         return True if not verdict.failed else self._replace_nodes(verdict.failed)
 
-    def _hear(self, verdict: checks.Verdict) -> bool:
+    def _hear(self, verdict: node_checks.Verdict) -> bool:
         """Say and record what is known of the nodes; False if there is no time for it."""
         if self.signals:
             return False  # let the ranks save what there is
-        for line in checks.words(verdict).splitlines():
+        for line in node_checks.words(verdict).splitlines():
             say(line)
         if verdict.ok:
             good = {*self.run.info().get("checked_nodes", []), *self.place.nodes}
             self.run.update_info(lambda info: info.update(checked_nodes=sorted(good)))
         return True
 
-    def _check_nodes(self, *, tries: int) -> checks.Verdict:
+    def _check_nodes(self, *, tries: int) -> node_checks.Verdict:
         """Run the checks on all nodes; again where something failed that is no node's fault."""
         for number in range(tries):
             folder = self._check_folder(1 + number)
             command = check_command(self.place, folder, *self._check_settings(1 + number))
             self.relay.run_step(command, seconds=PREFLIGHT_SECONDS + 15)
-            verdict = checks.verdict(folder, self.place.nodes)
+            verdict = node_checks.verdict(folder, self.place.nodes)
             if verdict.failed or not verdict.trouble or self.signals:
                 break
         return verdict

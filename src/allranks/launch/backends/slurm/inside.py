@@ -16,7 +16,7 @@ from pathlib import Path
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.cluster.sbatch import time_seconds
+from allranks.launch.backends.slurm.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
 from allranks.machine.hardware import parse_tasks_per_node
 from allranks.run.claims import Claim
@@ -159,7 +159,7 @@ def check_words(place: Place, folder: Path, port: int, gpus: int, seconds: int) 
 def check_command(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
     """The preflight as a step of its own, once on every node."""
     nodes = ",".join(place.nodes)
-    words = [sys.executable, "-m", "allranks.launch.cluster.network", "--peers", nodes, "--"]
+    words = [sys.executable, "-m", "allranks.launch.network", "--peers", nodes, "--"]
     words += [sys.executable, "-m", "allranks.doctor.preflight"]
     words += check_words(place, folder, port, gpus, seconds)
     return [*srun(place, tasks_per_node=1, ends_together=False), *words]
@@ -179,7 +179,7 @@ def step_command(
     """
     tasks = 1 if has_launchers(job) else job.layout.gpus
     assert prepared.run is not None
-    words = [sys.executable, "-m", "allranks.launch.cluster.step", str(prepared.run.path)]
+    words = [sys.executable, "-m", "allranks.launch.backends.slurm.step", str(prepared.run.path)]
     words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
     words += ["--threads", str(prepared.threads or 0), "--claim", str(claim.number)]
     words += ["--layout", str(job.layout)]
