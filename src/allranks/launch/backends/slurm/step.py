@@ -1,6 +1,6 @@
 """What srun starts in an allocation: the launcher of a node, or (`launcher: srun`) one rank.
 
-    srun python -m allranks.launch.backends.slurm.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
+    srun python -m allranks.launch.backends.slurm.step RUN_DIR --attempt 0 --nodes a,b ...
 
 It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
 tasks at any other. What the run came to is the job's to say (held.py), once all tasks have ended.
