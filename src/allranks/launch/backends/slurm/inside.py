@@ -19,6 +19,7 @@ from allranks.launch import prepare
 from allranks.launch.backends.slurm.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
 from allranks.machine.hardware import parse_tasks_per_node
+from allranks.machine.processes import blocked_signals
 from allranks.run.claims import Claim
 from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
@@ -79,6 +80,30 @@ def while_silent(call: Callable[[], str], *, seconds: float = 900.0) -> str:
         pause = min(30.0, 2 * pause)
 
 
+def job_state(job: str) -> tuple[str, str]:
+    """A job's state and its reason in SLURM's words, once SLURM answers."""
+    try:
+        printed = patiently("squeue", "-h", "-j", job, "-o", "%T|%r").strip()
+    except slurm.SlurmError as error:
+        return "GONE" if "invalid job id" in error.words.lower() else "UNKNOWN", ""
+    state, _, reason = (printed or "GONE").partition("|")
+    return state, reason
+
+
+def requeue(place: Place) -> str:
+    """Have SLURM run this job again."""
+    try:
+        with blocked_signals():  # a requeue ends all that this job runs, scontrol as well
+            return slurm.call("scontrol", "requeue", place.job)
+    except slurm.SlurmError:
+        # It may have been done all the same: by a scontrol that could not say so, or by SLURM.
+        shown = patiently("scontrol", "show", "job", "-o", place.job)
+        restarts = re.search(r"\bRestarts=(\d+)", shown)
+        if restarts is None or int(restarts[1]) <= place.restart:
+            raise
+        return ""
+
+
 def time_to_limit(job: str) -> tuple[float | None, int | None]:
     """Seconds until SLURM ends this job, and its limit; None where there is no limit, or answer."""
     try:
@@ -115,6 +140,16 @@ def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
         return True  # the script knew what the signal meant
     last = prepare.last_of(prepared, run)
     return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > since
+
+
+def no_progress(run: RunDir, job: Job) -> bool:
+    """Whether the last two attempts began where this one would begin."""
+    key = "checkpoint" if job.command is None else "last_changed"
+    starts = [attempt.get(key) for attempt in run.info().get("attempts", [])]
+    newest = (
+        prepare.newest_checkpoint(run) if job.command is None else prepare.last_change(run, job)
+    )
+    return len(starts) >= 2 and starts[-2:] == [newest, newest]
 
 
 def why_it_ends(run: RunDir, prepared: Prepared) -> str:

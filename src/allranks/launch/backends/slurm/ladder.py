@@ -51,6 +51,16 @@ class Ladder:
             return replace(climbed, chosen=self.layouts[max(0, place - 1)])
         return replace(climbed, chosen=rung) if rung == self.layouts[-1] else climbed
 
+    def in_words(self, rung: str) -> str:
+        """What was measured on a rung, and what comes next."""
+        speed, efficiency = self.speeds[rung], self.efficiency(rung)
+        said = f"ladder: {rung} makes {speed:,.1f} samples/s"
+        if efficiency is None:
+            said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
+        else:
+            said += f" ({efficiency:.0%} efficient, measured)"
+        return f"{said}; " + (f"trains on {self.chosen}" if self.chosen else f"next is {self.rung}")
+
 
 def of(layouts: Sequence[Racer], *, min_efficiency: float, steps: int = DEFAULT_STEPS) -> Ladder:
     """A ladder of these layouts, nothing of which was measured yet."""
