@@ -609,7 +609,7 @@ def test_a_deaf_controller_does_not_end_a_run(
     hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
-    monkeypatch.setattr(held, "_state", lambda: ("UNKNOWN", ""))
+    monkeypatch.setattr(allocation, "job_state", lambda job: ("UNKNOWN", ""))
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
     assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
 
