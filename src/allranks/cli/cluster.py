@@ -184,13 +184,13 @@ def list_(
     """List runs: state, progress, time left, why they wait or ended."""
     from allranks.launch import follow
     from allranks.launch.list_screen import show_runs
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
-    queue = standing.look_at_queue(found)
-    described = [standing.describe(one, queue) for one in found]
+    queue = run_state.look_at_queue(found)
+    described = [run_state.describe(one, queue) for one in found]
     if as_json:
         print(to_json(described))
         return
@@ -215,7 +215,7 @@ def logs(
     """Print what the ranks of a run print, each line with its rank."""
     from allranks.launch.logs import show
     from allranks.launch.waiting import EXIT_CODES, in_words
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.folder import find_run
@@ -228,7 +228,7 @@ def logs(
     now: dict[str, Any] = {"state": "running"}
 
     def has_ended() -> bool:
-        now.update(standing.describe(found, standing.look_at_queue([found])))
+        now.update(run_state.describe(found, run_state.look_at_queue([found])))
         waits = clean(f"{found.name} waits: {now['reason'] or 'not started yet'}")
         if now["state"] == "queued" and told[-1:] != [waits]:
             told.append(waits)
@@ -278,7 +278,7 @@ def stop(
     """Stop runs at a checkpoint, from which `resume` goes on."""
     from allranks.errors import AllranksError
     from allranks.launch import follow
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
     from allranks.show.plain import clean
@@ -291,9 +291,9 @@ def stop(
     found = [find_run(runs, name) for name in run or []]
     if all_:
         known = list_runs(runs)
-        queue = standing.look_at_queue(known)
+        queue = run_state.look_at_queue(known)
         active = ("queued", "running")
-        found = [one for one in known if standing.describe(one, queue)["state"] in active]
+        found = [one for one in known if run_state.describe(one, queue)["state"] in active]
     done = follow.stop(found, now=now)
     if as_json:
         print(to_json(done))
@@ -329,7 +329,7 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     from allranks.launch.screen import Screen
     from allranks.launch.waiting import EXIT_CODES, wait_for_end, why_failed
     from allranks.run.events import to_json
-    from allranks.run.results import result
+    from allranks.timing.steps import result
 
     def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr if as_json else None)
