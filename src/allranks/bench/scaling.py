@@ -11,8 +11,8 @@ from typing import Any
 
 from allranks.bench.laws import Fit, differ_too_much, fit_object, law_of
 from allranks.layout import Layout
-from allranks.run.batches import APART
 from allranks.timing.comparison import CPU, SUSPICIOUS, Compared, compare, mode_of
+from allranks.timing.samples_seen import APART
 from allranks.timing.steps import Timing
 
 STOPPED = "it was stopped before there was enough to measure"
