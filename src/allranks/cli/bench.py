@@ -17,7 +17,6 @@ from allranks.cli.options import (
     Overrides,
     OwnPrice,
     Runs,
-    app,
     print_error,
     typed_request,
 )
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from allranks.machine.processes import Signals
     from allranks.run.folder import RunDir
 
-bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
 Backend = Annotated[
     Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
 ]
@@ -44,7 +40,6 @@ NoBaseline = Annotated[
 ]
 
 
-@bench.command()
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -67,7 +62,6 @@ def scaling(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a job, or your own script after `--`, on several layouts."""
     from allranks.bench import scaling as measured
     from allranks.bench import scaling_screen
     from allranks.bench.plan_runs import PlannedRun, plan_runs
