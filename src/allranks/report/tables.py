@@ -61,7 +61,7 @@ def speed(section: Record) -> Table:
             (
                 name_of(row, section),
                 count(row["ranks"]),
-                number(pace.get("mean")),
+                number(pace.get("median")),
                 ratio(row["speedup"]),
                 percent(row["efficiency"]),
                 row["verdict"],
@@ -127,7 +127,7 @@ def metrics(rows: Sequence[Record], section: Record) -> Table:
     cells = []
     for row in rows:
         known = row["metrics"] or {}
-        values = (metric(known[n]["mean"] if n in known else None) for n in names)
+        values = (metric(known[n]["median"] if n in known else None) for n in names)
         cells.append((name_of(row, section), *values, row["metrics_kind"] or NOTHING))
     return Table("Metrics", ("layout", *map(printable, names), ""), cells, texts=("",))
 
