@@ -301,7 +301,7 @@ def test_tables_fit(width: int) -> None:
     tables = [line for line in text.splitlines() if "  " in line.strip()]
     assert tables and max(map(len, tables)) <= width
     assert "323,456" in text
-    assert "data: 2,000 files at least, 5.0 GB" in text
-    assert "data on / (nfs4, network): 500 MB/s from the disk, over 4.0 MB" in text
+    assert "data: 2,000 files at least, 4.66 GiB" in text
+    assert "data on / (nfs4, network): 500 MB/s from the disk, over 3.81 MiB" in text
     assert "the same disk" in text and "no space left" in text
     assert "50.0%" in drawn(data.script_as_json(RUN, timing(0.05), None, 2), width)

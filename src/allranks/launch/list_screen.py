@@ -30,7 +30,7 @@ def show_runs(
     if not runs:
         console.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
         return
-    rows = [[clean(run["run"]), *cells(run)] for run in runs]
+    rows = [[Text(clean(run["run"])), *cells(run)] for run in runs]
     tables.show_table(console, Table("", COLUMNS, rows, texts=COLUMNS))
     for run in runs:
         name = f"{run['run']}: " if len(runs) > 1 else ""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from allranks.show.numbers import NOTHING, bit_rate, count, duration, moment, size
-from allranks.show.tables import Table, facts, show_table
+from allranks.show.tables import Cell, Table, facts, show_table
 
 MAX_JOBS = 20  # of the queue; --json has all
 STATES = ("idle", "mixed", "allocated", "reserved", "down")
@@ -65,7 +65,7 @@ def headline(view: Mapping[str, Any]) -> str:
 
 def partition_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each type of node."""
-    rows = []
+    rows: list[list[Cell]] = []
     for partition in partitions:
         name = partition_name(partition)
         for kind in partition["types"]:
