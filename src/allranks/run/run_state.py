@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.run import claims
-from allranks.run.events import read_last_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
-from allranks.run.record import final_step
+from allranks.run.record import RankRecord, final_step, read_lead
 from allranks.show.plain import plain
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
@@ -24,7 +22,6 @@ QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
 ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
 # States of a job on its nodes; squeue lists those in any other because they wait.
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
-RECENT_STEPS_BYTES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,9 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     layout = info.get("layout", "")
     if state == "running" and holder is not None and holder.layout:
         layout = holder.layout
-    step, steps = _last_step(run), _last_step_to_come(run, info)
+    lead = read_lead(run)
+    is_measured = "bench" in info and lead.start
+    steps = final_step(lead.start, info, run.window(run.attempts()[-1]) if is_measured else None)
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -154,9 +153,9 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
         "layout": layout,
         "jobs": [job.job for job in (active or jobs)] or info.get("jobs", []),
         "reason": reason_of(run, info, state, jobs, queue),
-        "step": step,
+        "step": lead.steps_made,
         "steps": steps,
-        "seconds_left": seconds_left(run, state, step, steps),
+        "seconds_left": seconds_left(lead, steps) if state == "running" else None,
         "expected_start": min((job.start for job in jobs if job.waits and job.start), default=None)
         if state == "queued"
         else None,
@@ -242,30 +241,9 @@ def _will_stop(run: RunDir) -> str | None:
     return f"{stop['why']} after a checkpoint" if stop["moves"] else "was asked to stop"
 
 
-def _last_step_to_come(run: RunDir, info: dict[str, Any]) -> int | None:
-    attempts = run.attempts()
-    start = run.start(attempts[-1]) if attempts else None
-    if start is None:
+def seconds_left(lead: RankRecord, steps: int | None) -> float | None:
+    """Steps that are left, at the pace of the last ones: measured, so only of a run that runs."""
+    made, recent = lead.last_step, lead.mean("seconds")
+    if made is None or steps is None or recent is None:
         return None
-    steps = final_step(start, info, None)
-    if steps is None and start.get("steps"):  # one that is measured
-        steps = final_step(start, info, run.window(attempts[-1]))
-    return steps
-
-
-def _last_step(run: RunDir) -> int | None:
-    for attempt in reversed(run.attempts()):
-        events = read_last_events(run.events(attempt, 0))
-        steps = [event["step"] for event in events if event["event"] == "step"]
-        if steps:
-            return int(steps[-1])
-    return None
-
-
-def seconds_left(run: RunDir, state: State, step: int | None, steps: int | None) -> float | None:
-    """Steps that are left, at the pace of the last ones; measured, so only of a run that runs."""
-    if state != "running" or step is None or steps is None:
-        return None
-    events = read_last_events(run.events(run.attempts()[-1], 0), RECENT_STEPS_BYTES)
-    recent = [e["seconds"] for e in events if e["event"] == "step" and "seconds" in e]
-    return round((steps - step) * statistics.fmean(recent), 1) if recent else None
+    return round((steps - made) * recent, 1)

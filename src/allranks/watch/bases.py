@@ -122,7 +122,7 @@ def pace_of(one: Followed, ranks: int) -> float | None:
     if one.is_measured:
         return one.pace
     lead = one.reader.lead
-    return one.reader.steady_pace(ranks) if lead and (lead.step or 0) >= MIN_STEPS else None
+    return one.reader.steady_pace(ranks) if lead and (lead.last_step or 0) >= MIN_STEPS else None
 
 
 def measure(one: Followed, max_bytes: int) -> None:

@@ -67,7 +67,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     is_running = standing.state == "running"
     layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
     world = start.get("world_size") or ranks_of(layout)
-    step = lead.step if lead else None
+    step = lead.steps_made if lead else None
     steps = final_step(start, one.info, lead.window if lead else None)
     took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
@@ -90,7 +90,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         world_size=world,
         attempt=reader.attempt,
         attempts=len(reader.attempts),
-        epoch=lead.recent[-1].get("epoch") if lead and lead.recent else None,
+        epoch=lead.steps[-1].get("epoch") if lead and lead.steps else None,
         epochs=epochs_of(one.job, steps, start),
         step=step,
         steps=steps,
@@ -110,7 +110,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         rank_hours=reader.rank_hours(now if is_running else None),
         checkpoint=reader.checkpoint,
         started=lead.first_time if lead else None,
-        last_step=lead.recent[-1].get("t") if lead and lead.recent else None,
+        last_step=lead.steps[-1].get("t") if lead and lead.steps else None,
         heartbeat=lead.last_time if lead else None,
     )
 
@@ -130,10 +130,10 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
     lead = reader.lead
     if lead is None or lead.first_time is None:
         return None
-    if not lead.recent:
+    if not lead.steps:
         passed, limit = now - lead.first_time, stalled or FIRST_STEP_SECONDS
         return f"stalled: no first step for {duration(passed)}" if passed > limit else None
-    passed = now - lead.recent[-1]["t"]
+    passed = now - lead.steps[-1]["t"]
     limit = stalled or max(STALLED_SECONDS, STALLED_TIMES * reader.longest_pause)
     if passed <= limit:
         return None
