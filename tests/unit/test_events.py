@@ -297,9 +297,10 @@ def written_events() -> list[tuple[str, str, list[str]]]:
             if name not in WRITERS or len(node.args) <= at:
                 continue
             event = node.args[at]
-            named = isinstance(event, ast.Constant) and isinstance(event.value, str)
-            if not named or not (node.keywords or len(node.args) > at + 1):
-                continue  # text that is written elsewhere, or an event that is passed on
+            if not isinstance(event, ast.Constant) or not isinstance(event.value, str):
+                continue  # an event that is passed on
+            if not node.keywords and len(node.args) == at + 1:
+                continue  # text that is written elsewhere
             fields = [word.arg for word in node.keywords if word.arg is not None]
             for part in node.args[at + 1 :]:
                 if isinstance(part, ast.Dict):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.doctor.finding import Evidence
-from allranks.doctor.lines import num_lines
+from allranks.doctor.log_lines import num_lines
 from allranks.run import files
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, newest_window, read_ends
