@@ -13,7 +13,7 @@ from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, newest_window, read_ranks
 from allranks.run.results import outcome, samples_per_epoch
-from allranks.run.run_state import unreadable
+from allranks.run.run_state import KILLED, NEVER_STARTED, unreadable
 from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
 from allranks.timing.samples_seen import remarks
 from allranks.timing.steps import Timing, timing
@@ -161,7 +161,7 @@ def problem_of(
             return str(given_up["reason"])
         if failed:
             return failure_in_words(failed)
-        return "it was killed" if run.attempts() else "it never started"
+        return KILLED if run.attempts() else NEVER_STARTED
     if layout is None:
         return "it has not started yet"
     if measured is None:

@@ -18,6 +18,7 @@ from allranks.run.folder import HEAD_BYTES, RunDir
 Event = dict[str, Any]
 
 LAST_BYTES = 1 << 15
+MIN_CLOCK_SECONDS = 20.0  # of fewer, the steps' own times tell more
 EARLY_EVENTS = 4000  # of a rank: its first batches and steps
 # Events that tell of getting on.
 PROGRESS = ("start", "step", "metric", "checkpoint")
@@ -132,6 +133,18 @@ class RankRecord:
         events = self.steps if of is None else of
         values = [event[field] for event in events if event.get(field) is not None]
         return statistics.fmean(values) if values else None
+
+    def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
+        """Of a step by the clock, with what lies between steps, as validation.
+
+        `since`: a time and the step made then; else from the first step that is kept.
+        """
+        if not self.steps:
+            return None
+        begin, first = since or (self.steps[0]["t"], self.steps[0]["step"])
+        passed, made = self.steps[-1]["t"] - begin, self.steps[-1]["step"] - first
+        enough = made > 0 and passed >= MIN_CLOCK_SECONDS
+        return passed / made if enough else self.mean("seconds")
 
     @property
     def seconds(self) -> float:

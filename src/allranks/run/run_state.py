@@ -19,6 +19,7 @@ from allranks.slurm import nodelist
 from allranks.slurm.reasons import end_reason, waiting_reason
 
 QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
+KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
 ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
 # States of a job on its nodes; squeue lists those in any other because they wait.
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
@@ -116,6 +117,35 @@ def look_at_queue(runs: Sequence[RunDir]) -> Queue:
     return queue
 
 
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Whether a run waits, trains or has ended, why, and where."""
+
+    state: State = "queued"
+    reason: str | None = None
+    layout: str = ""
+    expected_start: str | None = None
+    jobs: tuple[str, ...] = ()  # that hold it, or wait to
+    nodes: tuple[str, ...] = ()  # that it trains on
+
+
+def look_at_run(run: RunDir, info: dict[str, Any], queue: Queue) -> RunState:
+    """The state of a run by its folder, its run.json and one look at the queue."""
+    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
+    state = state_of(run, info, jobs, queue)
+    holder = claims.newest(run.claims) if state == "running" else None
+    active = [job for job in jobs if not job.waits]
+    starts = [job.start for job in jobs if job.waits and job.start]
+    return RunState(
+        state=state,
+        reason=reason_of(run, info, state, jobs, queue),
+        layout=holder.layout if holder and holder.layout else info.get("layout", ""),
+        expected_start=min(starts, default=None) if state == "queued" else None,
+        jobs=tuple(job.job for job in active or jobs),
+        nodes=tuple(sorted({node for job in active for node in job.nodes})),
+    )
+
+
 def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     """One run as `allranks ls --json` shows it; `problem`: what is wrong with its folder."""
     try:
@@ -136,31 +166,24 @@ def unreadable(error: Exception) -> str:
 
 def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     info = run.info()
-    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
-    state = state_of(run, info, jobs, queue)
-    active = [job for job in jobs if job.state in RUNNING]
+    now = look_at_run(run, info, queue)
     holder = claims.newest(run.claims)
-    layout = info.get("layout", "")
-    if state == "running" and holder is not None and holder.layout:
-        layout = holder.layout
     lead = read_lead(run)
     is_measured = "bench" in info and lead.start
     steps = final_step(lead.start, info, run.window(run.attempts()[-1]) if is_measured else None)
     return {
         "run": run.name,
         "run_dir": str(run.path),
-        "state": state,
-        "layout": layout,
-        "jobs": [job.job for job in (active or jobs)] or info.get("jobs", []),
-        "reason": reason_of(run, info, state, jobs, queue),
+        "state": now.state,
+        "layout": now.layout,
+        "jobs": [*now.jobs] or info.get("jobs", []),
+        "reason": now.reason,
         "step": lead.steps_made,
         "steps": steps,
-        "seconds_left": seconds_left(lead, steps) if state == "running" else None,
-        "expected_start": min((job.start for job in jobs if job.waits and job.start), default=None)
-        if state == "queued"
-        else None,
+        "seconds_left": seconds_left(lead, steps) if now.state == "running" else None,
+        "expected_start": now.expected_start,
         "job": holder.job or None if holder is not None else None,  # of the newest attempt
-        "nodes": sorted({node for job in active for node in job.nodes}),
+        "nodes": [*now.nodes],
         "attempt": max(run.attempts(), default=None),
     }
 
@@ -218,7 +241,9 @@ def reason_of(
     told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
     failed = failure(run)
     if failed is None or failed["exit"] is None:
-        return "; ".join(dict.fromkeys(told)) or None
+        if told or state == "stopped":
+            return "; ".join(dict.fromkeys(told)) or None
+        return KILLED if run.attempts() else NEVER_STARTED
     # Of a rank that failed by itself, SLURM only knows that something did.
     told = [text for text in told if not text.startswith("failed")]
     return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
@@ -243,7 +268,7 @@ def _will_stop(run: RunDir) -> str | None:
 
 def seconds_left(lead: RankRecord, steps: int | None) -> float | None:
     """Steps that are left, at the pace of the last ones: measured, so only of a run that runs."""
-    made, recent = lead.last_step, lead.mean("seconds")
+    made, recent = lead.last_step, lead.clock_seconds()
     if made is None or steps is None or recent is None:
         return None
     return round((steps - made) * recent, 1)

@@ -114,7 +114,7 @@ def layout_of(one: Followed) -> str:
 
 
 def candidate(one: Followed, ranks: int) -> Candidate:
-    return Candidate(one.run.name, layout_of(one), ranks, one.standing.state, pace_of(one, ranks))
+    return Candidate(one.run.name, layout_of(one), ranks, one.status.state, pace_of(one, ranks))
 
 
 def pace_of(one: Followed, ranks: int) -> float | None:

@@ -19,7 +19,6 @@ from allranks.watch.views import History, Parts, RankView
 
 RECENT_STEPS = 32
 MOMENTS, MOMENT_SECONDS = 120, 5.0  # ten minutes of a run, by which its time left is told
-MIN_CLOCK_SECONDS = 20.0
 MIN_ROWS = 4  # steps, to tell a slow rank from chance
 WORTH_A_MARK = 0.02  # of a step
 CLEARLY = 4.0  # standard errors: the last of 64 equal ranks is seldom so far off
@@ -110,13 +109,9 @@ class RankReader(RankRecord):
                 self.curves[key] = Series()
             self.curves[key].add(step, value)
 
-    def clock_seconds(self) -> float | None:
-        """Of a step by the clock, over ten minutes: with what lies between steps, as validation."""
-        if not self.moments or not self.steps:
-            return None
-        (begin, first), last = self.moments[0], self.steps[-1]
-        passed, steps = last["t"] - begin, last["step"] - first
-        return passed / steps if steps > 0 and passed >= MIN_CLOCK_SECONDS else self.mean("seconds")
+    def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
+        """Of a step by the clock, over ten minutes."""
+        return super().clock_seconds(since or (self.moments[0] if self.moments else None))
 
     def view(self, *, slowest: bool) -> RankView:
         return RankView(

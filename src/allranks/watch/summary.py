@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.run import claims
-from allranks.run.folder import RunDir
 from allranks.run.record import final_step
-from allranks.run.run_state import RUNNING, Queue, reason_of, state_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
@@ -25,47 +21,12 @@ STALLED_TIMES = 10.0
 FIRST_STEP_SECONDS = 900.0
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How a run stands, in SLURM's words and ours."""
-
-    state: str = "queued"
-    reason: str | None = None
-    layout: str = ""
-    expected_start: str | None = None
-    jobs: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-
-
-def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
-    """The state, why, and where."""
-    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
-    layout = str(info.get("layout", ""))
-    state = state_of(run, info, jobs, queue)
-    reason = reason_of(run, info, state, jobs, queue)
-    holder = claims.newest(run.claims) if state == "running" else None
-    if state == "failed" and reason is None:
-        reason = "it was killed: it has no end" if run.attempts() else "it never started"
-    if holder is not None and holder.layout:
-        layout = holder.layout
-    active = [job for job in jobs if job.state in RUNNING]
-    starts = [job.start for job in jobs if job.waits and job.start]
-    return Standing(
-        state=state,
-        reason=reason,
-        layout=layout,
-        expected_start=min(starts, default=None) if state == "queued" else None,
-        jobs=tuple(job.job for job in active or jobs),
-        nodes=tuple(sorted({node for job in active for node in job.nodes})),
-    )
-
-
 def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     """Everything that a line about a run says."""
-    reader, standing = one.reader, one.standing
+    reader, status = one.reader, one.status
     start, lead = reader.start, reader.lead
-    is_running = standing.state == "running"
-    layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
+    is_running = status.state == "running"
+    layout = str(start.get("layout") or status.layout) if not is_running else status.layout
     world = start.get("world_size") or ranks_of(layout)
     step = lead.steps_made if lead else None
     steps = final_step(start, one.info, lead.window if lead else None)
@@ -79,12 +40,12 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         run=one.run.name,
         run_dir=str(one.run.path),
         job=one.run.job_name,
-        state=standing.state,
-        reason="; ".join(filter(None, [standing.reason or silence, one.problem])) or None,
+        state=status.state,
+        reason="; ".join(filter(None, [status.reason or silence, one.problem])) or None,
         stalled=silence is not None,
-        expected_start=standing.expected_start,
-        jobs=standing.jobs,
-        nodes=standing.nodes,
+        expected_start=status.expected_start,
+        jobs=status.jobs,
+        nodes=status.nodes,
         layout=layout,
         device=device_of(start, one.info, reader),
         world_size=world,
@@ -120,7 +81,7 @@ def step_seconds(one: Followed) -> float | None:
     lead = one.reader.lead
     if one.is_measured and one.measured is not None:
         return one.measured.step_seconds
-    if lead is None or one.standing.state == "running" or "seconds" not in lead.curves:
+    if lead is None or one.status.state == "running" or "seconds" not in lead.curves:
         return lead.mean("seconds") if lead else None
     return lead.curves["seconds"].mean()
 
