@@ -183,7 +183,7 @@ class AllRanks:
         self.metrics: dict[str, float] = {}
         self.last: dict[int, RankRecord] = {}  # of the last attempt
         for attempt in attempts:
-            self.last = {}
+            self.last = {}  # first: those of a long attempt take much memory
             self.last = read_ranks(run, attempt)
             for record in self.last.values():
                 self.samples += sum(event.get("samples", 0) for event in record.steps)

@@ -82,9 +82,7 @@ class Bases:
         if not all([self.measure(one) for one in runs]):
             return None
         return compare(
-            Pace(
-                one.run.name, layout_of(one), pace_of(one), one.standing.state, timing=one.measured
-            )
+            Pace(one.run.name, layout_of(one), pace_of(one), one.status.state, timing=one.measured)
             for one in runs
         )
 
