@@ -13,7 +13,7 @@ from allranks.run import claims
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
 from allranks.run.record import RankRecord, final_step, read_lead
-from allranks.show.plain import plain
+from allranks.show.text import plain
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
 from allranks.slurm.reasons import end_reason, waiting_reason
