@@ -49,7 +49,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from allranks.machine import hardware
+from allranks.machine import allotted
 from allranks.probe import hooks, passes
 from allranks.probe.recorder import Recorder
 from allranks.probe.surroundings import SAMPLE_SECONDS, Surroundings
@@ -297,7 +297,7 @@ def main() -> int:
     print(f"at most {MAX_OWN_MICROSECONDS:.0f} us of its own, and {MAX_RATIO}x")
     holds = True
     ranks = wanted.ranks or [1, 2]
-    num_cores = hardware.cpus_allotted()
+    num_cores = allotted.cpus_allotted()
     if not wanted.ranks and num_cores < CORES_PER_RANK * 2:
         ranks = [1]
         print(f"2 ranks: not measured here, on {num_cores} cores (see above; --ranks 2 does)")

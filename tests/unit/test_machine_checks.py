@@ -21,7 +21,7 @@ from allranks.doctor.machine.gpu_checks import has_kernels
 from allranks.doctor.node_checks import Finding
 from allranks.launch.cluster.checks import Verdict
 from allranks.machine.gpus import LocalGPU
-from allranks.machine.interfaces import Interface, Port
+from allranks.machine.network import Interface, Port
 
 GIB = 1 << 30
 LO, ETH = Interface("lo", "127.0.0.1", True), Interface("eth0", "10.0.0.5")

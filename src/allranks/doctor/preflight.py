@@ -35,7 +35,7 @@ from allranks.doctor.node_checks import (
     visible_gpus,
     write_test,
 )
-from allranks.machine.hardware import address_towards
+from allranks.machine.network import address_towards
 from allranks.run.folder import write_atomically
 from allranks.slurm.nodelist import expand
 
