@@ -17,7 +17,6 @@ from allranks.cli.options import (
     Overrides,
     OwnPrice,
     Runs,
-    app,
     print_error,
     typed_request,
 )
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from allranks.machine.processes import Signals
     from allranks.run.folder import RunDir
 
-bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
 Backend = Annotated[
     Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
 ]
@@ -44,7 +40,6 @@ NoBaseline = Annotated[
 ]
 
 
-@bench.command()
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -67,7 +62,6 @@ def scaling(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a job, or your own script after `--`, on several layouts."""
     from allranks.bench import scaling as measured
     from allranks.bench import scaling_screen
     from allranks.bench.plan_runs import PlannedRun, plan_runs
@@ -167,7 +161,7 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
 
 def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> list[Repeat]:
     from allranks.errors import AllranksError
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import QuietScreen
 
     done: list[Repeat] = []
@@ -229,8 +223,8 @@ def send_in_turns(
     Where one is refused, those before it are taken back; the one that was only added is left out.
     """
     from allranks.errors import AllranksError
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import racers_of
 
     before: list[str] = []
     for one in prepared:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.bench import Backend, bench
+from allranks.cli.bench import Backend
+from allranks.cli.commands import typed_script
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -16,11 +17,10 @@ from allranks.cli.options import (
     Oversubscribe,
     Runs,
     people_console,
-    user_command,
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.local import Outcome
+    from allranks.launch.node import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.run.folder import RunDir
 
@@ -30,7 +30,6 @@ Settings = Annotated[
 ]
 
 
-@bench.command()
 def comm(
     overrides: Settings = None,
     layout: LayoutText = None,
@@ -51,9 +50,8 @@ def comm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure collectives: latency and bandwidth by size, results checked."""
     from allranks.launch.checks import check_measurable
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
 
@@ -101,7 +99,7 @@ def prepare_comm(
     from allranks.launch.prepare import Request, prepare
     from allranks.machine.gpus import local_gpus
 
-    if user_command() is not None:
+    if typed_script() is not None:
         raise AllranksError("bench comm runs no command", fix="leave out -- and what follows it")
     parse_sizes(sizes)
     names = parse_collectives(collectives)
@@ -125,8 +123,8 @@ def prepare_comm(
 def send_comm(prepared: Prepared, *, as_json: bool) -> None:
     """Into the queue; the ranks write the result into the run's folder."""
     from allranks.cli.cluster import show_submitted
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import racers_of
 
     done = submit.submit(prepared, racers_of(prepared.job, []))
     show_submitted(done, as_json=as_json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.options import AsJson, Debug, Runs, app, people_console
+from allranks.cli.options import AsJson, Debug, Runs, people_console
 
 if TYPE_CHECKING:
     from allranks.doctor.finding import Finding
@@ -40,7 +40,6 @@ LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 ListCauses = Annotated[bool, typer.Option("--list", help="Print the causes that are known.")]
 
 
-@app.command()
 def doctor(
     subject: Subjects = None,
     list_causes: ListCauses = False,
@@ -53,7 +52,6 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """What is wrong, on which rank, and what to type: a run, any log, or this machine."""
     if list_causes:
         print_causes(as_json)
     elif listen or connect is not None or not subject:
