@@ -1,4 +1,4 @@
-"""What surrounds the steps: the rank's GPU, CPUs and memory, and its node's network. Sampled."""
+"""The rank's GPU, CPUs and memory, and its node's network, sampled every two seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PROCESSES = 256  # that a sample names
 LIST_SECONDS = 30.0  # between looks at their children: every thread has some of its own
 
 
-class Surroundings:
+class DeviceSampler:
     """Writes a `device` event every two seconds, from a thread of its own, once steps are made."""
 
     def __init__(self, recorder: Recorder, env: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class Surroundings:
         at = where_now(sys._getframe())
         if at is not None and not self.recorder.timeline.is_taken:
             self.recorder.write_past("place", step=step, at=at)
-        threading.Thread(target=self._run, name="surroundings", daemon=True).start()
+        threading.Thread(target=self._run, name="device_sampler", daemon=True).start()
 
     def _run(self) -> None:
         with self.recorder.guarded:
