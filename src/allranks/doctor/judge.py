@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.culprit import Suspect, echoes_of, suspect
@@ -12,10 +11,10 @@ from allranks.doctor.event_words import event_in_words
 from allranks.doctor.failure_facts import OUTSIDE, End, FailureFacts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.finding_fields import more_fields
-from allranks.doctor.log_search import Hit, read_around
+from allranks.doctor.log_search import Hit
 from allranks.doctor.tracebacks import Raised
 from allranks.show.plain import plain
-from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines, redact
+from allranks.show.redact import KeyLines, redact
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
@@ -51,7 +50,7 @@ class Candidate:
 def judge(
     facts: FailureFacts, catalogue: Catalogue, extra: Sequence[Candidate] = ()
 ) -> list[Finding]:
-    """All findings, the first cause first."""
+    """All findings, the first cause first. Reads nothing: `gather` has."""
     found = [*_told(facts, catalogue), *_derived(facts, catalogue), *extra]
     found = _joined(found)
     explained = _explained(found)
@@ -362,20 +361,10 @@ def _node(one: Candidate, rank: int | None, facts: FailureFacts) -> str | None:
 
 def _shown_hit(hit: Hit) -> str:
     """Its line; if that stands in a private key, nothing of it."""
-    start = max(0, hit.offset - MAX_KEY_CHARACTERS)
-    before = read_around(hit.source, start, hit.offset - start) if hit.offset else ""
-    text = KeyLines(before).hide(hit.line.text)
+    text = KeyLines(hit.before).hide(hit.line.text)
     return _shown(event_in_words(text) if hit.source.path.suffix == ".jsonl" else text)
 
 
 def _shown(text: str) -> str:
     text = " ".join(redact(plain(text)).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def shown_path(path: Path) -> str:
-    """A path as short as it can be typed from here."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.doctor.check import Check
 from allranks.doctor.machine.disk import FolderFacts, look_at
-from allranks.doctor.node_checks import Finding, gpu_health
+from allranks.doctor.node_checks import gpu_health
 from allranks.errors import AllranksError
 from allranks.machine import allotted
 from allranks.machine import inventory as machine
@@ -98,7 +99,7 @@ class MachineFacts:
     num_gpus_in_all: int = 0  # CUDA_VISIBLE_DEVICES apart
     gpu_link: str = "none"
     peer_access: bool | None = None
-    health: Finding | None = None
+    health: Check | None = None
     torch: TorchFacts = TorchFacts()
     other_nccl: tuple[str, ...] = ()  # libraries that LD_LIBRARY_PATH puts before torch's own
     interfaces: tuple[Interface, ...] = ()
