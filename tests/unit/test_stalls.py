@@ -16,9 +16,14 @@ from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame
+from allranks.run.progress import (
+    ALIKE_SECONDS,
+    END_SCRIPT_SECONDS,
+    FIRST_STEP_SECONDS,
+    patience_to_end,
+)
 from allranks.run.stacks import FOLLOW, Stack, from_lines, to_lines
 from allranks.run.stalls import (
-    FIRST_STEP_SECONDS,
     RankState,
     blame,
     ended_for,
@@ -87,6 +92,17 @@ def test_patience_follows_the_run_s_own_steps() -> None:
     assert patience(states({"usual": 0.01})) == 10.0
     assert patience(states({"usual": 0.01, "longest": 30.0})) == 90.0  # an evaluation, say
     assert patience(states({"usual": 60.0})) == 1200.0
+    assert patience(states({"usual": 60.0}), asked=5.0) == 5.0
+
+
+def test_ranks_that_are_alike_have_longer() -> None:
+    """They may be at an evaluation; the watcher, which looks at no stacks, takes them for that."""
+    assert patience(states({"usual": 0.01}), stands_out=False) == ALIKE_SECONDS
+    assert patience(states({"usual": 60.0}), stands_out=False) == 2400.0
+    assert patience(states({"usual": None}), stands_out=False) > FIRST_STEP_SECONDS
+    assert patience_to_end(30, has_stepped=True, is_script=True) == 30
+    assert 30 < patience_to_end(30, has_stepped=False, is_script=False) < END_SCRIPT_SECONDS
+    assert patience_to_end(30, has_stepped=False, is_script=True) == END_SCRIPT_SECONDS
 
 
 def test_silence_is_since_the_last_rank_got_on() -> None:

@@ -322,7 +322,7 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
         usable = "nccl" if all(entry["cuda"] for entry in came.values()) else "gloo"
         store.set("backend", "" if missing else usable)
     backend = store.get("backend").decode()
-    more = {"missing": [] if backend else missing, "store": True}
+    more: dict[str, Any] = {"missing": [] if backend else missing, "store": True}
     if backend:
         more["backend"] = backend
         return passed("rendezvous", f"all {len(preflight.nodes)} nodes met at {where}", **more)
