@@ -121,7 +121,7 @@ def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:
     for cause in catalogue.causes.values():
         if any(one.fits(raised.text, raised.frames) for one in cause.raised):
             line = replace(mark.line, text=raised.text, rank=raised.rank)
-            yield Hit(cause, mark.source, raised.number, mark.offset, line, {}, mark.before)
+            yield Hit(cause, mark.source, raised.number, mark.offset, line, {})
 
 
 def _has_failed(facts: FailureFacts) -> bool:

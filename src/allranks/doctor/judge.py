@@ -13,8 +13,8 @@ from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.finding_fields import more_fields
 from allranks.doctor.log_search import Hit
 from allranks.doctor.tracebacks import Raised
-from allranks.show.plain import plain
-from allranks.show.redact import KeyLines, redact
+from allranks.show.secrets import redact
+from allranks.show.text import plain
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
@@ -360,8 +360,7 @@ def _node(one: Candidate, rank: int | None, facts: FailureFacts) -> str | None:
 
 
 def _shown_hit(hit: Hit) -> str:
-    """Its line; if that stands in a private key, nothing of it."""
-    text = KeyLines(hit.before).hide(hit.line.text)
+    text = hit.line.text
     return _shown(event_in_words(text) if hit.source.path.suffix == ".jsonl" else text)
 
 

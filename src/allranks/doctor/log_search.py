@@ -23,8 +23,7 @@ import numpy as np
 from allranks.doctor.catalogue import LONG, Cause, Pattern, window_cost
 from allranks.doctor.log_lines import Line, parse
 from allranks.run import files
-from allranks.show.plain import without_escapes
-from allranks.show.redact import MAX_KEY_CHARACTERS
+from allranks.show.text import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16
@@ -69,7 +68,6 @@ class Hit:
     offset: int  # of the line, in bytes
     line: Line
     fields: dict[str, str]
-    before: str = ""  # what stands before the line, where a private key may have begun there
 
     @property
     def rank(self) -> int | None:
@@ -189,14 +187,14 @@ def scan(source: Source, words: Words) -> Scanned:
     kept: dict[tuple[str, int | None], list[Hit]] = {}
     num_marks = 0
     try:
-        for number, offset, raw, before, causes in _lines(source, words, found):
+        for number, offset, raw, causes in _lines(source, words, found):
             line = parse(raw)
             for cause in causes:
                 if cause.kind == "mark" and num_marks >= MAX_MARKS:
                     continue
                 if (fields := cause.match(line.text)) is None:
                     continue
-                hit = Hit(cause, source, number, offset, line, fields, before)
+                hit = Hit(cause, source, number, offset, line, fields)
                 if cause.kind == "mark":
                     num_marks += 1
                     kept.setdefault((cause.slug, None), []).append(hit)
@@ -216,9 +214,9 @@ def scan(source: Source, words: Words) -> Scanned:
 
 def _lines(
     source: Source, words: Words, found: Scanned
-) -> Iterator[tuple[int, int, str, str, Iterable[Cause]]]:
-    """Number, offset and text of each line that may matter, what is before, and whose causes."""
-    first, offset, last = source.first_line, 0, b""
+) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
+    """Number, offset and text of each line that may matter, and to which causes."""
+    first, offset = source.first_line, 0
     for chunk in _chunks(source):
         counted, number = 0, first
         places = words.places(chunk)
@@ -244,22 +242,12 @@ def _lines(
                 if pattern.may_match(text)
             }
             if causes:
-                yield number, offset + start, text, _key_before(last, chunk, start), causes.values()
+                yield number, offset + start, text, causes.values()
         first = number + chunk.count(b"\n", counted)
         offset += len(chunk)
-        last = chunk[-MAX_KEY_CHARACTERS:]
         found.num_lines, found.num_bytes = first - 1, offset
         if offset == len(chunk) or len(chunk) < CHUNK_BYTES // 2:  # the first and, mostly, the last
             found.ranks |= {int(rank) for rank in _RANKS.findall(chunk[-_BLOCK:])}
-
-
-def _key_before(last: bytes, chunk: bytes, start: int) -> str:
-    """What stands before a place of a chunk, if a private key is in it; `last` came before it."""
-    first = start - MAX_KEY_CHARACTERS
-    before = chunk[max(0, first) : start]
-    if first < 0:
-        before = last[first:] + before
-    return before.decode(errors="replace") if b"PRIVATE KEY" in before else ""
 
 
 def _chunks(source: Source) -> Iterator[bytes]:
