@@ -16,9 +16,15 @@ from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame
+from allranks.run.progress import (
+    ALIKE_SECONDS,
+    END_SCRIPT_SECONDS,
+    FIRST_STEP_SECONDS,
+    patience_to_end,
+)
+from allranks.run.record import RankRecord
 from allranks.run.stacks import FOLLOW, Stack, from_lines, to_lines
 from allranks.run.stalls import (
-    FIRST_STEP_SECONDS,
     RankState,
     blame,
     ended_for,
@@ -44,6 +50,9 @@ BACKWARD = Stack(
 )
 
 
+START = {"event": "start", "t": 1.0}
+
+
 def states(*changes: dict[str, Any]) -> list[RankState]:
     base = RankState(rank=0, node="n1", progress=100.0, heard=110.0, step=20, usual=0.1)
     return [replace(base, rank=rank, **change) for rank, change in enumerate(changes)]
@@ -56,7 +65,7 @@ def step(t: float, number: int, seconds: float = 0.1) -> dict[str, Any]:
 def test_a_state_is_how_far_a_rank_has_come() -> None:
     beat = {"event": "device", "t": 9.0, "step": 3, "doing": "wait", "collectives": 7}
     start = {"event": "start", "t": 1.0, "host": "n1"}
-    found = state_of(0, [step(5.0, 1), step(6.5, 2), beat, beat], start)
+    found = state_of(RankRecord(0, [start, step(5.0, 1), step(6.5, 2), beat, beat]))
     assert (found.node, found.progress, found.heard, found.step) == ("n1", 6.5, 9.0, 2)
     assert (found.made, found.doing, found.collectives) == (3, "wait", 7)
     assert (found.usual, found.longest) == (0.1, 1.5)
@@ -66,19 +75,19 @@ def test_slow_first_steps_are_no_pauses_and_a_step_may_have_lost_its_time() -> N
     times = [10.0, 20.0, 30.0, *(31.0 + n for n in range(12))]
     events = [step(at, number) for number, at in enumerate(times, start=1)]
     del events[5]["seconds"]  # its device was lost
-    found = state_of(0, events, {"event": "start", "t": 1.0})
+    found = state_of(RankRecord(0, [START, *events]))
     assert (found.usual, found.longest) == (0.1, 1.0)
 
 
 def test_a_count_that_still_grows_cannot_be_compared() -> None:
     beats = [{"event": "device", "t": 8.0 + n, "collectives": 7 + n} for n in range(2)]
-    found = state_of(0, [step(6.0, 4), *beats], {"event": "start", "t": 1.0})
+    found = state_of(RankRecord(0, [START, step(6.0, 4), *beats]))
     assert found.collectives is None  # an evaluation that exchanges something
 
 
 def test_a_sign_of_life_from_before_the_last_step_tells_nothing() -> None:
     beat = {"event": "device", "t": 5.0, "step": 3, "doing": "data", "collectives": 7}
-    found = state_of(0, [beat, step(6.0, 4)], {"event": "start", "t": 1.0})
+    found = state_of(RankRecord(0, [START, beat, step(6.0, 4)]))
     assert (found.doing, found.collectives) == (None, None)
 
 
@@ -87,6 +96,17 @@ def test_patience_follows_the_run_s_own_steps() -> None:
     assert patience(states({"usual": 0.01})) == 10.0
     assert patience(states({"usual": 0.01, "longest": 30.0})) == 90.0  # an evaluation, say
     assert patience(states({"usual": 60.0})) == 1200.0
+    assert patience(states({"usual": 60.0}), asked=5.0) == 5.0
+
+
+def test_ranks_that_are_alike_have_longer() -> None:
+    """They may be at an evaluation; the watcher, which looks at no stacks, takes them for that."""
+    assert patience(states({"usual": 0.01}), stands_out=False) == ALIKE_SECONDS
+    assert patience(states({"usual": 60.0}), stands_out=False) == 2400.0
+    assert patience(states({"usual": None}), stands_out=False) > FIRST_STEP_SECONDS
+    assert patience_to_end(30, has_stepped=True, is_script=True) == 30
+    assert 30 < patience_to_end(30, has_stepped=False, is_script=False) < END_SCRIPT_SECONDS
+    assert patience_to_end(30, has_stepped=False, is_script=True) == END_SCRIPT_SECONDS
 
 
 def test_silence_is_since_the_last_rank_got_on() -> None:
@@ -148,10 +168,10 @@ def make_run(tmp_path: Path, ranks: int = 2) -> RunDir:
 def test_a_finding_names_rank_node_line_and_fix(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     some = states({"stack": WAITS, "collectives": 26}, {"stack": OWN, "collectives": 25})
-    (found,) = judge(some, 90.0, 5.0, run)
+    (found,) = judge(some, 150.0, run, after=5.0)
     assert (found.cause, found.rank, found.node) == ("rank-missing-from-collective", 1, "n1")
     assert found.confidence == "high"
-    assert judge(some, 30.0, 5.0, run)[0].confidence == "medium"  # it may be saving
+    assert judge(some, 30.0, run, after=5.0)[0].confidence == "medium"  # it may be saving
     assert found.title == who_is_where(some, blame(some))  # what the launcher says by itself
     assert "train.py:9 in stuck" in found.title
     assert (found.evidence[0].file, found.evidence[0].line) == ("/me/train.py", 9)
@@ -216,15 +236,15 @@ def test_nobody_waits_for_a_rank_that_has_finished_while_another_evaluates() -> 
 
 def test_a_rank_that_has_finished_has_had_fewer_inputs(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    (found,) = judge(states({"stack": WAITS}, {"ended": "finished"}), 30.0, 5.0, run)
+    (found,) = judge(states({"stack": WAITS}, {"ended": "finished"}), 30.0, run, after=5.0)
     assert (found.cause, found.rank) == ("uneven-inputs", 1)
-    assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, 5.0, run) == []
+    assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, run, after=5.0) == []
 
 
 def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
     other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
     apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})
-    (found,) = judge(apart, 30.0, 5.0, make_run(tmp_path))
+    (found,) = judge(apart, 30.0, make_run(tmp_path), after=5.0)
     assert (found.cause, found.rank) == ("collective-mismatch", None)
     assert found.title == (
         "ranks wait in different exchanges: rank 0 waits in all_reduce at train.py:8 in f; "
@@ -237,15 +257,15 @@ def test_a_rank_that_never_joined(tmp_path: Path) -> None:
         "/e/site-packages/torch/distributed/distributed_c10d.py", 1, "init_process_group"
     )
     waits = Stack(2, (WAITS.frames[0], meeting, Frame("/me/train.py", 8, "f")), "")
-    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, 120.0, make_run(tmp_path))
+    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, make_run(tmp_path))
     assert (found.cause, found.rank, found.confidence) == ("rendezvous-timeout", 1, "high")
 
 
 def test_ranks_that_are_alike_are_a_finding_only_after_long(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     alike = states({"stack": OWN, "doing": "data"}, {"stack": OWN, "doing": "data"})
-    assert judge(alike, 30.0, 5.0, run) == []  # an evaluation, say
-    (found,) = judge(alike, 500.0, 5.0, run)
+    assert judge(alike, 30.0, run) == []  # an evaluation, say
+    (found,) = judge(alike, 500.0, run)
     assert (found.cause, found.rank, found.confidence) == ("no-progress", None, "low")
     assert "waits for its data" in found.fix
 

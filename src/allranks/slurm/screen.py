@@ -70,13 +70,12 @@ def partition_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
         name = partition_name(partition)
         for kind in partition["types"]:
             gpus = f"{kind['gpus_free']}/{kind['gpus_total']}" if kind["gpus_total"] else NOTHING
-            suits = Text(kind["suits"] or "unknown", style="cyan")
-            rows.append([name, node_words(kind), state_words(kind["nodes"]), gpus, suits])
+            rows.append([name, gpus, state_words(kind["nodes"]), node_words(kind)])
             name = Text()
         if not partition["types"]:
-            rows.append([name, Text("no nodes", style="dim"), NOTHING, NOTHING, NOTHING])
-    columns = ("partition", "each node has", "nodes", "GPUs free", "suits")
-    return Table("", columns, rows, texts=("each node has", "nodes", "suits"))
+            rows.append([name, NOTHING, NOTHING, Text("no nodes", style="dim")])
+    columns = ("partition", "GPUs\nfree", "nodes", "each node has")
+    return Table("", columns, rows, texts=("nodes", "each node has"))
 
 
 def partition_name(partition: Mapping[str, Any]) -> Text:
@@ -100,7 +99,7 @@ def node_words(kind: Mapping[str, Any]) -> Text:
         words.append(f"\n{', '.join(kind['features'])}", style="dim")
     if kind["some_features"]:
         words.append(f"\nsome: {', '.join(kind['some_features'])}", style="dim")
-    return words
+    return words.append(f"\n{kind['suits'] or 'unknown'}", style="cyan")
 
 
 def gpu_words(gpu: Mapping[str, Any]) -> str:
