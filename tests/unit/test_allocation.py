@@ -43,6 +43,7 @@ from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
+from allranks.slurm.reasons import waiting_reason
 
 DOWN = "Unable to contact slurm controller (connect failure)"
 RACER = Racer.parse("1x2")
@@ -529,7 +530,10 @@ def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
     said = capsys.readouterr().out
     assert f"attempt 0 is lost (srun: {code})\nallranks: {lost}\n" in said
     assert "failed" not in said
-    queue = run_state.Queue({"100": run_state.QueuedJob("100", "PENDING", "BeginTime", None, ())})
+    job = run_state.QueuedJob(
+        "100", "PENDING", "BeginTime", None, (), why=waiting_reason("BeginTime")
+    )
+    queue = run_state.Queue({"100": job})
     held.run.update_info(lambda info: info.update(jobs=["100"]))
     listed = run_state.describe(held.run, queue)
     assert listed["state"] == "queued"

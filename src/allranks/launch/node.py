@@ -8,21 +8,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
-from allranks.launch import checks, door, link, prepare
-from allranks.launch.held_nodes import check_allocation
+from allranks.launch import door, link, prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.machine.hardware import memory_kills
-from allranks.machine.processes import Signals, blocked_signals, listening, quick_imports
+from allranks.machine.processes import Signals, blocked_signals, quick_imports
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
@@ -57,53 +56,6 @@ class Outcome:
     exit_code: int
     error: AllranksError | None = None
     can_go_on: bool = False  # in a later attempt, from where it is or from a checkpoint
-
-
-def run_here(
-    prepared: Prepared, place: Place, screen: Screen, signals: Signals | None = None
-) -> Outcome:
-    """Run a prepared job to its end on this machine. `signals`: to see those that came."""
-    here = ranks_here(prepared, place)
-    checks.check_supported(prepared.job)
-    remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
-    if place.node_rank is None and prepared.layout.nodes > 1:
-        remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
-    remarks += prepare.environment_warnings(prepared.job)
-    extends = any(change["key"] != "layout" for change in prepared.changes)
-    if prepared.run is not None and prepared.run.state() == "finished" and not extends:
-        screen.remark(f"run {prepared.run.name} is finished already")
-        return Outcome(prepared.run, result(prepared.run), 0)
-    checks.check_command(prepared.job)
-    remarks += checks.settle_precision(prepared)
-    with ExitStack() as held:
-        signals = signals or held.enter_context(listening())
-        if prepared.request.leads:
-            prepared = prepare.hold_run(prepared, held)
-            prepare.open_run(prepared)  # before the seconds that importing torch takes
-        launch = Launch(prepared, place, here, signals, screen)
-        for remark in [*remarks, *prepared.remarks]:
-            screen.remark(remark)
-        return launch.run_to_end()
-
-
-def ranks_here(prepared: Prepared, place: Place) -> int:
-    layout = prepared.layout
-    if place.node_rank is None:
-        if place.master is not None:
-            raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
-        check_allocation(layout, prepared.request, os.environ)
-        return layout.ranks
-    if place.master is None and layout.nodes > 1:
-        raise AllranksError(
-            "--node-rank is given without --master",
-            fix="add --master HOST:29500, HOST being the machine of node 0",
-        )
-    if not 0 <= place.node_rank < layout.nodes:
-        raise AllranksError(
-            f"--node-rank {place.node_rank} is not a node of layout {layout}",
-            fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
-        )
-    return layout.gpus
 
 
 class Launch:

@@ -51,8 +51,7 @@ class RunDir:
     @property
     def resume_command(self) -> str:
         """What to type to go on with the run."""
-        word = "resume" if self.info().get("backend") == "slurm" else "run --resume"
-        return f"allranks {word} {self.reference}"
+        return f"allranks resume {self.reference}"
 
     @property
     def reference(self) -> str:
@@ -97,8 +96,8 @@ class RunDir:
         return files.numbers_in(self.attempt(attempt), "rank-", ".log")
 
     def job_logs(self) -> list[Path]:
-        """What SLURM's jobs have said, the newest last."""
-        named = [e for e in files.entries(self.folder) if re.fullmatch(r"slurm-.*\.log", e.name)]
+        """What the place where it ran has said besides its ranks, the newest last."""
+        named = [e for e in files.entries(self.folder) if re.fullmatch(r"[\w-].*\.log", e.name)]
         found = [(e.stat().st_mtime, e.name) for e in named if e.is_file(follow_symlinks=False)]
         return [self.path / name for _, name in sorted(found)]
 

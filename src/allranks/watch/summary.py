@@ -10,7 +10,7 @@ from allranks.layout import Layout
 from allranks.run import claims
 from allranks.run.folder import RunDir
 from allranks.run.record import final_step
-from allranks.run.run_state import RUNNING, Queue, reason_of, state_of
+from allranks.run.run_state import Queue, reason_of, state_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
@@ -48,7 +48,7 @@ def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
         reason = "it was killed: it has no end" if run.attempts() else "it never started"
     if holder is not None and holder.layout:
         layout = holder.layout
-    active = [job for job in jobs if job.state in RUNNING]
+    active = [job for job in jobs if not job.waits]
     starts = [job.start for job in jobs if job.waits and job.start]
     return Standing(
         state=state,
