@@ -961,11 +961,11 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
 def bench(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> list[Repeat]:
     """Runs of these layouts, sent by bench scaling; a Ctrl-C when all are in the queue."""
 
-    def interrupt(runs: list[RunDir]) -> run_state.Queue:
+    def interrupt(run: RunDir, queue: run_state.Queue) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     prepared = [prepare(Request(overrides=["task=spiral"], layout=layout)) for layout in layouts]
-    monkeypatch.setattr(backends, "look", interrupt)
+    monkeypatch.setattr(run_state, "describe", interrupt)
     screen = Progress(as_json=True, total=len(layouts))
     return cli_bench.measure_in_slurm(prepared, screen, Layout(1, 1))
 
