@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from allranks.errors import AllranksError, disk_error
 from allranks.launch import door, link, prepare
 from allranks.launch.prepare import Prepared
-from allranks.launch.screen import Screen
+from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
@@ -323,6 +323,27 @@ class Launch:
         if prepare.has_checkpoint(self.prepared, self.run):
             return STOPPED_AT_CHECKPOINT
         return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
+
+
+def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:
+    """The ranks of one node beside those of others, for whom somebody else speaks of the run.
+
+    0 unless ranks of its own failed by themselves. Ranks have logs: nothing is shown twice.
+    """
+    screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
+    if place.node_rank:
+        screen.mute()
+    launch = None
+    try:
+        launch = Launch(prepared, place, prepared.layout.gpus, signals, screen)
+        states = launch.run_ranks()
+    except AllranksError as error:  # other nodes did not come, or node 0 is silent
+        print(error.shown, flush=True)
+        states = launch.own_states() if launch is not None else {"failed"}
+        return error.exit_code if "failed" in states and not signals.received else 0
+    if launch.disk_error is not None:
+        print(launch.disk_error.shown, flush=True)
+    return 1 if "failed" in states and not signals.received else 0
 
 
 def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, Any]:

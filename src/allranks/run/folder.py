@@ -85,7 +85,11 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""
-        return files.numbers_in(self.path / "attempts")
+        found = files.numbers_in(self.path / "attempts")
+        # One that was described, but has no rank yet, has not begun.
+        while found and not (self.ranks(found[-1]) or self.logs(found[-1])):
+            found.pop()
+        return found
 
     def ranks(self, attempt: int) -> list[int]:
         """Ranks that wrote events in an attempt."""

@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
+from allranks.launch.attempt import FILE, describe, read
 from allranks.launch.backends import Draft, Options
 from allranks.launch.backends.slurm.held_nodes import check_allocation
+from allranks.launch.link import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
@@ -30,7 +33,8 @@ AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
 
 def check(request: Request, options: Options) -> Prepared:
     """The run to start, if this machine can hold its ranks."""
-    prepared, place = prepare.prepare(request), options.place or Place()
+    prepared = prepare.prepare(request)
+    place = options.place or (last_place(prepared.run) if prepared.run else Place())
     here = ranks_here(prepared, place)
     checks.check_supported(prepared.job)
     checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
@@ -54,7 +58,21 @@ def start(prepared: Prepared, options: Options) -> Outcome:
     return run_here(prepared, options.place or Place(), options.screen, options.signals)
 
 
-move = start  # one that runs is refused when it is prepared: its process holds it
+def move(prepared: Prepared, options: Options) -> Outcome:
+    """Go on as it was started; one that runs was refused when this was prepared."""
+    if options.place is None and prepared.run is not None:
+        options = replace(options, place=last_place(prepared.run))
+    return start(prepared, options)
+
+
+def last_place(run: RunDir) -> Place:
+    """How the run's last attempt was started."""
+    with suppress(
+        OSError, ValueError, TypeError, IndexError
+    ):  # by an earlier version, or elsewhere
+        last = read(run.attempt(run.attempts()[-1]) / FILE)
+        return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
+    return Place()
 
 
 def look(runs: Sequence[RunDir]) -> Queue:
@@ -82,7 +100,10 @@ def run_here(
         signals = signals or held.enter_context(listening())
         if prepared.request.leads:
             prepared = prepare.hold_run(prepared, held)
-            prepare.open_run(prepared)  # before the seconds that importing torch takes
+            run = prepare.open_run(prepared)  # before the seconds that importing torch takes
+            more = {"max_restarts": place.max_restarts, "oversubscribe": place.oversubscribe}
+            host, port = split_master(place.master)
+            describe(prepared, nodes=(host,), port=port, **more).write(run)
         launch = Launch(prepared, place, here, signals, screen)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
