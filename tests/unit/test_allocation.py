@@ -16,6 +16,7 @@ import pytest
 import allranks.launch.prepare
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
+from allranks.launch.attempt import read
 from allranks.launch.backends.slurm import allocation, submit
 from allranks.launch.backends.slurm.allocation import (
     STEP_TRIES,
@@ -691,7 +692,12 @@ class Steps:
         self.run, self.ends, self.num_run = run, ends, 0
 
     def run_step(
-        self, command: Sequence[str], *, attempt: int, variables: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        *,
+        attempt: int,
+        variables: Mapping[str, str],
+        judge: Callable[[], bool | None] = bool,
     ) -> int:
         assert command[0] == "srun"
         code, end = self.ends[min(self.num_run, len(self.ends) - 1)]
@@ -774,10 +780,11 @@ class CheckedSteps(Steps):
         variables: Mapping[str, str],
         judge: Callable[[], bool | None] = bool,
     ) -> int:
-        if "--check" not in command:
+        check = read(Path(command[-1])).check
+        if not check:
             return super().run_step(command, attempt=attempt, variables=variables)
         assert judge() is None and self.run.info().get("attempts") is None
-        folder = Path(command[command.index("--folder") + 1])
+        folder = Path(check[check.index("--folder") + 1])
         write = {"name": "write", "ok": self.well, "detail": "cannot write"}
         (folder / "n1.json").write_text(json.dumps({"checks": [write]}))
         (folder / ENDED).touch()
