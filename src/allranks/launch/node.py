@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from allranks.errors import AllranksError, disk_error
 from allranks.launch import door, link, prepare
 from allranks.launch.prepare import Prepared
-from allranks.launch.screen import PeopleConsole, Screen
+from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
@@ -27,6 +27,7 @@ from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
+from allranks.show.console import PeopleConsole
 from allranks.timing.steps import result
 
 if TYPE_CHECKING:

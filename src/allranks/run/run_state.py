@@ -12,7 +12,7 @@ from allranks.run.events import read_last_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
 from allranks.run.record import final_step
-from allranks.show.plain import plain
+from allranks.show.text import plain
 
 RECENT_STEPS_BYTES = 1 << 15
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.show.plain import clean
-from allranks.show.redact import redact, redact_all
+from allranks.show.secrets import redact, redact_all
+from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
 from allranks.slurm.reasons import RUNNING, waiting_reason

@@ -24,7 +24,7 @@ from allranks.launch.screen import Screen
 from allranks.machine.processes import Signals, listening
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.timing.steps import result
 
 is_queue = False
@@ -67,11 +67,10 @@ def move(prepared: Prepared, options: Options) -> Outcome:
 
 def last_place(run: RunDir) -> Place:
     """How the run's last attempt was started."""
-    with suppress(
-        OSError, ValueError, TypeError, IndexError
-    ):  # by an earlier version, or elsewhere
-        last = read(run.attempt(run.attempts()[-1]) / FILE)
-        return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
+    for number in reversed(run.attempts()):
+        with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
+            last = read(run.attempt(number) / FILE)
+            return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
     return Place()
 
 
