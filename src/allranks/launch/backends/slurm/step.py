@@ -30,7 +30,7 @@ from allranks.launch.backends.slurm import gate
 from allranks.launch.node import Place, end_of, run_beside
 from allranks.launch.prepare import Prepared
 from allranks.launch.twice import TwiceWatch
-from allranks.machine.hardware import local_gpus
+from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
 from allranks.run.events import append_event
