@@ -15,10 +15,9 @@ from allranks.show.text import clean, shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.logs import KEPT_BYTES, MAX_REST_BYTES, LogPage
 from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
-from allranks.watch.table_cells import rank_cells
+from allranks.watch.table_cells import rank_cells, sparkline
 from allranks.watch.terminal import OpenLog
 from allranks.watch.views import Parts, RankView, RunView
-from allranks.watch.words import count, duration, sparkline
 
 NOW = 1_794_750_000.0
 
@@ -222,16 +221,7 @@ def test_a_wrong_mark_is_refused_with_what_to_write(text: str) -> None:
     assert "gpu_util" in caught.value.fix
 
 
-def test_words() -> None:
-    said = [duration(s) for s in (0.0021, 0.0124, 0.9999, 3.44, 59.6, 125, 4320, 90_000)]
-    assert said == ["2.1ms", "12ms", "1.0s", "3.4s", "1m00s", "2m05s", "1h12m", "1d01h"]
-    assert [count(n) for n in (0.5, 12.34, 850, 12_345, 4.5e6)] == [
-        "0.5",
-        "12.3",
-        "850",
-        "12.3k",
-        "4.5M",
-    ]
+def test_a_curve_in_one_line() -> None:
     assert sparkline([1.0, 2.0, 3.0], 8) == "▁▅█"
     assert len(sparkline([float(n) for n in range(1000)], 8)) == 8
     assert sparkline([], 8) == "" and sparkline([5.0], 8) == "▁"
