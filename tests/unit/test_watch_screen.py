@@ -86,19 +86,19 @@ def test_the_screen_at_80_columns() -> None:
     lines = plain(screen(scene(), 80, 18))
     assert re.fullmatch(r"allranks watch  1 running, 1 queued, 1 failed +\d\d:\d\d:\d\d", lines[0])
     assert lines[1:] == [
-        "  run                  state    layout      step  left   loss curve    samples/s",
-        "> digits-20…42301-3f9a running  1x4     120/2000 1h12m  0.412 █▂▁▁▁▁▁▁     12.3k",
-        "  language-…42500-77aa queued   2x8              waits for its turn: other jobs…",
-        "  digits-20…10000-bbbb failed   1x4      77/2000 rank 3: CUDA out of memory",
+        "  run                 state    layout      step  left    loss curve    samples/s",
+        "> digits-20…2301-3f9a running  1x4    120/2,000 1h12m 0.41200 █▂▁▁▁▁▁▁     12.3k",
+        "  language-…2500-77aa queued   2x8              waits for its turn: other jobs …",
+        "  digits-20…0000-bbbb failed   1x4     77/2,000 rank 3: CUDA out of memory",
         "── digits-20261115-142301-3f9a " + 49 * "─",
-        "running  1x4  94% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU-h…",
+        "running  1x4  94.0% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU…",
         "step 106ms: compute 75%  comm 11%  waiting 8%  data 4%  other 2%",
         "slowest: rank 3, last in 94% of 16 steps, longer in backward",
-        "   rank node    gpu% memory power  °C   took   data   wait  cpu  seen",
-        "      0 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
-        "      1 node1    75! 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
-        "      2 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
-        "      3 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s < slowest",
+        "   rank node    gpu%  memory power  °C   took   data   wait  cpu  seen",
+        "      0 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
+        "      1 node1    75!   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
+        "      2 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
+        "      3 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s < slowest",
         *[""] * 3,
         "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help",
     ]
@@ -134,7 +134,7 @@ def test_a_wide_screen_has_every_column() -> None:
         *("run", "state", "layout", "epoch", "step", "left", "loss", "curve"),
         *("samples/s", "eff", "hours"),
     ]
-    assert "digits-20261115-142301-3f9a" in lines[2] and "94%" in lines[2]
+    assert "digits-20261115-142301-3f9a" in lines[2] and "94.0%" in lines[2]
     assert "expected to start" in lines[3] and "16:40" in lines[3]
     titles = next(line for line in lines if line.strip().startswith("rank node")).split()
     expected = "rank node gpu% memory power °C step took data wait cpu seen"
@@ -325,8 +325,8 @@ def test_gpus_by_what_a_rank_writes_of_them() -> None:
         cells = rank_cells(one, DEFAULT_MARKS, 0.0)
         return [cells[key].plain.strip() for key in keys]
 
-    assert said(full) == ["95+", "85.0G+", "", ""]
-    assert said(replace(hot, temperature=83)) == ["79!", "91.0G!", "690W+", "83"]
+    assert said(full) == ["95+", "85Gi+", "", ""]
+    assert said(replace(hot, temperature=83)) == ["79!", "91Gi!", "690W+", "83"]
     assert said(idle) == ["85", "10.0G", "100W", ""]
 
 

@@ -181,7 +181,7 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
     whole = sum(parts.seconds.values()) or 1.0
     by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
     shares = "  ".join(
-        f"{PART_WORDS[part]} {percent(seconds / whole)}"
+        f"{PART_WORDS[part]} {percent(seconds / whole, 0)}"
         for part, seconds in by_size
         if seconds >= 0.005 * whole
     )
