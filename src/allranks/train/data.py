@@ -66,7 +66,7 @@ class Progress:
 
 
 class MicroBatch(NamedTuple):  # created at every step: a frozen dataclass takes three times as long
-    """Samples of one backward pass; an empty one has a borrowed sample of weight 0 for the model."""
+    """The samples of one backward pass; an empty one has a borrowed sample of weight 0."""
 
     inputs: Any
     targets: Any
@@ -291,7 +291,7 @@ class TensorFetch:
         return [tensor.index_select(0, indices) for tensor in self._tensors]
 
     def many(self, batches: Iterator[Tensor]) -> Iterator[Any]:
-        """Fetch many small batches at a time: slicing a large one is cheaper than gathering each."""
+        """Fetch small batches many at a time: slicing is cheaper than gathering each of them."""
         first = next(batches)
         batch_bytes = sum(tensor[:1].nbytes for tensor in self._tensors) * len(first)
         count = max(1, min(GATHER_BATCHES, GATHER_BYTES // max(batch_bytes, 1)))
