@@ -17,7 +17,6 @@ from allranks.cli.options import (
     Overrides,
     OwnPrice,
     Runs,
-    app,
     print_error,
     typed_request,
 )
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from allranks.machine.processes import Signals
     from allranks.run.folder import RunDir
 
-bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
 Backend = Annotated[
     Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
 ]
@@ -44,7 +40,6 @@ NoBaseline = Annotated[
 ]
 
 
-@bench.command()
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -67,7 +62,6 @@ def scaling(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a job, or your own script after `--`, on several layouts."""
     from allranks.bench import scaling as measured
     from allranks.bench import scaling_screen
     from allranks.bench.plan_runs import PlannedRun, plan_runs
@@ -195,7 +189,7 @@ def measure_in_slurm(
     """All of them into the queue at once, in turns; then wait until they have left it."""
     import time
 
-    from allranks.run import standing
+    from allranks.run import run_state
 
     done: list[Repeat] = []
     waiting: list[tuple[RunDir, Layout]] = []
@@ -203,9 +197,9 @@ def measure_in_slurm(
     try:
         send_in_turns(prepared, screen, waiting, done, added)
         while waiting:
-            queue = standing.look_at_queue([run for run, _ in waiting])
+            queue = run_state.look_at_queue([run for run, _ in waiting])
             for run, layout in list(waiting):
-                if standing.describe(run, queue)["state"] not in ("queued", "running"):
+                if run_state.describe(run, queue)["state"] not in ("queued", "running"):
                     waiting.remove((run, layout))
                     done.append(repeat_of(run, layout))
                     screen.end(done[-1])
@@ -293,9 +287,9 @@ def price_of(device: str | None, memory: int | None, own: list[Price]) -> float 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
     from allranks.bench.scaling import Repeat, nothing_measured
-    from allranks.run.batches import remarks
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.results import samples_per_epoch, steps_by_rank
+    from allranks.timing.samples_seen import remarks
     from allranks.timing.steps import timing
 
     measured = timing(run)

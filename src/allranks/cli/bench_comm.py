@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.bench import Backend, bench
+from allranks.cli.bench import Backend
+from allranks.cli.commands import typed_script
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -16,7 +17,6 @@ from allranks.cli.options import (
     Oversubscribe,
     Runs,
     people_console,
-    user_command,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ Settings = Annotated[
 ]
 
 
-@bench.command()
 def comm(
     overrides: Settings = None,
     layout: LayoutText = None,
@@ -51,7 +50,6 @@ def comm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure collectives: latency and bandwidth by size, results checked."""
     from allranks.launch.checks import check_measurable
     from allranks.launch.local import Place, run_here
     from allranks.launch.screen import Screen
@@ -101,7 +99,7 @@ def prepare_comm(
     from allranks.launch.prepare import Request, prepare
     from allranks.machine import hardware
 
-    if user_command() is not None:
+    if typed_script() is not None:
         raise AllranksError("bench comm runs no command", fix="leave out -- and what follows it")
     parse_sizes(sizes)
     names = parse_collectives(collectives)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.bench import bench
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from allranks.machine.processes import Signals
 
 
-@bench.command()
 def data(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -46,7 +44,6 @@ def data(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the data: how many loader workers a job needs, and where the ceiling is."""
     from allranks.bench import data as measured
     from allranks.bench import data_screen
     from allranks.launch.prepare import prepare
@@ -153,7 +150,6 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     return measured.script_as_json(run, timed, max(seen, default=None), cpus)
 
 
-@bench.command()
 def precision(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -167,7 +163,6 @@ def precision(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
     from allranks.bench import precision as measured
     from allranks.bench import precision_screen
     from allranks.launch.prepare import prepare

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.ends import End
+from allranks.doctor.failure_facts import End
 from allranks.doctor.finding import Evidence
-from allranks.doctor.flight import is_ours
+from allranks.doctor.flight_recorder import is_ours
 from allranks.doctor.judge import shown_path
-from allranks.doctor.scan import Source
+from allranks.doctor.log_search import Source
 from allranks.run import claims, files
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, is_echo
 from allranks.run.folder import RunDir
-from allranks.run.standing import EndedJob
+from allranks.run.run_state import EndedJob
 from allranks.slurm import commands as slurm
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
