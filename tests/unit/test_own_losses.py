@@ -68,14 +68,14 @@ def test_large_micro_batches_are_not_hoarded(tmp_path: Path) -> None:
 
 def test_an_answer_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's does: nobody waits for it before the end."""
-    monkeypatch.setattr(own_losses._Asked, "is_ready", lambda self: False)
+    monkeypatch.setattr(own_losses._PendingSum, "is_ready", lambda self: False)
     waited: list[int] = []
 
-    def wait(self: own_losses._Asked) -> None:
+    def wait(self: own_losses._PendingSum) -> None:
         waited.append(self.step)
-        monkeypatch.setattr(own_losses._Asked, "is_ready", lambda self: True)
+        monkeypatch.setattr(own_losses._PendingSum, "is_ready", lambda self: True)
 
-    monkeypatch.setattr(own_losses._Asked, "wait", wait)
+    monkeypatch.setattr(own_losses._PendingSum, "wait", wait)
     assert told(tmp_path, [1.0] * 3 + [NAN] * 8, 5) == [(4, "nan")]
     assert waited == [5]
 
