@@ -19,7 +19,7 @@ from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
 from allranks.doctor.node_checks import Finding
-from allranks.launch.cluster.checks import Verdict
+from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.interfaces import Interface, Port
 

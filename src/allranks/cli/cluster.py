@@ -22,9 +22,9 @@ from allranks.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.cluster.ladder import Ladder
-    from allranks.launch.cluster.sbatch import Racer
-    from allranks.launch.cluster.submit import Submitted
+    from allranks.launch.backends.slurm.ladder import Ladder
+    from allranks.launch.backends.slurm.sbatch import Racer
+    from allranks.launch.backends.slurm.submit import Submitted
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -80,8 +80,8 @@ def submit(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import racers_of
     from allranks.launch.prepare import prepare
 
     climb = read_ladder(ladder, race, layout, min_efficiency=min_efficiency, steps=steps)
@@ -99,8 +99,8 @@ def read_ladder(
 ) -> Ladder | None:
     """The layouts to climb, if any."""
     from allranks.errors import AllranksError
-    from allranks.launch.cluster import ladder as ladders
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import ladder as ladders
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if ladder is None:
         return None
@@ -114,7 +114,7 @@ def read_ladder(
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
     """The racers, and the layout to check the job with: the first of them, or the typed one."""
     from allranks.errors import AllranksError
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if race is None:
         return [], layout
@@ -134,8 +134,8 @@ def race(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import parse_race
     from allranks.run.folder import find_run
 
     show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
@@ -153,8 +153,8 @@ def resume(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.cluster import move
-    from allranks.launch.cluster import submit as sending
+    from allranks.launch.backends.slurm import move
+    from allranks.launch.backends.slurm import submit as sending
 
     rivals, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)

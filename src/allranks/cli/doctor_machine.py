@@ -16,7 +16,7 @@ from allranks.cli.options import people_console
 
 if TYPE_CHECKING:
     from allranks.doctor.check import Check
-    from allranks.launch.cluster.checks import Verdict
+    from allranks.launch.backends.slurm.node_checks import Verdict
 
 DEFAULT_PORT = 29500
 NODES_SECONDS = 30
@@ -37,7 +37,8 @@ def check_here(runs: Path, data: Sequence[Path] = (), *, as_json: bool = False) 
 def check_allocation(runs: Path, gpus: int) -> list[Check]:
     """The nodes of the SLURM job that this is in, side by side, through one srun."""
     from allranks.doctor.check import failed, not_here
-    from allranks.launch.cluster import checks, inside
+    from allranks.launch.backends.slurm import inside
+    from allranks.launch.backends.slurm.node_checks import verdict
 
     if "SLURM_JOB_ID" not in os.environ:
         return [not_here("nodes", "not within a SLURM job: this machine alone was checked")]
@@ -55,7 +56,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
             timeout=NODES_SECONDS + 60,
             check=False,
         )
-        return node_checks(checks.verdict(folder, place.nodes))
+        return node_checks(verdict(folder, place.nodes))
     except (OSError, subprocess.SubprocessError) as error:
         fix = "srun hostname shows whether steps can be started in this job"
         return [failed("nodes", f"srun could not be run: {error}", fix)]
