@@ -72,7 +72,7 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
         (b"PK\0\0", "binary", "UTF-8"),
         ("seed: 1".encode("utf-16"), "binary", "UTF-8"),
         (b"x" * 2_000_000, "larger than", "YAML"),
-        (b"seed: 1\nseed: 2", "job.yaml:2:1: not valid YAML: the key seed was already", "line 2"),
+        (b"seed: 1\nseed: 2", "job.yaml:2:1: not valid YAML: the key seed is already", "line 2"),
         (b"1: 2", "the key 1 is not text", "line 1"),
         (b"[a, b]: 2", "the key is not text", "line 1"),
         (b"- a", "job.yaml:1: a job file contains keys and values, not a list", "allranks init"),

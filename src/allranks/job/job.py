@@ -127,7 +127,7 @@ class Job(Section):
         default=0, ge=0, lt=2**32, description="for the weights and the order of samples"
     )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
-        default="auto", description="auto: bf16 on GPUs that support it, else fp32"
+        default="auto", description="auto: bf16 if the GPU has it, else fp32"
     )
     compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
     activation_checkpointing: Literal["off", "full", "selective"] = Field(
@@ -135,7 +135,7 @@ class Job(Section):
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="how the weights are updated")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="scales lr with the ranks; needs batch_size_per_rank"
+        default="none", description="scales lr by ranks; with batch_size_per_rank"
     )
     compress: Compress | None = Field(
         default=None, description="gradients: {name, rank}; null: off"

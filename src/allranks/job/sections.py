@@ -130,7 +130,7 @@ class Slurm(Section):
         default=None, description="how long before the limit the job is told to save and stop"
     )
     signal: Literal["USR1", "USR2"] | None = Field(
-        default=None, description="that tells a script to stop; null: USR2, or USR1 for Lightning"
+        default=None, description="tells a script to stop; null: USR2, or USR1 for Lightning"
     )
     requeue: bool = Field(
         default=True, description="continue in another job after the limit or a failed node"
