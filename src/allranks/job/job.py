@@ -127,7 +127,7 @@ class Job(Section):
         default=0, ge=0, lt=2**32, description="for the weights and the order of samples"
     )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
-        default="auto", description="auto: bf16 if supported, else fp32"
+        default="auto", description="auto: bf16 if the GPU can, else fp32"
     )
     compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
     activation_checkpointing: Literal["off", "full", "selective"] = Field(
