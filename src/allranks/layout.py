@@ -84,7 +84,7 @@ class Layout:
             if not lowest <= number <= limit:
                 shown = str(number) if number <= limit else f"over {limit}"
                 raise AllranksError(
-                    f"in a layout, {field} must be from 1 to {limit}, but it is {shown}",
+                    f"{field} is {shown}, but a layout's {field} must be from 1 to {limit}",
                     fix="write NODESxGPUS[:axis=N,...] within these limits, for example 2x4:tp=4",
                 )
 
