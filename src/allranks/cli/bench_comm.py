@@ -97,7 +97,7 @@ def prepare_comm(
     from allranks.bench.comm import parse_collectives, parse_sizes
     from allranks.errors import AllranksError
     from allranks.launch.prepare import Request, prepare
-    from allranks.machine import hardware
+    from allranks.machine.gpus import local_gpus
 
     if typed_script() is not None:
         raise AllranksError("bench comm runs no command", fix="leave out -- and what follows it")
@@ -115,7 +115,7 @@ def prepare_comm(
     if prepared.layout.ranks == 1:
         raise AllranksError(
             f"layout {prepared.layout} has one rank: there is nothing to communicate",
-            fix=f"write --layout 1x{max(2, len(hardware.local_gpus()))}",
+            fix=f"write --layout 1x{max(2, len(local_gpus()))}",
         )
     return prepared
 

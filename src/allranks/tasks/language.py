@@ -103,7 +103,7 @@ class Language(Task):
     def stage(self, local: Callable[[Path], Path]) -> None:
         self.tokens = local(self._token_file())
 
-    def stages(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         # The first and the last share one Parameter, the token embedding. On different ranks each
         # has its own copy: they start equal, and stay equal if both get the sum of their two
         # gradients before every optimizer step (and count once in the gradient norm).
