@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from allranks.job.text import COMMAND_LINE, Layer, Place, Problem
+from allranks.job.text import COMMAND_LINE, Layer, Origin, Problem
 
 Schema = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ def problems_of(error: ValidationError, schema: Schema, layer: Layer) -> list[Pr
     return list(found.values())
 
 
-def unknown_key(path: Sequence[str], known: Sequence[str], place: Place) -> Problem:
+def unknown_key(path: Sequence[str], known: Sequence[str], place: Origin) -> Problem:
     """A key that does not exist; `known` are the dotted paths to suggest from, in any section."""
     key, parent = path[-1], ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
@@ -148,7 +148,7 @@ def _number_in_words(schema: Schema, noun: str) -> str:
     return f"{article} {noun}" + (f", {' and '.join(limits)}" if limits else "")
 
 
-def _wrong_value(path: Sequence[str], value: Any, root: Schema, place: Place) -> Problem:
+def _wrong_value(path: Sequence[str], value: Any, root: Schema, place: Origin) -> Problem:
     schema = _at(root, path)
     words = in_words(schema)
     example = _example(schema, value)
@@ -158,7 +158,7 @@ def _wrong_value(path: Sequence[str], value: Any, root: Schema, place: Place) ->
     return Problem(place, f"{'.'.join(path)}: expected {words}, got {_got(value)}", fix + allowed)
 
 
-def _assignment(path: Sequence[str], value: str, place: Place) -> str:
+def _assignment(path: Sequence[str], value: str, place: Origin) -> str:
     if place.text.endswith(COMMAND_LINE):
         return f"{'.'.join(path)}={value}"
     return f"{'.'.join(path)}: {value}"
