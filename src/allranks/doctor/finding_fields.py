@@ -137,7 +137,7 @@ _REFINE: Mapping[str, Refine] = {
     "gloo-connect-failed": _interface,
     "nccl-connect-failed": _interface,
     "host-out-of-memory": _memory,
-    "cuda-out-of-memory": _words("tried", ": {} more do not fit"),
+    "cuda-out-of-memory": _words("tried", ": could not allocate another {}"),
     "disk-full": _words("path"),
     "missing-file": _words("path"),
     "worker-raised": _worker,
