@@ -13,12 +13,19 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.run import claims
-from allranks.run.folder import RunDir
-from allranks.run.standing import Queue, QueuedJob, look_at_queue, state_of
+from allranks.run.folder import RunDir, list_runs
+from allranks.run.standing import Queue, QueuedJob, describe, look_at_queue, state_of
 from allranks.show.plain import clean
 from allranks.slurm import commands as slurm
 
 AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
+
+
+def active_runs(folder: Path) -> list[RunDir]:
+    """The runs of a folder that are queued or running."""
+    known = list_runs(folder)
+    queue = look_at_queue(known)
+    return [run for run in known if describe(run, queue)["state"] in ("queued", "running")]
 
 
 def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:
