@@ -33,7 +33,7 @@ from allranks.launch.cluster.inside import (
 )
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare
-from allranks.run import claims, standing
+from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -524,15 +524,15 @@ def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
     said = capsys.readouterr().out
     assert f"attempt 0 is lost (srun: {code})\nallranks: {lost}\n" in said
     assert "failed" not in said
-    queue = standing.Queue({"100": standing.QueuedJob("100", "PENDING", "BeginTime", None, ())})
+    queue = run_state.Queue({"100": run_state.QueuedJob("100", "PENDING", "BeginTime", None, ())})
     held.run.update_info(lambda info: info.update(jobs=["100"]))
-    listed = standing.describe(held.run, queue)
+    listed = run_state.describe(held.run, queue)
     assert listed["state"] == "queued"
     assert listed["reason"].startswith(f"attempt 0 was lost: {lost}; not before its begin time")
-    assert standing.lost_words(held.run) == f"attempt 0 was lost: {lost}"
+    assert run_state.lost_words(held.run) == f"attempt 0 was lost: {lost}"
     for attempt in (1, 2):
         append_event(held.run.events(attempt, 0), "start", rank=0)
-    assert standing.lost_words(held.run) is None  # long ago
+    assert run_state.lost_words(held.run) is None  # long ago
 
 
 def test_a_run_that_loses_its_launcher_again_and_again_gives_up_with_the_reason(

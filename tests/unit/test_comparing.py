@@ -16,8 +16,9 @@ from allranks.errors import AllranksError
 from allranks.report.build import build
 from allranks.report.facts import read_run
 from allranks.run.folder import RunDir, find_runs
-from allranks.run.standing import Queue, describe
-from allranks.timing.comparison import Base, base_of, is_compared, last_step
+from allranks.run.record import final_step
+from allranks.run.run_state import Queue, describe
+from allranks.timing.comparison import Base, base_of, is_compared
 from allranks.timing.steps import timing
 from allranks.watch import bases
 from allranks.watch.live import Watcher
@@ -195,9 +196,9 @@ def test_a_pace_that_is_not_read_yet_is_no_base(tmp_path: Path) -> None:
 
 def test_a_run_that_is_measured_is_as_long_as_its_window(tmp_path: Path) -> None:
     start, window = {"steps": 10_000_000}, {"first": 31, "last": 230}
-    assert last_step(start, {}, window) == 10_000_000
-    assert last_step(start, SCALING, None) is None
-    assert last_step(start, SCALING, window) == 230
+    assert final_step(start, {}, window) == 10_000_000
+    assert final_step(start, SCALING, None) is None
+    assert final_step(start, SCALING, window) == 230
 
 
 def test_watch_and_ls_show_the_window_of_a_run_that_is_measured(tmp_path: Path) -> None:

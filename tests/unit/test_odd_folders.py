@@ -37,7 +37,7 @@ from allranks.cli.main import app
 from allranks.doctor.diagnose import diagnose_logs, log_files
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.standing import unreadable
+from allranks.run.run_state import unreadable
 from allranks.slurm.commands import SlurmError
 from allranks.watch import loglines
 from allranks.watch.hub import Hub

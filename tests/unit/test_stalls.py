@@ -17,16 +17,17 @@ from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame
 from allranks.run.stacks import FOLLOW, Stack, from_lines, to_lines
-from allranks.run.stall_words import rank_names, who_is_where
 from allranks.run.stalls import (
     FIRST_STEP_SECONDS,
     RankState,
     blame,
     ended_for,
     patience,
+    rank_names,
     read_states,
     silence,
     state_of,
+    who_is_where,
 )
 
 OWN = Stack(1, (Frame("/me/train.py", 9, "stuck"), Frame("/me/train.py", 20, "<module>")), "py-spy")

@@ -17,7 +17,7 @@ from allranks.job.job import parse_job
 from allranks.launch import agent, link, local, waiting
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import Signals
-from allranks.run import standing
+from allranks.run import run_state
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 
@@ -37,8 +37,8 @@ def wait(run: RunDir, monkeypatch: pytest.MonkeyPatch, lines: Sequence[dict[str,
     """What was said, and how it ended."""
     coming = iter(lines)
     said: list[str] = []
-    monkeypatch.setattr(standing, "look_at_queue", lambda runs: None)
-    monkeypatch.setattr(standing, "describe", lambda run, queue: next(coming))
+    monkeypatch.setattr(run_state, "look_at_queue", lambda runs: None)
+    monkeypatch.setattr(run_state, "describe", lambda run, queue: next(coming))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return waiting.wait_for_end(run, said.append)["state"], said
 

@@ -15,7 +15,7 @@ import pytest
 from tests.watch_runs import GrowingRun, event_line
 
 from allranks.run.folder import RunDir
-from allranks.run.standing import Queue, QueuedJob
+from allranks.run.run_state import Queue, QueuedJob
 from allranks.watch.asking import ASK_SECONDS, MAX_SECONDS, Asking
 from allranks.watch.live import Watcher
 from allranks.watch.series import MAX_BUCKETS, MAX_POINTS, Points, Series

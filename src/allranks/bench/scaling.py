@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.bench.laws import Fit, differ_too_much, fit_object, law_of
 from allranks.layout import Layout
-from allranks.run.batches import APART
+from allranks.timing.samples_seen import APART
 from allranks.timing.spread import spread, t_975
 from allranks.timing.steps import PARTS, Timing
 

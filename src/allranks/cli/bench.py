@@ -189,7 +189,7 @@ def measure_in_slurm(
     """All of them into the queue at once, in turns; then wait until they have left it."""
     import time
 
-    from allranks.run import standing
+    from allranks.run import run_state
 
     done: list[Repeat] = []
     waiting: list[tuple[RunDir, Layout]] = []
@@ -197,9 +197,9 @@ def measure_in_slurm(
     try:
         send_in_turns(prepared, screen, waiting, done, added)
         while waiting:
-            queue = standing.look_at_queue([run for run, _ in waiting])
+            queue = run_state.look_at_queue([run for run, _ in waiting])
             for run, layout in list(waiting):
-                if standing.describe(run, queue)["state"] not in ("queued", "running"):
+                if run_state.describe(run, queue)["state"] not in ("queued", "running"):
                     waiting.remove((run, layout))
                     done.append(repeat_of(run, layout))
                     screen.end(done[-1])
@@ -287,9 +287,9 @@ def price_of(device: str | None, memory: int | None, own: list[Price]) -> float 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
     from allranks.bench.scaling import Repeat, nothing_measured
-    from allranks.run.batches import remarks
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.results import samples_per_epoch, steps_by_rank
+    from allranks.timing.samples_seen import remarks
     from allranks.timing.steps import timing
 
     measured = timing(run)

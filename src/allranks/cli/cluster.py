@@ -183,13 +183,13 @@ def list_(
 ) -> None:
     from allranks.launch import follow
     from allranks.launch.list_screen import show_runs
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
-    queue = standing.look_at_queue(found)
-    described = [standing.describe(one, queue) for one in found]
+    queue = run_state.look_at_queue(found)
+    described = [run_state.describe(one, queue) for one in found]
     if as_json:
         print(to_json(described))
         return

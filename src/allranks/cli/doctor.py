@@ -104,9 +104,9 @@ def diagnosis_of(
     """What is wrong with one run: why it failed, hangs or is slow."""
     from allranks.doctor import live
     from allranks.doctor.runs import diagnose_run
-    from allranks.run import standing
+    from allranks.run import run_state
 
-    state = standing.describe(run, standing.look_at_queue([run]))["state"]
+    state = run_state.describe(run, run_state.look_at_queue([run]))["state"]
     stalls = live.stalled(run, state, after=stalled_after)
     slowness = live.slowed(run, state, limits) if not stalls else []
     return [*live.together(diagnose_run(run), stalls, slowness), *live.odd_folder(run)]

@@ -13,7 +13,7 @@ from allranks.doctor.facts import gather
 from allranks.doctor.finding import Finding
 from allranks.doctor.flight import flight_source, is_dump
 from allranks.doctor.judge import judge, shown_path
-from allranks.doctor.left import error_file
+from allranks.doctor.run_evidence import error_file
 from allranks.doctor.scan import Scanned, Source, Words, scan
 from allranks.errors import AllranksError
 

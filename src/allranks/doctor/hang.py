@@ -17,18 +17,19 @@ from allranks.run.claims import newest
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame, source_lines
 from allranks.run.stacks import Stack
-from allranks.run.stall_words import in_seconds, who_is_where
 from allranks.run.stalls import (
     SURE_SECONDS,
     Blame,
     RankState,
     blame,
     ended_for,
+    in_seconds,
     is_worth_saying,
     patience,
     read_states,
     silence,
     wait_apart,
+    who_is_where,
     with_stacks,
 )
 from allranks.show.plain import plain

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from allranks.doctor.left import Starts
+from allranks.doctor.run_evidence import Starts
 from allranks.doctor.scan import Scanned, Source
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir

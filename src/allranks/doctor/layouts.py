@@ -8,9 +8,14 @@ from typing import Any
 from allranks.doctor.catalogue import load
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.judge import shown_path
-from allranks.run.batches import Fingerprints, fingerprints, first_events, same_order, same_samples
 from allranks.run.folder import RunDir
-from allranks.timing.comparison import read_job
+from allranks.timing.samples_seen import (
+    Fingerprints,
+    fingerprints,
+    first_events,
+    same_order,
+    same_samples,
+)
 
 
 def data_findings(run: RunDir, attempt: int) -> list[Finding]:
@@ -86,7 +91,7 @@ def _step_facts(run: RunDir) -> dict[str, Any] | None:
         steps = [one for one in first_events(run, attempts[-1], rank) if one["event"] == "step"]
         if steps:
             samples, ranks = samples + int(steps[0].get("samples") or 0), ranks + 1
-    job = read_job(run)
+    job = run.job()
     rate = (job.get("optimizer") or {}).get("lr")
     seed = job.get("seed") if job.get("task") else None
     return {"samples": samples, "ranks": ranks, "rate": rate, "seed": seed} if samples else None

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from allranks.doctor import left
+from allranks.doctor import run_evidence
 from allranks.doctor.catalogue import load
 from allranks.doctor.facts import Facts
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate, shown_path
 from allranks.doctor.kernel import Kernel
-from allranks.doctor.left import MemoryCurve
+from allranks.doctor.run_evidence import MemoryCurve
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
 
@@ -47,7 +47,7 @@ def candidates(
         return []
     words = f": the ranks had {used / 2**30:.1f} of {allotted / 2**30:.1f} GiB when last seen"
     fields = {"limit_words": words if beside and allotted else "", **facts.known}
-    lines = [left.kill_evidence(run, attempt, one) for one in counted[:1]]
+    lines = [run_evidence.kill_evidence(run, attempt, one) for one in counted[:1]]
     cause = load()["host-out-of-memory"]
     sure: Confidence = "high" if counted else "medium"
     return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
@@ -61,7 +61,8 @@ def _counted(run: RunDir, attempt: int, facts: Facts, said: Kernel) -> list[int]
     return [
         end.rank
         for end in facts.ends.values()
-        if left.memory_kills(run, attempt, end.rank) and not said.spares(end.node, facts.processes)
+        if run_evidence.memory_kills(run, attempt, end.rank)
+        and not said.spares(end.node, facts.processes)
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor import kernel, layouts, left, memory
+from allranks.doctor import kernel, layouts, memory, run_evidence
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
 from allranks.doctor.facts import Facts, gather
@@ -15,13 +15,12 @@ from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.flight import flight_source
 from allranks.doctor.judge import judge, shown_path
 from allranks.doctor.kernel import Kernel
-from allranks.doctor.left import Starts
+from allranks.doctor.run_evidence import Starts
 from allranks.doctor.scan import Source
-from allranks.run import claims, missing, standing
+from allranks.run import claims, missing, run_state
 from allranks.run.events import to_json
 from allranks.run.folder import RunDir
 from allranks.slurm.reasons import waiting_reason
-from allranks.timing.comparison import read_job
 
 SOFT = ("nan-loss", "loss-scale-underflow", "launcher-killed")
 MISSING = "missing-file"
@@ -31,8 +30,8 @@ STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-ca
 
 def diagnose_run(run: RunDir) -> list[Finding]:
     """What is wrong with a run; nothing where it is running or finished well."""
-    queue = standing.look_at_queue([run])
-    row = standing.describe(run, queue)
+    queue = run_state.look_at_queue([run])
+    row = run_state.describe(run, queue)
     attempts = run.attempts()
     if row["state"] == "queued" and not attempts:
         return _waiting(run, row, queue)
@@ -46,7 +45,7 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     if row["state"] in ("finished", "running", "stopped"):
         # Words of errors in the log of a run that goes on, or went well, were not its end.
         return [*_soft_alone(facts), *about_data]
-    curves = list(left.memory_curves(run, attempt))
+    curves = list(run_evidence.memory_curves(run, attempt))
     extra = memory.candidates(run, attempt, facts, curves, said)
     found = on_which_nodes(run, attempt, judge(facts, load(), extra))
     return [*(memory.explained(run, attempt, one, curves) for one in found), *about_data]
@@ -57,7 +56,7 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     seen = run.info().get("missing") or {}
     if seen.get("attempt") != attempt:
         return found
-    title, fix = missing.in_words(seen, is_task=bool(read_job(run).get("task")))
+    title, fix = missing.in_words(seen, is_task=bool(run.job().get("task")))
     line = Evidence(shown_path(run.path / "run.json"), 0, f"missing: {to_json(seen)}")
     name = Path(seen["path"]).name
     same = [one for one in found if any(name in each.text for each in one.evidence)]
@@ -66,18 +65,18 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     return [told.with_evidence(line), *(one for one in found if one not in same)]
 
 
-def read_attempt(run: RunDir, attempt: int, queue: standing.Queue) -> tuple[Facts, Kernel]:
+def read_attempt(run: RunDir, attempt: int, queue: run_state.Queue) -> tuple[Facts, Kernel]:
     """All that an attempt left, put together."""
-    starts = left.starts_of(run, attempt)
-    sources = left.logs_of(run, attempt, starts)
+    starts = run_evidence.starts_of(run, attempt)
+    sources = run_evidence.logs_of(run, attempt, starts)
     sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
-    sources += left.accounting(_of_last_job(run, queue))
+    sources += run_evidence.accounting(_of_last_job(run, queue))
     scanned = read_logs(sources)
     processes = kernel.processes_of(run, attempt, starts, scanned)
-    said = kernel.messages(starts, *left.span_of(run, attempt), processes)
+    said = kernel.messages(starts, *run_evidence.span_of(run, attempt), processes)
     facts = gather(
         [*scanned, *read_logs(said.sources)],
-        ends=left.ends_in_events(run, attempt, starts),
+        ends=run_evidence.ends_in_events(run, attempt, starts),
         known=_known(run, starts),
         situations=_situations(run),
         world=starts.world,
@@ -86,7 +85,7 @@ def read_attempt(run: RunDir, attempt: int, queue: standing.Queue) -> tuple[Fact
     return facts, said
 
 
-def _of_last_job(run: RunDir, queue: standing.Queue) -> dict[str, standing.EndedJob]:
+def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.EndedJob]:
     """How the job ended that trained the run last; all jobs where none is known to have."""
     holder = claims.newest(run.claims)
     if holder is not None and holder.job in queue.ended:
@@ -94,12 +93,16 @@ def _of_last_job(run: RunDir, queue: standing.Queue) -> dict[str, standing.Ended
     return queue.ended
 
 
-def _stopped_by_slurm(run: RunDir, queue: standing.Queue) -> list[Finding]:
+def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
     """Of a run whose ranks stopped in order: why, unless its user wanted it."""
     ended = str((run.info().get("ended") or {}).get("reason", ""))
     if run.info().get("backend") != "slurm" or ended.startswith(BY_USER):
         return []
-    sources = [*left.accounting(_of_last_job(run, queue)), *left.job_logs(run), *_reason(run)]
+    sources = [
+        *run_evidence.accounting(_of_last_job(run, queue)),
+        *run_evidence.job_logs(run),
+        *_reason(run),
+    ]
     facts = gather(read_logs(sources), known=_known(run, Starts({})), situations=_situations(run))
     facts.hits = [hit for hit in facts.hits if hit.cause.slug in STOPPERS]
     facts.raised, facts.ends = [], {}
@@ -115,7 +118,7 @@ def _soft_alone(facts: Facts) -> list[Finding]:
 
 def _situations(run: RunDir) -> tuple[str, ...]:
     slurm = ("slurm",) if run.info().get("backend") == "slurm" else ()
-    return (*(("task",) if read_job(run).get("task") else ()), *slurm)
+    return (*(("task",) if run.job().get("task") else ()), *slurm)
 
 
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
@@ -126,7 +129,7 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     largest = max(shares) if isinstance(shares, list) and shares else shares
     if isinstance(largest, int) and isinstance(accumulation, int) and accumulation > 0:
         known["half_micro_batch"] = str(max(1, -(-largest // accumulation) // 2))
-    rate = (read_job(run).get("optimizer") or {}).get("lr")
+    rate = (run.job().get("optimizer") or {}).get("lr")
     if isinstance(rate, int | float):
         known["lower_lr"] = f"{rate / 10:g}"
     jobs = run.info().get("jobs") or []
@@ -135,7 +138,7 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     return known
 
 
-def _waiting(run: RunDir, row: dict[str, Any], queue: standing.Queue) -> list[Finding]:
+def _waiting(run: RunDir, row: dict[str, Any], queue: run_state.Queue) -> list[Finding]:
     cause = load()["slurm-pending"]
     jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
     found = []

@@ -14,7 +14,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.run import claims
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.standing import Queue, QueuedJob, describe, look_at_queue, state_of
+from allranks.run.run_state import Queue, QueuedJob, describe, look_at_queue, state_of
 from allranks.show.plain import clean
 from allranks.slurm import commands as slurm
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from allranks.errors import AllranksError
-from allranks.run.stall_words import in_seconds
+from allranks.run.stalls import in_seconds
 from allranks.show.plain import clean
 
 MEETING_SECONDS = 600.0  # for all nodes to come

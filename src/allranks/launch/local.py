@@ -27,8 +27,8 @@ from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.run.folder import RunDir
-from allranks.run.results import result
 from allranks.run.stalls import ended_for
+from allranks.timing.steps import result
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent

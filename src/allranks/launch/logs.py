@@ -12,7 +12,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.launch.waiting import EXIT_CODES, in_words
 from allranks.layout import Layout
-from allranks.run import files, standing
+from allranks.run import files, run_state
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.show.plain import last_state
@@ -200,7 +200,7 @@ def show_logs(
 
     def has_ended() -> bool:
         nonlocal told
-        now.update(standing.describe(run, standing.look_at_queue([run])))
+        now.update(run_state.describe(run, run_state.look_at_queue([run])))
         waits = f"{run.name} waits: {now['reason'] or 'not started yet'}"
         if now["state"] == "queued" and waits != told:
             told = waits

@@ -219,12 +219,12 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
 
 def check_not_in_slurm(run: RunDir) -> None:
     """Refuse to take a run from a job that trains it: locks are not seen on every file system."""
-    from allranks.run import standing
+    from allranks.run import run_state
 
-    queue = standing.look_at_queue([run])
+    queue = run_state.look_at_queue([run])
     holder = claims.newest(run.claims)
     job = queue.jobs.get(holder.job) if holder is not None else None
-    if job is not None and job.state in standing.RUNNING:
+    if job is not None and job.state in run_state.RUNNING:
         raise AllranksError(
             f"run {run.name} is trained by job {job.job} on {', '.join(job.nodes)}",
             fix=f"stop it first: allranks stop {run.name}",

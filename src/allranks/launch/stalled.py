@@ -18,17 +18,19 @@ from allranks.run import stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.stacks import Stack
-from allranks.run.stall_words import in_seconds, rank_names, who_is_where
 from allranks.run.stalls import (
     LEAST_SECONDS,
     PROGRESS,
     Blame,
     RankState,
     blame,
+    in_seconds,
     is_worth_saying,
     patience,
+    rank_names,
     read_states,
     silence,
+    who_is_where,
     with_stacks,
 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.run import claims, missing, standing
+from allranks.run import claims, missing, run_state
 from allranks.run.folder import RunDir
 from allranks.run.results import result
 
@@ -24,7 +24,7 @@ def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
     told, pause = "", FIRST_PAUSE
     had_ended = False
     while True:
-        now = standing.describe(run, standing.look_at_queue([run]))
+        now = run_state.describe(run, run_state.look_at_queue([run]))
         now["attempt"] = attempt_of_job(run)
         words = in_words(now)
         is_over = now["state"] in EXIT_CODES

@@ -52,9 +52,6 @@ class Claim:
     time: float = field(default_factory=time.time)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    def is_of(self, job: str, restart: int) -> bool:
-        return (self.job, self.restart) == (job, restart)
-
     @property
     def is_of_another_machine(self) -> bool:
         return self.host != socket.gethostname()

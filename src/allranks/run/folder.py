@@ -111,6 +111,10 @@ class RunDir:
         """The content of run.json, checked; empty if there is none (yet)."""
         return files.read_mapping(self.path / "run.json", files.INFO)
 
+    def job(self) -> dict[str, Any]:
+        """The content of job.yaml, checked; empty if there is none that can be read."""
+        return files.read_mapping(self.job_file, files.JOB, files.parse_yaml)
+
     def problem(self) -> str | None:
         """What is wrong with the folder itself, in a line: by what it holds, and by what was left
         out of it when it was read."""

@@ -15,28 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import yaml
-
-from allranks.run import files
 from allranks.run.folder import RunDir
 
 SAME_JOB = (
     *("name", "task", "command", "options", "batch_size", "batch_size_per_rank", "optimizer"),
     *("lr_scaling", "compress", "precision", "compile", "activation_checkpointing", "launcher"),
 )
-JOB: dict[str, files.Check] = {
-    **dict.fromkeys(("name", "task", "command", "last", "launcher"), files.or_none(files.is_text)),
-    **dict.fromkeys(("epochs", "steps", "batch_size", "seed"), files.or_none(files.is_whole)),
-    **dict.fromkeys(("batch_size_per_rank",), files.or_none(files.is_whole)),
-    **dict.fromkeys(("options", "optimizer", "data", "slurm"), files.or_none(files.is_mapping)),
-    **dict.fromkeys(("env", "checkpoint"), files.or_none(files.is_mapping)),
-}
-MAX_JOB_BYTES = 1 << 20
-MAX_NESTED = 2000  # brackets and the like of a job.yaml
 CPU = "CPU"
 SCALING = "scaling"  # the one benchmark whose runs are there to be compared by their layouts
-# The one in C takes a tenth of the time, and is not everywhere.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Paced(Protocol):
@@ -114,22 +100,6 @@ def is_comparable(info: Mapping[str, Any]) -> bool:
     return bench_of(info).get("kind") in (None, SCALING)
 
 
-def read_job(run: RunDir) -> dict[str, Any]:
-    """The content of job.yaml, checked; empty if there is none that can be read."""
-    return files.read_mapping(run.job_file, JOB, _parse_yaml)
-
-
-def _parse_yaml(text: bytes) -> Any:
-    if len(text) > MAX_JOB_BYTES:
-        raise ValueError("it is too large")
-    if max(map(text.count, (b"[", b"{", b"- ", b"? "))) > MAX_NESTED:  # the one in C would crash
-        raise ValueError("it is nested too deeply")
-    try:
-        return files.plain_data(yaml.load(text, _Loader))  # safe: a SafeLoader either way
-    except (yaml.YAMLError, RecursionError, AttributeError, TypeError):
-        raise ValueError("it is not valid YAML") from None
-
-
 def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
     """What must agree between runs that are compared; the seed, for one, need not."""
     same = {"name": run.job_name} | {key: job[key] for key in SAME_JOB if job.get(key) is not None}
@@ -166,16 +136,3 @@ def bench_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """What run.json says of the benchmark that the run is part of; empty if of none."""
     bench = info.get("bench")
     return bench if isinstance(bench, dict) else {}
-
-
-def last_step(
-    start: Mapping[str, Any], info: Mapping[str, Any], window: Mapping[str, Any] | None
-) -> int | None:
-    """The step that a run is to end with, as far as it is known.
-
-    A task that is measured is given more steps than it will make: the probe ends it, with the
-    last step of the window that it has chosen.
-    """
-    if "job" not in bench_of(info):
-        return start.get("steps")
-    return window.get("last") if window else None

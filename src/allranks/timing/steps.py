@@ -11,12 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from allranks.run.events import read_events
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, State
+from allranks.run.results import outcome
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05
@@ -90,6 +92,18 @@ def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing 
         return timing(run)
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank of ours has written
         return None
+
+
+def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
+    """A run in one object: what `allranks run --json` prints. `state`: where the caller
+    knows it."""
+    found = outcome(run, state)
+    is_told = found["samples_per_second"] is not None  # a script says nothing itself
+    measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
+    if measured is not None and measured.samples:
+        # Of the same steps as in every other command: a task's own word is of all of them.
+        found["samples_per_second"] = round(measured.samples_per_second, 3)
+    return found
 
 
 def event_bytes(run: RunDir) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.run.standing import RUNNING
+from allranks.run.run_state import RUNNING
 from allranks.show.plain import clean
 from allranks.show.redact import redact, redact_all
 from allranks.slurm import commands as slurm

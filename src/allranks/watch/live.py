@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.standing import look_at_queue, unreadable
-from allranks.timing.comparison import Base, identity, read_job, same_job
+from allranks.run.run_state import look_at_queue, unreadable
+from allranks.timing.comparison import Base, identity, same_job
 from allranks.timing.steps import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
 from allranks.watch.bases import Bases, Key, sets_of
@@ -84,7 +84,7 @@ class Followed:
             return False
         self._signs = signs
         self.info = self.run.info()
-        self.job = read_job(self.run)
+        self.job = self.run.job()
         self.same = identity(same_job(self.job, self.info, self.run))
         self.first_start = None
         return True

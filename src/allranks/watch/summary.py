@@ -9,8 +9,8 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run import claims
 from allranks.run.folder import RunDir
-from allranks.run.standing import RUNNING, Queue, reason_of, state_of
-from allranks.timing.comparison import last_step
+from allranks.run.record import final_step
+from allranks.run.run_state import RUNNING, Queue, reason_of, state_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
@@ -68,7 +68,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
     world = start.get("world_size") or ranks_of(layout)
     step = lead.step if lead else None
-    steps = last_step(start, one.info, lead.window if lead else None)
+    steps = final_step(start, one.info, lead.window if lead else None)
     took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None

@@ -43,7 +43,7 @@ from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.folder import RunDir
-from allranks.run.standing import lost_words
+from allranks.run.run_state import lost_words
 from allranks.slurm import commands as slurm
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py

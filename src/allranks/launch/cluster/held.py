@@ -31,8 +31,8 @@ from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.failures import failed_ranks, failure, failure_in_words, is_echo, ranks_in_words
 from allranks.run.folder import RunDir, State
+from allranks.run.run_state import lost_words
 from allranks.run.stalls import ended_for
-from allranks.run.standing import lost_words
 from allranks.slurm import commands as slurm
 
 # SLURM's reasons for the end of a job whose first process was killed; it depends on the release.
@@ -184,7 +184,7 @@ class Held:
         from allranks.launch.local import Place as OneMachine
         from allranks.launch.local import describe_failure
         from allranks.launch.screen import PeopleConsole, Screen
-        from allranks.run.results import result
+        from allranks.timing.steps import result
 
         attempt = max(self.run.attempts())
         if lost is None:

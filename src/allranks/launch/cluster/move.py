@@ -10,7 +10,7 @@ from allranks.launch.cluster import submit
 from allranks.launch.cluster.sbatch import Racer
 from allranks.launch.cluster.submit import Submitted
 from allranks.launch.prepare import Prepared
-from allranks.run import claims, standing
+from allranks.run import claims, run_state
 
 
 def resume(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
@@ -18,10 +18,10 @@ def resume(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
     run = prepared.run
     assert run is not None
     claim = claims.next_number(run.claims)  # before its state: see send_all
-    queue = standing.look_at_queue([run])
+    queue = run_state.look_at_queue([run])
     if queue.silent:
         raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
-    now = standing.describe(run, queue)
+    now = run_state.describe(run, queue)
     changes = [*run.info().get("changes", []), *prepared.changes]
     extends = any(change["key"] != "layout" for change in changes)
     if now["state"] == "finished" and not extends:

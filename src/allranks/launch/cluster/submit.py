@@ -228,12 +228,12 @@ def grace_needed(run: RunDir) -> int:
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     """One more layout for a run that still waits."""
-    from allranks.run import standing
+    from allranks.run import run_state
 
     prepare.check_owners(run)
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
-    state = standing.describe(run, standing.look_at_queue([run]))["state"]
+    state = run_state.describe(run, run_state.look_at_queue([run]))["state"]
     if state != "queued":
         move = "move it" if state == "running" else "go on with it"
         raise AllranksError(

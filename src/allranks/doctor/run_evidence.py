@@ -20,7 +20,7 @@ from allranks.run import claims, files
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, is_echo
 from allranks.run.folder import RunDir
-from allranks.run.standing import EndedJob
+from allranks.run.run_state import EndedJob
 from allranks.slurm import commands as slurm
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last

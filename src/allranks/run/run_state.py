@@ -14,11 +14,11 @@ from allranks.run import claims
 from allranks.run.events import read_last_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
+from allranks.run.record import final_step
 from allranks.show.plain import plain
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
 from allranks.slurm.reasons import end_reason, waiting_reason
-from allranks.timing.comparison import last_step
 
 QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
 ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
@@ -247,9 +247,9 @@ def _last_step_to_come(run: RunDir, info: dict[str, Any]) -> int | None:
     start = run.start(attempts[-1]) if attempts else None
     if start is None:
         return None
-    steps = last_step(start, info, None)
+    steps = final_step(start, info, None)
     if steps is None and start.get("steps"):  # one that is measured
-        steps = last_step(start, info, run.window(attempts[-1]))
+        steps = final_step(start, info, run.window(attempts[-1]))
     return steps
 
 
