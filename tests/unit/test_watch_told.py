@@ -14,7 +14,6 @@ import pytest
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks.cli.watch import resources
 from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.watch import sampler
@@ -38,6 +37,7 @@ from allranks.watch.status import (
     gather,
     next_steps,
     resource_lines,
+    resources,
     status_page,
 )
 from allranks.watch.views import Parts, RunView
@@ -198,7 +198,7 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
     def refuse(only: str | None = None) -> None:
         raise slurm.refusal("scontrol", words)
 
-    monkeypatch.setattr("allranks.slurm.cluster.describe_cluster", refuse)
+    monkeypatch.setattr("allranks.watch.status.describe_cluster", refuse)
     lines = resource_lines(resources())
     assert lines[-1] == f"\nSLURM: {meaning}."
     assert lines[0].startswith("This machine (") and len(lines) == 2
