@@ -22,8 +22,8 @@ import pytest
 from tests.ports import free_port
 
 from allranks.doctor import preflight
-from allranks.doctor.node import free_disk, gpu_health, visible_gpus, write_test
-from allranks.doctor.reach import Directory, Listener, reach_all
+from allranks.doctor.connectivity import Directory, Listener, reach_all
+from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
 from allranks.launch.cluster.checks import verdict
 from allranks.launch.cluster.gate import ENDED, OPEN
 from allranks.machine.gpus import LocalGPU
@@ -319,7 +319,7 @@ def test_a_driver_that_does_not_answer_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = tmp_path / "nvidiactl"
-    monkeypatch.setattr("allranks.doctor.node.DRIVER_FILES", (str(driver),))
+    monkeypatch.setattr("allranks.doctor.node_checks.DRIVER_FILES", (str(driver),))
     assert visible_gpus(2).ok is None
     driver.touch()
     if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
@@ -357,9 +357,9 @@ def install_gpu(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
     constants = {f"NVML_{name}": 0 for name in names.split()}
     fake = SimpleNamespace(NVMLError=Lost, nvmlDeviceGetHandleByUUID=str, **functions, **constants)
     gpu = LocalGPU(3, "GPU-3", "NVIDIA A40", 2**36, "8.6", None)
-    monkeypatch.setattr("allranks.doctor.node.nvml", lambda: nullcontext(fake))
-    monkeypatch.setattr("allranks.doctor.node.local_gpus", lambda: [gpu])
-    monkeypatch.setattr("allranks.doctor.node.DRIVER_FILES", ("/",))
+    monkeypatch.setattr("allranks.doctor.node_checks.nvml", lambda: nullcontext(fake))
+    monkeypatch.setattr("allranks.doctor.node_checks.local_gpus", lambda: [gpu])
+    monkeypatch.setattr("allranks.doctor.node_checks.DRIVER_FILES", ("/",))
 
 
 def test_as_many_gpus_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

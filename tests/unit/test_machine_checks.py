@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from allranks.cli import doctor_machine as cli_doctor_machine
-from allranks.doctor.machine import env_checks, gpu_checks, network_checks, screen, system_checks
-from allranks.doctor.machine.check import Check
+from allranks.doctor.check import Check
+from allranks.doctor.machine import env_checks, gpu_checks, screen, system_checks
 from allranks.doctor.machine.disk import FolderFacts, look_at
-from allranks.doctor.machine.facts import Facts, Roots, TorchFacts, collect, has_nvidia_card
+from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
-from allranks.doctor.node import Finding
+from allranks.doctor.node_checks import Finding
 from allranks.launch.cluster.checks import Verdict
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.interfaces import Interface, Port
@@ -62,8 +62,8 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-def facts(**changes: Any) -> Facts:
-    return Facts(**{**HEALTHY, **changes})
+def facts(**changes: Any) -> MachineFacts:
+    return MachineFacts(**{**HEALTHY, **changes})
 
 
 def test_a_healthy_machine_passes_every_check() -> None:
@@ -83,7 +83,7 @@ def test_a_laptop_has_things_not_here_and_fails_nothing() -> None:
     assert set(statuses.values()) == {"pass", "not here"}
 
 
-CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
+CASES: list[tuple[Callable[[MachineFacts], Any], str, str, dict[str, Any], str]] = [
     # What is asked, its name, how it ends, what is different, what the fix has.
     (gpu_checks.gpu_checks, "driver", "fail", {"nvml_answers": False, "gpus": ()}, "nvidia-smi"),
     (
@@ -156,31 +156,31 @@ CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
         "LD_LIBRARY_PATH",
     ),
     (gpu_checks.gpu_checks, "nccl", "fail", {"torch": TorchFacts(version="2")}, "pip install"),
-    (network_checks.network_checks, "interfaces", "not here", {"interfaces": (LO,)}, ""),
-    (network_checks.network_checks, "infiniband", "fail", {"ports": (DOWN,)}, "NCCL_IB_DISABLE=1"),
+    (system_checks.network_checks, "interfaces", "not here", {"interfaces": (LO,)}, ""),
+    (system_checks.network_checks, "infiniband", "fail", {"ports": (DOWN,)}, "NCCL_IB_DISABLE=1"),
     (
-        network_checks.network_checks,
+        system_checks.network_checks,
         "infiniband",
         "warn",
         {"ports": (PORT, DOWN)},
         "NCCL_IB_HCA==mlx5_0:1",
     ),
     (
-        network_checks.network_checks,
+        system_checks.network_checks,
         "own name",
         "warn",
         {"host_address": None},
         "GLOO_SOCKET_IFNAME=eth0",
     ),
     (
-        network_checks.network_checks,
+        system_checks.network_checks,
         "own name",
         "fail",
         {"host_address": "127.0.1.1", "env": {"SLURM_JOB_NODELIST": "n[1-2]"}},
         "GLOO_SOCKET_IFNAME=eth0",
     ),
-    (network_checks.network_checks, "own name", "pass", {"host_address": "127.0.1.1"}, ""),
-    (network_checks.network_checks, "port", "warn", {"default_port_taken": True}, "ss -ltnp"),
+    (system_checks.network_checks, "own name", "pass", {"host_address": "127.0.1.1"}, ""),
+    (system_checks.network_checks, "port", "warn", {"default_port_taken": True}, "ss -ltnp"),
     (
         system_checks.system_checks,
         "open files",
@@ -243,7 +243,7 @@ CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("group", "name", "status", "changes", "fix"), CASES)
 def test_each_check_says_what_is_wrong_and_what_to_type(
-    group: Callable[[Facts], list[Check]],
+    group: Callable[[MachineFacts], list[Check]],
     name: str,
     status: str,
     changes: dict[str, Any],

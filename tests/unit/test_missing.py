@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from allranks.doctor.diagnose import on_which_nodes
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.runs import on_which_nodes
 from allranks.launch.cluster import missing_files
 from allranks.launch.cluster.inside import Place
 from allranks.run.events import append_event

@@ -75,7 +75,7 @@ def diagnosis(
 ) -> list[Finding]:
     """What is wrong with what was named: files are logs of one run, anything else is a run."""
     from allranks.doctor.diagnose import diagnose_logs, log_files
-    from allranks.doctor.layouts import compare
+    from allranks.doctor.differing_results import compare
     from allranks.errors import AllranksError
     from allranks.run.folder import find_run
 
@@ -102,14 +102,14 @@ def diagnosis_of(
     run: RunDir, limits: Thresholds | None = None, stalled_after: float | None = None
 ) -> list[Finding]:
     """What is wrong with one run: why it failed, hangs or is slow."""
-    from allranks.doctor import live
-    from allranks.doctor.runs import diagnose_run
+    from allranks.doctor import diagnose
+    from allranks.doctor.diagnose import diagnose_run
     from allranks.run import run_state
 
     state = run_state.describe(run, run_state.look_at_queue([run]))["state"]
-    stalls = live.stalled(run, state, after=stalled_after)
-    slowness = live.slowed(run, state, limits) if not stalls else []
-    return [*live.together(diagnose_run(run), stalls, slowness), *live.odd_folder(run)]
+    stalls = diagnose.stalled(run, state, after=stalled_after)
+    slowness = diagnose.slowed(run, state, limits) if not stalls else []
+    return [*diagnose.together(diagnose_run(run), stalls, slowness), *diagnose.odd_folder(run)]
 
 
 def print_findings(findings: list[Finding], subject: str, as_json: bool) -> None:

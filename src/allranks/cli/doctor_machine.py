@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from allranks.cli.options import people_console
 
 if TYPE_CHECKING:
-    from allranks.doctor.machine.check import Check
+    from allranks.doctor.check import Check
     from allranks.launch.cluster.checks import Verdict
 
 DEFAULT_PORT = 29500
@@ -36,7 +36,7 @@ def check_here(runs: Path, data: Sequence[Path] = (), *, as_json: bool = False) 
 
 def check_allocation(runs: Path, gpus: int) -> list[Check]:
     """The nodes of the SLURM job that this is in, side by side, through one srun."""
-    from allranks.doctor.machine.check import failed, not_here
+    from allranks.doctor.check import failed, not_here
     from allranks.launch.cluster import checks, inside
 
     if "SLURM_JOB_ID" not in os.environ:
@@ -65,7 +65,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
 
 def node_checks(found: Verdict) -> list[Check]:
     """What the nodes' own preflight says, in the form of the other checks. Pure."""
-    from allranks.doctor.machine.check import failed, passed, warned
+    from allranks.doctor.check import failed, passed, warned
 
     rows = [
         failed(node, reason, f"#SBATCH --exclude={node}, and tell the site")
@@ -100,7 +100,7 @@ def port_of(words: Sequence[str] | None) -> int | None:
 def listen(port: int | None, *, as_json: bool = False) -> int:
     """Wait for one `doctor --connect`, then say what was found."""
     from allranks.doctor.pair.listen import Listening
-    from allranks.doctor.pair.words import verdict
+    from allranks.doctor.pair.verdict import verdict
     from allranks.machine.interfaces import up_interfaces
     from allranks.show.plain import clean
 
@@ -129,7 +129,7 @@ def listen(port: int | None, *, as_json: bool = False) -> int:
 def connect(target: str, *, as_json: bool = False) -> int:
     """Test the way to a machine that listens."""
     from allranks.doctor.pair.connect import connect as reach
-    from allranks.doctor.pair.words import verdict
+    from allranks.doctor.pair.verdict import verdict
 
     host, port = split_target(target)
     started = time.monotonic()

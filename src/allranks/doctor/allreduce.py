@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from allranks.doctor.node import Finding
+from allranks.doctor.node_checks import Finding
 
 if TYPE_CHECKING:
     import torch

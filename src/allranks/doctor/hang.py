@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.lines import num_lines
+from allranks.doctor.log_lines import num_lines
 from allranks.run import files, stacks
 from allranks.run.claims import newest
 from allranks.run.folder import RunDir

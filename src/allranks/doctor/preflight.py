@@ -26,7 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.doctor.node import (
+from allranks.doctor.connectivity import Directory, Listener, reach_all
+from allranks.doctor.node_checks import (
     Finding,
     free_disk,
     free_tmp,
@@ -34,7 +35,6 @@ from allranks.doctor.node import (
     visible_gpus,
     write_test,
 )
-from allranks.doctor.reach import Directory, Listener, reach_all
 from allranks.machine.hardware import address_towards
 from allranks.run.folder import write_atomically
 from allranks.slurm.nodelist import expand

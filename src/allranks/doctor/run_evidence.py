@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.ends import End
+from allranks.doctor.failure_facts import End
 from allranks.doctor.finding import Evidence
-from allranks.doctor.flight import is_ours
+from allranks.doctor.flight_recorder import is_ours
 from allranks.doctor.judge import shown_path
-from allranks.doctor.scan import Source
+from allranks.doctor.log_search import Source
 from allranks.run import claims, files
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, is_echo

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.machine.disk import FolderFacts, look_at
-from allranks.doctor.node import Finding, gpu_health
+from allranks.doctor.node_checks import Finding, gpu_health
 from allranks.errors import AllranksError
 from allranks.machine import hardware
 from allranks.machine import inventory as machine
@@ -74,7 +74,7 @@ class TorchFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class MachineFacts:
     """One machine at one moment."""
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def collect(
     *,
     env: Mapping[str, str] = os.environ,
     roots: Roots | None = None,
-) -> Facts:
+) -> MachineFacts:
     """Look at this machine; takes a few seconds where torch must be asked."""
     at = roots or Roots()
     has_driver = any(map(os.path.exists, DRIVER_FILES))
@@ -153,7 +153,7 @@ def collect(
             "clock_error": error,
             "other_nccl": other_nccl(env),
         }
-        return Facts(
+        return MachineFacts(
             env=dict(env),
             torch=torch.result(),
             host_address=address.result(),

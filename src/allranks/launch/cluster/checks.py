@@ -12,7 +12,7 @@ from allranks.slurm.nodelist import compress
 
 OWN_CHECKS = ("write", "gpus", "health", "torch")  # a node passes or fails these by itself
 SLOW_IMPORT = 3.0  # times as long as on every other node
-NEVER_CAME = "never came"  # doctor/reach.py's word for a node that gave no address
+NEVER_CAME = "never came"  # doctor/connectivity.py's word for a node that gave no address
 
 Records = Mapping[str, Mapping[str, Any]]
 

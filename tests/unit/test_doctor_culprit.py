@@ -8,9 +8,8 @@ import pytest
 from tests.unit.test_doctor_order import LOST, WAITED, block
 from tests.unit.test_doctor_runs import ECHO, failed, make_run, write_rank
 
-from allranks.doctor.diagnose import diagnose_logs
-from allranks.doctor.odd import odd_one
-from allranks.doctor.runs import diagnose_run
+from allranks.doctor.culprit import odd_one
+from allranks.doctor.diagnose import diagnose_logs, diagnose_run
 
 CALL = "CollectiveFingerPrint(SequenceNumber={}, OpType={}, TensorShape=[{}], TensorDtypes=Float, "
 CALL += "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda:{}))"

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from allranks.doctor import run_evidence
 from allranks.doctor.catalogue import load
-from allranks.doctor.facts import Facts
+from allranks.doctor.failure_facts import FailureFacts
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate, shown_path
-from allranks.doctor.kernel import Kernel
+from allranks.doctor.kernel_messages import Kernel
 from allranks.doctor.run_evidence import MemoryCurve
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
@@ -23,7 +23,7 @@ NAMES_IT = ("Killed process", "exceeded memory limit")  # of what the kernel and
 
 
 def candidates(
-    run: RunDir, attempt: int, facts: Facts, curves: Sequence[MemoryCurve], said: Kernel
+    run: RunDir, attempt: int, facts: FailureFacts, curves: Sequence[MemoryCurve], said: Kernel
 ) -> list[Candidate]:
     """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
     if ended_for(run, attempt) is not None:
@@ -53,7 +53,7 @@ def candidates(
     return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
 
 
-def _counted(run: RunDir, attempt: int, facts: Facts, said: Kernel) -> list[int]:
+def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: Kernel) -> list[int]:
     """Ranks beside which the kernel killed something of the cgroup for its memory.
 
     The count is of all in it; where messages say which processes those were, they decide.
@@ -66,7 +66,7 @@ def _counted(run: RunDir, attempt: int, facts: Facts, said: Kernel) -> list[int]
     ]
 
 
-def _lost_workers(facts: Facts) -> list[int]:
+def _lost_workers(facts: FailureFacts) -> list[int]:
     """Ranks that say that a worker of their loader was killed, or gone in the midst of a batch.
 
     How it went is not said where a rank was about to take a batch from it just then.

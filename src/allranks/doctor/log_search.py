@@ -20,9 +20,8 @@ from typing import IO, cast
 
 import numpy as np
 
-from allranks.doctor.catalogue import Cause, Pattern
-from allranks.doctor.lines import Line, parse
-from allranks.doctor.literals import LONG, window_cost
+from allranks.doctor.catalogue import LONG, Cause, Pattern, window_cost
+from allranks.doctor.log_lines import Line, parse
 from allranks.run import files
 from allranks.show.plain import without_escapes
 

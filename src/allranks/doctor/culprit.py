@@ -1,14 +1,15 @@
-"""Who did not come? In a hang the ranks that print are the ones that wait."""
+"""Which rank is to blame, from what the ranks say: who did not come, or whose call differs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from allranks.doctor.facts import Facts
+from allranks.doctor.failure_facts import MAX_RANKS, FailureFacts
 from allranks.doctor.finding import Confidence
-from allranks.doctor.scan import Hit
+from allranks.doctor.log_search import Hit
 from allranks.doctor.tracebacks import Raised
 
 # [PG ID 1 PG GUID 3(tp) Rank 0], [PG 1 Rank 0]
@@ -29,7 +30,7 @@ class Suspect:
     fields: dict[str, str]
 
 
-def suspect(facts: Facts) -> Suspect | None:
+def suspect(facts: FailureFacts) -> Suspect | None:
     """The cause behind the ranks' complaints about each other; None if nobody complains."""
     echoes = echoes_of(facts)
     if not echoes or not any(facts.is_final(hit) for hit in echoes):
@@ -48,12 +49,12 @@ def suspect(facts: Facts) -> Suspect | None:
     return _left(facts, echoes)
 
 
-def echoes_of(facts: Facts) -> list[Hit]:
+def echoes_of(facts: FailureFacts) -> list[Hit]:
     """What ranks say because another one is in trouble."""
     return [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
 
 
-def _died(facts: Facts, echoes: Sequence[Hit]) -> int | None:
+def _died(facts: FailureFacts, echoes: Sequence[Hit]) -> int | None:
     """The rank that ended by itself and said nothing of its own."""
     spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
     own = [end for end in facts.ends.values() if end.is_own and end.rank not in spoke]
@@ -62,7 +63,7 @@ def _died(facts: Facts, echoes: Sequence[Hit]) -> int | None:
     return own[0].rank if own else None
 
 
-def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
+def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
     """Some waited until their time was over."""
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
     fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
@@ -94,7 +95,7 @@ def _missing(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Su
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
-def _late(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
+def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
     """The one rank that came when those who had waited for it were gone."""
     waited = {hit.rank for hit in timeouts}
     came = {hit.rank for hit in echoes if hit.cause.slug == "peer-closed"} - waited
@@ -111,7 +112,7 @@ def _late(facts: Facts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int |
     return came.pop() if is_after else None
 
 
-def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect | None:
+def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Suspect | None:
     """Connections broke, and nobody says why."""
     silent = _silent(facts, echoes)
     left = _ended_well(facts, silent, echoes)
@@ -125,7 +126,7 @@ def _left(facts: Facts, echoes: Sequence[Hit]) -> Suspect | None:
     return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
 
 
-def _is_gone(facts: Facts) -> bool:
+def _is_gone(facts: FailureFacts) -> bool:
     """Whether a launcher that was told to stop had fewer ranks to end than there were."""
     closed = {hit.fields["pid"] for hit in facts.of("agent-block") if "closing" in hit.fields}
     stopped = bool(facts.of("terminated-by-signal"))
@@ -133,7 +134,7 @@ def _is_gone(facts: Facts) -> bool:
     return stopped and not facts.ends and 0 < len(closed) < len(facts.ranks | {1})
 
 
-def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
+def _ended_well(facts: FailureFacts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
     """A rank that was done and left, while those that complain still had work.
 
     A launcher lists every rank that failed or that it had to end: one that is not in its list
@@ -156,7 +157,7 @@ def _ended_well(facts: Facts, silent: Sequence[int], echoes: Sequence[Hit]) -> i
     return None
 
 
-def _apart(facts: Facts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
+def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
     """Every rank came to a collective, but not to the same one."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     last = {one.rank: one for one in facts.raised if one.rank in spoke}
@@ -188,13 +189,13 @@ def _is_training(raised: Raised) -> bool:
     return any(re.search(r"backward$|parallel/distributed\.py", one) for one in raised.frames)
 
 
-def collectives_of(facts: Facts) -> dict[int, str]:
+def collectives_of(facts: FailureFacts) -> dict[int, str]:
     """The collective that each rank was in when it raised, where its traceback tells."""
     told = ((one.rank, "a pass" if _is_training(one) else _collective(one)) for one in facts.raised)
     return {rank: name for rank, name in told if rank is not None and name is not None}
 
 
-def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
+def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
     """Ranks that do not complain; where all that are known do, there is one more."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     silent = sorted(rank for rank in facts.ranks if rank not in spoke) if spoke else []
@@ -203,14 +204,14 @@ def _silent(facts: Facts, echoes: Sequence[Hit]) -> list[int]:
     return silent
 
 
-def _num_closed(facts: Facts) -> int:
+def _num_closed(facts: FailureFacts) -> int:
     """Processes that torchrun had to end, and that it says no more of."""
     marks = facts.of("agent-block")
     told = {hit.fields["pid"] for hit in marks if "code" in hit.fields}
     return len({hit.fields["pid"] for hit in marks if "closing" in hit.fields} - told)
 
 
-def _behind(facts: Facts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | None:
+def _behind(facts: FailureFacts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | None:
     """The rank that began fewer collectives than others of the group that timed out.
 
     Each process group counts its own: numbers of two groups say nothing about each other.
@@ -232,7 +233,7 @@ def _behind(facts: Facts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | N
     return min(found)[1], "high" if timed_out else "medium"
 
 
-def _is_stuck(facts: Facts, timeouts: Sequence[Hit]) -> bool:
+def _is_stuck(facts: FailureFacts, timeouts: Sequence[Hit]) -> bool:
     """Whether a rank waits in a call that another one of its group is already through with.
 
     That one needed every rank's part, and had it: so the two meant different things by the call.
@@ -284,7 +285,7 @@ def group_of(hit: Hit) -> str | None:
     return named["guid"] or (named["id"] if named["id"] == "0" else None)
 
 
-def _progress(facts: Facts) -> dict[str | None, dict[int, int]]:
+def _progress(facts: FailureFacts) -> dict[str | None, dict[int, int]]:
     """The last collective that each rank has begun, by process group."""
     found: dict[str | None, dict[int, int]] = {}
     for hit in facts.of("collective-progress"):
@@ -292,3 +293,130 @@ def _progress(facts: Facts) -> dict[str | None, dict[int, int]]:
             ranks = found.setdefault(group_of(hit), {})
             ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["enqueued"]))
     return found
+
+
+# What ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) says of a rank's call.
+FINGERPRINT = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: "
+    r"CollectiveFingerPrint\((?P<call>.{0,400}?)(?:, TensorDeviceTypes|\))"
+)
+MAX_TOLD = 4
+SHAPE = re.compile(r"TensorShape=\[[^\]]*\]")
+# A rank that compares the tensors of its own call tells of itself alone.
+OWN = re.compile(r"ProcessGroup\w+::\w+: invalid tensor (?:size|type) at index")
+
+
+def odd_one(values: Mapping[int, Hashable], num_ranks: int) -> int | None:
+    """The rank whose value no other has, where all others agree.
+
+    None if those that are not known could be on its side, and be as many.
+    """
+    counts = Counter(values.values())
+    if len(counts) != 2 or 1 not in counts.values():
+        return None
+    unknown = max(0, num_ranks - len(values))
+    if max(counts.values()) <= 1 + unknown:
+        return None
+    return next(rank for rank, value in values.items() if counts[value] == 1)
+
+
+def other_call(facts: FailureFacts) -> tuple[int | None, str]:
+    """The rank whose call no other has, if there is one; and what differs, in words."""
+    calls = _fingerprints(facts)
+    rank = odd_one(calls, len(facts.ranks))
+    if rank is not None:
+        usual = next(call for one, call in calls.items() if one != rank)
+        return rank, f": {_short(calls[rank])} on rank {rank}, {_short(usual)} on the others"
+    if len(set(calls.values())) > 1:
+        told = [f"{_short(calls[rank])} on rank {rank}" for rank in sorted(calls)[:MAX_TOLD]]
+        return None, f": {', '.join(told)}"
+    rank = _own_fault(facts)
+    if rank is not None:
+        return rank, ""
+    of_groups: list[Mapping[int, Hashable]] = [*_watched(facts).values(), collectives_of(facts)]
+    for of_group in of_groups:
+        rank = odd_one(of_group, len(facts.ranks))
+        if rank is not None:
+            return rank, ""
+    return None, ""
+
+
+def _fingerprints(facts: FailureFacts) -> dict[int, str]:
+    """What each rank called, as ranks say of themselves and of one other."""
+    calls: dict[int, str] = {}
+    for hit in facts.of("collective-mismatch"):
+        for index, found in enumerate(FINGERPRINT.finditer(hit.line.text)):
+            number = int(found["rank"])
+            if index == 0 and hit.rank is not None and hit.rank != number:
+                return {}  # of a group of some ranks, which counts them anew
+            calls[number] = found["call"]
+    return calls
+
+
+def _short(call: str) -> str:
+    kind = re.search(r"OpType=(\w+)", call)
+    shape = SHAPE.search(call)
+    return f"{kind[1] if kind else 'a call'} {shape[0].partition('=')[2] if shape else ''}".strip()
+
+
+def _own_fault(facts: FailureFacts) -> int | None:
+    told = [hit for hit in facts.of("collective-mismatch") if OWN.search(hit.line.text)]
+    ranks = {hit.rank for hit in told}
+    return ranks.pop() if len(ranks) == 1 and len(facts.ranks) > 1 else None
+
+
+def _watched(facts: FailureFacts) -> dict[str | None, dict[int, Hashable]]:
+    """The call that each rank waited in, by process group, as NCCL's watchdog tells it."""
+    groups: dict[str | None, dict[int, Hashable]] = {}
+    for hit in facts.of("collective-timeout"):
+        if "seq" in hit.fields and hit.rank is not None:
+            op = hit.fields["op"]
+            size = None if any(word in op for word in UNEQUAL) else hit.fields.get("numel")
+            calls = groups.setdefault(group_of(hit), {})
+            calls.setdefault(hit.rank, (hit.fields["seq"], op, size))
+    return groups
+
+
+def first_nonfinite(facts: FailureFacts) -> tuple[int, list[int]] | None:
+    """The first step at which a rank's own loss was no number, and of which ranks it was none."""
+    steps = {
+        hit.rank: int(hit.fields["step"])
+        for hit in facts.of("nan-loss")
+        if hit.rank is not None and '"event":"nonfinite"' in hit.line.text and "step" in hit.fields
+    }
+    if not steps:
+        return None
+    first = min(steps.values())
+    return first, sorted(rank for rank, step in steps.items() if step == first)
+
+
+def absent(facts: FailureFacts, num_ranks: int | None) -> int | None:
+    """The one rank that never came to the rendezvous, where that is certain."""
+    hits = facts.of("rendezvous-timeout")
+    is_served = any("joined" in hit.fields and "clients" in hit.line.text for hit in hits)
+    awaited = {int(hit.fields["awaited"]) for hit in hits if "awaited" in hit.fields}
+    # Rank 0 that serves the store says so when nobody comes, and before that it waits itself.
+    if is_served or not facts.of("agent-block"):
+        awaited.discard(0)
+    if len(awaited) == 1:
+        return awaited.pop()
+    came = {hit.rank for hit in [*hits, *facts.of("store-lost")]}
+    came |= {int(hit.fields["reporter"]) for hit in hits if "reporter" in hit.fields}
+    came |= {0} if is_served else set()
+    joined = {int(hit.fields["joined"]) for hit in hits if hit.fields.get("joined", "").isdigit()}
+    num_joined = max(joined, default=None)
+    if num_joined is not None:
+        came |= _gave_up(facts, num_joined)
+    if not num_ranks or num_ranks > MAX_RANKS:
+        return None
+    missing = set(range(num_ranks)) - came
+    if len(missing) != 1 or num_joined not in (None, len(came - {None})):
+        return None
+    return missing.pop()
+
+
+def _gave_up(facts: FailureFacts, num_joined: int) -> set[int | None]:
+    """Ranks that a launcher saw fail, if they are as many as came and as say that they waited."""
+    failed = {end.rank for end in facts.ends.values() if end.is_own and not end.is_crash}
+    told = {(id(hit.source), hit.number) for hit in facts.of("rendezvous-timeout")}
+    return {*failed} if len(failed) == len(told) == num_joined else set()

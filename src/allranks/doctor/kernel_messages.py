@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from allranks.doctor.log_search import Scanned, Source
 from allranks.doctor.run_evidence import Starts
-from allranks.doctor.scan import Scanned, Source
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 

@@ -7,13 +7,13 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from allranks.doctor.facts import Facts
-from allranks.doctor.odd import absent, first_nonfinite, other_call
+from allranks.doctor.culprit import absent, first_nonfinite, other_call
+from allranks.doctor.failure_facts import FailureFacts, signal_name
 
 Fields = dict[str, str]
 
 
-def more_fields(slug: str, fields: Mapping[str, str], rank: int | None, facts: Facts) -> Fields:
+def more_fields(slug: str, fields: Mapping[str, str], facts: FailureFacts) -> Fields:
     """The fields with what else can be told; `rank` among them if it follows, or is "none"."""
     found: Fields = {key: str(value) for key, value in fields.items()}
     if slug in _REFINE:
@@ -21,7 +21,7 @@ def more_fields(slug: str, fields: Mapping[str, str], rank: int | None, facts: F
     return found
 
 
-def _rendezvous(fields: Fields, facts: Facts) -> Fields:
+def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
     joined, wanted = fields.get("joined"), fields.get("wanted")
     rank = absent(facts, int(wanted) if wanted else facts.world)
     more = {"rank": str(rank)} if rank is not None else {}
@@ -34,22 +34,22 @@ def _rendezvous(fields: Fields, facts: Facts) -> Fields:
     return more
 
 
-def _master(fields: Fields, facts: Facts) -> Fields:
+def _master(fields: Fields, facts: FailureFacts) -> Fields:
     words = re.compile(r"gai ?error|not known|name resolution|route to host|unreachable", re.I)
     is_network = any(words.search(hit.line.text) for hit in facts.of("master-unreachable"))
     return {"rank": "none"} if is_network else {}  # the address or the way to it, not rank 0
 
 
-def _port(fields: Fields, facts: Facts) -> Fields:
+def _port(fields: Fields, facts: FailureFacts) -> Fields:
     port = fields.get("port", "")
     return {"other_port": str(int(port) + 1)} if port.isdigit() else {}
 
 
-def _launcher(fields: Fields, facts: Facts) -> Fields:
+def _launcher(fields: Fields, facts: FailureFacts) -> Fields:
     return {"name_words": f": {fields['name']} is not set"} if fields.get("name") else {}
 
 
-def _interface(fields: Fields, facts: Facts) -> Fields:
+def _interface(fields: Fields, facts: FailureFacts) -> Fields:
     name = fields.get("interface", "").rstrip(".,;")
     more = {"interface": name} if name else {}
     seen = [
@@ -62,7 +62,7 @@ def _interface(fields: Fields, facts: Facts) -> Fields:
     return {**more, "suggested": seen[0]} if seen else more
 
 
-def _memory(fields: Fields, facts: Facts) -> Fields:
+def _memory(fields: Fields, facts: FailureFacts) -> Fields:
     if not fields.get("limit"):
         return {}
     used, limit = (int(fields[key]) / 2**30 for key in ("used", "limit"))
@@ -73,25 +73,25 @@ def _memory(fields: Fields, facts: Facts) -> Fields:
     }
 
 
-def _cuda_memory(fields: Fields, facts: Facts) -> Fields:
+def _cuda_memory(fields: Fields, facts: FailureFacts) -> Fields:
     tried = fields.get("tried")
     return {"tried_words": f": {tried} more do not fit"} if tried else {}
 
 
-def _with_colon(*names: str) -> Callable[[Fields, Facts], Fields]:
+def _with_colon(*names: str) -> Callable[[Fields, FailureFacts], Fields]:
     """Fields that a title appends: `: value`."""
 
-    def refine(fields: Fields, facts: Facts) -> Fields:
+    def refine(fields: Fields, facts: FailureFacts) -> Fields:
         return {name: f": {fields[name].strip()}" for name in names if fields.get(name)}
 
     return refine
 
 
-def _path(fields: Fields, facts: Facts) -> Fields:
+def _path(fields: Fields, facts: FailureFacts) -> Fields:
     return {"path_words": f": {fields['path']}"} if fields.get("path") else {}
 
 
-def _worker(fields: Fields, facts: Facts) -> Fields:
+def _worker(fields: Fields, facts: FailureFacts) -> Fields:
     more: Fields = {}
     missing = facts.of("missing-file")
     path = next((hit.fields["path"] for hit in missing if "path" in hit.fields), None)
@@ -100,14 +100,12 @@ def _worker(fields: Fields, facts: Facts) -> Fields:
     return more
 
 
-def _signal(fields: Fields, facts: Facts) -> Fields:
-    from allranks.doctor.ends import signal_name
-
+def _signal(fields: Fields, facts: FailureFacts) -> Fields:
     number = fields.get("number", "")
     return {"signal": signal_name(int(number))} if number.isdigit() else {}
 
 
-def _nan(fields: Fields, facts: Facts) -> Fields:
+def _nan(fields: Fields, facts: FailureFacts) -> Fields:
     more = {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
     first = first_nonfinite(facts)
     if first is not None:
@@ -120,21 +118,21 @@ def _nan(fields: Fields, facts: Facts) -> Fields:
     return more if own else {**more, "rank": "none"}
 
 
-def _label(fields: Fields, facts: Facts) -> Fields:
+def _label(fields: Fields, facts: FailureFacts) -> Fields:
     return {"label_words": f": {fields['label']}"} if fields.get("label") else {}
 
 
-def _keys(fields: Fields, facts: Facts) -> Fields:
+def _keys(fields: Fields, facts: FailureFacts) -> Fields:
     prefix = fields.get("prefix")
     return {"prefix_words": f": they begin with {prefix}"} if prefix else {}
 
 
-def _died(fields: Fields, facts: Facts) -> Fields:
+def _died(fields: Fields, facts: FailureFacts) -> Fields:
     how = fields.get("how", "")
     return {"how": how if how.startswith(" ") or not how else f" ({how})"}
 
 
-def _mismatch(fields: Fields, facts: Facts) -> Fields:
+def _mismatch(fields: Fields, facts: FailureFacts) -> Fields:
     rank, words = other_call(facts)
     words = words or fields.get("difference", "")
     if rank is None:
@@ -142,14 +140,14 @@ def _mismatch(fields: Fields, facts: Facts) -> Fields:
     return {"rank": str(rank), "difference": words or f": rank {rank} unlike the others"}
 
 
-def _shapes(fields: Fields, facts: Facts) -> Fields:
+def _shapes(fields: Fields, facts: FailureFacts) -> Fields:
     if fields.get("one") and fields.get("other"):
         both = f": {fields['one']} and {fields['other']}"
         return {"shapes": both, "difference": both, "types": both}
     return {}
 
 
-_REFINE: Mapping[str, Callable[[Fields, Facts], Fields]] = {
+_REFINE: Mapping[str, Callable[[Fields, FailureFacts], Fields]] = {
     "rendezvous-timeout": _rendezvous,
     "master-unreachable": _master,
     "port-in-use": _port,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.judge import shown_path
-from allranks.doctor.scan import Source
+from allranks.doctor.log_search import Source
 from allranks.run import files
 
 MAX_BYTES = 1 << 28

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from allranks.doctor.machine.check import Check, failed, not_here, passed, warned
+from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.doctor.pair.facts import PairFacts, Side
-from allranks.doctor.pair.talk import LEAST_BYTES
+from allranks.doctor.pair.protocol import LEAST_BYTES
 
 MOST_SKEW = 1.0  # seconds
 SLOW_ROUND_TRIP = 2e-3
