@@ -128,7 +128,7 @@ class Command(Page, TyperCommand):
     row: Row
 
     def invoke(self, ctx: Any) -> Any:
-        names = {param.name: name_of(param) for param in self.params}
+        names = {param.name: name_of(param).removesuffix("...") for param in self.params}
         _given.clear()
         _given.update({name: shown for name, shown in names.items() if is_typed(ctx, name)})
         if _script and not self.row.takes_script:

@@ -11,7 +11,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.run import claims, missing, run_state
 from allranks.run.folder import RunDir
-from allranks.run.results import result
+from allranks.timing.steps import result
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to SLURM
 SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from allranks.doctor.check import Check, Status
 from allranks.doctor.machine.env_checks import env_checks
-from allranks.doctor.machine.facts import MachineFacts
+from allranks.doctor.machine.facts import MachineFacts, collect
 from allranks.doctor.machine.gpu_checks import gpu_checks
 from allranks.doctor.machine.system_checks import network_checks, system_checks
 
@@ -27,6 +28,17 @@ def check_machine(facts: MachineFacts) -> list[Check]:
         *system_checks(facts),
         *env_checks(facts),
     ]
+
+
+def check_here(
+    runs: Path, data: Sequence[Path], check_nodes: Callable[[Path, int], list[Check]]
+) -> tuple[list[Check], str]:
+    """Check this machine and the nodes around it; the checks, and this machine's name.
+
+    `check_nodes` is given the folder of runs and the number of GPUs here.
+    """
+    facts = collect(runs, data)
+    return [*check_machine(facts), *check_nodes(runs, len(facts.gpus))], facts.host
 
 
 def report(checks: Sequence[Check], host: str, seconds: float) -> dict[str, Any]:
