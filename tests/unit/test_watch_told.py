@@ -245,7 +245,7 @@ def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path
     [
         (["nothing-here"], "no run 'nothing-here'"),
         (["--mark", "gpu=1,2"], "no mark is called 'gpu'"),
-        (["--stacks"], "--stacks is for a job"),
+        (["--stacks"], "without a SLURM job"),
         (["--stalled", "0"], "--stalled"),
     ],
 )
