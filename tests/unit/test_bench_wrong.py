@@ -23,7 +23,7 @@ from allranks.cli import bench_comm as cli_comm
 from allranks.cli import bench_data as cli_bench_data
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
-from allranks.launch import local, screen
+from allranks.launch import node, screen
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
 from allranks.machine.processes import Signals
@@ -98,7 +98,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
             raise AllranksError("stopped before all nodes were there", fix="", exit_code=130)
         raise AllranksError("no port is free", fix="", exit_code=1)
 
-    monkeypatch.setattr(local, "run_here", run_here)
+    monkeypatch.setattr(node, "run_here", run_here)
     prepared = [
         prepare(Request(overrides=["task=spiral"], layout=layout, runs=tmp_path))
         for layout in ("1x1", "1x2", "1x4")
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
     def run_here(*_: Any) -> Any:
         raise AllranksError("cannot write runs: Permission denied", fix="use --runs")
 
-    monkeypatch.setattr(local, "run_here", run_here)
+    monkeypatch.setattr(node, "run_here", run_here)
     prepared = [prepare(Request(overrides=["task=spiral"], layout="1x1", runs=tmp_path))]
     with pytest.raises(AllranksError, match="Permission denied"):
         cli_bench.measure_here(prepared, Progress(as_json=True, total=1))
@@ -135,9 +135,9 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
     grown.begin()
     grown.steps(30)
 
-    def run_muted(*given: Any) -> local.Outcome:
+    def run_muted(*given: Any) -> node.Outcome:
         given[-1].received.append(signal.SIGINT)
-        return local.Outcome(grown.run, {"state": "stopped"}, 75)
+        return node.Outcome(grown.run, {"state": "stopped"}, 75)
 
     monkeypatch.setattr(cli_bench_data, "run_muted", run_muted)
     monkeypatch.setattr(cli_bench_data, "found_in_task", lambda outcome: {"verdict": "fast"})
@@ -212,7 +212,7 @@ def test_collectives_that_were_measured_until_a_ctrl_c_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], measured: bool
 ) -> None:
     run = GrowingRun(tmp_path, "1x2").run
-    outcome = local.Outcome(run, {"state": "stopped"}, 130)
+    outcome = node.Outcome(run, {"state": "stopped"}, 130)
     rows = {**dict.fromkeys(("rows", "fits", "not_supported", "stopped"), ()), "complete": False}
     about = {"layout": "1x2", "library": "gloo", "ranks": 2, "nodes": 1, "device": "CPU"}
     about |= {"transport": {}, "played": False, "peak_GBps": {}, "run": run.name, "timing": ""}

@@ -20,7 +20,7 @@ from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
 from allranks.doctor.node_checks import Finding
-from allranks.launch.cluster.checks import Verdict, node_checks
+from allranks.launch.backends.slurm.node_checks import Verdict, as_checks
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.interfaces import Interface, Port
 
@@ -401,11 +401,11 @@ def test_the_screen_fits_a_narrow_terminal_and_keeps_every_word() -> None:
 
 def test_nodes_that_failed_are_failures_with_what_to_exclude() -> None:
     bad = Verdict(("a", "b"), failed={"b": "cannot be reached by a"}, warnings=["a: clock is off"])
-    rows = node_checks(bad)
+    rows = as_checks(bad)
     assert [(row.name, row.status) for row in rows] == [("b", "fail"), ("a", "warn")]
     assert "--exclude=b" in rows[0].fix
     good = Verdict(("a", "b"), bandwidth=1.5e9, backend="gloo")
-    assert [row.status for row in node_checks(good)] == ["pass"]
+    assert [row.status for row in as_checks(good)] == ["pass"]
 
 
 def test_this_machine_is_checked_in_json(

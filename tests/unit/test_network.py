@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from allranks.launch.cluster.network import NodeNetwork, describe_node, settings
+from allranks.launch.network import NodeNetwork, describe_node, settings
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.hardware import Setting
 from allranks.machine.interfaces import (
@@ -140,7 +140,7 @@ def test_what_nvml_says_of_pairs(
         nvmlDeviceGetP2PStatus=status,
     )
     gpus = [LocalGPU(i, f"GPU-{i}", "NVIDIA L40S", 0, "8.9", None) for i in range(3)]
-    monkeypatch.setattr("allranks.launch.cluster.network.local_gpus", lambda: gpus)
+    monkeypatch.setattr("allranks.launch.network.local_gpus", lambda: gpus)
     monkeypatch.setattr("allranks.machine.gpus.nvml", lambda: nullcontext(fake))
     node = describe_node([], tmp_path)
     assert (node.num_gpus, node.gpus_reach_each_other) == (3, reach)
@@ -186,7 +186,7 @@ def test_a_command_is_run_with_the_settings_and_their_reasons() -> None:
     command = [
         sys.executable,
         "-m",
-        "allranks.launch.cluster.network",
+        "allranks.launch.network",
         "--peers",
         "127.0.0.1,127.0.0.2",
     ]

@@ -24,7 +24,7 @@ from allranks.launch.checks import (
     check_supported,
     settle_precision,
 )
-from allranks.launch.local import Place, describe_failure
+from allranks.launch.node import Place, describe_failure
 from allranks.launch.prepare import (
     Prepared,
     Request,

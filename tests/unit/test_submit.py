@@ -26,9 +26,9 @@ from allranks.cli import bench as cli_bench
 from allranks.cli import cluster as cli_slurm
 from allranks.errors import AllranksError
 from allranks.launch import follow
-from allranks.launch.cluster import move, submit
-from allranks.launch.cluster.sbatch import Racer, racers_of
-from allranks.launch.cluster.submit import Submitted
+from allranks.launch.backends.slurm import move, submit
+from allranks.launch.backends.slurm.sbatch import Racer, racers_of
+from allranks.launch.backends.slurm.submit import Submitted
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.layout import Layout

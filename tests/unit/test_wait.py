@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allranks.job.job import parse_job
-from allranks.launch import agent, link, local, waiting
+from allranks.launch import agent, link, node, waiting
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import Signals
 from allranks.run import run_state
@@ -159,9 +159,9 @@ def test_the_first_node_waits_for_others_as_long_as_somebody_knows_of_them(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, leads: bool, state: str, seconds: float
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(local, "wait_for_ranks", lambda *args, **_: waited.append(args[3]))
+    monkeypatch.setattr(node, "wait_for_ranks", lambda *args, **_: waited.append(args[3]))
     append_event(run.events(0, 0), "end", state=state, exit=0)
-    launch = object.__new__(local.Launch)
+    launch = object.__new__(node.Launch)
     launch.run, launch.first_rank, launch.here = run, 0, 1
     launch.signals, launch.agent = Signals(), SimpleNamespace(attempt=0)  # type: ignore[assignment]
     job = parse_job({"layout": "2x1"})

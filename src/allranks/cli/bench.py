@@ -161,7 +161,7 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
 
 def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> list[Repeat]:
     from allranks.errors import AllranksError
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import QuietScreen
 
     done: list[Repeat] = []
@@ -223,8 +223,8 @@ def send_in_turns(
     Where one is refused, those before it are taken back; the one that was only added is left out.
     """
     from allranks.errors import AllranksError
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import racers_of
 
     before: list[str] = []
     for one in prepared:

@@ -20,7 +20,7 @@ from allranks.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.local import Outcome
+    from allranks.launch.node import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.run.folder import RunDir
 
@@ -51,7 +51,7 @@ def comm(
     debug: Debug = False,
 ) -> None:
     from allranks.launch.checks import check_measurable
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
 
@@ -123,8 +123,8 @@ def prepare_comm(
 def send_comm(prepared: Prepared, *, as_json: bool) -> None:
     """Into the queue; the ranks write the result into the run's folder."""
     from allranks.cli.cluster import show_submitted
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import racers_of
 
     done = submit.submit(prepared, racers_of(prepared.job, []))
     show_submitted(done, as_json=as_json)

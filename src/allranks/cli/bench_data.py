@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from allranks.bench.precision import Trial
     from allranks.errors import AllranksError
-    from allranks.launch.local import Outcome
+    from allranks.launch.node import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.machine.processes import Signals
 
@@ -98,7 +98,7 @@ def run_muted(
     prepared: Prepared, console: Console, record: dict[str, Any], signals: Signals | None = None
 ) -> Outcome:
     """A run of a benchmark on this machine: what it says itself is in its logs."""
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import QuietScreen
 
     prepared.bench = record

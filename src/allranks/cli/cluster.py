@@ -25,8 +25,8 @@ from allranks.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.cluster.sbatch import Racer
-    from allranks.launch.cluster.submit import Submitted
+    from allranks.launch.backends.slurm.sbatch import Racer
+    from allranks.launch.backends.slurm.submit import Submitted
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -106,9 +106,9 @@ def submit(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.cluster import ladder as ladders
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import parse_race, racers_of
+    from allranks.launch.backends.slurm import ladder as ladders
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import parse_race, racers_of
     from allranks.launch.prepare import prepare
 
     climb = None
@@ -125,7 +125,7 @@ def submit(
 
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
     """The racers, and the layout to check the job with: the first of them, or the typed one."""
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if race is None:
         return [], layout
@@ -142,8 +142,8 @@ def race(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import parse_race
     from allranks.run.folder import find_run
 
     show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
@@ -163,8 +163,8 @@ def resume(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.cluster import move
-    from allranks.launch.cluster import submit as sending
+    from allranks.launch.backends.slurm import move
+    from allranks.launch.backends.slurm import submit as sending
 
     rivals, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)

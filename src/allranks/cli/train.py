@@ -87,7 +87,7 @@ def run(
     from allranks.cli.profile import ask_for_profile, show_profile
     from allranks.job.values import Duration
     from allranks.launch.echo import read_ranks
-    from allranks.launch.local import Place, ranks_here, run_here
+    from allranks.launch.node import Place, ranks_here, run_here
     from allranks.launch.prepare import prepare
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening

@@ -175,8 +175,8 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
     """Layouts of as many ranks that SLURM expects to start earlier than any of this run's jobs."""
     from allranks.launch import prepare
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import Racer
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import Racer
     from allranks.layout import Layout
 
     if described["state"] != "queued":

@@ -158,7 +158,7 @@ def check_own(folder: Path) -> None:
 class Watch:
     """A launcher's looks, now and then, for a newer holder of its run than claim `number`.
 
-    One that does not lead (`looks`) leaves it to others: in SLURM to launch/cluster/step.py.
+    One that does not lead (`looks`) leaves it to others: in SLURM to launch/backends/slurm/step.py.
     """
 
     def __init__(self, folder: Path, number: int | None, *, looks: bool) -> None:

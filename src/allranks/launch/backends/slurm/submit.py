@@ -16,8 +16,8 @@ from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.job.task_source import find_task
 from allranks.launch import checks, prepare, withheld
-from allranks.launch.cluster import ladder
-from allranks.launch.cluster.sbatch import Racer, racers_of, sbatch_script, summary
+from allranks.launch.backends.slurm import ladder
+from allranks.launch.backends.slurm.sbatch import Racer, racers_of, sbatch_script, summary
 from allranks.launch.prepare import Prepared
 from allranks.machine.gpus import find_gpu
 from allranks.run import claims

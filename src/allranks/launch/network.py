@@ -2,7 +2,7 @@
 
 Nothing is set without a reason found on this very node; what the user set is never touched. Run as
 
-    python -m allranks.launch.cluster.network --peers a,b[1-3] -- COMMAND ...
+    python -m allranks.launch.network --peers a,b[1-3] -- COMMAND ...
 
 it becomes COMMAND with these settings in its environment, having printed each with its reason.
 """
@@ -133,7 +133,7 @@ def say_once(lines: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m allranks.launch.cluster.network")
+    parser = argparse.ArgumentParser(prog="python -m allranks.launch.network")
     parser.add_argument("--peers", required=True, help="the nodes of the job, this one among them")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from allranks.errors import AllranksError
-from allranks.launch.cluster import checks
-from allranks.launch.cluster.checks import Verdict
+from allranks.launch.backends.slurm import node_checks
+from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.processes import die_with_parent, quick_imports
 
 # In the folder of the checks. Only the first node uses them: no network disk shows them late.
@@ -53,7 +53,7 @@ class Gate:
     def judge(self) -> bool | None:
         """Whether ranks may start; None while that is not known."""
         if self.is_open is None and self._is_time():
-            verdict = checks.verdict(self._folder, self._nodes)
+            verdict = node_checks.verdict(self._folder, self._nodes)
             self.is_open = verdict.ok or bool(self._signals)
             if self.is_open:
                 self._opens(verdict)

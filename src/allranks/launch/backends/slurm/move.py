@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from allranks.errors import AllranksError
 from allranks.launch import follow
-from allranks.launch.cluster import submit
-from allranks.launch.cluster.sbatch import Racer
-from allranks.launch.cluster.submit import Submitted
+from allranks.launch.backends.slurm import submit
+from allranks.launch.backends.slurm.sbatch import Racer
+from allranks.launch.backends.slurm.submit import Submitted
 from allranks.launch.prepare import Prepared
 from allranks.run import claims, run_state
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from allranks.launch.cluster.inside import Place, srun, step_environment
+from allranks.launch.backends.slurm.inside import Place, srun, step_environment
 from allranks.run.events import read_last_events
 from allranks.run.failures import tail
 from allranks.run.folder import RunDir

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import IO
 
 from allranks.job.job import Job
-from allranks.launch.cluster import submit
-from allranks.launch.cluster.inside import (
+from allranks.launch.backends.slurm import submit
+from allranks.launch.backends.slurm.inside import (
     Place,
     nodes_failed,
     say,
@@ -25,7 +25,7 @@ from allranks.launch.cluster.inside import (
     stop_signal,
     time_to_limit,
 )
-from allranks.launch.cluster.sbatch import grace_seconds
+from allranks.launch.backends.slurm.sbatch import grace_seconds
 from allranks.run.folder import RunDir
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s

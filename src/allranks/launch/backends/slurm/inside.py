@@ -16,9 +16,10 @@ from pathlib import Path
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.cluster.sbatch import time_seconds
+from allranks.launch.backends.slurm.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
 from allranks.machine.hardware import parse_tasks_per_node
+from allranks.machine.processes import blocked_signals
 from allranks.run.claims import Claim
 from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
@@ -79,6 +80,30 @@ def while_silent(call: Callable[[], str], *, seconds: float = 900.0) -> str:
         pause = min(30.0, 2 * pause)
 
 
+def job_state(job: str) -> tuple[str, str]:
+    """A job's state and its reason in SLURM's words, once SLURM answers."""
+    try:
+        printed = patiently("squeue", "-h", "-j", job, "-o", "%T|%r").strip()
+    except slurm.SlurmError as error:
+        return "GONE" if "invalid job id" in error.words.lower() else "UNKNOWN", ""
+    state, _, reason = (printed or "GONE").partition("|")
+    return state, reason
+
+
+def requeue(place: Place) -> str:
+    """Have SLURM run this job again."""
+    try:
+        with blocked_signals():  # a requeue ends all that this job runs, scontrol as well
+            return slurm.call("scontrol", "requeue", place.job)
+    except slurm.SlurmError:
+        # It may have been done all the same: by a scontrol that could not say so, or by SLURM.
+        shown = patiently("scontrol", "show", "job", "-o", place.job)
+        restarts = re.search(r"\bRestarts=(\d+)", shown)
+        if restarts is None or int(restarts[1]) <= place.restart:
+            raise
+        return ""
+
+
 def time_to_limit(job: str) -> tuple[float | None, int | None]:
     """Seconds until SLURM ends this job, and its limit; None where there is no limit, or answer."""
     try:
@@ -115,6 +140,16 @@ def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
         return True  # the script knew what the signal meant
     last = prepare.last_of(prepared, run)
     return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > since
+
+
+def no_progress(run: RunDir, job: Job) -> bool:
+    """Whether the last two attempts began where this one would begin."""
+    key = "checkpoint" if job.command is None else "last_changed"
+    starts = [attempt.get(key) for attempt in run.info().get("attempts", [])]
+    newest = (
+        prepare.newest_checkpoint(run) if job.command is None else prepare.last_change(run, job)
+    )
+    return len(starts) >= 2 and starts[-2:] == [newest, newest]
 
 
 def why_it_ends(run: RunDir, prepared: Prepared) -> str:
@@ -159,7 +194,7 @@ def check_words(place: Place, folder: Path, port: int, gpus: int, seconds: int) 
 def check_command(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
     """The preflight as a step of its own, once on every node."""
     nodes = ",".join(place.nodes)
-    words = [sys.executable, "-m", "allranks.launch.cluster.network", "--peers", nodes, "--"]
+    words = [sys.executable, "-m", "allranks.launch.network", "--peers", nodes, "--"]
     words += [sys.executable, "-m", "allranks.doctor.preflight"]
     words += check_words(place, folder, port, gpus, seconds)
     return [*srun(place, tasks_per_node=1, ends_together=False), *words]
@@ -179,7 +214,7 @@ def step_command(
     """
     tasks = 1 if has_launchers(job) else job.layout.gpus
     assert prepared.run is not None
-    words = [sys.executable, "-m", "allranks.launch.cluster.step", str(prepared.run.path)]
+    words = [sys.executable, "-m", "allranks.launch.backends.slurm.step", str(prepared.run.path)]
     words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
     words += ["--threads", str(prepared.threads or 0), "--claim", str(claim.number)]
     words += ["--layout", str(job.layout)]

@@ -216,7 +216,7 @@ def sbatch_script(
     """The script to send. `claim`: which of the run's claims the job may take (see claims.py)."""
     slurm = job.slurm
     asked = ask(job, racer, grace=grace)
-    words = [sys.executable, "-m", "allranks.launch.cluster.allocation", str(run_dir)]
+    words = [sys.executable, "-m", "allranks.launch.backends.slurm.allocation", str(run_dir)]
     words += ["--racer", str(racer), "--claim", str(claim)]
     # Ranks get all of it from their launcher; modules and setup see what bash lets us set.
     env = [

@@ -1,9 +1,9 @@
 """What srun starts in an allocation: the launcher of a node, or (`launcher: srun`) one rank.
 
-    srun python -m allranks.launch.cluster.step RUN_DIR --attempt 0 --nodes a,b --port 21234 ...
+    srun python -m allranks.launch.backends.slurm.step RUN_DIR --attempt 0 --nodes a,b ...
 
 It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
-tasks at any other. What the run came to is the job's to say (held.py), once all tasks have ended.
+tasks at any other. What the run came to is the job's to say, once all tasks have ended.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 
 from allranks.errors import AllranksError
-from allranks.launch import checks, prepare
-from allranks.launch.cluster import gate, network
-from allranks.launch.local import Launch, Place, end_of
+from allranks.launch import checks, network, prepare
+from allranks.launch.backends.slurm import gate
+from allranks.launch.node import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import PeopleConsole, Screen
 from allranks.launch.twice import TwiceWatch
@@ -111,7 +111,7 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
 
     `is_told`: whether this task was told to stop, perhaps because somebody cancelled the job.
     """
-    from allranks.launch.cluster import held, inside, sbatch
+    from allranks.launch.backends.slurm import allocation, inside, sbatch
 
     claim, place = claims.newest(run.claims), inside.Place.from_environment(os.environ)
     if claim is None or claim.number != number or not is_holder(claim.pid, run):
@@ -124,7 +124,8 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
     info = run.info()
     if info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
         return
-    job = held.Held(run, place, sbatch.Racer.parse(info["racers"][place.job]["layout"]), claim)
+    racer = sbatch.Racer.parse(info["racers"][place.job]["layout"])
+    job = allocation.Allocation(run, place, racer, claim)
     if is_told() and job.is_cancelled:
         return
     job.go_on_after(f"the job's first process was killed on {place.nodes[0]}")

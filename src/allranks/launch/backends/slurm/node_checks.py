@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.check import Check, failed, not_here, passed, warned
-from allranks.launch.cluster import inside
+from allranks.launch.backends.slurm import inside
 from allranks.slurm.nodelist import compress
 
 NODES_SECONDS = 30
@@ -240,7 +240,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
             timeout=NODES_SECONDS + 60,
             check=False,
         )
-        return node_checks(verdict(folder, place.nodes))
+        return as_checks(verdict(folder, place.nodes))
     except (OSError, subprocess.SubprocessError) as error:
         fix = "srun hostname shows whether steps can be started in this job"
         return [failed("nodes", f"srun could not be run: {error}", fix)]
@@ -248,7 +248,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def node_checks(found: Verdict) -> list[Check]:
+def as_checks(found: Verdict) -> list[Check]:
     """What the nodes' own preflight says, in the form of the other checks. Pure."""
     rows = [
         failed(node, reason, f"#SBATCH --exclude={node}, and tell the site")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.run.folder import RunDir
 from allranks.timing.steps import timing
 
@@ -50,6 +50,16 @@ class Ladder:
         if efficiency is None or efficiency < self.min_efficiency:
             return replace(climbed, chosen=self.layouts[max(0, place - 1)])
         return replace(climbed, chosen=rung) if rung == self.layouts[-1] else climbed
+
+    def in_words(self, rung: str) -> str:
+        """What was measured on a rung, and what comes next."""
+        speed, efficiency = self.speeds[rung], self.efficiency(rung)
+        said = f"ladder: {rung} makes {speed:,.1f} samples/s"
+        if efficiency is None:
+            said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
+        else:
+            said += f" ({efficiency:.0%} efficient, measured)"
+        return f"{said}; " + (f"trains on {self.chosen}" if self.chosen else f"next is {self.rung}")
 
 
 def of(layouts: Sequence[Racer], *, min_efficiency: float, steps: int = DEFAULT_STEPS) -> Ladder:
