@@ -223,6 +223,10 @@ WITHOUT_EFFECT = {
     "doctor --listen --connect a:1": "--connect",
     "doctor --connect a:1 --data .": "--data",
     "doctor last --data .": "--data",
+    "bench scaling --backend slurm --here": "--here",
+    "bench comm --from last --seconds 3": "--seconds",
+    "bench comm --backend slurm --oversubscribe": "--oversubscribe",
+    "bench data --steps 3": "--steps",
 }
 
 

@@ -194,7 +194,7 @@ def list_(
         print(to_json(described))
         return
     suggestions = follow.suggest_racers(found[0], described[0]) if run else []
-    show_runs(people_console(False), described, suggestions)
+    show_runs(people_console(False), described[::-1], suggestions)  # the newest last: in sight
 
 
 @never_with("as_json", "raw")
