@@ -16,7 +16,7 @@ from tests.watch_runs import GrowingRun
 
 from allranks.bench.plan_runs import plan_runs
 from allranks.bench.precision import Trial
-from allranks.bench.scaling import Repeat, as_json, rows_of
+from allranks.bench.scaling import Repeat, as_json
 from allranks.bench.scaling_screen import Progress
 from allranks.cli import bench as cli_bench
 from allranks.cli import bench_comm as cli_comm
@@ -108,7 +108,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
     assert [str(layout) for layout in begun] == ["1x1", "1x2"]
     assert done[0].problem == "no port is free" and progress.is_interrupted
     with pytest.raises(typer.Exit) as left:
-        cli_bench.tell(as_json(rows_of(done)), progress, as_json=True)
+        cli_bench.tell(as_json(done), progress, as_json=True)
     assert left.value.exit_code == 130
     assert "stopped: 0 of 3 runs were measured" in capsys.readouterr().err
 
@@ -152,7 +152,7 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
 def test_a_layout_that_was_refused_names_no_run(
     capsys: pytest.CaptureFixture[str], in_json: bool
 ) -> None:
-    found = as_json(rows_of([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")]))
+    found = as_json([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")])
     with pytest.raises(typer.Exit) as left:
         cli_bench.tell(found, Progress(as_json=in_json, total=1), as_json=in_json)
     said = capsys.readouterr()
@@ -167,15 +167,14 @@ def test_a_layout_that_was_refused_names_no_run(
 def test_a_baseline_that_was_only_added_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
     steps = {rank: {n: {"seconds": 1.0, "samples": 5} for n in range(1, 10)} for rank in (0, 1)}
     grew = timing_of(steps, None)
-    done = [cli_bench.failed(Layout(1, 1), "out of memory"), Repeat("run", Layout(1, 2), grew)]
-    rows = rows_of(done)
-    cli_bench.tell(as_json(rows, added=Layout(1, 1)), Progress(as_json=True, total=2), as_json=True)
+    done = [cli_bench.failed(Layout(1, 1), "out of memory"), Repeat("run", "1x2", grew)]
+    cli_bench.tell(as_json(done, added=Layout(1, 1)), Progress(as_json=True, total=2), as_json=True)
     told = capsys.readouterr()
     assert "note: 1x1, added to compare with" in told.err and "--no-baseline" in told.err
     found = json.loads(told.out)
     assert "error" not in found and found["rows"][1]["efficiency"] == 1.0
     with pytest.raises(typer.Exit):  # who asked for it is told that it failed
-        cli_bench.tell(as_json(rows), Progress(as_json=True, total=2), as_json=True)
+        cli_bench.tell(as_json(done), Progress(as_json=True, total=2), as_json=True)
 
 
 def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(

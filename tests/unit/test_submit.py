@@ -1002,7 +1002,7 @@ def test_a_baseline_that_the_queue_does_not_take_is_left_out(
 ) -> None:
     slurm.set(refuse={"sbatch": [QOS]})
     (refused,) = bench(monkeypatch, "1x1", "1x2", "1x1", "1x2")
-    assert refused.layout == Layout(1, 1) and "Invalid qos" in str(refused.problem)
+    assert refused.layout == "1x1" and "Invalid qos" in str(refused.problem)
     assert list(slurm.states()) == ["100", "101"]
 
 

@@ -211,7 +211,7 @@ def test_efficiency_is_against_one_rank_of_the_same_job_and_device(tmp_path: Pat
     runs = {run.layout: run for run in watcher.runs() if run.device != "CPU"}
     assert runs["1x4"].efficiency == pytest.approx(0.8)
     assert runs["1x4"].baseline == runs["1x1"].run
-    assert runs["1x1"].efficiency is None
+    assert runs["1x1"].efficiency == 1.0 and not runs["1x1"].is_compared
     # Also where only one of them was asked for.
     alone = Watcher(tmp_path, [RunDir(Path(runs["1x4"].run_dir))])
     alone.poll(budget=math.inf)

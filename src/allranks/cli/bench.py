@@ -102,11 +102,11 @@ def scaling(
         done = measure_in_slurm(prepared, screen, plan.added)
     else:
         done = measure_here(prepared, screen)
-    device, memory = device_of(done, runs)
+    device = next((one.device for one in done if one.timing is not None), None)
     found = measured.as_json(
-        measured.rows_of(done),
+        done,
         added=plan.added,
-        price=price_of(device, memory, own),
+        price_of=lambda device, memory: price_of(device, memory, own),
         more={
             **{"steps": steps, "device": device, "unit": "rank" if device == CPU else "GPU"},
             "interrupted": screen.is_interrupted,
@@ -181,7 +181,7 @@ def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> lis
 
     done: list[Repeat] = []
     for one in prepared:
-        if any(each.problem and each.layout == one.layout for each in done):
+        if any(each.problem and each.layout == str(one.layout) for each in done):
             continue  # it would only fail again
         screen.begin(str(one.layout))
         try:
@@ -243,7 +243,7 @@ def send_in_turns(
 
     before: list[str] = []
     for one in prepared:
-        if any(each.layout == one.layout for each in done):
+        if any(each.layout == str(one.layout) for each in done):
             continue  # it would only be refused again
         # A task that was measured has stopped, as at a limit: it must not be sent again.
         slurm = one.job.slurm.model_copy(update={"requeue": False})
@@ -279,23 +279,11 @@ def taken_back(error: AllranksError, layout: Layout, runs: list[RunDir]) -> Allr
     return AllranksError(what, fix=fix, exit_code=error.exit_code)
 
 
-def device_of(done: list[Repeat], runs: Path) -> tuple[str | None, int | None]:
-    """What a rank of these runs computed on, and its memory, as their machine has it."""
-    from allranks.run.folder import RunDir
-    from allranks.timing.comparison import CPU, gpu_memory
-
-    for repeat in done:
-        if repeat.timing is not None:
-            known = gpu_memory(RunDir(runs.absolute() / repeat.run).info())
-            return next(iter(known.items()), (CPU, None))
-    return None, None
-
-
-def price_of(device: str | None, memory: int | None, own: list[Price]) -> float | None:
+def price_of(device: str, memory: int | None, own: list[Price]) -> float | None:
     """Dollars for an hour of it."""
     from allranks.machine.prices import find_price
 
-    found = find_price(device, memory, own) if device else None
+    found = find_price(device, memory, own)
     return found.usd_per_hour if found else None
 
 
@@ -304,6 +292,7 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     from allranks.bench.scaling import Repeat, nothing_measured
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.results import samples_per_epoch, steps_by_rank
+    from allranks.timing.comparison import device_name, gpu_memory
     from allranks.timing.samples_seen import remarks
     from allranks.timing.steps import timing
 
@@ -311,17 +300,28 @@ def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     broken = failure(run)
     problem = None
     if broken is not None:
-        error = broken.get("error", {})
-        fix = error.get("fix") or f"see {broken['log']}"
+        fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
         problem = f"{failure_in_words(broken)}: {fix}"
-        measured = None if error.get("own_ranks") else measured  # of an unknown number of trainings
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None
-    return Repeat(run.name, layout, kept, problem, samples_per_epoch(run), remarks(run, kept))
+    info, attempts = run.info(), run.attempts()
+    start = (run.start(attempts[-1]) if attempts else None) or {}
+    device = device_name(start, info, uses_gpu=False)
+    return Repeat(
+        run=run.name,
+        layout=str(layout),
+        timing=kept,
+        problem=problem,
+        samples_per_epoch=samples_per_epoch(run),
+        remarks=remarks(run, kept),
+        state=run.state(),
+        device=device,
+        device_memory=gpu_memory(info).get(device),
+    )
 
 
 def failed(layout: Layout, what: str) -> Repeat:
     from allranks.bench.scaling import Repeat
 
-    return Repeat("", layout, None, what)
+    return Repeat("", str(layout), None, what, state="failed")

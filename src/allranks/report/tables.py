@@ -47,7 +47,7 @@ def speed(section: Record) -> Table:
             (
                 name_of(row, section),
                 show("count", row["ranks"]),
-                show("number", pace.get("mean")),
+                show("number", pace.get("median")),
                 show("ratio", row["speedup"]),
                 show("percent", row["efficiency"]),
                 row["verdict"],
@@ -113,7 +113,7 @@ def metrics(rows: Sequence[Record], section: Record) -> Table:
     cells = []
     for row in rows:
         known = row["metrics"] or {}
-        values = (show("metric", known[n]["mean"] if n in known else None) for n in names)
+        values = (show("metric", known[n]["median"] if n in known else None) for n in names)
         cells.append((name_of(row, section), *values, row["metrics_kind"] or NOTHING))
     columns = ("layout", *map(printable, names), "")
     return Table("Metrics", columns, tuple(cells), texts=("",))

@@ -21,7 +21,7 @@ from allranks.run.folder import RunDir, State
 from allranks.run.results import outcome
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
-STEADY_STEPS, STEADY_CHANGE = 10, 0.05
+STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
 # A rank is slower than the others if they wait for it this much of a step, in the mean, and that
 # mean is so many times its standard error over blocks of steps: equal ranks are late in turns, and
 # what else a machine does may slow one of them for a while.
@@ -80,6 +80,8 @@ def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
                 steps[rank][event["step"]] = event
             elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
                 window = event  # of ranks that never meet, each has its own
+            elif event["event"] == "end" and (event.get("error") or {}).get("own_ranks"):
+                return None  # of an unknown number of trainings
     layout = str(run.info().get("layout", ""))
     return timing_of(steps, window, one_clock=layout.startswith("1x"))
 
@@ -161,12 +163,17 @@ def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
     for start in range(1, len(times) - 2 * block + 1):
         if block < 2:
             break
-        before = statistics.median(times[start : start + block])
-        after = statistics.median(times[start + block : start + 2 * block])
-        if abs(after - before) <= STEADY_CHANGE * before:
+        if is_steady(times[start : start + 2 * block]):
             return seconds[start + block][0], True
     # Between the first two steps the probe looks for what the script trains.
     return seconds[min(2 if len(seconds) > 3 else 1, len(seconds) - 1)][0], False
+
+
+def is_steady(times: Sequence[float]) -> bool:
+    """Whether the second half of these steps took as long as the first."""
+    before, after = times[: len(times) // 2], times[len(times) // 2 :]
+    usual = statistics.median(before)
+    return abs(statistics.median(after) - usual) <= STEADY_CHANGE * usual
 
 
 @dataclass(frozen=True, slots=True)

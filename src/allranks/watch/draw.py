@@ -150,8 +150,9 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")
     facts = [word, clean(run.layout)]
-    if run.efficiency is not None:
-        facts.append(f"{run.efficiency:.0%} efficiency")
+    if run.is_compared:
+        of = f" (median of {run.repeats} runs)" if run.repeats > 1 else ""
+        facts.append(f"{run.efficiency:.0%} efficiency{of}")
     if run.device:
         facts.append(clean(run.device))
     if run.attempts > 1:
@@ -163,7 +164,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     unit = "GPU-hours" if run.is_gpu else "rank-hours"
     facts.append(f"{hours(run.rank_hours)} {unit}")
     facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
-    if run.efficiency is not None:
+    if run.is_compared:
         facts.append(base_words(run, 24))
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
     if said := reason(run, day(scene.now)):

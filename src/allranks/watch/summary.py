@@ -72,9 +72,8 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
-    base = one.base if one.base is not None and layout != one.base.layout else None
-    efficiency = base.efficiency(world, pace) if base and world and pace else None
-    base = base if efficiency is not None else None
+    speedup, efficiency = ratios_of(one, world, pace)
+    base = one.comparison.base if one.comparison and efficiency else None
     return RunView(
         run=one.run.name,
         run_dir=str(one.run.path),
@@ -100,10 +99,13 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         losses=tuple(reader.losses.values),
         step_seconds=took,
         samples_per_second=pace,
+        speedup=speedup,
         efficiency=efficiency,
-        baseline=base.runs[0] if base else None,
+        repeats=len(one.comparison.row.counted) if one.comparison and not one.is_active else 0,
+        baseline=base.counted[0] if base else None,
         baseline_layout=base.layout if base else None,
-        baseline_runs=base.runs if base else (),
+        baseline_runs=base.counted if base else (),
+        baseline_samples_per_second=base.pace if base else None,
         seconds_left=(steps - step) * by_clock
         if is_running and steps and step and by_clock
         else None,
@@ -113,6 +115,22 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         last_step=lead.recent[-1].get("t") if lead and lead.recent else None,
         heartbeat=lead.last_time if lead else None,
     )
+
+
+def ratios_of(
+    one: Followed, world: int | None, pace: float | None
+) -> tuple[float | None, float | None]:
+    """Speedup and efficiency: of a run that goes on its own now, else those of its layout's runs.
+
+    None of a run that does not count, as one that failed where another of its layout did not.
+    """
+    found = one.comparison
+    if found is None:
+        return None, None
+    if one.is_active:
+        return found.base.ratio(world, pace) if world and pace else (None, None)
+    is_counted = one.run.name in found.row.counted
+    return (found.row.speedup, found.row.efficiency) if is_counted else (None, None)
 
 
 def step_seconds(one: Followed) -> float | None:

@@ -159,7 +159,7 @@ function speedTable(rows, label) {
     {name: "efficiency", cell: path => shown([...path, "efficiency"], "percent")},
     {name: "verdict", text: true, words: true, cell: path => [tag([...path, "verdict"]),
       make("small", "", shown([...path, "verdict_text"]))]},
-    {name: "samples/s", cell: path => shown([...path, "samples_per_second", "mean"], "number")},
+    {name: "samples/s", cell: path => shown([...path, "samples_per_second", "median"], "number")},
     {name: "95% interval", cell: path => {
       const interval = [...path, "samples_per_second", "ci95"];
       return between(interval, 0, 1, at(interval));
@@ -199,7 +199,7 @@ function metricsTable(rows, label) {
   const names = [...new Set(rows.flatMap(path => Object.keys(at(path).metrics)))];
   return table("Metrics", [
     {name: "layout", cell: label},
-    ...names.map(name => ({name, cell: path => shown([...path, "metrics", name, "mean"], "metric")})),
+    ...names.map(name => ({name, cell: path => shown([...path, "metrics", name, "median"], "metric")})),
     {name: "", text: true, cell: path => make("small", "", shown([...path, "metrics_kind"]))},
   ], rows, "narrow");
 }

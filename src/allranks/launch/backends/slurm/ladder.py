@@ -12,6 +12,7 @@ from typing import Any
 
 from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.run.folder import RunDir
+from allranks.timing.comparison import Pace, compare
 from allranks.timing.steps import timing
 
 DEFAULT_STEPS = 200
@@ -33,11 +34,9 @@ class Ladder:
         return self.chosen or next(one for one in self.layouts if one not in self.speeds)
 
     def efficiency(self, layout: str) -> float | None:
-        first = self.layouts[0]
-        if not self.speeds.get(layout) or not self.speeds.get(first):
-            return None  # not measured yet, or no samples could be counted
-        times = Racer.parse(layout).layout.ranks / Racer.parse(first).layout.ranks
-        return self.speeds[layout] / self.speeds[first] / times
+        """None if it is not measured yet, or no samples could be counted."""
+        rows = compare(Pace("", rung, pace) for rung, pace in self.speeds.items())
+        return next((row.efficiency for row in rows if row.layout == layout), None)
 
     def after(self, samples_per_second: float) -> Ladder:
         """The ladder once its rung was measured: one higher, or settled.
