@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from allranks.bench.scaling import WORDS, Repeat
-from allranks.show.bands import NOTHING, Table, show_table
+from allranks.show.numbers import NOTHING
+from allranks.show.tables import Table, show_table
 from allranks.timing.steps import PART_WORDS, PARTS
 
 PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)

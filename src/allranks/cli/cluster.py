@@ -232,14 +232,14 @@ def logs(
 
 
 def print_remark(text: str) -> None:
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     print(clean(text), file=sys.stderr)
 
 
 def print_line(line: str, *, raw: bool, flush: bool) -> None:
     """A line of a log; on a terminal nothing that it would obey, but colours."""
-    from allranks.show.plain import coloured
+    from allranks.show.text import coloured
 
     print(coloured(line) if sys.stdout.isatty() and not raw else line, flush=flush)
 
@@ -261,7 +261,7 @@ def stop(
     from allranks.launch import follow
     from allranks.run.events import to_json
     from allranks.run.folder import find_run
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     if not run and not all_:
         raise AllranksError(

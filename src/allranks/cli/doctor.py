@@ -128,7 +128,7 @@ def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json:
 
 def teller(as_json: bool) -> Callable[[str], None]:
     """What prints a line for people, who may read what a stranger has said."""
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     console = people_console(as_json)
 

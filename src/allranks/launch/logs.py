@@ -15,7 +15,7 @@ from allranks.layout import Layout
 from allranks.run import files, run_state
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.show.plain import last_state
+from allranks.show.text import last_state
 from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3

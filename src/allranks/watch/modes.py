@@ -19,7 +19,7 @@ from rich.console import Console
 from allranks.errors import AllranksError
 from allranks.run.events import to_json
 from allranks.run.folder import RunDir, find_run, list_runs
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier

@@ -12,8 +12,8 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.machine.inventory import describe_machine
 from allranks.run.folder import RunDir, write_atomically
-from allranks.show.plain import as_code, in_markdown, plain
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
+from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
 from allranks.watch.lines import day, reason, state_word
