@@ -117,7 +117,7 @@ def prepare_comm(
     from allranks.bench.comm import parse_collectives, parse_sizes
     from allranks.errors import AllranksError
     from allranks.launch.prepare import Request, prepare
-    from allranks.machine import hardware
+    from allranks.machine.gpus import local_gpus
 
     parse_sizes(sizes)
     names = parse_collectives(collectives)
@@ -133,7 +133,7 @@ def prepare_comm(
     if prepared.layout.ranks == 1:
         raise AllranksError(
             f"layout {prepared.layout} has one rank: there is nothing to communicate",
-            fix=f"write --layout 1x{max(2, len(hardware.local_gpus()))}",
+            fix=f"write --layout 1x{max(2, len(local_gpus()))}",
         )
     return prepared
 

@@ -154,7 +154,7 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     from allranks.bench import data as measured
     from allranks.bench.scaling import nothing_measured
     from allranks.errors import AllranksError
-    from allranks.machine.hardware import cpus_allotted
+    from allranks.machine.allotted import cpus_allotted
     from allranks.run.events import read_events
     from allranks.run.results import steps_by_rank
     from allranks.timing.steps import timing
@@ -189,7 +189,8 @@ def precision(
     from allranks.bench import precision as measured
     from allranks.bench import precision_screen
     from allranks.launch.prepare import prepare
-    from allranks.machine.hardware import local_gpus, usable_instructions
+    from allranks.machine.allotted import usable_instructions
+    from allranks.machine.gpus import local_gpus
     from allranks.machine.processes import listening
 
     def prepare_in(wanted: str) -> Prepared:

@@ -188,7 +188,7 @@ def is_typed(ctx: Any, name: str) -> bool:
 def name_of(param: Any) -> str:
     """A parameter as it is typed: `--layout`, `RUN`."""
     if not isinstance(param, TyperArgument):
-        return str(max(param.opts, key=len))
+        return next(str(opt) for opt in param.opts if opt.startswith("--"))
     return (param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
 
 

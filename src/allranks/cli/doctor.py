@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allranks.cli.commands import never_with, only_with
-from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console
+from allranks.cli.options import AsJson, Debug, Runs, people_console
 
 if TYPE_CHECKING:
     from allranks.doctor.check import Check
@@ -35,6 +35,16 @@ Connect = Annotated[
 DataFolders = Annotated[
     list[Path] | None,
     typer.Option("--data", metavar="DIR", help="Check the disk of this folder, too."),
+]
+Stalled = Annotated[
+    float | None,
+    typer.Option(
+        "--stalled",
+        "--stalled-after",
+        metavar="SECONDS",
+        min=0,
+        help="Call a run stalled after this long without a step. Default: judged by its steps.",
+    ),
 ]
 Threshold = Annotated[
     list[str] | None,

@@ -49,15 +49,6 @@ Runs = Annotated[
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name, the beginning of it, or last.")
 ]
-Stalled = Annotated[
-    float | None,
-    typer.Option(
-        "--stalled",
-        metavar="SECONDS",
-        min=1,
-        help="Call a run stalled after this long without a step. Default: judged by its steps.",
-    ),
-]
 OwnPrice = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from allranks.cli.commands import never_with, only_with, refuse
-from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console
+from allranks.cli.options import AsJson, Debug, Runs, people_console
 
 Watched = Annotated[
     list[str] | None,
@@ -41,6 +41,15 @@ Notify = Annotated[
         metavar="COMMAND",
         envvar="ALLRANKS_NOTIFY",
         help="Call this when a run has finished, failed, stopped or stalled.",
+    ),
+]
+Stalled = Annotated[
+    float | None,
+    typer.Option(
+        "--stalled",
+        metavar="SECONDS",
+        min=1,
+        help="Call a run stalled after this long without a step. Default: judged by its steps.",
     ),
 ]
 Interval = Annotated[

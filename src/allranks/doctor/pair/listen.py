@@ -26,7 +26,7 @@ from allranks.doctor.pair.facts import (
 from allranks.doctor.pair.protocol import Stranger
 from allranks.doctor.pair.verdict import verdict
 from allranks.errors import AllranksError
-from allranks.machine.interfaces import up_interfaces
+from allranks.machine.network import up_interfaces
 
 MOST_AT_ONCE = 32
 
