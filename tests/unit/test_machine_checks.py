@@ -19,7 +19,8 @@ from allranks.doctor.machine import env_checks, gpu_checks, screen, system_check
 from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
-from allranks.launch.backends.slurm.node_checks import Verdict, as_checks
+from allranks.doctor.machine.nodes import as_checks
+from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.network import Interface, Port
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from allranks.cli.commands import never_with, only_with
+from allranks.cli.commands import never_with, only_with, refuse
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -26,7 +26,6 @@ from allranks.cli.options import (
 
 if TYPE_CHECKING:
     from allranks.launch.backends.slurm.sbatch import Racer
-    from allranks.launch.backends.slurm.submit import Submitted
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -63,6 +62,14 @@ Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the run has ended; exit with its code.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and stop.")]
+To = Annotated[
+    Literal["local", "slurm"] | None,
+    typer.Option(
+        "--backend",
+        metavar="local|slurm",
+        help="Where to continue: on this machine, or in SLURM's queue. Default: where it was last.",
+    ),
+]
 
 
 def cluster(
@@ -142,20 +149,22 @@ def race(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm import jobs
     from allranks.launch.backends.slurm.sbatch import parse_race
     from allranks.run.folder import find_run
 
-    show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
+    show_submitted(jobs.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
 
 
 @never_with("race", "layout")
+@never_with("backend=local", "race", "wait")
 @never_with("dry_run", "wait")
 def resume(
     run: Run,
     overrides: Overrides = None,
     layout: LayoutText = None,
     race: Race = None,
+    backend: To = None,
     force: Force = False,
     wait: Wait = False,
     dry_run: DryRun = False,
@@ -163,16 +172,24 @@ def resume(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.backends.slurm import move
-    from allranks.launch.backends.slurm import submit as sending
+    from allranks.cli.train import train
+    from allranks.launch import backends
+    from allranks.launch.backends import Options
+    from allranks.run.folder import find_run
 
-    rivals, first = read_layouts(race, layout)
+    _, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
-    prepared, racers = sending.prepare_resume(request, rivals)
+    name = backend or ("slurm" if race else backends.of(find_run(runs, run)))
+    place, options = backends.named(name), Options(race=race)
+    prepared = place.check(request, options)
     if dry_run:
-        show_draft(sending.draft(prepared, racers), as_json=as_json)
+        show_draft(place.draft(prepared, options), as_json=as_json)
         return
-    show_submitted(move.resume(prepared, racers), as_json=as_json, wait=wait)
+    if place.is_queue:
+        show_submitted(place.move(prepared, options), as_json=as_json, wait=wait)
+        return
+    refuse(["wait"], "with a run on this machine")
+    train(place.move, prepared, options, as_json=as_json, debug=debug)
 
 
 def list_(
@@ -181,19 +198,21 @@ def list_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch import follow
+    from allranks.launch import backends
     from allranks.launch.list_screen import show_runs
     from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
-    queue = run_state.look_at_queue(found)
+    queue = backends.look(found)
     described = [run_state.describe(one, queue) for one in found]
     if as_json:
         print(to_json(described))
         return
-    suggestions = follow.suggest_racers(found[0], described[0]) if run else []
+    from allranks.launch.backends.slurm.submit import suggest_racers
+
+    suggestions = suggest_racers(found[0], described[0]) if run else []
     show_runs(people_console(False), described[::-1], suggestions)  # the newest last: in sight
 
 
@@ -258,7 +277,7 @@ def stop(
     debug: Debug = False,
 ) -> None:
     from allranks.errors import AllranksError
-    from allranks.launch import follow
+    from allranks.launch import backends
     from allranks.run.events import to_json
     from allranks.run.folder import find_run
     from allranks.show.text import clean
@@ -267,8 +286,8 @@ def stop(
         raise AllranksError(
             "no run is named", fix="write allranks stop RUN, or allranks stop --all"
         )
-    found = follow.active_runs(runs) if all_ else [find_run(runs, name) for name in run or []]
-    done = follow.stop(found, now=now)
+    found = backends.active_runs(runs) if all_ else [find_run(runs, name) for name in run or []]
+    done = backends.stop(found, now=now)
     if as_json:
         print(to_json(done))
         return
@@ -278,7 +297,7 @@ def stop(
         print("no run is queued or running")
 
 
-def show_submitted(done: Submitted, *, as_json: bool, wait: bool = False) -> None:
+def show_submitted(done: Any, *, as_json: bool, wait: bool = False) -> None:
     """What was sent, and where to look; `wait`: also what came of it."""
     from allranks.run.events import to_json
 

@@ -89,9 +89,8 @@ def doctor(
         print_diagnosis(runs, subject, threshold or [], stalled, as_json=as_json)
     else:
         from allranks.doctor.machine.screen import check_here
-        from allranks.launch.backends.slurm.node_checks import check_allocation
 
-        checks, host = check_here(runs, data or [], check_allocation)
+        checks, host = check_here(runs, data or [])
         print_checks(checks, host, started, as_json=as_json)
 
 

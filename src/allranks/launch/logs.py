@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.launch import backends
 from allranks.launch.waiting import EXIT_CODES, in_words
 from allranks.layout import Layout
 from allranks.run import files, run_state
@@ -200,7 +201,7 @@ def show_logs(
 
     def has_ended() -> bool:
         nonlocal told
-        now.update(run_state.describe(run, run_state.look_at_queue([run])))
+        now.update(run_state.describe(run, backends.look([run])))
         waits = f"{run.name} waits: {now['reason'] or 'not started yet'}"
         if now["state"] == "queued" and waits != told:
             told = waits

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.launch.backends import look
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.run_state import RunState, look_at_queue, look_at_run, unreadable
+from allranks.run.run_state import RunState, look_at_run, unreadable
 from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
@@ -100,7 +101,7 @@ class Watcher:
         *,
         old: bool = False,
         stalled: float | None = None,
-        ask: Ask = look_at_queue,
+        ask: Ask = look,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder = runs

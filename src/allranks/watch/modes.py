@@ -92,10 +92,10 @@ def find_watched(runs: Path, words: Sequence[str]) -> tuple[str | None, list[Run
 
 def stop_run(watcher: Watcher, name: str) -> str:
     """Stop a run by its name, and say what was done."""
-    from allranks.launch import follow
+    from allranks.launch import backends
 
     run = watcher.run_dir(name)
-    return follow.stop([run])[0]["done"] if run is not None else "is gone"
+    return backends.stop([run])[0]["done"] if run is not None else "is gone"
 
 
 def look_once(watcher: Watcher, wanted: Wanted) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from allranks.doctor.check import Check, Status
 from allranks.doctor.machine.env_checks import env_checks
 from allranks.doctor.machine.facts import MachineFacts, collect
 from allranks.doctor.machine.gpu_checks import gpu_checks
+from allranks.doctor.machine.nodes import check_allocation
 from allranks.doctor.machine.system_checks import network_checks, system_checks
 
 STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "red", "not here": "dim"}
@@ -30,15 +31,10 @@ def check_machine(facts: MachineFacts) -> list[Check]:
     ]
 
 
-def check_here(
-    runs: Path, data: Sequence[Path], check_nodes: Callable[[Path, int], list[Check]]
-) -> tuple[list[Check], str]:
-    """Check this machine and the nodes around it; the checks, and this machine's name.
-
-    `check_nodes` is given the folder of runs and the number of GPUs here.
-    """
+def check_here(runs: Path, data: Sequence[Path]) -> tuple[list[Check], str]:
+    """Check this machine and the nodes around it; the checks, and this machine's name."""
     facts = collect(runs, data)
-    return [*check_machine(facts), *check_nodes(runs, len(facts.gpus))], facts.host
+    return [*check_machine(facts), *check_allocation(runs, len(facts.gpus))], facts.host
 
 
 def report(checks: Sequence[Check], host: str, seconds: float) -> dict[str, Any]:
