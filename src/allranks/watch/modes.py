@@ -100,7 +100,7 @@ def stop_run(watcher: Watcher, name: str) -> str:
 
 def look_once(watcher: Watcher, wanted: Wanted) -> None:
     """Print what there is to see, for people or as JSON."""
-    from allranks.watch.plain import snapshot
+    from allranks.watch.plain_lines import snapshot
 
     watcher.poll(budget=float("inf"))
     if wanted.ranks:
@@ -129,7 +129,7 @@ def width_of(console: Console) -> int:
 def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float) -> None:
     """Print a line for each run that changes, until none waits or runs."""
     from allranks.watch.draw import NO_RUNS
-    from allranks.watch.plain import follow
+    from allranks.watch.plain_lines import follow
 
     def write(line: str) -> None:
         print(clean(line), flush=True)
