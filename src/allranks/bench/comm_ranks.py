@@ -36,6 +36,7 @@ from allranks.errors import AllranksError
 from allranks.machine import gpus
 from allranks.run.events import append_event, to_json
 from allranks.run.folder import RunDir, write_atomically
+from allranks.show.numbers import duration, size
 
 TIMING = "median of calls one behind the other, mean over ranks; with a root, the slowest rank's"
 LOST_PEER = r"gloo|nccl|connection (closed|reset)|broken pipe"
@@ -193,8 +194,8 @@ def progress(series: Series, seconds: float) -> str:
         return f"{where}: not supported by {series.world.library}"
     if not series.rows:
         return f"{where}: nothing fits"
-    span = " to ".join(comm.size_text(series.rows[end]["bytes"]) for end in (0, -1))
-    return f"{where}: {span}, {seconds:.1f} s"
+    span = " to ".join(size(series.rows[end]["bytes"]) for end in (0, -1))
+    return f"{where}: {span}, {duration(seconds)}"
 
 
 def read_from(path: Path, start: int) -> str:
