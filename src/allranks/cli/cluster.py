@@ -13,6 +13,7 @@ from allranks.cli.options import (
     AsJson,
     Debug,
     Force,
+    Hosts,
     JobFile,
     LayoutText,
     Overrides,
@@ -35,7 +36,7 @@ Wait = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")]
 To = Annotated[
-    Literal["local", "slurm"] | None,
+    Literal["local", "slurm", "ssh"] | None,
     typer.Option("--backend", help="Where to go on; else where it was last."),
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
@@ -150,6 +151,7 @@ def resume(
     layout: LayoutText = None,
     race: Race = None,
     backend: To = None,
+    hosts: Hosts = None,
     force: Force = False,
     wait: Wait = False,
     dry_run: DryRun = False,
@@ -164,8 +166,10 @@ def resume(
 
     _, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
-    name = backend or ("slurm" if race else backends.of(find_run(runs, run)))
-    place, options = backends.named(name), Options(race=race)
+    named = tuple(hosts.split(",")) if hosts else ()
+    typed = "slurm" if race else "ssh" if named else None
+    place = backends.named(backend or typed or backends.of(find_run(runs, run)))
+    options = Options(race=race, hosts=named)
     prepared = place.check(request, options)
     if dry_run:
         show_draft(place.draft(prepared, options), as_json=as_json)

@@ -29,6 +29,10 @@ Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
+Hosts = Annotated[
+    str | None,
+    typer.Option(metavar="HOSTS", help="Run on these hosts, such as a,b: a node each, over ssh."),
+]
 Oversubscribe = Annotated[
     bool,
     typer.Option("--oversubscribe", help="Let ranks share GPUs, or crowd CPU cores, for testing."),

@@ -15,6 +15,7 @@ from allranks.cli.options import (
     Debug,
     Force,
     Here,
+    Hosts,
     JobFile,
     LayoutText,
     Overrides,
@@ -61,6 +62,7 @@ def run(
     resume: Resume = None,
     force: Force = False,
     runs: Runs = Path("runs"),
+    hosts: Hosts = None,
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
@@ -87,7 +89,9 @@ def run(
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
     )
-    backend, options = backends.named("local"), backends.Options(place=place)
+    named = tuple(hosts.split(",")) if hosts else ()
+    backend = backends.named("ssh" if named else "local")
+    options = backends.Options(place=place, hosts=named)
     prepared = backend.check(request, options)
     ask_for_profile(prepared, profile)
 
