@@ -49,7 +49,7 @@ COMMANDS = (
     Row(
         "run",
         "Train",
-        "Train a job, or run your own script after `--`, on this machine.",
+        "Train a job, or run your own script after `--`, on this machine or over ssh.",
         "train:run",
         takes_script=True,
     ),
@@ -70,7 +70,7 @@ COMMANDS = (
     Row(
         "resume",
         "Cluster",
-        "Continue a run in SLURM's queue, in another layout if you like; moves a running one.",
+        "Continue a run where it ran last, in another layout if you like; in SLURM, move it.",
         "cluster:resume",
     ),
     Row(

@@ -93,11 +93,10 @@ def draft(prepared: Prepared, options: Options) -> Draft:
 
 def start(prepared: Prepared, options: Options) -> Outcome:
     """Run it to its end, with a launcher on each host."""
-    assert options.screen is not None and options.signals is not None
-    if (done := local.finished(prepared, options.screen)) is not None:
+    assert options.screen and options.signals
+    if done := local.finished(prepared, options.screen):
         return done
-    names = hosts_of(prepared, options)
-    with ThreadPoolExecutor(len(names)) as asking:
+    with ThreadPoolExecutor(len(names := hosts_of(prepared, options))) as asking:
         hosts = [*asking.map(ask_host, names)]
     place = options.place or (local.last_place(prepared.run) if prepared.run else Place())
     with ExitStack() as held:
@@ -243,10 +242,7 @@ class Head:
                 append_event(self.run.events(attempt, rank), "end", state="failed", **end)
         for host, said in self.lost.items():
             if self.nodes[host].returncode == NO_SSH or not self.run.ranks(attempt):
-                fix = (
-                    f"see whether `ssh {host.name} true` works; {self.run.resume_command} goes on, "
-                )
-                fix += "on other hosts with --hosts"
+                fix = f"{self.run.resume_command} goes on; on other hosts with --hosts A,B"
                 what = f"host {host.name} was lost in attempt {attempt}: {said}"
                 error = AllranksError(what, fix=fix, exit_code=1)
         state = "failed" if error else self.run.ended_state()
