@@ -27,8 +27,6 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answer(file: Path, text: str, code: int = 0) -> None:
     asked = '[ "$1" = -G ] && echo "hostname 10.0.0.7" && exit'
     file.write_text(f"#!/bin/sh\n{asked}\n{text}\nexit {code}\n")
-        f'#!/bin/sh\n[ "$1" = -G ] && echo "hostname 10.0.0.7" && exit\n{text}\nexit {code}\n'
-    )
 
 
 def test_a_host_says_which_python_it_has_and_has_the_address_of_the_configuration(
