@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from allranks.doctor import differing_results, kernel_messages, out_of_memory, run_evidence
 from allranks.doctor.catalogue import load
@@ -25,9 +24,10 @@ from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.run import claims, missing, run_state
 from allranks.run.events import to_json
-from allranks.run.folder import ODD, RunDir, State
+from allranks.run.folder import ODD, RunDir, State, find_run
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 MAX_FILES = 10_000
 _NAMED_RANK = re.compile(r"(?:.*[._-])?rank[-_]?(\d+)(?:[._-]\w+)*")
 _LOG_DIR = re.compile(r"attempt_\d+/(\d+)/std(?:err|out)\.log$")  # torchrun --log-dir
@@ -120,7 +120,7 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     row = run_state.describe(run, queue)
     attempts = run.attempts()
     if row["state"] == "queued" and not attempts:
-        return _waiting(run, row, queue)
+        return _waiting(run, queue)
     if not attempts:
         return _never_started(run)
     attempt = attempts[-1]
@@ -224,7 +224,7 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     return known
 
 
-def _waiting(run: RunDir, row: dict[str, Any], queue: run_state.Queue) -> list[Finding]:
+def _waiting(run: RunDir, queue: run_state.Queue) -> list[Finding]:
     cause = load()["slurm-pending"]
     jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
     found = []
@@ -293,3 +293,36 @@ def together(
     # Something else that a rank said for certain may be why it did not get on.
     is_echo = not rest or rest[0].cause in ECHOES or rest[0].confidence != "high"
     return [*stalls, *rest, *slowness] if is_echo else [*rest, *stalls, *slowness]
+
+
+def diagnosis_of(
+    run: RunDir, limits: Thresholds | None = None, stalled_after: float | None = None
+) -> list[Finding]:
+    """What is wrong with one run: why it failed, hangs or is slow."""
+    state = run_state.describe(run, backends.look([run]))["state"]
+    stalls = stalled(run, state, after=stalled_after)
+    slowness = slowed(run, state, limits) if not stalls else []
+    return [*together(diagnose_run(run), stalls, slowness), *odd_folder(run)]
+
+
+def diagnosis(
+    runs: Path, subjects: Sequence[str], limits: Thresholds, stalled_after: float | None = None
+) -> list[Finding]:
+    """What is wrong with what was named: files are logs of one run, anything else is a run."""
+    logs, references = [], []
+    for one in subjects:
+        path = Path(one).expanduser()
+        if path.exists() and not (path / "run.json").is_file():
+            logs += log_files(path)
+        elif path.suffix in LOG_SUFFIXES:
+            raise AllranksError(
+                f"there is no file {one}",
+                fix="name a log that is there, a folder of logs, or a run",
+            )
+        else:
+            references.append(one)
+    found = diagnose_logs(logs) if logs else []
+    named = [find_run(runs, one) for one in references]
+    for run in named:
+        found += diagnosis_of(run, limits, stalled_after)
+    return [*found, *differing_results.compare(named)]

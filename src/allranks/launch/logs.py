@@ -7,53 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.launch import backends
+from allranks.launch.waiting import EXIT_CODES, in_words
 from allranks.layout import Layout
-from allranks.run import files
+from allranks.run import run_state
+from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.show.text import last_state
+from allranks.run.log_tail import LogTail
 from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3
 ALIKE_SECONDS = 1.0  # within which ranks that print the same line do so
-CHUNK_BYTES = 1 << 16
 MOST_WAITING = 100_000  # lines
-
-
-@dataclass(slots=True)
-class Tail:
-    """Reads the lines that were added to a file since the last look."""
-
-    path: Path
-    offset: int = 0
-    begun: list[bytes] = field(default_factory=list)  # of a line, in pieces: it may be very long
-
-    def lines(self) -> Iterator[str]:
-        """Whole lines; the beginning of one waits for its end."""
-        try:
-            with files.open_file(self.path) as file:
-                file.seek(self.offset)
-                while chunk := file.read(CHUNK_BYTES):
-                    self.offset += len(chunk)
-                    whole, newline, begun = chunk.rpartition(b"\n")
-                    if newline:
-                        lines = b"".join([*self.begun, whole]).split(b"\n")
-                        self.begun.clear()
-                        for line in lines:
-                            yield last_state(line).decode(errors="replace")
-                    self.begun.append(begun)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            files.note(self.path, error.strerror or str(error))
-
-    def last(self) -> Iterator[str]:
-        """What was never ended by a newline."""
-        line = b"".join(self.begun)
-        self.begun.clear()
-        if line:
-            yield last_state(line).decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -115,7 +83,7 @@ class Logs:
     def __init__(self, run: RunDir, rank: int | None) -> None:
         self.run = run
         self.rank = rank
-        self._tails: dict[Path, Tail] = {}
+        self._tails: dict[Path, LogTail] = {}
         self._together = Together()
 
     def check_rank(self) -> None:
@@ -136,7 +104,7 @@ class Logs:
     def look(self) -> Iterator[str]:
         """Lines that are new, of the newest attempt and of the job around it."""
         for path in self._files():
-            self._tails.setdefault(path, Tail(path))
+            self._tails.setdefault(path, LogTail(path))
         for path, tail in self._tails.items():
             yield from self._with_rank(path, tail.lines())
         yield from self._together.ready()
@@ -170,6 +138,51 @@ class Logs:
         if self.rank < 0:
             return of_job
         return [path for path in of_ranks if path.stem == f"rank-{self.rank}"]
+
+
+@dataclass(slots=True)
+class Shown:
+    """How printing a run's logs ended."""
+
+    exit_code: int = 0
+    remarks: list[str] = field(default_factory=list)  # why the run failed, how it ended
+
+
+def show_logs(
+    run: RunDir,
+    rank: int | None,
+    *,
+    follow: bool,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Shown:
+    """Write the lines of a run; with `follow` until it has ended, or until a Ctrl-C.
+
+    `say` is told why the run waits.
+    """
+    now: dict[str, Any] = {"state": "running"}
+    told = ""
+
+    def has_ended() -> bool:
+        nonlocal told
+        now.update(run_state.describe(run, backends.look([run])))
+        waits = f"{run.name} waits: {now['reason'] or 'not started yet'}"
+        if now["state"] == "queued" and waits != told:
+            told = waits
+            say(waits)
+        return now["state"] not in ("queued", "running")
+
+    try:
+        show(run, rank, follow=follow, write=write, has_ended=has_ended)
+    except KeyboardInterrupt:
+        return Shown(130)
+    failed = None if run.is_live() else failure(run)
+    shown = Shown(remarks=[failure_in_words(failed)] if failed is not None else [])
+    if follow:
+        shown.exit_code = EXIT_CODES[now["state"]]
+        if now["state"] != "finished":
+            shown.remarks.append(f"{run.name} {in_words(now)}")
+    return shown
 
 
 def show(

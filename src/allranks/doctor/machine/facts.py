@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.check import Check
-from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.node_checks import gpu_health
 from allranks.errors import AllranksError
 from allranks.machine import allotted
 from allranks.machine import inventory as machine
+from allranks.machine.disks import FolderFacts, look_at
 from allranks.machine.gpus import (
     DRIVER_FILES,
     LocalGPU,
@@ -40,6 +40,7 @@ from allranks.machine.network import (
     Interface,
     Port,
     infiniband_ports,
+    is_taken,
     names_in,
     read,
     up_interfaces,
@@ -143,7 +144,7 @@ def collect(
         synchronised, error = clock_state()
         shm = _size_of(at.shm)
         facts = {
-            **gpu_facts(env),
+            **gpu_facts(),
             "has_driver": has_driver,
             "has_nvidia_card": has_nvidia_card(at.sys),
             "host": socket.gethostname(),
@@ -171,7 +172,7 @@ def collect(
         )
 
 
-def gpu_facts(env: Mapping[str, str]) -> dict[str, Any]:
+def gpu_facts() -> dict[str, Any]:
     with nvml() as pynvml:
         if pynvml is None:
             return {"nvml_answers": False}
@@ -241,16 +242,6 @@ def own_address() -> str | None:
     thread.start()
     thread.join(RESOLVE_SECONDS)
     return found[0] if found else None
-
-
-def is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
 
 
 def limits() -> dict[str, tuple[int, int]]:

@@ -11,10 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from allranks.doctor.check import Check
 from allranks.doctor.connectivity import OpenPort
 from allranks.doctor.pair import protocol
 from allranks.doctor.pair.facts import PairFacts, from_fields, path_mtu, plain, side_of, to_fields
 from allranks.doctor.pair.protocol import Moved, Stranger
+from allranks.doctor.pair.verdict import verdict
+from allranks.errors import AllranksError
 
 CONNECT_SECONDS = 3.0
 KNOCK_SECONDS = 1.5  # the other side is known to be there
@@ -22,6 +25,24 @@ TRANSFER_SECONDS = 1.0
 STREAMS = 4
 ARP = Path("/proc/net/arp")
 MOST_ADDRESSES = 8
+DEFAULT_PORT = 29500
+
+
+def check_connection(target: str) -> list[Check]:
+    """Test the way to a machine that listens."""
+    return verdict(connect(*split_target(target)), listens=False)
+
+
+def split_target(target: str) -> tuple[str, int]:
+    """HOST, HOST:PORT or [IPV6]:PORT."""
+    host, colon, port = target.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):  # no port, or plain IPv6
+        host, port = target, str(DEFAULT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise AllranksError(
+            f"--connect {target} is not HOST:PORT", fix="write for example --connect node1:29500"
+        )
+    return host.strip("[]"), int(port)
 
 
 def connect(host: str, port: int, *, seconds: float = TRANSFER_SECONDS) -> PairFacts:
@@ -70,6 +91,17 @@ def reason(error: OSError) -> str:
     return known.get(error.errno or 0, error.strerror or str(error))
 
 
+def knock(address: str, port: int) -> str:
+    """Another port, of those that the kernel hands out, as gloo and NCCL use; "" if it answers."""
+    if not 0 < port < 65536:
+        raise ValueError("no port")
+    try:
+        with socket.create_connection((address, port), KNOCK_SECONDS):
+            return ""
+    except OSError as error:
+        return reason(error)
+
+
 def is_neighbour(address: str, arp: Path = ARP) -> bool | None:
     """Whether a machine with this address answers on the local network; None if it is not on it."""
     with suppress(OSError):
@@ -94,7 +126,7 @@ class Test:
 
     def run(self) -> None:
         facts, control = self.facts, self.control
-        with EchoPort() as mine:
+        with OpenPort(socket.socket.close) as mine:  # at which the other one may knock
             nonce = secrets.token_hex(8)
             facts.here = side_of(control)
             protocol.say(
@@ -115,7 +147,7 @@ class Test:
             facts.round_trip = times[len(times) // 2]
             facts.jitter = times[-len(times) // 20 or -1] - times[0]
             facts.clock_offset = self._clock()
-            facts.other_port_out = self._knock(int(hello["port"]))
+            facts.other_port_out = knock(self.address, int(hello["port"]))
             facts.other_port_in = str(protocol.hear(control)["knocked"])[:200]
         facts.also = self._other_addresses()
         facts.rate_out = _rate([self._send()])
@@ -134,14 +166,6 @@ class Test:
             took = time.perf_counter() - start
             found.append((took, theirs - (asked + took / 2)))
         return min(found)[1]
-
-    def _knock(self, port: int) -> str:
-        """Another port of theirs, of those that the kernel hands out: gloo and NCCL use such."""
-        try:
-            with socket.create_connection((self.address, port), KNOCK_SECONDS):
-                return ""
-        except OSError as error:
-            return reason(error)
 
     def _other_addresses(self) -> dict[str, str]:
         """Further addresses of the listener that lead to it too, and its interface of each."""
@@ -178,19 +202,6 @@ class Test:
     def _receive(self) -> Moved:
         with self._open("down") as line:
             return protocol.receive_all(line, self.seconds)
-
-
-class EchoPort:
-    """A port of this machine that the other one may knock at."""
-
-    def __enter__(self) -> EchoPort:
-        self._port = OpenPort(socket.socket.close)
-        self.port = self._port.port
-        self._port.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._port.close()
 
 
 def _rate(moved: list[Moved | None]) -> float | None:
