@@ -158,7 +158,9 @@ def race(
 
 
 @never_with("race", "layout")
-@never_with("backend=local", "race", "wait")
+@never_with("backend=local", "race", "wait", "hosts")
+@never_with("backend=slurm", "hosts")
+@never_with("hosts", "race", "wait")
 @never_with("dry_run", "wait")
 def resume(
     run: Run,

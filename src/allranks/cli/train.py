@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks.cli.commands import only_with
+from allranks.cli.commands import never_with, only_with
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -73,6 +73,7 @@ Show = Annotated[
 
 
 @only_with("node_rank", "master")
+@never_with("hosts", "node_rank", "here")
 @only_with("resume", "force")
 def run(
     job: JobFile = None,
