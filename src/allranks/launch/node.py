@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
 from allranks.launch import door, link, prepare
+from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
-from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, quick_imports
@@ -92,7 +92,7 @@ class Launch:
             makes_steps=screen.makes_steps,
             has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
         )
-        self._twice = TwiceWatch(self.run, self.prepared.job)
+        self._twice = OwnRanksWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
         self._claim = claims.Watch(self.run.claims, prepared.claim, looks=prepared.request.leads)
 
