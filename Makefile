@@ -7,7 +7,7 @@ LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST ?=
-DOCS := README.md $(wildcard docs/reference/*.md)
+DOCS := $(wildcard docs/reference/*.md)
 COG := $(BIN)/python -m cogapp -I docs --verbosity=1
 
 # Stamps: what is installed was installed for these files as they are now.
@@ -27,7 +27,7 @@ help:
 	@echo "make soak    the long trials in full"
 	@echo "make lowest  the unit tests with the lowest versions that pyproject.toml declares"
 	@echo "make lint    ruff and mypy"
-	@echo "make docs    write the generated parts of README.md and docs anew"
+	@echo "make docs    write the generated parts of docs anew"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
 demo: $(PACKAGE)

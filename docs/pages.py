@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from allranks.cli.main import app
+from allranks.cli.main import COMMANDS
 from allranks.job.job import json_schema
 from allranks.job.problems import in_words
 from allranks.job.template import commented_job
-
-# The tree's last lines.
-BESIDE = {
-    "tests/": "unit: one process; ranks: over gloo; slurm: a cluster; browser; terminal; gpu: CUDA",
-    "benchmarks/": "One runnable file for each claim, and dated results",
-    "docs/": "Tutorials, how-to guides, reference, explanation",
-    "examples/": "Each with a README, the command and what it prints",
-}
+from allranks.run.event_schema import COMMON, EVENTS, Field
 
 
 def help_of(*command: str) -> str:
     """What `allranks COMMAND --help` prints in 80 columns, as a code block."""
-    env = {**os.environ, "TERMINAL_WIDTH": "80", "COLUMNS": "80", "NO_COLOR": "1"}
+    env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
     script = str(Path(sys.executable).with_name("allranks"))
     done = subprocess.run(
         [script, *command, "--help"], env=env, capture_output=True, text=True, check=True
@@ -42,8 +31,8 @@ def help_of(*command: str) -> str:
 def commands() -> list[tuple[str, ...]]:
     """The words of every command that there is, in the order of `allranks --help`."""
     words: list[tuple[str, ...]] = [()]
-    for name, command in typer.main.get_group(app).commands.items():
-        words += [(name,), *((name, each) for each in getattr(command, "commands", {}))]
+    for row in COMMANDS:
+        words += [(row.name,), *((row.name, inner.name) for inner in row.rows)]
     return words
 
 
@@ -84,29 +73,21 @@ def job_example() -> str:
     return "```yaml\n" + commented_job().rstrip() + "\n```"
 
 
-def file_tree() -> str:
-    """Every module of the package with the beginning of its docstring, as a code block."""
-    package = Path(__file__).parent.parent / "src" / "allranks"
-    files = [file for file in package.rglob("*.py") if not file.match("allranks/__*__.py")]
-    files.sort(key=lambda file: (file.parent != package, file))
-    lines, folder = ["src/allranks/"], package
-    for file in files:
-        purpose = purpose_of(file)
-        if purpose is None:
-            continue
-        if file.parent != folder:
-            folder = file.parent
-            lines.append(f"  {folder.relative_to(package)}/")
-        indent = "  " if folder == package else "    "
-        lines.append(f"{indent + file.name:<24}{purpose}")
-    lines += [f"{name:<24}{purpose}" for name, purpose in BESIDE.items()]
-    return "\n".join(["```", *lines, "```"])
+def events() -> str:
+    """What all events have, then a part for each event: what it says, who writes it, its fields."""
+    parts = ["\n".join(field_rows(COMMON))]
+    for name, event in EVENTS.items():
+        rows = field_rows(event.fields)
+        parts.append(
+            "\n".join([f"## {name}", "", f"{event.meaning} Written by {event.by}.", "", *rows])
+        )
+    return "\n\n".join(parts)
 
 
-def purpose_of(file: Path) -> str | None:
-    """The beginning of a module's docstring, short enough for one line."""
-    text = ast.get_docstring(ast.parse(file.read_text()))
-    if text is None:
-        return None
-    words = re.split(r"[.:;](?: |$)", text.splitlines()[0])[0]
-    return words if len(words) <= 72 else re.split(r", | \(", words)[0]
+def field_rows(fields: Mapping[str, Field]) -> Iterator[str]:
+    has_writers = any(field.by for field in fields.values())
+    yield "| field | type | |" + (" only by |" if has_writers else "")
+    yield "|---|---|---|" + ("---|" if has_writers else "")
+    for name, field in fields.items():
+        kind = field.kind.words + (" or null" if field.null else "")
+        yield f"| `{name}` | {kind} | {field.meaning} |" + (f" {field.by} |" if has_writers else "")

@@ -19,7 +19,7 @@ from tests.ports import free_port
 
 from allranks.errors import AllranksError
 from allranks.launch.echo import WithoutTraceback
-from allranks.launch.local import end_of
+from allranks.launch.node import end_of
 from allranks.launch.rank_env import INJECT
 from allranks.machine.processes import die_with_parent
 from allranks.run import failures

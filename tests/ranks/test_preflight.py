@@ -22,10 +22,10 @@ import pytest
 from tests.ports import free_port
 
 from allranks.doctor import preflight
-from allranks.doctor.node import free_disk, gpu_health, visible_gpus, write_test
-from allranks.doctor.reach import Directory, Listener, reach_all
-from allranks.launch.cluster.checks import verdict
-from allranks.launch.cluster.gate import ENDED, OPEN
+from allranks.doctor.connectivity import Directory, Listener, reach_all
+from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
+from allranks.launch.backends.slurm.gate import ENDED, OPEN
+from allranks.launch.backends.slurm.node_checks import verdict
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.processes import die_with_parent
 
@@ -210,7 +210,7 @@ def test_a_node_that_hangs_in_the_all_reduce(played: Played, tmp_path: Path, por
 
 LAUNCHER = """
 import sys
-from allranks.launch.cluster.gate import pass_gate
+from allranks.launch.backends.slurm.gate import pass_gate
 pass_gate(sys.argv[2:], {}, node_rank=int(sys.argv[1]), num_nodes=2)
 assert "torch" in sys.modules
 """
@@ -307,7 +307,7 @@ def test_disks(tmp_path: Path) -> None:
     assert write_test(tmp_path, "a").ok and list(tmp_path.iterdir()) == []
     assert free_disk(tmp_path).ok
     missing = write_test(tmp_path / "missing", "a")
-    assert missing.ok is False and "No such file" in missing.detail
+    assert missing.ok is False and "No such file" in missing.value
     assert free_disk(tmp_path / "missing").ok is None
 
 
@@ -319,7 +319,7 @@ def test_a_driver_that_does_not_answer_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = tmp_path / "nvidiactl"
-    monkeypatch.setattr("allranks.doctor.node.DRIVER_FILES", (str(driver),))
+    monkeypatch.setattr("allranks.doctor.node_checks.DRIVER_FILES", (str(driver),))
     assert visible_gpus(2).ok is None
     driver.touch()
     if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
@@ -357,18 +357,18 @@ def install_gpu(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
     constants = {f"NVML_{name}": 0 for name in names.split()}
     fake = SimpleNamespace(NVMLError=Lost, nvmlDeviceGetHandleByUUID=str, **functions, **constants)
     gpu = LocalGPU(3, "GPU-3", "NVIDIA A40", 2**36, "8.6", None)
-    monkeypatch.setattr("allranks.doctor.node.nvml", lambda: nullcontext(fake))
-    monkeypatch.setattr("allranks.doctor.node.local_gpus", lambda: [gpu])
-    monkeypatch.setattr("allranks.doctor.node.DRIVER_FILES", ("/",))
+    monkeypatch.setattr("allranks.doctor.node_checks.nvml", lambda: nullcontext(fake))
+    monkeypatch.setattr("allranks.doctor.node_checks.local_gpus", lambda: [gpu])
+    monkeypatch.setattr("allranks.doctor.node_checks.DRIVER_FILES", ("/",))
 
 
 def test_as_many_gpus_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     install_gpu(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert visible_gpus(1).ok and gpu_health(1).ok and not gpu_health(1).warning
+    assert visible_gpus(1).ok and gpu_health(1).ok and gpu_health(1).status == "pass"
     few = visible_gpus(2)
     assert few.ok is False
-    assert few.detail == "1 of 2 GPUs visible (CUDA_VISIBLE_DEVICES=3): NVIDIA A40"
+    assert few.value == "1 of 2 GPUs visible (CUDA_VISIBLE_DEVICES=3): NVIDIA A40"
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_worries_about_a_gpu(
 ) -> None:
     install_gpu(monkeypatch, **answers)
     found = gpu_health(1)
-    assert found.ok and words in found.warning and found.warning.startswith("GPU 3: ")
+    assert found.status == "warn" and words in found.value and found.value.startswith("GPU 3: ")
 
 
 @pytest.mark.parametrize(
@@ -400,4 +400,4 @@ def test_worries_about_a_gpu(
 def test_a_broken_gpu(answers: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install_gpu(monkeypatch, **answers)
     found = gpu_health(1)
-    assert found.ok is False and words in found.detail
+    assert found.ok is False and words in found.value

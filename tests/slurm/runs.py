@@ -31,7 +31,7 @@ class Slow(Spiral):
         return super().loss(outputs, targets)
 """
 
-STEP = "^[^ ]*python[^ ]* -m allranks.launch.cluster.step"  # srun has these words, too
+STEP = "^[^ ]*python[^ ]* -m allranks.launch.backends.slurm.step"  # srun has these words, too
 # What is said of kills, by what `kill` is told to kill.
 LOST = {
     "srun": "srun was killed by SIGKILL on node",

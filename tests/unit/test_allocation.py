@@ -16,24 +16,29 @@ import pytest
 import allranks.launch.prepare
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
-from allranks.launch.cluster import allocation, submit
-from allranks.launch.cluster.allocation import STEP_TRIES, Allocation, take_claim
-from allranks.launch.cluster.checks import Verdict
-from allranks.launch.cluster.gate import ENDED, OPEN
-from allranks.launch.cluster.held import no_progress
-from allranks.launch.cluster.inside import (
+from allranks.launch.backends.slurm import allocation, submit
+from allranks.launch.backends.slurm.allocation import (
+    STEP_TRIES,
+    Allocation,
+    take_claim,
+)
+from allranks.launch.backends.slurm.gate import ENDED, OPEN
+from allranks.launch.backends.slurm.inside import (
     FIRST_PORT,
     NUM_PORTS,
     Place,
     free_port,
+    job_state,
+    no_progress,
     nodes_failed,
     patiently,
     step_environment,
     time_to_limit,
 )
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm.node_checks import Verdict
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare
-from allranks.run import claims, standing
+from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -483,7 +488,7 @@ def test_a_run_whose_rank_failed_has_failed_with_those_that_it_silenced(
 ) -> None:
     held = hold()
     prepared = ended(held, FAILED, None)
-    held.first_end = ("n1", "Exited with exit code 1")
+    held.relay.first_end = ("n1", "Exited with exit code 1")
     assert held._what_next(prepared, 1) == 1
     end = held.run.end(0, 1)
     assert end is not None and end["state"] == "failed"
@@ -518,21 +523,21 @@ def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
     lost: str,
 ) -> None:
     held = hold(**values)
-    prepared, held.first_end = ended(held, *ends), first
+    prepared, held.relay.first_end = ended(held, *ends), first
     assert held._what_next(prepared, code) == 0
     assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
     said = capsys.readouterr().out
     assert f"attempt 0 is lost (srun: {code})\nallranks: {lost}\n" in said
     assert "failed" not in said
-    queue = standing.Queue({"100": standing.QueuedJob("100", "PENDING", "BeginTime", None, ())})
+    queue = run_state.Queue({"100": run_state.QueuedJob("100", "PENDING", "BeginTime", None, ())})
     held.run.update_info(lambda info: info.update(jobs=["100"]))
-    listed = standing.describe(held.run, queue)
+    listed = run_state.describe(held.run, queue)
     assert listed["state"] == "queued"
     assert listed["reason"].startswith(f"attempt 0 was lost: {lost}; not before its begin time")
-    assert standing.lost_words(held.run) == f"attempt 0 was lost: {lost}"
+    assert run_state.lost_words(held.run) == f"attempt 0 was lost: {lost}"
     for attempt in (1, 2):
         append_event(held.run.events(attempt, 0), "start", rank=0)
-    assert standing.lost_words(held.run) is None  # long ago
+    assert run_state.lost_words(held.run) is None  # long ago
 
 
 def test_a_run_that_loses_its_launcher_again_and_again_gives_up_with_the_reason(
@@ -561,7 +566,7 @@ def test_what_slurm_ends_or_what_takes_too_much_memory_is_no_kill(
     first: tuple[str, str] | None,
 ) -> None:
     held = hold()
-    answers.said["squeue"], held.first_end = state, first
+    answers.said["squeue"], held.relay.first_end = state, first
     held._what_next(ended(held, None, None), 137)
     assert answers.of("scontrol") == answers.of("sbatch") == []
     assert "killed" not in capsys.readouterr().out
@@ -604,7 +609,7 @@ def test_a_deaf_controller_does_not_end_a_run(
     hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
-    monkeypatch.setattr(held, "_state", lambda: ("UNKNOWN", ""))
+    monkeypatch.setattr(allocation, "job_state", lambda job: ("UNKNOWN", ""))
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
     assert answers.of("scontrol") == [("scontrol", "requeue", "100")]
 
@@ -1043,33 +1048,31 @@ def test_srun_finds_no_options_of_ours_in_the_environment() -> None:
 
 
 def test_the_state_of_a_job_is_asked_for_until_the_controller_answers(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = hold()
-    assert held._state()[0] == "RUNNING"
+    assert job_state("100")[0] == "RUNNING"
     assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%T|%r")]
     answers.said["squeue"] = slurm.refusal("squeue", DOWN)
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(squeue="PENDING\n"))
-    assert held._state()[0] == "PENDING"
+    assert job_state("100")[0] == "PENDING"
     answers.said["squeue"] = slurm.refusal("squeue", "Invalid job id specified")
-    assert held._state()[0] == "GONE"
+    assert job_state("100")[0] == "GONE"
     answers.said["squeue"] = ""
-    assert held._state()[0] == "GONE"
+    assert job_state("100")[0] == "GONE"
     answers.said["squeue"] = slurm.refusal("squeue", "Protocol authentication error")
-    assert held._state()[0] == "UNKNOWN"  # which is no reason to let a run die
+    assert job_state("100")[0] == "UNKNOWN"  # which is no reason to let a run die
     answers.said["squeue"] = "COMPLETING|TimeLimit\n"
-    assert held._state() == ("COMPLETING", "TimeLimit")
+    assert job_state("100") == ("COMPLETING", "TimeLimit")
 
 
 def test_the_state_of_a_job_is_unknown_when_the_controller_stays_silent(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = hold()
     now = iter(range(0, 100_000, 1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     answers.said["squeue"] = slurm.refusal("squeue", DOWN)
-    assert held._state()[0] == "UNKNOWN"
+    assert job_state("100")[0] == "UNKNOWN"
 
 
 def test_the_time_that_a_job_has_and_its_limit(answers: Answers) -> None:

@@ -16,14 +16,14 @@ from tests.watch_runs import GrowingRun
 
 from allranks.bench.plan_runs import plan_runs
 from allranks.bench.precision import Trial
-from allranks.bench.scaling import Repeat, as_json, rows_of
+from allranks.bench.scaling import Repeat, as_json
 from allranks.bench.scaling_screen import Progress
 from allranks.cli import bench as cli_bench
 from allranks.cli import bench_comm as cli_comm
 from allranks.cli import bench_data as cli_bench_data
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
-from allranks.launch import local, screen
+from allranks.launch import node, screen
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
 from allranks.machine.processes import Signals
@@ -98,7 +98,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
             raise AllranksError("stopped before all nodes were there", fix="", exit_code=130)
         raise AllranksError("no port is free", fix="", exit_code=1)
 
-    monkeypatch.setattr(local, "run_here", run_here)
+    monkeypatch.setattr(node, "run_here", run_here)
     prepared = [
         prepare(Request(overrides=["task=spiral"], layout=layout, runs=tmp_path))
         for layout in ("1x1", "1x2", "1x4")
@@ -108,7 +108,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
     assert [str(layout) for layout in begun] == ["1x1", "1x2"]
     assert done[0].problem == "no port is free" and progress.is_interrupted
     with pytest.raises(typer.Exit) as left:
-        cli_bench.tell(as_json(rows_of(done)), progress, as_json=True)
+        cli_bench.tell(as_json(done), progress, as_json=True)
     assert left.value.exit_code == 130
     assert "stopped: 0 of 3 runs were measured" in capsys.readouterr().err
 
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
     def run_here(*_: Any) -> Any:
         raise AllranksError("cannot write runs: Permission denied", fix="use --runs")
 
-    monkeypatch.setattr(local, "run_here", run_here)
+    monkeypatch.setattr(node, "run_here", run_here)
     prepared = [prepare(Request(overrides=["task=spiral"], layout="1x1", runs=tmp_path))]
     with pytest.raises(AllranksError, match="Permission denied"):
         cli_bench.measure_here(prepared, Progress(as_json=True, total=1))
@@ -135,9 +135,9 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
     grown.begin()
     grown.steps(30)
 
-    def run_muted(*given: Any) -> local.Outcome:
+    def run_muted(*given: Any) -> node.Outcome:
         given[-1].received.append(signal.SIGINT)
-        return local.Outcome(grown.run, {"state": "stopped"}, 75)
+        return node.Outcome(grown.run, {"state": "stopped"}, 75)
 
     monkeypatch.setattr(cli_bench_data, "run_muted", run_muted)
     monkeypatch.setattr(cli_bench_data, "found_in_task", lambda outcome: {"verdict": "fast"})
@@ -152,7 +152,7 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
 def test_a_layout_that_was_refused_names_no_run(
     capsys: pytest.CaptureFixture[str], in_json: bool
 ) -> None:
-    found = as_json(rows_of([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")]))
+    found = as_json([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")])
     with pytest.raises(typer.Exit) as left:
         cli_bench.tell(found, Progress(as_json=in_json, total=1), as_json=in_json)
     said = capsys.readouterr()
@@ -167,15 +167,14 @@ def test_a_layout_that_was_refused_names_no_run(
 def test_a_baseline_that_was_only_added_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
     steps = {rank: {n: {"seconds": 1.0, "samples": 5} for n in range(1, 10)} for rank in (0, 1)}
     grew = timing_of(steps, None)
-    done = [cli_bench.failed(Layout(1, 1), "out of memory"), Repeat("run", Layout(1, 2), grew)]
-    rows = rows_of(done)
-    cli_bench.tell(as_json(rows, added=Layout(1, 1)), Progress(as_json=True, total=2), as_json=True)
+    done = [cli_bench.failed(Layout(1, 1), "out of memory"), Repeat("run", "1x2", grew)]
+    cli_bench.tell(as_json(done, added=Layout(1, 1)), Progress(as_json=True, total=2), as_json=True)
     told = capsys.readouterr()
     assert "note: 1x1, added to compare with" in told.err and "--no-baseline" in told.err
     found = json.loads(told.out)
     assert "error" not in found and found["rows"][1]["efficiency"] == 1.0
     with pytest.raises(typer.Exit):  # who asked for it is told that it failed
-        cli_bench.tell(as_json(rows), Progress(as_json=True, total=2), as_json=True)
+        cli_bench.tell(as_json(done), Progress(as_json=True, total=2), as_json=True)
 
 
 def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(
@@ -212,7 +211,7 @@ def test_collectives_that_were_measured_until_a_ctrl_c_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], measured: bool
 ) -> None:
     run = GrowingRun(tmp_path, "1x2").run
-    outcome = local.Outcome(run, {"state": "stopped"}, 130)
+    outcome = node.Outcome(run, {"state": "stopped"}, 130)
     rows = {**dict.fromkeys(("rows", "fits", "not_supported", "stopped"), ()), "complete": False}
     about = {"layout": "1x2", "library": "gloo", "ranks": 2, "nodes": 1, "device": "CPU"}
     about |= {"transport": {}, "played": False, "peak_GBps": {}, "run": run.name, "timing": ""}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.launch.cluster.checks import Verdict, judge, verdict, words
+from allranks.launch.backends.slurm.node_checks import Verdict, judge, verdict, words
 
 Pairs = Sequence[tuple[str, str]]
 

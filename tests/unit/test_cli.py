@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import pytest
 import typer
 from tests.commandline import Allranks
-from typer.models import OptionInfo
 
-from allranks.cli.main import app, as_user_error
+from allranks.cli.commands import Command, Commands, help_page
+from allranks.cli.main import AllCommands, as_user_error
 from allranks.cli.options import print_error
 from allranks.errors import AllranksError
 from allranks.launch.prepare import Request, open_run, prepare
@@ -141,12 +141,6 @@ def test_help_imports_nothing_heavy(folder: Path, args: list[str]) -> None:
     assert outcome.returncode == (0 if args else 2)
 
 
-def test_help_names_every_command(allranks: Allranks) -> None:
-    text = allranks("--help").stdout
-    assert "run" in text
-    assert "init" in text
-
-
 def test_init_imports_nothing_heavy_and_writes_a_job_that_is_taken(
     folder: Path, allranks: Allranks
 ) -> None:
@@ -175,29 +169,43 @@ def test_the_console_script_is_there() -> None:
     assert "Usage" in outcome.stdout
 
 
-def typed_parameters(group: typer.Typer) -> Iterator[tuple[str, Any]]:
-    """The parameters of all commands, by name, with what typer is told of them."""
-    for command in group.registered_commands:
-        assert command.callback is not None
-        for name, hint in get_type_hints(command.callback, include_extras=True).items():
-            yield from ((name, about) for about in getattr(hint, "__metadata__", ()))
-    for inner in group.registered_groups:
-        assert inner.typer_instance is not None
-        yield from typed_parameters(inner.typer_instance)
+def commands(group: Commands, *words: str) -> Iterator[tuple[str, Command | Commands]]:
+    """Every command and group that there is, by what is typed."""
+    yield " ".join(words), group
+    for name in group.rows:
+        command = group.load(name)
+        if isinstance(command, Commands):
+            yield from commands(command, *words, name)
+        else:
+            yield " ".join([*words, name]), command
 
 
-def test_no_option_is_named_by_its_metavar() -> None:
-    """typer before 0.28 takes the metavar's spelling where the two are the same word.
+ALL = dict(commands(AllCommands(name="allranks"), "allranks"))
 
-    A name that is written out stands first, where typer keeps the default.
-    """
-    options = {
-        (name, about.metavar)
-        for name, about in typed_parameters(app)
-        if isinstance(about, OptionInfo) and about.metavar and not isinstance(about.default, str)
-    }
-    assert len(options) > 5
-    assert not [name for name, metavar in options if metavar.lower() == name.replace("_", "-")]
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_page_names_types_as_users_do(name: str) -> None:
+    page = help_page(ALL[name], typer.Context(ALL[name], info_name=name))
+    assert page.startswith(f"Usage: {name} ")
+    assert not re.search(r"<[a-z]|MISSING|None|\bno help\b", page)
+
+
+def test_every_option_is_spelt_as_its_name() -> None:
+    """typer before 0.28 takes the metavar's spelling where the two are the same word."""
+    spelt = [opt for command in ALL.values() for param in command.params for opt in param.opts]
+    assert len(spelt) > 100
+    assert not [opt for opt in spelt if opt.startswith("--") and opt != opt.lower()]
+
+
+def test_help_imports_no_module_of_a_command(folder: Path) -> None:
+    loaded = "import sys; print(*[m for m in sys.modules if m.startswith('allranks.cli.')])"
+    script = f"import atexit\natexit.register(lambda: exec({loaded!r}))\n"
+    script += "import sys; sys.argv[1:] = WORDS\nfrom allranks.cli.main import main; main()"
+    for words in (["--help"], ["bench", "--help"]):
+        code = script.replace("WORDS", repr(words))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        modules = set(done.stdout.splitlines()[-1].split())
+        assert modules == {"allranks.cli.commands", "allranks.cli.main"}
 
 
 @pytest.mark.parametrize(

@@ -2,61 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report_runs import make_run
+from tests.report_runs import H100, make_run
 from tests.watch_runs import GrowingRun
 
+from allranks.bench.scaling import as_json
+from allranks.cli.bench import repeat_of
 from allranks.cli.bench_comm import run_to_show
 from allranks.cli.report import chosen_runs, chosen_words
 from allranks.errors import AllranksError
+from allranks.layout import Layout
 from allranks.report.build import build
 from allranks.report.facts import read_run
 from allranks.run.folder import RunDir, find_runs
-from allranks.run.standing import Queue, describe
-from allranks.timing.comparison import Base, base_of, is_compared, last_step
+from allranks.run.record import final_step
+from allranks.run.run_state import Queue, describe
+from allranks.timing.comparison import Pace, compare, is_compared
 from allranks.timing.steps import timing
 from allranks.watch import bases
 from allranks.watch.live import Watcher
 from allranks.watch.status import gather
 
+A100 = {"name": "NVIDIA A100-SXM4-80GB", "memory_bytes": 85_520_809_984}
+NEITHER = (None, None)
 SCALING = {"bench": {"id": "b1", "kind": "scaling", "job": {"epochs": 2, "steps": None}}}
 
 
-@dataclass(frozen=True)
-class One:
-    """A run to be compared."""
-
-    run: str
-    layout: str | None
-    ranks: int
-    samples_per_second: float | None
-    state: str = "finished"
-
-
-def test_the_base_is_the_mean_of_the_runs_with_the_fewest_ranks() -> None:
-    runs = [One("a", "1x1", 1, 100.0), One("b", "1x1", 1, 140.0), One("c", "1x4", 4, 400.0)]
-    base = base_of(runs)
-    assert base == Base("1x1", 1, 120.0, ("a", "b"))
-    assert base is not None and base.efficiency(4, 360.0) == pytest.approx(0.75)
-    assert base_of([One("a", "1x1", 1, None), One("b", None, 0, 3.0)]) is None
+def test_repeats_are_compared_by_their_medians_with_the_fewest_ranks() -> None:
+    paces = {"1x1": (100.0, 100.0, 130.0), "1x2": (180.0, 180.0, 180.0), "1x4": (None,)}
+    runs = [Pace(f"{n}-{i}", n, pace) for n in paces for i, pace in enumerate(paces[n])]
+    one, two, four = compare(runs)
+    assert (one.pace, two.speedup, two.efficiency, two.baseline) == (100.0, 1.8, 0.9, "1x1")
+    assert two.samples_per_second is not None and two.samples_per_second.n == 3
+    assert four.speedup is None and four.efficiency is None
+    assert one.ratio(4, 360.0) == (3.6, 0.9)
 
 
 def test_of_layouts_of_equal_size_the_faster_one_is_the_base() -> None:
-    base = base_of([One("a", "2x1", 2, 90.0), One("b", "1x2", 2, 100.0), One("c", "1x1", 1, None)])
-    assert base is not None and base.layout == "1x2"
-    assert base.efficiency(4, 200.0) == pytest.approx(1.0)
+    rows = compare([Pace("a", "2x1", 90.0), Pace("b", "1x2", 100.0), Pace("c", "1x1", None)])
+    assert {row.layout: row.baseline for row in rows} == {"1x1": None, "1x2": "1x2", "2x1": "1x2"}
+    assert [row.efficiency for row in rows] == [None, 1.0, 0.9]
 
 
-def test_failed_runs_are_a_base_only_where_no_other_is() -> None:
-    failed = One("a", "1x1", 1, 50.0, "failed")
-    base = base_of([failed, One("b", "1x1", 1, 100.0)])
-    assert base is not None and base.runs == ("b",)
-    alone = base_of([failed, One("c", "1x2", 2, 100.0)])
-    assert alone is not None and alone.runs == ("a",)
+def test_failed_runs_count_only_where_no_other_does() -> None:
+    failed = Pace("a", "1x1", 50.0, "failed")
+    (row,) = compare([failed, Pace("b", "1x1", 100.0), Pace("c", "1x1", 80.0, "stopped")])
+    assert (row.counted, row.pace, row.num_failed, row.state) == (("b", "c"), 90.0, 1, "finished")
+    alone, _ = compare([failed, Pace("c", "1x2", 100.0)])
+    assert alone.counted == ("a",) and alone.state == "failed"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,80 @@ def test_a_benchmark_of_scaling_stays_among_itself(
     assert is_compared({"bench": mine}, {"bench": theirs}) is is_one
 
 
-# --- The same numbers in report, status and watch ------------------------------------------------
+# --- The same numbers in bench scaling, report, status and watch ---------------------------------
+
+
+def made_up_runs(runs: Path, seed: int) -> list[RunDir]:
+    """Repeats of several layouts, jobs and devices in one benchmark, failed and short ones too."""
+    chance = random.Random(seed)
+    made: list[RunDir] = []
+    is_weak = chance.random() < 0.5
+    bench = {"id": "b1", "kind": "scaling", **({"mode": "weak"} if is_weak else {})}
+    devices: list[dict[str, Any] | None] = chance.choice([[H100], [None], [H100, A100]])
+    layouts = chance.sample(["1x1", "1x2", "2x1", "1x4", "2x2"], chance.randint(2, 4))
+    for layout in layouts:
+        nodes, per_node = map(int, layout.split("x"))
+        for _ in range(chance.randint(1, 4)):
+            number = len(made)
+            run = make_run(
+                runs,
+                layout,
+                step_seconds=0.4 / nodes / per_node * chance.uniform(0.8, 1.6),
+                number=number,
+                steps=chance.choice([30, 30, 30, 1]),
+                batch=64 * (nodes * per_node if is_weak else 1),
+                state=chance.choice(["finished", "finished", "stopped", "failed", None]),
+                gpu=chance.choice(devices),
+                phases=chance.random() < 0.9,
+                info={"bench": bench},
+                job={"seed": number, "optimizer": {"lr": chance.choice([0.1, 0.1, 0.2])}},
+            )
+            made.append(run)
+    return made
+
+
+def numbers(row: Any) -> tuple[float | None, float | None]:
+    return row["speedup"], row["efficiency"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bench_scaling_report_status_and_watch_show_one_number(tmp_path: Path, seed: int) -> None:
+    runs = made_up_runs(tmp_path, seed)
+    facts = {run.name: read_run(run) for run in runs}
+    expected: dict[str, Any] = {}  # by run, from the report
+    for section in build(list(facts.values()), created=0.0)["sections"]:
+        names = [run["run"] for run in section["runs"]]
+        repeats = [repeat_of(run, Layout.parse(run.info()["layout"])) for run in runs]
+        measured = as_json([one for one in repeats if one.run in names])
+        assert [(r["device"], r["layout"], *numbers(r)) for r in measured["rows"]] == [
+            (r["device"], r["layout"], *numbers(r)) for r in section["rows"]
+        ]
+        for row in section["rows"]:
+            counted = set(row["counted"])
+            expected |= {run: numbers(row) if run in counted else NEITHER for run in row["runs"]}
+    assert any(value != NEITHER for value in expected.values()) and set(expected) == set(facts)
+    watcher = Watcher(tmp_path, old=True)
+    views = {one.view.run: one.view.as_json() for one in gather(watcher)}
+    watcher.close()
+    live = Watcher(tmp_path, old=True)
+    live.poll(budget=float("inf"))
+    assert {run: numbers(view) for run, view in views.items()} == expected
+    assert {view.run: (view.speedup, view.efficiency) for view in live.runs()} == expected
+    live.close()
+
+
+def test_one_slow_repeat_moves_no_number(tmp_path: Path) -> None:
+    """100, 100 and 130 samples/s against three times 180 are 90%, whoever is asked."""
+    paces = [("1x1", 100), ("1x1", 100), ("1x1", 130), ("1x2", 180), ("1x2", 180), ("1x2", 180)]
+    runs = [
+        make_run(tmp_path, layout, step_seconds=256 / pace, number=number)
+        for number, (layout, pace) in enumerate(paces)
+    ]
+    assert reported(runs)["1x2"]["efficiency"] == pytest.approx(0.9, rel=0.01)
+    watcher = Watcher(tmp_path, old=True)
+    shown = [one.view.efficiency for one in gather(watcher) if one.view.layout == "1x2"]
+    watcher.close()
+    assert shown == [reported(runs)["1x2"]["efficiency"]] * 3
 
 
 def study(runs: Path) -> dict[str, RunDir]:
@@ -113,7 +183,7 @@ def test_status_watch_and_report_tell_the_same_efficiency(
     tolerance = 1e-9 if limit is None else 0.01
     # A run that stands alone: against all with one rank, as `report NAME`.
     large = found[runs["large"].name]
-    everything = reported([run for name, run in runs.items() if name != "bench 4"])
+    everything = reported([*runs.values()])
     assert large.efficiency == pytest.approx(everything["1x4"]["efficiency"], rel=tolerance)
     assert large.baseline_layout == "1x1" and large.baseline == runs["odd"].name
     assert set(large.baseline_runs) == {runs[n].name for n in ("alone", "bench 1", "odd")}
@@ -122,10 +192,11 @@ def test_status_watch_and_report_tell_the_same_efficiency(
     within = reported([runs["bench 1"], runs["bench 4"]])["1x4"]
     assert bench.efficiency == pytest.approx(within["efficiency"], rel=tolerance)
     assert bench.samples_per_second == pytest.approx(
-        within["samples_per_second"]["mean"], rel=tolerance
+        within["samples_per_second"]["median"], rel=tolerance
     )
     assert bench.baseline_runs == (runs["bench 1"].name,)
-    assert found[runs["odd"].name].efficiency is None  # it is of the base
+    odd = found[runs["odd"].name]
+    assert (odd.speedup, odd.efficiency, odd.is_compared) == (1.0, 1.0, False)  # it is of the base
 
 
 def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
@@ -195,9 +266,9 @@ def test_a_pace_that_is_not_read_yet_is_no_base(tmp_path: Path) -> None:
 
 def test_a_run_that_is_measured_is_as_long_as_its_window(tmp_path: Path) -> None:
     start, window = {"steps": 10_000_000}, {"first": 31, "last": 230}
-    assert last_step(start, {}, window) == 10_000_000
-    assert last_step(start, SCALING, None) is None
-    assert last_step(start, SCALING, window) == 230
+    assert final_step(start, {}, window) == 10_000_000
+    assert final_step(start, SCALING, None) is None
+    assert final_step(start, SCALING, window) == 230
 
 
 def test_watch_and_ls_show_the_window_of_a_run_that_is_measured(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.doctor.catalogue import Cause, bounded, fill, holds, load
+from allranks.doctor.catalogue import LONG, Cause, NoWord, bounded, fill, holds, load, required_word
 from allranks.doctor.diagnose import diagnose_logs
-from allranks.doctor.literals import LONG, NoWord, required_word
 
 CAUSES = list(load().causes.values())
 EXAMPLES = [

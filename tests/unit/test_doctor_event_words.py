@@ -9,9 +9,9 @@ import pytest
 from allranks.doctor.catalogue import load
 from allranks.doctor.diagnose import read_logs
 from allranks.doctor.event_words import event_in_words
-from allranks.doctor.facts import gather
+from allranks.doctor.failure_facts import gather
 from allranks.doctor.judge import judge
-from allranks.doctor.scan import Source
+from allranks.doctor.log_search import Source
 from allranks.run.events import format_event
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allranks.doctor.diagnose import diagnose_logs
-from allranks.doctor.flight import is_dump, read_dump
+from allranks.doctor.flight_recorder import is_dump, read_dump
 
 
 def entry(seq: int, state: str, name: str = "nccl:all_reduce", size: int = 8) -> dict[str, Any]:

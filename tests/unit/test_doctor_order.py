@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.doctor import scan
+from allranks.doctor import log_search
 from allranks.doctor.diagnose import diagnose_logs, rank_in_name
 from allranks.doctor.finding import Finding
 
@@ -288,8 +288,8 @@ def test_ranks_in_files_of_their_own(tmp_path: Path) -> None:
 def test_words_across_pieces_and_very_long_lines(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "CHUNK_BYTES", 512)
-    monkeypatch.setattr(scan, "_BLOCK", 64)
+    monkeypatch.setattr(log_search, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(log_search, "_BLOCK", 64)
     error = "OSError: [Errno 98] Address already in use"
     for offset in range(0, 70, 3):
         text = "x" * offset + "\n" + "a line of a log\n" * 20 + error + "\n"

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
+from allranks.doctor.diagnose import diagnose_run
+from allranks.doctor.differing_results import compare
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.layouts import compare
-from allranks.doctor.runs import diagnose_run
 from allranks.doctor.show import show_findings
 from allranks.run.folder import RunDir
 

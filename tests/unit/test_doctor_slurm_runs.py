@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from tests.unit.test_doctor_runs import STEP, failed, make_run, write_rank
 
-from allranks.doctor.diagnose import diagnose_logs
-from allranks.doctor.left import job_logs
-from allranks.doctor.runs import diagnose_run
+from allranks.doctor.diagnose import diagnose_logs, diagnose_run
+from allranks.doctor.run_evidence import job_logs
 from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.folder import RunDir

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.unit.test_checks import check, record
 
-from allranks.launch.cluster.checks import Verdict
-from allranks.launch.cluster.gate import ENDED, OPEN, Gate
+from allranks.launch.backends.slurm.gate import ENDED, OPEN, Gate
+from allranks.launch.backends.slurm.node_checks import Verdict
 
 NODES = ["a", "b"]
 

@@ -155,7 +155,7 @@ def test_files_and_functions_are_short() -> None:
     long = []
     for file in sorted(PACKAGE.rglob("*.py")):
         text = file.read_text()
-        if text.count("\n") > 460:
+        if text.count("\n") > 600:
             long.append(f"{file.name}: {text.count(chr(10))} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

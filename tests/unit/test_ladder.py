@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.cluster import ladder
-from allranks.launch.cluster.allocation import rung_words
-from allranks.launch.cluster.sbatch import Racer
+from allranks.launch.backends.slurm import ladder
+from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.timing.timeline import PHASES
@@ -48,7 +47,7 @@ def test_it_climbs_while_the_efficiency_holds(
     now = climb(*speeds)
     assert (now.rung, now.chosen) == (rung, chosen)
     last = [*now.speeds][-1]
-    said = rung_words(now, last)
+    said = now.in_words(last)
     assert ("no samples could be counted" in said) == (not speeds[-1]) and last in said
 
 

@@ -13,15 +13,14 @@ import pytest
 from rich.console import Console
 
 from allranks.cli import doctor_machine as cli_doctor_machine
-from allranks.doctor.machine import env_checks, gpu_checks, network_checks, screen, system_checks
-from allranks.doctor.machine.check import Check
+from allranks.doctor.check import Check, failed, passed, warned
+from allranks.doctor.machine import env_checks, gpu_checks, screen, system_checks
 from allranks.doctor.machine.disk import FolderFacts, look_at
-from allranks.doctor.machine.facts import Facts, Roots, TorchFacts, collect, has_nvidia_card
+from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
-from allranks.doctor.node import Finding
-from allranks.launch.cluster.checks import Verdict
+from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.gpus import LocalGPU
-from allranks.machine.interfaces import Interface, Port
+from allranks.machine.network import Interface, Port
 
 GIB = 1 << 30
 LO, ETH = Interface("lo", "127.0.0.1", True), Interface("eth0", "10.0.0.5")
@@ -43,7 +42,7 @@ HEALTHY: dict[str, Any] = {
     "num_gpus_in_all": 2,
     "gpu_link": "NVLink",
     "peer_access": True,
-    "health": Finding(True, "2 GPUs without fault"),
+    "health": passed("health", "2 GPUs without fault"),
     "torch": CUDA,
     "interfaces": (LO, ETH),
     "names": ("lo", "eth0"),
@@ -62,8 +61,8 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-def facts(**changes: Any) -> Facts:
-    return Facts(**{**HEALTHY, **changes})
+def facts(**changes: Any) -> MachineFacts:
+    return MachineFacts(**{**HEALTHY, **changes})
 
 
 def test_a_healthy_machine_passes_every_check() -> None:
@@ -83,7 +82,7 @@ def test_a_laptop_has_things_not_here_and_fails_nothing() -> None:
     assert set(statuses.values()) == {"pass", "not here"}
 
 
-CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
+CASES: list[tuple[Callable[[MachineFacts], Any], str, str, dict[str, Any], str]] = [
     # What is asked, its name, how it ends, what is different, what the fix has.
     (gpu_checks.gpu_checks, "driver", "fail", {"nvml_answers": False, "gpus": ()}, "nvidia-smi"),
     (
@@ -136,14 +135,14 @@ CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
         gpu_checks.gpu_checks,
         "gpu health",
         "fail",
-        {"health": Finding(False, "GPU 1: a faulty row could not be replaced")},
+        {"health": failed("health", "GPU 1: a faulty row could not be replaced")},
         "--exclude",
     ),
     (
         gpu_checks.gpu_checks,
         "gpu health",
         "warn",
-        {"health": Finding(True, "fine", "GPU 0: slowed down: power brake")},
+        {"health": warned("health", "GPU 0: slowed down: power brake")},
         "nvidia-smi",
     ),
     (gpu_checks.gpu_checks, "peer access", "warn", {"peer_access": False}, "NVLink"),
@@ -156,31 +155,31 @@ CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
         "LD_LIBRARY_PATH",
     ),
     (gpu_checks.gpu_checks, "nccl", "fail", {"torch": TorchFacts(version="2")}, "pip install"),
-    (network_checks.network_checks, "interfaces", "not here", {"interfaces": (LO,)}, ""),
-    (network_checks.network_checks, "infiniband", "fail", {"ports": (DOWN,)}, "NCCL_IB_DISABLE=1"),
+    (system_checks.network_checks, "interfaces", "not here", {"interfaces": (LO,)}, ""),
+    (system_checks.network_checks, "infiniband", "fail", {"ports": (DOWN,)}, "NCCL_IB_DISABLE=1"),
     (
-        network_checks.network_checks,
+        system_checks.network_checks,
         "infiniband",
         "warn",
         {"ports": (PORT, DOWN)},
         "NCCL_IB_HCA==mlx5_0:1",
     ),
     (
-        network_checks.network_checks,
+        system_checks.network_checks,
         "own name",
         "warn",
         {"host_address": None},
         "GLOO_SOCKET_IFNAME=eth0",
     ),
     (
-        network_checks.network_checks,
+        system_checks.network_checks,
         "own name",
         "fail",
         {"host_address": "127.0.1.1", "env": {"SLURM_JOB_NODELIST": "n[1-2]"}},
         "GLOO_SOCKET_IFNAME=eth0",
     ),
-    (network_checks.network_checks, "own name", "pass", {"host_address": "127.0.1.1"}, ""),
-    (network_checks.network_checks, "port", "warn", {"default_port_taken": True}, "ss -ltnp"),
+    (system_checks.network_checks, "own name", "pass", {"host_address": "127.0.1.1"}, ""),
+    (system_checks.network_checks, "port", "warn", {"default_port_taken": True}, "ss -ltnp"),
     (
         system_checks.system_checks,
         "open files",
@@ -243,7 +242,7 @@ CASES: list[tuple[Callable[[Facts], Any], str, str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("group", "name", "status", "changes", "fix"), CASES)
 def test_each_check_says_what_is_wrong_and_what_to_type(
-    group: Callable[[Facts], list[Check]],
+    group: Callable[[MachineFacts], list[Check]],
     name: str,
     status: str,
     changes: dict[str, Any],

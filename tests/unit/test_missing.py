@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from allranks.doctor.diagnose import on_which_nodes
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.runs import on_which_nodes
-from allranks.launch.cluster import missing_files
-from allranks.launch.cluster.inside import Place
+from allranks.launch.backends.slurm import missing_files
+from allranks.launch.backends.slurm.inside import Place
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.missing import found_on, in_words, missing_path

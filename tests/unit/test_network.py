@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from allranks.launch.cluster.network import NodeNetwork, describe_node, settings
+from allranks.launch.network import NodeNetwork, describe_node, settings
 from allranks.machine.gpus import LocalGPU
-from allranks.machine.hardware import Setting
-from allranks.machine.interfaces import (
+from allranks.machine.network import (
     Interface,
     Port,
     addresses_towards,
@@ -21,6 +20,7 @@ from allranks.machine.interfaces import (
     infiniband_ports,
     up_interfaces,
 )
+from allranks.machine.processes import Setting
 
 LO = Interface("lo", "127.0.0.1", True)
 ETH = Interface("eth0", "10.0.0.5")
@@ -140,7 +140,7 @@ def test_what_nvml_says_of_pairs(
         nvmlDeviceGetP2PStatus=status,
     )
     gpus = [LocalGPU(i, f"GPU-{i}", "NVIDIA L40S", 0, "8.9", None) for i in range(3)]
-    monkeypatch.setattr("allranks.launch.cluster.network.local_gpus", lambda: gpus)
+    monkeypatch.setattr("allranks.launch.network.local_gpus", lambda: gpus)
     monkeypatch.setattr("allranks.machine.gpus.nvml", lambda: nullcontext(fake))
     node = describe_node([], tmp_path)
     assert (node.num_gpus, node.gpus_reach_each_other) == (3, reach)
@@ -156,13 +156,6 @@ def test_ports_are_read_from_the_kernels_files(tmp_path: Path) -> None:
     assert [each.state for each in ports.values()] == ["unknown", "ACTIVE", "ACTIVE", "DOWN"]
     assert ports["mlx5_2:2"].link_layer == "Ethernet"
     assert ports["mlx5_10:1"].rate == "100 Gb/sec (4X EDR)"
-
-
-@pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])
-def test_peer_memory_is_a_kernel_module(tmp_path: Path, module: str) -> None:
-    assert not describe_node([], tmp_path).has_peer_memory
-    (tmp_path / "module" / module).mkdir(parents=True)
-    assert describe_node([], tmp_path).has_peer_memory
 
 
 def test_the_route_is_the_interface_that_has_the_address() -> None:
@@ -186,7 +179,7 @@ def test_a_command_is_run_with_the_settings_and_their_reasons() -> None:
     command = [
         sys.executable,
         "-m",
-        "allranks.launch.cluster.network",
+        "allranks.launch.network",
         "--peers",
         "127.0.0.1,127.0.0.2",
     ]

@@ -37,7 +37,7 @@ from allranks.cli.main import app
 from allranks.doctor.diagnose import diagnose_logs, log_files
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.standing import unreadable
+from allranks.run.run_state import unreadable
 from allranks.slurm.commands import SlurmError
 from allranks.watch import loglines
 from allranks.watch.hub import Hub
@@ -266,7 +266,7 @@ def test_a_folder_that_is_read_is_never_written_through(tmp_path: Path) -> None:
 def test_the_doctor_ends_on_endless_input_and_reads_a_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allranks.doctor.scan.MAX_PIPE_BYTES", 1 << 22)
+    monkeypatch.setattr("allranks.doctor.log_search.MAX_PIPE_BYTES", 1 << 22)
     with pytest.raises(AllranksError, match="/dev/zero cannot be read: it does not end within"):
         diagnose_logs(log_files(Path("/dev/zero")))
     os.mkfifo(tmp_path / "fifo")

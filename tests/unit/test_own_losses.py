@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.unit.test_doctor_runs import make_run, write_rank
 
-from allranks.doctor.runs import diagnose_run
+from allranks.doctor.diagnose import diagnose_run
 from allranks.run.events import EventLog, read_events
 from allranks.train import own_losses
 from allranks.train.own_losses import MAX_KEPT, OwnLosses

@@ -14,11 +14,11 @@ import pytest
 
 from allranks.cli import doctor_machine as cli_doctor_machine
 from allranks.doctor.pair import connect as connecting
-from allranks.doctor.pair import talk
+from allranks.doctor.pair import protocol
 from allranks.doctor.pair.connect import connect, is_neighbour
 from allranks.doctor.pair.facts import PairFacts, Side, from_fields, from_report, to_fields
 from allranks.doctor.pair.listen import MOST_AT_ONCE, Listening
-from allranks.doctor.pair.words import verdict
+from allranks.doctor.pair.verdict import verdict
 from allranks.errors import AllranksError
 
 HERE = Side(
@@ -151,7 +151,7 @@ def test_two_sides_over_the_loopback() -> None:
             assert is_shown_the_door(stranger)
         wait_until(lambda: len(said) == 1)
         with socket.create_connection(("127.0.0.1", listening.port), 5) as stranger:
-            talk.say(stranger, session="guess", mode="down", seconds=1)
+            protocol.say(stranger, session="guess", mode="down", seconds=1)
             assert is_shown_the_door(stranger)
         wait_until(lambda: len(said) == 2)
         found = connect("127.0.0.1", listening.port, seconds=0.1)
@@ -170,14 +170,14 @@ def test_a_second_machine_is_told_to_wait() -> None:
         listener() as (listening, _, _),
         socket.create_connection(("127.0.0.1", listening.port), 5) as first,
     ):
-        talk.say(first, allranks=talk.VERSION, nonce="n", side=to_fields(HERE), port=1)
-        assert talk.hear(first)["nonce"] == "n"
+        protocol.say(first, allranks=protocol.VERSION, nonce="n", side=to_fields(HERE), port=1)
+        assert protocol.hear(first)["nonce"] == "n"
         found = connect("127.0.0.1", listening.port, seconds=0.1)
     assert "busy" in found.stranger
 
 
 def test_what_answers_but_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(talk, "TALK_SECONDS", 30.0)
+    monkeypatch.setattr(protocol, "TALK_SECONDS", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -250,7 +250,7 @@ def test_silent_strangers_lock_nobody_out() -> None:
 
 
 def test_a_letter_now_and_then_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(talk, "TALK_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "TALK_SECONDS", 0.3)
     with listener() as (listening, said, _):
         with socket.create_connection(("127.0.0.1", listening.port), 60) as stranger:
             while not said:

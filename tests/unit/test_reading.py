@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from allranks.run.batches import APART, fingerprints, remarks
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.timing.samples_seen import APART, fingerprints, remarks
 from allranks.timing.steps import timing
 
 BATCHES = 3

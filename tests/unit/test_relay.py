@@ -18,9 +18,10 @@ import pytest
 
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
-from allranks.launch.cluster import network, relay, step
-from allranks.launch.cluster.inside import Place, check_command, step_command, stop_signal
-from allranks.launch.cluster.relay import LOOK_SECONDS, Relay
+from allranks.launch import network
+from allranks.launch.backends.slurm import relay, step
+from allranks.launch.backends.slurm.inside import Place, check_command, step_command, stop_signal
+from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims

@@ -10,8 +10,9 @@ import pytest
 from allranks.machine.prices import parse_price
 from allranks.report.build import build
 from allranks.report.facts import RunFacts
-from allranks.report.rows import Row, groups, mode_of, rows_of
+from allranks.report.rows import Row, groups, rows_of
 from allranks.report.verdicts import Targets, headline, recommended, verdict
+from allranks.timing.comparison import mode_of
 from allranks.timing.steps import Timing
 
 WORK = 360_000  # samples: an hour at 100 a second
@@ -101,7 +102,7 @@ def test_the_interval_of_a_speedup_has_the_errors_of_both() -> None:
 def test_failed_runs_are_kept_but_do_not_count_beside_others() -> None:
     runs = [run("1x1", 100), run("1x1", 10, state="failed", is_complete=False, number=1)]
     row = rows_of(runs)[0]
-    assert row.pace == 100 and (row.num_counted, row.num_failed, len(row.runs)) == (1, 1, 2)
+    assert row.pace == 100 and (len(row.counted), row.num_failed, len(row.runs)) == (1, 1, 2)
     alone = rows_of([runs[1]])[0]
     assert alone.pace == 10 and alone.state == "failed"
 

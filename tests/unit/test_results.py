@@ -11,8 +11,8 @@ import pytest
 from allranks.run.events import append_event
 from allranks.run.failures import failure
 from allranks.run.folder import RunDir
-from allranks.run.results import outcome, result, steps_by_rank
-from allranks.timing.steps import timing
+from allranks.run.results import outcome, steps_by_rank
+from allranks.timing.steps import result, timing
 
 START = {
     "rank": 0,

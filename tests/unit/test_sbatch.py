@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
 from allranks.job.job import Duration, Job, load_job, parse_job
-from allranks.launch.cluster.sbatch import (
+from allranks.launch.backends.slurm.sbatch import (
     OWN_KEYS,
     Ask,
     Racer,
@@ -522,7 +522,7 @@ def test_env_and_modules_arrive_as_they_were_written(values: list[str], tmp_path
     assert {name: seen.env[name] for name in env} == env
     assert set(seen.env) - set(env) <= {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
     assert seen.modules == (["load", *good] if good else [])
-    assert seen.argv[:3] == ["-m", "allranks.launch.cluster.allocation", str(RUN)]
+    assert seen.argv[:3] == ["-m", "allranks.launch.backends.slurm.allocation", str(RUN)]
     assert seen.files == []
     assert len(directives_of(script)) == 8
 

@@ -15,18 +15,11 @@ from rich.console import Console
 from allranks.bench import scaling_screen
 from allranks.bench.laws import fit_of
 from allranks.bench.plan_runs import plan_runs
-from allranks.bench.scaling import (
-    Repeat,
-    Row,
-    as_json,
-    mode_of,
-    nothing_measured,
-    rows_of,
-    verdict,
-)
+from allranks.bench.scaling import Repeat, as_json, nothing_measured
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.layout import Layout
+from allranks.timing.comparison import compare, mode_of
 from allranks.timing.steps import PART_WORDS, PARTS, Timing
 
 
@@ -51,13 +44,12 @@ def timing(ranks: int, step_seconds: float, samples_per_step: int = 100, **parts
 
 def repeat(layout: str, step_seconds: float, *, samples: int = 100, **parts: float) -> Repeat:
     parsed = Layout.parse(layout)
-    return Repeat(
-        f"run-{layout}", parsed, timing(parsed.ranks, step_seconds, samples, **parts), None, 36_000
-    )
+    measured = timing(parsed.ranks, step_seconds, samples, **parts)
+    return Repeat(f"run-{layout}", layout, measured, None, 36_000, device="CPU")
 
 
 def test_rows_are_compared_with_the_smallest_layout() -> None:
-    rows = rows_of([repeat("1x4", 0.04), repeat("1x1", 0.1), repeat("1x2", 0.05)])
+    rows = compare([repeat("1x4", 0.04), repeat("1x1", 0.1), repeat("1x2", 0.05)])
     assert [str(row.layout) for row in rows] == ["1x1", "1x2", "1x4"]
     assert [row.speedup for row in rows] == pytest.approx([1, 2, 2.5])
     assert [row.efficiency for row in rows] == pytest.approx([1, 1, 0.625])
@@ -68,7 +60,7 @@ def test_rows_are_compared_with_the_smallest_layout() -> None:
     ("samples", "mode"), [((100, 100), "strong"), ((100, 200), "weak"), ((100, 150), "mixed")]
 )
 def test_the_mode_is_told_by_the_batches(samples: tuple[int, int], mode: str) -> None:
-    rows = rows_of([repeat("1x1", 0.1, samples=samples[0]), repeat("1x2", 0.1, samples=samples[1])])
+    rows = compare([repeat("1x1", 0.1, samples=samples[0]), repeat("1x2", 0.1, samples=samples[1])])
     assert mode_of(rows) == mode
 
 
@@ -81,15 +73,15 @@ def test_the_mode_is_told_by_the_batches(samples: tuple[int, int], mode: str) ->
 def test_what_the_parts_cost_sums_to_what_is_missing(
     base: float, step: float, parts: dict[str, float], growth: int
 ) -> None:
-    rows = rows_of([repeat("1x1", base), repeat("1x4", step, samples=100 * growth, **parts)])
+    rows = compare([repeat("1x1", base), repeat("1x4", step, samples=100 * growth, **parts)])
     efficiency = rows[1].efficiency
     assert efficiency is not None
     assert sum(rows[1].lost.values()) == pytest.approx(1 - efficiency, abs=1e-9)
 
 
 def test_of_several_repeats_the_one_in_the_middle_is_shown_with_their_interval() -> None:
-    rows = rows_of([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125)])
-    assert rows[0].samples_per_second == pytest.approx(800)
+    rows = compare([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125)])
+    assert rows[0].pace == pytest.approx(800)
     assert rows[0].parts is not None and sum(rows[0].parts.values()) == pytest.approx(0.125)
     assert rows[0].ci95 is not None
     low, high = rows[0].ci95
@@ -97,35 +89,35 @@ def test_of_several_repeats_the_one_in_the_middle_is_shown_with_their_interval()
 
 
 def test_of_an_even_number_of_repeats_the_two_in_the_middle_are_averaged() -> None:
-    (row,) = rows_of([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125, 0.01)])
-    assert row.samples_per_second == pytest.approx(900)
+    (row,) = compare([repeat("1x1", seconds) for seconds in (0.1, 0.5, 0.125, 0.01)])
+    assert row.pace == pytest.approx(900)
     assert row.step_seconds == pytest.approx(100 / 900)  # fits the samples a second
     assert row.parts is not None and sum(row.parts.values()) == pytest.approx(100 / 900)
 
 
 def test_repeats_that_differ_too_much_have_no_verdict() -> None:
-    rows = rows_of([repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1)])
-    assert "repeats of 1x1 differ too much" in verdict(rows, None)
-    rows = rows_of([repeat("1x1", 0.11), repeat("1x1", 0.1), repeat("1x2", 0.1)])
-    assert "as fast as 1x1" in verdict(rows, None)
+    found = as_json([repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1)])
+    assert "repeats of 1x1 differ too much" in found["verdict"]
+    found = as_json([repeat("1x1", 0.11), repeat("1x1", 0.1), repeat("1x2", 0.1)])
+    assert "as fast as 1x1" in found["verdict"]
 
 
 def test_what_parts_cost_sums_to_what_is_missing_however_far_two_repeats_are_apart() -> None:
     repeats = [repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1), repeat("1x2", 0.2)]
-    _, two = rows_of(repeats)
+    _, two = compare(repeats)
     assert two.efficiency is not None
     assert sum(two.lost.values()) == pytest.approx(1 - two.efficiency, abs=1e-9)
 
 
 def test_an_interval_holds_what_it_is_shown_with() -> None:
-    (row,) = rows_of([repeat("1x1", 1.0)] * 60 + [repeat("1x1", 0.5)] * 40)
+    (row,) = compare([repeat("1x1", 1.0)] * 60 + [repeat("1x1", 0.5)] * 40)
     assert row.ci95 is not None
-    assert row.ci95[0] == row.samples_per_second == pytest.approx(100)
+    assert row.ci95[0] == row.pace == pytest.approx(100)
     assert row.ci95[1] > 140
 
 
 def test_a_single_repeat_has_the_interval_of_its_steps() -> None:
-    (row,) = rows_of([repeat("1x1", 0.1)])
+    (row,) = compare([repeat("1x1", 0.1)])
     assert row.ci95 is not None
     low, high = row.ci95
     assert (high - low) / 2 == pytest.approx(1000 * 1.984 * 0.1 / 10, rel=1e-3)
@@ -134,11 +126,12 @@ def test_a_single_repeat_has_the_interval_of_its_steps() -> None:
 def test_a_single_step_has_no_interval() -> None:
     one = repeat("1x1", 0.1)
     assert one.timing is not None
-    (row,) = rows_of([replace(one, timing=replace(one.timing, last_step=one.timing.first_step))])
+    one = replace(one, timing=replace(one.timing, last_step=one.timing.first_step))
+    (row,) = compare([one])
     assert row.ci95 is None
-    assert as_json([row])["rows"][0]["ci95"] is None
+    assert as_json([one])["rows"][0]["ci95"] is None
     console = Console(width=120, record=True, file=io.StringIO())
-    scaling_screen.show(console, as_json([row]))
+    scaling_screen.show(console, as_json([one]))
     assert "1x1" in console.export_text()
 
 
@@ -148,7 +141,7 @@ def test_the_laws_find_their_own_parameters(contention: float, coherence: float)
         repeat(f"1x{n}", 0.1 * (1 + contention * (n - 1) + coherence * n * (n - 1)) / n)
         for n in (1, 2, 4, 8)
     ]
-    fit = fit_of(rows_of(repeats))
+    fit = fit_of(compare(repeats))
     assert fit is not None
     assert fit.contention == pytest.approx(contention, abs=1e-6)
     assert fit.coherence == pytest.approx(coherence, abs=1e-7)
@@ -161,16 +154,16 @@ def test_the_laws_find_their_own_parameters(contention: float, coherence: float)
 
 def test_a_baseline_of_two_ranks_predicts_for_ranks_too() -> None:
     steps = {2: 0.2, 4: 0.2 / 1.9, 8: 0.2 / 3.5}
-    fit = fit_of(rows_of([repeat(f"1x{n}", seconds) for n, seconds in steps.items()]))
+    fit = fit_of(compare([repeat(f"1x{n}", seconds) for n, seconds in steps.items()]))
     assert fit is not None
     assert fit.speedup(8) == pytest.approx(3.5, rel=0.02)
     assert 3.5 < fit.speedup(16) < 7
 
 
 def test_amdahls_serial_fraction() -> None:
-    fit = fit_of(rows_of([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
+    fit = fit_of(compare([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
     assert fit is not None and fit.serial == pytest.approx(0.2)
-    assert fit_of(rows_of([repeat("1x1", 1.0)])) is None
+    assert fit_of(compare([repeat("1x1", 1.0)])) is None
 
 
 @pytest.mark.parametrize(
@@ -185,14 +178,14 @@ def test_amdahls_serial_fraction() -> None:
 def test_the_verdict_names_the_greatest_loss_and_what_to_try(
     parts: dict[str, float], words: str
 ) -> None:
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)]))  # type: ignore[arg-type]
+    found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)])  # type: ignore[arg-type]
     assert "1x2 is 1.25x as fast as 1x1 (62% efficient, measured)" in found["verdict"]
     assert words in found["verdict"]
     assert "Predicted for 4 ranks: " in found["verdict"]
 
 
 def test_parts_have_the_words_of_the_report() -> None:
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.08, straggler=0.03)]))
+    found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.08, straggler=0.03)])
     console = Console(file=io.StringIO(), width=120)
     scaling_screen.show(console, found)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
@@ -207,17 +200,17 @@ def test_the_verdict_names_the_rank_that_is_slow_in_a_part(part: str, doing: str
     slow = repeat("1x2", 0.08, **{part: 0.03})  # type: ignore[arg-type]
     assert slow.timing is not None
     slow = replace(slow, timing=replace(slow.timing, slowest_part=part))
-    found = as_json(rows_of([repeat("1x1", 0.1), slow]))
+    found = as_json([repeat("1x1", 0.1), slow])
     assert f"{doing} (longest on rank 1): " in found["verdict"]
 
 
 def test_what_scales_is_said_to_scale() -> None:
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.051)]))
+    found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.051)])
     assert "it scales; try more ranks" in found["verdict"]
 
 
 def test_what_is_too_good_is_questioned() -> None:
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.02)]))
+    found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.02)])
     assert "look at what slowed 1x1 down" in found["verdict"]
     assert "it scales" not in found["verdict"]
 
@@ -239,14 +232,14 @@ def test_why_nothing_was_measured(state: str, steps: dict[int, int], words: str)
 
 
 def test_what_failed_beside_what_was_measured_is_said() -> None:
-    broken = Repeat("run-1x2", Layout.parse("1x2"), None, "rank 1 ended with code 1")
-    verdict = as_json(rows_of([repeat("1x1", 0.1), broken]))["verdict"]
+    broken = Repeat("run-1x2", "1x2", None, "rank 1 ended with code 1")
+    verdict = as_json([repeat("1x1", 0.1), broken])["verdict"]
     assert verdict == "1x1 makes 1,000 samples/s; 1x2 could not be measured"
 
 
 def test_the_json_has_the_promised_keys_and_keeps_what_was_measured() -> None:
-    broken = Repeat("run-1x2", Layout.parse("1x2"), None, "rank 1 ended with code 1")
-    found = as_json(rows_of([repeat("1x1", 0.1), broken]))
+    broken = Repeat("run-1x2", "1x2", None, "rank 1 ended with code 1")
+    found = as_json([repeat("1x1", 0.1), broken])
     assert list(found)[:2] == ["mode", "rows"] and list(found)[-1] == "verdict"
     promised = ["layout", "ranks", "samples_per_second", "ci95", "repeats", "step_seconds"]
     promised += ["speedup", "efficiency", "parts", "slowest_rank"]
@@ -257,21 +250,20 @@ def test_the_json_has_the_promised_keys_and_keeps_what_was_measured() -> None:
     assert found["rows"][1]["problem"] == "rank 1 ended with code 1"
     assert found["rows"][0]["hours_per_epoch"] == pytest.approx(0.01)
     assert found["rows"][0]["cost_per_epoch"] is None
-    priced = as_json(rows_of([repeat("1x2", 0.1)]), price=2.5)
+    priced = as_json([repeat("1x2", 0.1)], price_of=lambda device, memory: 2.5)
     assert priced["rows"][0]["cost_per_epoch"] == pytest.approx(2 * 0.01 * 2.5)
     json.dumps(found, allow_nan=False)
 
 
 def test_nothing_measured_is_said() -> None:
-    broken = Repeat("", Layout.parse("1x1"), None, "no optimizer step was seen")
-    assert as_json(rows_of([broken]))["verdict"] == (
-        "nothing could be measured: no optimizer step was seen"
-    )
+    broken = Repeat("", "1x1", None, "no optimizer step was seen")
+    assert as_json([broken])["verdict"] == ("nothing could be measured: no optimizer step was seen")
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_screen_shows_every_layout_and_every_column_at_any_width(width: int) -> None:
-    found = as_json(rows_of([repeat("1x1", 0.1), repeat("1x2", 0.06, comm=0.02)]), price=2.5)
+    runs = [repeat("1x1", 0.1), repeat("1x2", 0.06, comm=0.02)]
+    found = as_json(runs, price_of=lambda device, memory: 2.5)
     printed = shown(found, width)
     assert "1.67x" in printed and "83%" in printed and "communication" in printed
     assert "strong scaling (same global batch), measured" in printed.replace(" \n", " ")
@@ -288,17 +280,16 @@ def shown(found: dict[str, Any], width: int = 80) -> str:
 
 
 def test_why_a_column_is_empty_is_said() -> None:
-    rows = rows_of([repeat("1x1", 0.1)])
-    found = as_json(rows, more={"device": "CPU", "unit": "rank"})
+    one = repeat("1x1", 0.1)
+    found = as_json([one], more={"device": "CPU", "unit": "rank"})
     assert "no price is known for CPU: name one with --price 'cpu=DOLLARS'" in shown(found)
-    for row in rows:
-        row.repeats = [replace(one, samples_per_epoch=None) for one in row.repeats]
-    assert "how many samples an epoch has is not known" in shown(as_json(rows))
+    unknown = as_json([replace(one, samples_per_epoch=None)])
+    assert "how many samples an epoch has is not known" in shown(unknown)
 
 
 def scaled(speeds: dict[str, list[float]]) -> dict[str, Any]:
     """The JSON of layouts whose repeats had these speedups; the spread within a run is little."""
-    return as_json(rows_of([repeat(n, 1 / s) for n, those in speeds.items() for s in those]))
+    return as_json([repeat(n, 1 / s) for n, those in speeds.items() for s in those])
 
 
 @pytest.mark.parametrize(
@@ -399,5 +390,20 @@ def test_what_cannot_be_measured_is_refused_with_the_fix(asked: dict[str, Any]) 
 
 
 def test_a_row_without_phases_has_a_speedup_and_no_parts() -> None:
-    rows = [Row(layout=Layout(1, 1), repeats=[], samples_per_second=10.0, step_seconds=1.0)]
-    assert as_json(rows)["rows"][0]["parts"] is None
+    one = repeat("1x1", 0.1)
+    assert one.timing is not None
+    (row,) = as_json([replace(one, timing=replace(one.timing, parts=None))])["rows"]
+    assert row["parts"] is None and row["speedup"] == 1.0
+
+
+def test_devices_that_a_queue_mixed_are_not_compared_with_each_other() -> None:
+    runs = [replace(repeat(name, 0.1), device="A100") for name in ("1x1", "1x2")]
+    runs += [replace(repeat("1x2", 0.05), device="H100"), Repeat("", "1x4", None, "no such node")]
+    found = as_json(runs)
+    assert [(row["device"], row["layout"], row["efficiency"]) for row in found["rows"]] == [
+        ("A100", "1x1", 1.0),
+        ("A100", "1x2", 0.5),
+        ("A100", "1x4", None),
+        ("H100", "1x2", 1.0),
+    ]
+    assert "1x2 is 1.00x as fast as 1x1" in found["verdict"]

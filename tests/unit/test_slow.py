@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from allranks.doctor.diagnose import slowed, stalled, together
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.live import slowed, stalled, together
 from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import RankFacts, SlowFacts, nccl_lines, read_slow_facts
 from allranks.errors import AllranksError

@@ -26,13 +26,13 @@ from allranks.cli import bench as cli_bench
 from allranks.cli import cluster as cli_slurm
 from allranks.errors import AllranksError
 from allranks.launch import follow
-from allranks.launch.cluster import move, submit
-from allranks.launch.cluster.sbatch import Racer, racers_of
-from allranks.launch.cluster.submit import Submitted
+from allranks.launch.backends.slurm import move, submit
+from allranks.launch.backends.slurm.sbatch import Racer, racers_of
+from allranks.launch.backends.slurm.submit import Submitted
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.layout import Layout
-from allranks.run import claims, standing
+from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -200,7 +200,7 @@ def end(run: RunDir, slurm: Slurm, job: str, state: str, *, number: int = 0) -> 
 
 
 def look(run: RunDir) -> dict[str, Any]:
-    return standing.describe(run, standing.look_at_queue([run]))
+    return run_state.describe(run, run_state.look_at_queue([run]))
 
 
 # --- Sending ------------------------------------------------------------------------------------
@@ -369,11 +369,11 @@ def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
 ) -> None:
     run = send("1x4").run
 
-    def describe(run: RunDir, queue: standing.Queue) -> dict[str, str]:
+    def describe(run: RunDir, queue: run_state.Queue) -> dict[str, str]:
         assert claims.take(run.claims, Claim(number=0, job="100", layout="1x4"))
         return {"state": "queued"}
 
-    monkeypatch.setattr(standing, "describe", describe)
+    monkeypatch.setattr(run_state, "describe", describe)
     done = submit.race(run, [Racer.parse("2x2")])
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
     assert list(slurm.states()) == ["100"]
@@ -432,13 +432,13 @@ def test_a_run_that_another_resumption_has_started_is_left_to_it(
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "stopped")
     before, info = run.job_file.read_text(), run.info()
-    found = standing.look_at_queue([run])
+    found = run_state.look_at_queue([run])
 
-    def look_slowly(runs: list[RunDir]) -> standing.Queue:
+    def look_slowly(runs: list[RunDir]) -> run_state.Queue:
         claims.take(run.claims, Claim(number=1, job="101", layout="1x2"))
         return found
 
-    monkeypatch.setattr(standing, "look_at_queue", look_slowly)
+    monkeypatch.setattr(run_state, "look_at_queue", look_slowly)
     with pytest.raises(AllranksError, match="has started just now"):
         again(run, "2x1", overrides=["epochs=40"])
     assert list(slurm.states()) == ["100"]
@@ -536,14 +536,14 @@ def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
 ) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    found = standing.look_at_queue([run])
+    found = run_state.look_at_queue([run])
 
-    def look_slowly(runs: list[RunDir]) -> standing.Queue:
+    def look_slowly(runs: list[RunDir]) -> run_state.Queue:
         claims.take(run.claims, Claim(number=1, job="100", restart=1, layout="1x2"))
         slurm.hold(run, 1)
         return found
 
-    monkeypatch.setattr(standing, "look_at_queue", look_slowly)
+    monkeypatch.setattr(run_state, "look_at_queue", look_slowly)
     with pytest.raises(AllranksError, match="has started just now"):
         again(run, "2x1")
     assert run.asked_to_stop("100") is None  # nobody would go on with it
@@ -694,7 +694,7 @@ def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: Slurm) -> No
     slurm.change("101", state="RUNNING")  # has just started, and will find the run taken
     follow.stop([run])
     assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
-    jobs = standing.look_at_queue([run]).jobs
+    jobs = run_state.look_at_queue([run]).jobs
     assert follow.holder_of(run, [jobs["100"], jobs["101"]]) == "100"
     assert follow.holder_of(run, [jobs["101"]]) == "101"  # no claim: it has none yet
 
@@ -782,7 +782,7 @@ def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: Slurm) -> Non
     slurm.change("101", state="FAILED", code="1:0")
     slurm.change("102", state="TIMEOUT")
     before = len(slurm.calls())
-    standing.look_at_queue(runs)
+    run_state.look_at_queue(runs)
     asked = slurm.calls()[before:]
     assert [call[0] for call in asked] == ["squeue", "sacct"]
     assert asked[0][1:4] == ["-h", "-u", str(os.getuid())]
@@ -960,11 +960,11 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
 def bench(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> list[Repeat]:
     """Runs of these layouts, sent by bench scaling; a Ctrl-C when all are in the queue."""
 
-    def interrupt(runs: list[RunDir]) -> standing.Queue:
+    def interrupt(runs: list[RunDir]) -> run_state.Queue:
         raise KeyboardInterrupt
 
     prepared = [prepare(Request(overrides=["task=spiral"], layout=layout)) for layout in layouts]
-    monkeypatch.setattr(standing, "look_at_queue", interrupt)
+    monkeypatch.setattr(run_state, "look_at_queue", interrupt)
     screen = Progress(as_json=True, total=len(layouts))
     return cli_bench.measure_in_slurm(prepared, screen, Layout(1, 1))
 
@@ -1002,7 +1002,7 @@ def test_a_baseline_that_the_queue_does_not_take_is_left_out(
 ) -> None:
     slurm.set(refuse={"sbatch": [QOS]})
     (refused,) = bench(monkeypatch, "1x1", "1x2", "1x1", "1x2")
-    assert refused.layout == Layout(1, 1) and "Invalid qos" in str(refused.problem)
+    assert refused.layout == "1x1" and "Invalid qos" in str(refused.problem)
     assert list(slurm.states()) == ["100", "101"]
 
 

@@ -14,10 +14,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allranks.job.job import parse_job
-from allranks.launch import agent, link, local, waiting
+from allranks.launch import agent, link, node, waiting
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import Signals
-from allranks.run import standing
+from allranks.run import run_state
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 
@@ -37,8 +37,8 @@ def wait(run: RunDir, monkeypatch: pytest.MonkeyPatch, lines: Sequence[dict[str,
     """What was said, and how it ended."""
     coming = iter(lines)
     said: list[str] = []
-    monkeypatch.setattr(standing, "look_at_queue", lambda runs: None)
-    monkeypatch.setattr(standing, "describe", lambda run, queue: next(coming))
+    monkeypatch.setattr(run_state, "look_at_queue", lambda runs: None)
+    monkeypatch.setattr(run_state, "describe", lambda run, queue: next(coming))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return waiting.wait_for_end(run, said.append)["state"], said
 
@@ -159,9 +159,9 @@ def test_the_first_node_waits_for_others_as_long_as_somebody_knows_of_them(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, leads: bool, state: str, seconds: float
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(local, "wait_for_ranks", lambda *args, **_: waited.append(args[3]))
+    monkeypatch.setattr(node, "wait_for_ranks", lambda *args, **_: waited.append(args[3]))
     append_event(run.events(0, 0), "end", state=state, exit=0)
-    launch = object.__new__(local.Launch)
+    launch = object.__new__(node.Launch)
     launch.run, launch.first_rank, launch.here = run, 0, 1
     launch.signals, launch.agent = Signals(), SimpleNamespace(attempt=0)  # type: ignore[assignment]
     job = parse_job({"layout": "2x1"})

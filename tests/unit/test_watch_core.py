@@ -15,7 +15,7 @@ import pytest
 from tests.watch_runs import GrowingRun, event_line
 
 from allranks.run.folder import RunDir
-from allranks.run.standing import Queue, QueuedJob
+from allranks.run.run_state import Queue, QueuedJob
 from allranks.watch.asking import ASK_SECONDS, MAX_SECONDS, Asking
 from allranks.watch.live import Watcher
 from allranks.watch.series import MAX_BUCKETS, MAX_POINTS, Points, Series
@@ -211,7 +211,7 @@ def test_efficiency_is_against_one_rank_of_the_same_job_and_device(tmp_path: Pat
     runs = {run.layout: run for run in watcher.runs() if run.device != "CPU"}
     assert runs["1x4"].efficiency == pytest.approx(0.8)
     assert runs["1x4"].baseline == runs["1x1"].run
-    assert runs["1x1"].efficiency is None
+    assert runs["1x1"].efficiency == 1.0 and not runs["1x1"].is_compared
     # Also where only one of them was asked for.
     alone = Watcher(tmp_path, [RunDir(Path(runs["1x4"].run_dir))])
     alone.poll(budget=math.inf)
@@ -252,7 +252,7 @@ def test_a_run_without_steps_for_longer_than_expected_is_stalled(
 
 def test_long_pauses_between_steps_make_a_run_patient(tmp_path: Path) -> None:
     grown = GrowingRun(tmp_path, "1x1", begin=1000.0)
-    watcher = Watcher(tmp_path, now=lambda: grown.now + 500)
+    watcher = Watcher(tmp_path, now=lambda: grown.now + 300)
     with grown.live():
         grown.begin()
         grown.steps(3)

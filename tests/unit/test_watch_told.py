@@ -15,7 +15,7 @@ from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
 from allranks.cli.watch import resources
-from allranks.run.standing import Queue, QueuedJob
+from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.watch import sampler
 from allranks.watch.job_screen import job_lines, times

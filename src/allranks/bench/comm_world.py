@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from allranks.bench.comm import Scope
 from allranks.bench.comm_ops import Peers
-from allranks.machine import hardware
+from allranks.machine import allotted
 
 MEMORY_SHARE = 0.4  # of the machine's, for the buffers of all its ranks: gloo has its own beside
 GPU_MEMORY_SHARE = 0.8  # of what is free
@@ -103,7 +103,7 @@ def memory_for_buffers(world: World) -> float:
             sharing = 1
         own = GPU_MEMORY_SHARE * free / sharing
     else:
-        own = MEMORY_SHARE * hardware.memory_allotted() / int(os.environ["ALLRANKS_RANKS_HERE"])
+        own = MEMORY_SHARE * allotted.memory_allotted() / int(os.environ["ALLRANKS_RANKS_HERE"])
     return -highest(-own)[0]
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from allranks.bench.scaling import Row
+from allranks.timing.comparison import Compared, unsure
 
 ALIKE = 2 / 3  # of the fastest repeat, at least: the others
 UNSURE = 0.1  # half the 95% interval of a serial fraction: with more, it could be nearly anything
@@ -34,7 +33,7 @@ class Fit:
         return n / (1 + self.contention * (n - 1) + self.coherence * n * (n - 1))
 
 
-def fit_of(rows: Sequence[Row]) -> Fit | None:
+def fit_of(rows: Sequence[Compared]) -> Fit | None:
     """Least squares through n/speedup - 1, whatever comes out; None with one number of ranks."""
     base = next((row for row in rows if row.speedup), None)
     points = [
@@ -83,13 +82,14 @@ def _half(contention: float, coherence: float) -> float | None:
     return 2 * (1 + contention) / divisor if divisor > 0 else None
 
 
-def law_of(rows: Sequence[Row]) -> tuple[Fit | None, str | None]:
+def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
     """The law that these speedups follow; or None, and why none can be told."""
     measured = [row for row in rows if row.speedup]
     fit = fit_of(measured)
     if fit is None:
         return None, "it takes layouts with different numbers of ranks"
-    base, larger = measured[0], [row for row in measured if row.ranks > measured[0].ranks]
+    base = next(row for row in measured if row.layout == row.baseline)
+    larger = [row for row in measured if row.ranks > base.ranks]
     for row in (base, *larger):
         if differs := differ_too_much(row):
             return None, differs
@@ -121,7 +121,7 @@ def law_of(rows: Sequence[Row]) -> tuple[Fit | None, str | None]:
     return fit, None
 
 
-def is_amdahl(fit: Fit, larger: Sequence[Row], base: Row) -> bool:
+def is_amdahl(fit: Fit, larger: Sequence[Compared], base: Compared) -> bool:
     """Whether a serial fraction alone explains the speedups."""
     if fit.serial is None or not SHOWN < fit.serial < 1 - SHOWN:
         return False
@@ -129,30 +129,23 @@ def is_amdahl(fit: Fit, larger: Sequence[Row], base: Row) -> bool:
     return not any(is_far(amdahl.speedup(row.ranks), row, base) for row in larger)
 
 
-def is_far(speedup: float, row: Row, base: Row) -> bool:
+def is_far(speedup: float, row: Compared, base: Compared) -> bool:
     assert row.speedup is not None
     return abs(speedup / row.speedup - 1) > FAR + math.hypot(unsure(row), unsure(base))
 
 
-def differ_too_much(row: Row) -> str | None:
+def differ_too_much(row: Compared) -> str | None:
     """In words, that a layout's repeats are no measure of it; None if they are."""
-    speeds = [one.timing.samples_per_second for one in row.repeats if one.timing]
-    if not speeds or min(speeds) >= ALIKE * max(speeds):
+    paces = row.samples_per_second
+    if paces is None or paces.min >= ALIKE * paces.max:
         return None
     return (
         f"the repeats of {row.layout} differ too much to compare it with anything "
-        f"({min(speeds):,.0f} to {max(speeds):,.0f} samples/s)"
+        f"({paces.min:,.0f} to {paces.max:,.0f} samples/s)"
     )
 
 
-def unsure(row: Row) -> float:
-    """Half of a pace's 95% interval, as a part of it; 0 where none is known."""
-    if row.ci95 is None or not row.samples_per_second:
-        return 0.0
-    return (row.ci95[1] - row.ci95[0]) / 2 / row.samples_per_second
-
-
-def serial_error(base: Row, larger: Sequence[Row]) -> float:
+def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
     """Half of the serial fraction's 95% interval: errors of paces, through the least squares."""
     weights = [(row.ranks / base.ranks - 1, row) for row in larger]
     squares = sum(weight**2 for weight, _ in weights)

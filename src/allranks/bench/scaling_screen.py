@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from allranks.bench.scaling import WORDS, Repeat
-from allranks.show.bands import NOTHING, Table, show_table
+from allranks.show.numbers import NOTHING
+from allranks.show.tables import Table, show_table
 from allranks.timing.steps import PART_WORDS, PARTS
 
 PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
@@ -94,7 +95,7 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
         hours, cost = row["hours_per_epoch"], row["cost_per_epoch"]
         cells.append(
             (
-                row["layout"],
+                name_of(row, rows),
                 str(row["ranks"]),
                 f"{row['samples_per_second']:,.1f}",
                 NOTHING if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"]),
@@ -106,6 +107,12 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
             )
         )
     return Table(title, columns, tuple(cells))
+
+
+def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The layout, with its device where the queue gave several."""
+    several = len({one["device"] for one in rows}) > 1
+    return f"{row['layout']} {row['device']}" if several else str(row["layout"])
 
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -124,13 +131,13 @@ def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells = []
     for row in rows:
         slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
-        cells.append((row["layout"], *(milliseconds(row["parts"][p]) for p in PARTS), slowest))
+        cells.append((name_of(row, rows), *(milliseconds(row["parts"][p]) for p in PARTS), slowest))
     return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells = [
-        (row["layout"], *(f"{row['lost'][part]:.1%}" for part in PARTS))
+        (name_of(row, rows), *(f"{row['lost'][part]:.1%}" for part in PARTS))
         for row in rows
         if row["lost"]
     ]

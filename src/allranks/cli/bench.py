@@ -17,7 +17,6 @@ from allranks.cli.options import (
     Overrides,
     OwnPrice,
     Runs,
-    app,
     print_error,
     typed_request,
 )
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from allranks.machine.processes import Signals
     from allranks.run.folder import RunDir
 
-bench = typer.Typer(help="Measure: how a job scales, and what holds it back.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
 Backend = Annotated[
     Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
 ]
@@ -44,7 +40,6 @@ NoBaseline = Annotated[
 ]
 
 
-@bench.command()
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -67,7 +62,6 @@ def scaling(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a job, or your own script after `--`, on several layouts."""
     from allranks.bench import scaling as measured
     from allranks.bench import scaling_screen
     from allranks.bench.plan_runs import PlannedRun, plan_runs
@@ -93,11 +87,11 @@ def scaling(
         done = measure_in_slurm(prepared, screen, plan.added)
     else:
         done = measure_here(prepared, screen)
-    device, memory = device_of(done, runs)
+    device = next((one.device for one in done if one.timing is not None), None)
     found = measured.as_json(
-        measured.rows_of(done),
+        done,
         added=plan.added,
-        price=price_of(device, memory, own),
+        price_of=lambda device, memory: price_of(device, memory, own),
         more={
             **{"steps": steps, "device": device, "unit": "rank" if device == CPU else "GPU"},
             "interrupted": screen.is_interrupted,
@@ -167,12 +161,12 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
 
 def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> list[Repeat]:
     from allranks.errors import AllranksError
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import QuietScreen
 
     done: list[Repeat] = []
     for one in prepared:
-        if any(each.problem and each.layout == one.layout for each in done):
+        if any(each.problem and each.layout == str(one.layout) for each in done):
             continue  # it would only fail again
         screen.begin(str(one.layout))
         try:
@@ -195,7 +189,7 @@ def measure_in_slurm(
     """All of them into the queue at once, in turns; then wait until they have left it."""
     import time
 
-    from allranks.run import standing
+    from allranks.run import run_state
 
     done: list[Repeat] = []
     waiting: list[tuple[RunDir, Layout]] = []
@@ -203,9 +197,9 @@ def measure_in_slurm(
     try:
         send_in_turns(prepared, screen, waiting, done, added)
         while waiting:
-            queue = standing.look_at_queue([run for run, _ in waiting])
+            queue = run_state.look_at_queue([run for run, _ in waiting])
             for run, layout in list(waiting):
-                if standing.describe(run, queue)["state"] not in ("queued", "running"):
+                if run_state.describe(run, queue)["state"] not in ("queued", "running"):
                     waiting.remove((run, layout))
                     done.append(repeat_of(run, layout))
                     screen.end(done[-1])
@@ -229,12 +223,12 @@ def send_in_turns(
     Where one is refused, those before it are taken back; the one that was only added is left out.
     """
     from allranks.errors import AllranksError
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import racers_of
 
     before: list[str] = []
     for one in prepared:
-        if any(each.layout == one.layout for each in done):
+        if any(each.layout == str(one.layout) for each in done):
             continue  # it would only be refused again
         # A task that was measured has stopped, as at a limit: it must not be sent again.
         slurm = one.job.slurm.model_copy(update={"requeue": False})
@@ -270,49 +264,49 @@ def taken_back(error: AllranksError, layout: Layout, runs: list[RunDir]) -> Allr
     return AllranksError(what, fix=fix, exit_code=error.exit_code)
 
 
-def device_of(done: list[Repeat], runs: Path) -> tuple[str | None, int | None]:
-    """What a rank of these runs computed on, and its memory, as their machine has it."""
-    from allranks.run.folder import RunDir
-    from allranks.timing.comparison import CPU, gpu_memory
-
-    for repeat in done:
-        if repeat.timing is not None:
-            known = gpu_memory(RunDir(runs.absolute() / repeat.run).info())
-            return next(iter(known.items()), (CPU, None))
-    return None, None
-
-
-def price_of(device: str | None, memory: int | None, own: list[Price]) -> float | None:
+def price_of(device: str, memory: int | None, own: list[Price]) -> float | None:
     """Dollars for an hour of it."""
     from allranks.machine.prices import find_price
 
-    found = find_price(device, memory, own) if device else None
+    found = find_price(device, memory, own)
     return found.usd_per_hour if found else None
 
 
 def repeat_of(run: RunDir, layout: Layout) -> Repeat:
     """What a run of a benchmark has measured, or why it has not."""
     from allranks.bench.scaling import Repeat, nothing_measured
-    from allranks.run.batches import remarks
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.results import samples_per_epoch, steps_by_rank
+    from allranks.timing.comparison import device_name, gpu_memory
+    from allranks.timing.samples_seen import remarks
     from allranks.timing.steps import timing
 
     measured = timing(run)
     broken = failure(run)
     problem = None
     if broken is not None:
-        error = broken.get("error", {})
-        fix = error.get("fix") or f"see {broken['log']}"
+        fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
         problem = f"{failure_in_words(broken)}: {fix}"
-        measured = None if error.get("own_ranks") else measured  # of an unknown number of trainings
     elif measured is None or not measured.samples:
         problem = nothing_measured(run.state(), steps_by_rank(run))
     kept = measured if measured is not None and measured.samples else None
-    return Repeat(run.name, layout, kept, problem, samples_per_epoch(run), remarks(run, kept))
+    info, attempts = run.info(), run.attempts()
+    start = (run.start(attempts[-1]) if attempts else None) or {}
+    device = device_name(start, info, uses_gpu=False)
+    return Repeat(
+        run=run.name,
+        layout=str(layout),
+        timing=kept,
+        problem=problem,
+        samples_per_epoch=samples_per_epoch(run),
+        remarks=remarks(run, kept),
+        state=run.state(),
+        device=device,
+        device_memory=gpu_memory(info).get(device),
+    )
 
 
 def failed(layout: Layout, what: str) -> Repeat:
     from allranks.bench.scaling import Repeat
 
-    return Repeat("", layout, None, what)
+    return Repeat("", str(layout), None, what, state="failed")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.bench import Backend, bench
+from allranks.cli.bench import Backend
+from allranks.cli.commands import typed_script
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -16,11 +17,10 @@ from allranks.cli.options import (
     Oversubscribe,
     Runs,
     people_console,
-    user_command,
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.local import Outcome
+    from allranks.launch.node import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.run.folder import RunDir
 
@@ -30,7 +30,6 @@ Settings = Annotated[
 ]
 
 
-@bench.command()
 def comm(
     overrides: Settings = None,
     layout: LayoutText = None,
@@ -51,9 +50,8 @@ def comm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure collectives: latency and bandwidth by size, results checked."""
     from allranks.launch.checks import check_measurable
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
 
@@ -99,9 +97,9 @@ def prepare_comm(
     from allranks.bench.comm import parse_collectives, parse_sizes
     from allranks.errors import AllranksError
     from allranks.launch.prepare import Request, prepare
-    from allranks.machine import hardware
+    from allranks.machine.gpus import local_gpus
 
-    if user_command() is not None:
+    if typed_script() is not None:
         raise AllranksError("bench comm runs no command", fix="leave out -- and what follows it")
     parse_sizes(sizes)
     names = parse_collectives(collectives)
@@ -117,7 +115,7 @@ def prepare_comm(
     if prepared.layout.ranks == 1:
         raise AllranksError(
             f"layout {prepared.layout} has one rank: there is nothing to communicate",
-            fix=f"write --layout 1x{max(2, len(hardware.local_gpus()))}",
+            fix=f"write --layout 1x{max(2, len(local_gpus()))}",
         )
     return prepared
 
@@ -125,8 +123,8 @@ def prepare_comm(
 def send_comm(prepared: Prepared, *, as_json: bool) -> None:
     """Into the queue; the ranks write the result into the run's folder."""
     from allranks.cli.cluster import show_submitted
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import racers_of
 
     done = submit.submit(prepared, racers_of(prepared.job, []))
     show_submitted(done, as_json=as_json)

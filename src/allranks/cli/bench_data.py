@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.bench import bench
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -26,12 +25,11 @@ if TYPE_CHECKING:
 
     from allranks.bench.precision import Trial
     from allranks.errors import AllranksError
-    from allranks.launch.local import Outcome
+    from allranks.launch.node import Outcome
     from allranks.launch.prepare import Prepared
     from allranks.machine.processes import Signals
 
 
-@bench.command()
 def data(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -46,7 +44,6 @@ def data(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the data: how many loader workers a job needs, and where the ceiling is."""
     from allranks.bench import data as measured
     from allranks.bench import data_screen
     from allranks.launch.prepare import prepare
@@ -101,7 +98,7 @@ def run_muted(
     prepared: Prepared, console: Console, record: dict[str, Any], signals: Signals | None = None
 ) -> Outcome:
     """A run of a benchmark on this machine: what it says itself is in its logs."""
-    from allranks.launch.local import Place, run_here
+    from allranks.launch.node import Place, run_here
     from allranks.launch.screen import QuietScreen
 
     prepared.bench = record
@@ -132,7 +129,7 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     from allranks.bench import data as measured
     from allranks.bench.scaling import nothing_measured
     from allranks.errors import AllranksError
-    from allranks.machine.hardware import cpus_allotted
+    from allranks.machine.allotted import cpus_allotted
     from allranks.run.events import read_events
     from allranks.run.results import steps_by_rank
     from allranks.timing.steps import timing
@@ -153,7 +150,6 @@ def found_in_script(outcome: Outcome) -> dict[str, Any]:
     return measured.script_as_json(run, timed, max(seen, default=None), cpus)
 
 
-@bench.command()
 def precision(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -167,11 +163,11 @@ def precision(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a task in fp32, tf32, fp16 and bf16: speed, memory, and the loss."""
     from allranks.bench import precision as measured
     from allranks.bench import precision_screen
     from allranks.launch.prepare import prepare
-    from allranks.machine.hardware import local_gpus, usable_instructions
+    from allranks.machine.allotted import usable_instructions
+    from allranks.machine.gpus import local_gpus
     from allranks.machine.processes import listening
 
     def prepare_in(wanted: str) -> Prepared:

@@ -17,15 +17,14 @@ from allranks.cli.options import (
     LayoutText,
     Overrides,
     Runs,
-    app,
     people_console,
     typed_request,
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.cluster.ladder import Ladder
-    from allranks.launch.cluster.sbatch import Racer
-    from allranks.launch.cluster.submit import Submitted
+    from allranks.launch.backends.slurm.ladder import Ladder
+    from allranks.launch.backends.slurm.sbatch import Racer
+    from allranks.launch.backends.slurm.submit import Submitted
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -39,7 +38,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sen
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
 
 
-@app.command()
 def cluster(
     partition: Annotated[
         str | None, typer.Argument(metavar="PARTITION", help="Only this one.")
@@ -50,7 +48,6 @@ def cluster(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show what this cluster, or this machine, has."""
     from allranks.run.events import to_json
     from allranks.slurm import screen as cluster_screen
     from allranks.slurm.cluster import describe_cluster
@@ -64,7 +61,6 @@ def cluster(
     show(people_console(False), described)
 
 
-@app.command()
 def submit(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -84,9 +80,8 @@ def submit(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Send a job, or your own script after `--`, to SLURM."""
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import racers_of
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import racers_of
     from allranks.launch.prepare import prepare
 
     climb = read_ladder(ladder, race, layout, min_efficiency=min_efficiency, steps=steps)
@@ -104,8 +99,8 @@ def read_ladder(
 ) -> Ladder | None:
     """The layouts to climb, if any."""
     from allranks.errors import AllranksError
-    from allranks.launch.cluster import ladder as ladders
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import ladder as ladders
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if ladder is None:
         return None
@@ -119,7 +114,7 @@ def read_ladder(
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
     """The racers, and the layout to check the job with: the first of them, or the typed one."""
     from allranks.errors import AllranksError
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm.sbatch import parse_race
 
     if race is None:
         return [], layout
@@ -132,7 +127,6 @@ def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str
     return racers, str(racers[0].layout)
 
 
-@app.command()
 def race(
     run: Run,
     layouts: Annotated[str, typer.Argument(metavar="LAYOUTS", help="e.g. 2x2 or 2x2,4x1@a40")],
@@ -140,15 +134,13 @@ def race(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add a layout to a run that still waits: the first to start wins."""
-    from allranks.launch.cluster import submit as sending
-    from allranks.launch.cluster.sbatch import parse_race
+    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm.sbatch import parse_race
     from allranks.run.folder import find_run
 
     show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
 
 
-@app.command()
 def resume(
     run: Run,
     overrides: Overrides = None,
@@ -161,9 +153,8 @@ def resume(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Go on with a run in SLURM's queue, in another layout if you like; moves a running one."""
-    from allranks.launch.cluster import move
-    from allranks.launch.cluster import submit as sending
+    from allranks.launch.backends.slurm import move
+    from allranks.launch.backends.slurm import submit as sending
 
     rivals, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
@@ -174,23 +165,21 @@ def resume(
     show_submitted(move.resume(prepared, racers), as_json=as_json, wait=wait)
 
 
-@app.command(name="ls")
 def list_(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this one.")] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """List runs: state, progress, time left, why they wait or ended."""
     from allranks.launch import follow
     from allranks.launch.list_screen import show_runs
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
-    queue = standing.look_at_queue(found)
-    described = [standing.describe(one, queue) for one in found]
+    queue = run_state.look_at_queue(found)
+    described = [run_state.describe(one, queue) for one in found]
     if as_json:
         print(to_json(described))
         return
@@ -198,7 +187,6 @@ def list_(
     show_runs(people_console(False), described, suggestions)
 
 
-@app.command()
 def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
@@ -212,14 +200,13 @@ def logs(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Print what the ranks of a run print, each line with its rank."""
     from allranks.launch.logs import show
     from allranks.launch.waiting import EXIT_CODES, in_words
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.folder import find_run
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     found = find_run(runs, run)
     lines: list[str] = []
@@ -228,7 +215,7 @@ def logs(
     now: dict[str, Any] = {"state": "running"}
 
     def has_ended() -> bool:
-        now.update(standing.describe(found, standing.look_at_queue([found])))
+        now.update(run_state.describe(found, run_state.look_at_queue([found])))
         waits = clean(f"{found.name} waits: {now['reason'] or 'not started yet'}")
         if now["state"] == "queued" and told[-1:] != [waits]:
             told.append(waits)
@@ -261,12 +248,11 @@ def logs(
 
 def print_line(line: str, *, raw: bool, flush: bool) -> None:
     """A line of a log; on a terminal nothing that it would obey, but colours."""
-    from allranks.show.plain import coloured
+    from allranks.show.text import coloured
 
     print(coloured(line) if sys.stdout.isatty() and not raw else line, flush=flush)
 
 
-@app.command()
 def stop(
     run: Annotated[list[str] | None, typer.Argument(metavar="RUN...")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every run that waits or runs.")] = False,
@@ -275,13 +261,12 @@ def stop(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Stop runs at a checkpoint, from which `resume` goes on."""
     from allranks.errors import AllranksError
     from allranks.launch import follow
-    from allranks.run import standing
+    from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     if bool(run) == all_:
         raise AllranksError(
@@ -291,9 +276,9 @@ def stop(
     found = [find_run(runs, name) for name in run or []]
     if all_:
         known = list_runs(runs)
-        queue = standing.look_at_queue(known)
+        queue = run_state.look_at_queue(known)
         active = ("queued", "running")
-        found = [one for one in known if standing.describe(one, queue)["state"] in active]
+        found = [one for one in known if run_state.describe(one, queue)["state"] in active]
     done = follow.stop(found, now=now)
     if as_json:
         print(to_json(done))
@@ -329,7 +314,7 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     from allranks.launch.screen import Screen
     from allranks.launch.waiting import EXIT_CODES, wait_for_end, why_failed
     from allranks.run.events import to_json
-    from allranks.run.results import result
+    from allranks.timing.steps import result
 
     def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr if as_json else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.options import AsJson, Debug, Runs, app, people_console
+from allranks.cli.options import AsJson, Debug, Runs, people_console
 
 if TYPE_CHECKING:
     from allranks.doctor.finding import Finding
@@ -30,7 +30,13 @@ DataFolders = Annotated[
 ]
 StalledAfter = Annotated[
     float | None,
-    typer.Option(min=0, metavar="SECONDS", help="Without a step: it hangs. Default: by its steps."),
+    typer.Option(
+        "--stalled",
+        "--stalled-after",
+        min=0,
+        metavar="SECONDS",
+        help="Without a step: it is stalled. Default: by the run's own steps.",
+    ),
 ]
 Threshold = Annotated[
     list[str] | None,
@@ -40,7 +46,6 @@ LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 ListCauses = Annotated[bool, typer.Option("--list", help="Print the causes that are known.")]
 
 
-@app.command()
 def doctor(
     subject: Subjects = None,
     list_causes: ListCauses = False,
@@ -53,7 +58,6 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """What is wrong, on which rank, and what to type: a run, any log, or this machine."""
     if list_causes:
         print_causes(as_json)
     elif listen or connect is not None or not subject:
@@ -77,7 +81,7 @@ def diagnosis(
 ) -> list[Finding]:
     """What is wrong with what was named: files are logs of one run, anything else is a run."""
     from allranks.doctor.diagnose import diagnose_logs, log_files
-    from allranks.doctor.layouts import compare
+    from allranks.doctor.differing_results import compare
     from allranks.errors import AllranksError
     from allranks.run.folder import find_run
 
@@ -104,14 +108,14 @@ def diagnosis_of(
     run: RunDir, limits: Thresholds | None = None, stalled_after: float | None = None
 ) -> list[Finding]:
     """What is wrong with one run: why it failed, hangs or is slow."""
-    from allranks.doctor import live
-    from allranks.doctor.runs import diagnose_run
-    from allranks.run import standing
+    from allranks.doctor import diagnose
+    from allranks.doctor.diagnose import diagnose_run
+    from allranks.run import run_state
 
-    state = standing.describe(run, standing.look_at_queue([run]))["state"]
-    stalls = live.stalled(run, state, after=stalled_after)
-    slowness = live.slowed(run, state, limits) if not stalls else []
-    return [*live.together(diagnose_run(run), stalls, slowness), *live.odd_folder(run)]
+    state = run_state.describe(run, run_state.look_at_queue([run]))["state"]
+    stalls = diagnose.stalled(run, state, after=stalled_after)
+    slowness = diagnose.slowed(run, state, limits) if not stalls else []
+    return [*diagnose.together(diagnose_run(run), stalls, slowness), *diagnose.odd_folder(run)]
 
 
 def print_findings(findings: list[Finding], subject: str, as_json: bool) -> None:

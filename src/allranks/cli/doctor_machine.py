@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from allranks.cli.options import people_console
 
 if TYPE_CHECKING:
-    from allranks.doctor.machine.check import Check
-    from allranks.launch.cluster.checks import Verdict
+    from allranks.doctor.check import Check
+    from allranks.launch.backends.slurm.node_checks import Verdict
 
 DEFAULT_PORT = 29500
 NODES_SECONDS = 30
@@ -36,8 +36,9 @@ def check_here(runs: Path, data: Sequence[Path] = (), *, as_json: bool = False) 
 
 def check_allocation(runs: Path, gpus: int) -> list[Check]:
     """The nodes of the SLURM job that this is in, side by side, through one srun."""
-    from allranks.doctor.machine.check import failed, not_here
-    from allranks.launch.cluster import checks, inside
+    from allranks.doctor.check import failed, not_here
+    from allranks.launch.backends.slurm import inside
+    from allranks.launch.backends.slurm.node_checks import verdict
 
     if "SLURM_JOB_ID" not in os.environ:
         return [not_here("nodes", "not within a SLURM job: this machine alone was checked")]
@@ -55,7 +56,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
             timeout=NODES_SECONDS + 60,
             check=False,
         )
-        return node_checks(checks.verdict(folder, place.nodes))
+        return node_checks(verdict(folder, place.nodes))
     except (OSError, subprocess.SubprocessError) as error:
         fix = "srun hostname shows whether steps can be started in this job"
         return [failed("nodes", f"srun could not be run: {error}", fix)]
@@ -65,7 +66,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
 
 def node_checks(found: Verdict) -> list[Check]:
     """What the nodes' own preflight says, in the form of the other checks. Pure."""
-    from allranks.doctor.machine.check import failed, passed, warned
+    from allranks.doctor.check import failed, passed, warned
 
     rows = [
         failed(node, reason, f"#SBATCH --exclude={node}, and tell the site")
@@ -100,9 +101,9 @@ def port_of(words: Sequence[str] | None) -> int | None:
 def listen(port: int | None, *, as_json: bool = False) -> int:
     """Wait for one `doctor --connect`, then say what was found."""
     from allranks.doctor.pair.listen import Listening
-    from allranks.doctor.pair.words import verdict
-    from allranks.machine.interfaces import up_interfaces
-    from allranks.show.plain import clean
+    from allranks.doctor.pair.verdict import verdict
+    from allranks.machine.network import up_interfaces
+    from allranks.show.text import clean
 
     console = people_console(as_json)
 
@@ -129,7 +130,7 @@ def listen(port: int | None, *, as_json: bool = False) -> int:
 def connect(target: str, *, as_json: bool = False) -> int:
     """Test the way to a machine that listens."""
     from allranks.doctor.pair.connect import connect as reach
-    from allranks.doctor.pair.words import verdict
+    from allranks.doctor.pair.verdict import verdict
 
     host, port = split_target(target)
     started = time.monotonic()

@@ -1,82 +1,143 @@
-"""The command line: one short function per command. Imports nothing heavy before it must."""
+"""The table of commands, and the console script: what was typed goes to one command."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from allranks.cli import bench as cli_bench
-from allranks.cli import bench_comm as cli_comm
-from allranks.cli import bench_data as cli_bench_data
-from allranks.cli import cluster as cli_slurm
-from allranks.cli import doctor as cli_doctor
-from allranks.cli import report as cli_report
-from allranks.cli import watch as cli_watch
-from allranks.cli.options import (
-    AsJson,
-    Debug,
-    Force,
-    Here,
-    JobFile,
-    LayoutText,
-    Overrides,
-    Oversubscribe,
-    Resume,
-    Runs,
-    app,
-    keep_typed,
-    people_console,
-    print_error,
-    typed_request,
-)
+from allranks.cli.commands import Commands, Row, keep_typed
 
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
-# Importing these adds their commands to the app.
-__all__ = [
-    "app",
-    "cli_bench",
-    "cli_bench_data",
-    "cli_comm",
-    "cli_doctor",
-    "cli_report",
-    "cli_slurm",
-    "cli_watch",
-    "main",
-]
-
-NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
-Master = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
-]
-MaxRestarts = Annotated[
-    int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
-]
-IdleTimeout = Annotated[
-    str | None,
-    typer.Option(
-        metavar="10m", help="End a run that makes no step for this long (in a job: stall_timeout)."
+BENCH = (
+    Row(
+        "scaling",
+        "Measure",
+        "Measure a job, or your own script after `--`, on several layouts.",
+        "bench:scaling",
+        takes_script=True,
     ),
-]
-ProfileSteps = Annotated[
-    int | None,
-    typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
-]
-Show = Annotated[
-    str | None,
-    typer.Option(metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."),
-]
-Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
+    Row(
+        "comm",
+        "Measure",
+        "Measure the network between ranks: latency and bandwidth of collectives by size.",
+        "bench_comm:comm",
+    ),
+    Row(
+        "data",
+        "Measure",
+        "Measure data loading: how many workers a job needs, and how fast it can get.",
+        "bench_data:data",
+        takes_script=True,
+    ),
+    Row(
+        "precision",
+        "Measure",
+        "Measure a task in fp32, tf32, fp16 and bf16: speed, memory and loss.",
+        "bench_data:precision",
+        takes_script=True,
+    ),
+)
+
+# In the order in which people use them.
+COMMANDS = (
+    Row("init", "Train", "Write a commented job.yaml and its JSON schema.", "train:init"),
+    Row(
+        "run",
+        "Train",
+        "Train a job, or run your own script after `--`, on this machine.",
+        "train:run",
+        takes_script=True,
+    ),
+    Row("cluster", "Cluster", "Show what this cluster, or this machine, has.", "cluster:cluster"),
+    Row(
+        "submit",
+        "Cluster",
+        "Send a job, or your own script after `--`, to SLURM.",
+        "cluster:submit",
+        takes_script=True,
+    ),
+    Row(
+        "race",
+        "Cluster",
+        "Add layouts to a run that is still queued: the first to start wins.",
+        "cluster:race",
+    ),
+    Row(
+        "resume",
+        "Cluster",
+        "Continue a run in SLURM's queue, in another layout if you like; moves a running one.",
+        "cluster:resume",
+    ),
+    Row(
+        "stop",
+        "Cluster",
+        "Stop runs at a checkpoint, from which `resume` continues.",
+        "cluster:stop",
+    ),
+    Row(
+        "ls",
+        "Look",
+        "List runs: state, progress, time left, and why they wait or ended.",
+        "cluster:list_",
+    ),
+    Row(
+        "watch",
+        "Look",
+        "Follow runs live: one line for each run, and every rank of the selected one.",
+        "watch:watch",
+    ),
+    Row(
+        "logs",
+        "Look",
+        "Print the output of a run's ranks, each line with its rank.",
+        "cluster:logs",
+    ),
+    Row(
+        "status",
+        "Look",
+        "Write one page to share, in Markdown: resources, runs, performance, next steps.",
+        "watch:status",
+    ),
+    Row("bench", "Measure", "Measure how a job scales, and what holds it back.", rows=BENCH),
+    Row(
+        "report",
+        "Measure",
+        "Compare runs: speedup, efficiency, GPU-hours, cost, and which layout to take.",
+        "report:report",
+    ),
+    Row(
+        "doctor",
+        "Diagnose",
+        "Say what is wrong with a run, a log or this machine, and what to type.",
+        "doctor:doctor",
+    ),
+)
+
+
+class AllCommands(Commands):
+    """What can follow `allranks`."""
+
+    table = COMMANDS
+
+
+app = typer.Typer(
+    name="allranks",
+    cls=AllCommands,
+    help="From one GPU to many, with the speedup measured, not guessed.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.callback(invoke_without_command=True)
-def _allranks(version: Version = False) -> None:
+def _allranks(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
     if version:
         from allranks import __version__
 
@@ -84,112 +145,36 @@ def _allranks(version: Version = False) -> None:
         raise typer.Exit
 
 
-@app.command()
-def run(
-    job: JobFile = None,
-    overrides: Overrides = None,
-    layout: LayoutText = None,
-    resume: Resume = None,
-    force: Force = False,
-    runs: Runs = Path("runs"),
-    node_rank: NodeRank = None,
-    master: Master = None,
-    max_restarts: MaxRestarts = None,
-    idle_timeout: IdleTimeout = None,
-    oversubscribe: Oversubscribe = False,
-    here: Here = False,
-    profile: ProfileSteps = None,
-    show: Show = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Train a job, or run your own script after `--`, on this machine."""
-    from allranks.cli.profile import ask_for_profile, show_profile
-    from allranks.job.values import Duration
-    from allranks.launch.echo import read_ranks
-    from allranks.launch.local import Place, ranks_here, run_here
-    from allranks.launch.prepare import prepare
-    from allranks.launch.screen import Screen
-    from allranks.machine.processes import listening
-    from allranks.run.events import to_json
-
-    if idle_timeout is not None:
-        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
-    asked: dict[str, Any] = {"layout": layout, "resume": resume, "force": force, "here": here}
-    request = typed_request(job, overrides, leads=not node_rank, runs=runs, **asked)
-    place = Place(
-        node_rank=node_rank,
-        master=master,
-        max_restarts=max_restarts,
-        oversubscribe=oversubscribe,
-    )
-    prepared = prepare(request)
-    first, num_ranks = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
-    console = people_console(as_json)
-    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
-    ask_for_profile(prepared, profile)
-    with listening() as signals:  # one that comes after the ranks have ended changes nothing
-        outcome = run_here(prepared, place, screen, signals)
-        if profile is not None:
-            found = show_profile(outcome.run, console)
-            outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
-        if outcome.error is not None:
-            print_error(outcome.error, as_json=as_json, more=outcome.result)
-            raise typer.Exit(outcome.exit_code)
-        screen.summary(outcome.result, can_go_on=outcome.can_go_on)
-        if as_json:
-            print(to_json(outcome.result))
-        raise typer.Exit(outcome.exit_code)
-
-
-@app.command()
-def init(
-    folder: Annotated[Path, typer.Argument(help="Where to write.")] = Path("."),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write a commented job.yaml and its JSON schema."""
-    from allranks.job.template import write_job
-
-    written = write_job(folder, force=force)
-    if as_json:
-        print(json.dumps(written))
-        return
-    for path in written.values():
-        print(f"wrote {path}")
-    print(f"train it: allranks run {written['job']}")
-
-
 def main() -> NoReturn:
     """The console script, and `python -m allranks`."""
     from allranks.machine.processes import outlive_terminal
 
     arguments = sys.argv[1:]
-    command = None
+    script = None
     if "--" in arguments:
         cut = arguments.index("--")
-        arguments, command = arguments[:cut], arguments[cut + 1 :]
-    keep_typed(arguments, command)
-    as_json = "--json" in arguments
+        arguments, script = arguments[:cut], arguments[cut + 1 :]
+    keep_typed(arguments, script)
     outlive_terminal()
     try:
-        # On its own typer prints what is wrong with the arguments, for people, and exits.
-        sys.exit(app(arguments, standalone_mode=not as_json))
+        sys.exit(app(arguments, prog_name="allranks", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `allranks ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        mended = as_user_error(error)
-        if mended is None or "--debug" in arguments:
+        known = as_user_error(error)
+        if known is None or "--debug" in arguments:
             raise
-        print_error(mended, as_json=as_json)
-        sys.exit(mended.exit_code)
+        from allranks.cli.options import print_error
+
+        print_error(known, as_json="--json" in arguments)
+        sys.exit(known.exit_code)
 
 
 def as_user_error(error: Exception) -> AllranksError | None:
-    """An error that is the user's to mend: ours, or typer's about the arguments."""
+    """An error that its user can fix: ours, one of a file, or typer's about the arguments."""
     from allranks.errors import FULL, AllranksError, file_error
 
     if isinstance(error, AllranksError):
@@ -197,5 +182,7 @@ def as_user_error(error: Exception) -> AllranksError | None:
     if isinstance(error, OSError) and (error.filename or error.errno in FULL):
         return file_error(error)
     if hasattr(error, "format_message"):
-        return AllranksError(error.format_message(), fix="see allranks --help")
+        ctx = getattr(error, "ctx", None)
+        command = ctx.command_path if ctx is not None else "allranks"
+        return AllranksError(error.format_message(), fix=f"see {command} --help")
     return None

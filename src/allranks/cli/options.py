@@ -1,4 +1,4 @@
-"""The command line's app, and the arguments that several commands share."""
+"""The arguments that several commands share, and what they print."""
 
 from __future__ import annotations
 
@@ -10,23 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allranks.cli.commands import typed_script, typed_words
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from allranks.errors import AllranksError
     from allranks.launch.prepare import Request
-
-app = typer.Typer(
-    name="allranks",
-    help="From one GPU to many, with the speedup measured, not guessed.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-# The words after a lone `--`, which click would mix with the other arguments; those before it.
-_user_command: list[list[str]] = []
-_typed: list[str] = []
 
 JobFile = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
@@ -56,17 +46,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on st
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def keep_typed(words: list[str], command: list[str] | None) -> None:
-    """What was typed: before a lone `--`, and after it, if there was one."""
-    _typed[:] = words
-    _user_command[:] = [] if command is None else [command]
-
-
-def user_command() -> list[str] | None:
-    """What the user typed after a lone `--`; None if there was none."""
-    return _user_command[0] if _user_command else None
-
-
 def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
     """The first word is the job file, unless it is an override of the bundled job."""
     if job is None:
@@ -90,13 +69,13 @@ def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> 
     from allranks.launch.prepare import Request
 
     file, pairs = split_job(job, overrides or [])
-    command = user_command()
-    return Request(job_file=file, overrides=pairs, command=command, typed=[*_typed], **rest)
+    script = typed_script()
+    return Request(job_file=file, overrides=pairs, command=script, typed=typed_words(), **rest)
 
 
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
     """Tell people, and with `--json` programs too; `more`: what there is besides the error."""
-    from allranks.show.plain import plain
+    from allranks.show.text import plain
 
     print(plain(error.shown), file=sys.stderr)
     if as_json:
@@ -106,6 +85,6 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 
 
 def people_console(as_json: bool) -> Console:
-    from allranks.launch.screen import PeopleConsole
+    from allranks.show.console import PeopleConsole
 
     return PeopleConsole(stderr=as_json, highlight=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.options import AsJson, Debug, OwnPrice, Runs, app, people_console
+from allranks.cli.options import AsJson, Debug, OwnPrice, Runs, people_console
 
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
@@ -39,7 +39,6 @@ Doubling = Annotated[
 ]
 
 
-@app.command()
 def report(
     run: ReportedRuns = None,
     out: Out = None,
@@ -52,7 +51,6 @@ def report(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs: speedup, efficiency, GPU-hours, cost, and which layout to take."""
     from allranks.machine.prices import parse_price, read_prices
     from allranks.report.build import build
     from allranks.report.facts import read_run
@@ -60,7 +58,7 @@ def report(
     from allranks.report.terminal import show_report
     from allranks.report.verdicts import Targets
     from allranks.run.events import to_json
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     own = [*map(parse_price, price or []), *(read_prices(prices) if prices else [])]
     found, chosen = chosen_runs(runs, run or [])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allranks.cli.options import AsJson, Debug, Runs, app, people_console
+from allranks.cli.options import AsJson, Debug, Runs, people_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,9 @@ Notify = Annotated[
 Stalled = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", min=1.0, help="Without a step. Default: by the steps before, over 120."
+        metavar="SECONDS",
+        min=1.0,
+        help="Without a step: it is stalled. Default: by the run's own steps.",
     ),
 ]
 Interval = Annotated[
@@ -61,7 +63,6 @@ Stacks = Annotated[
 ]
 
 
-@app.command()
 def watch(
     run: Watched = None,
     web: Web = False,
@@ -77,7 +78,6 @@ def watch(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Follow runs live: every run in a line, every rank of the selected one."""
     from allranks.watch.live import Watcher
     from allranks.watch.marks import parse_marks
     from allranks.watch.notify import Notifier
@@ -106,7 +106,6 @@ def watch(
         watcher.close()
 
 
-@app.command()
 def status(
     run: Watched = None,
     md: Annotated[
@@ -118,7 +117,6 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """One page to share, in Markdown: resources, runs, performance, settings, next steps."""
     from allranks.run.events import to_json
     from allranks.run.folder import find_run
     from allranks.watch.live import Watcher
@@ -266,7 +264,7 @@ def stopper(watcher: Watcher) -> Any:
 
 
 def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float) -> None:
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
     from allranks.watch.plain import follow
 
     def write(line: str) -> None:

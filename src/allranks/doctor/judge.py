@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from allranks.doctor.catalogue import Catalogue, Cause
-from allranks.doctor.details import more_fields
-from allranks.doctor.ends import End
+from allranks.doctor.culprit import Suspect, echoes_of, suspect
 from allranks.doctor.event_words import event_in_words
-from allranks.doctor.facts import OUTSIDE, Facts, is_near
+from allranks.doctor.failure_facts import OUTSIDE, End, FailureFacts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
-from allranks.doctor.scan import Hit, read_around
-from allranks.doctor.silence import Suspect, echoes_of, suspect
+from allranks.doctor.finding_fields import more_fields
+from allranks.doctor.log_search import Hit
 from allranks.doctor.tracebacks import Raised
-from allranks.show.plain import plain
-from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines, redact
+from allranks.show.secrets import redact
+from allranks.show.text import plain
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
@@ -49,8 +47,10 @@ class Candidate:
         return self.level, place if self.level == LEVELS["generic"] else 0, self.order
 
 
-def judge(facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()) -> list[Finding]:
-    """All findings, the first cause first."""
+def judge(
+    facts: FailureFacts, catalogue: Catalogue, extra: Sequence[Candidate] = ()
+) -> list[Finding]:
+    """All findings, the first cause first. Reads nothing: `gather` has."""
     found = [*_told(facts, catalogue), *_derived(facts, catalogue), *extra]
     found = _joined(found)
     explained = _explained(found)
@@ -66,7 +66,7 @@ def judge(facts: Facts, catalogue: Catalogue, extra: Sequence[Candidate] = ()) -
     return [finding_of(one, facts) for one in left[:MAX_FINDINGS]]
 
 
-def _has_other_crash(first: Candidate, facts: Facts) -> bool:
+def _has_other_crash(first: Candidate, facts: FailureFacts) -> bool:
     """Whether another rank crashed in silence: then what is said of this one may follow from it."""
     said = {hit.rank for hit in facts.hits if hit.cause.kind != "mark"}
     said |= {one.rank for one in facts.raised}
@@ -76,7 +76,7 @@ def _has_other_crash(first: Candidate, facts: Facts) -> bool:
     )
 
 
-def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+def _told(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
     """Causes that a line tells in so many words."""
     places = {id(hit): index for index, hit in enumerate(facts.hits)}
     found = []
@@ -98,7 +98,7 @@ def _told(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     return found
 
 
-def _is_sruns(hit: Hit, facts: Facts) -> bool:
+def _is_sruns(hit: Hit, facts: FailureFacts) -> bool:
     """A step that srun cancelled itself, because one of its tasks had failed before."""
     if hit.cause.slug != "job-cancelled" or " STEP " not in hit.line.text:
         return False
@@ -106,7 +106,7 @@ def _is_sruns(hit: Hit, facts: Facts) -> bool:
     return any(end is None or (end.source is hit.source and end.number < hit.number) for end in own)
 
 
-def _is_raised(hit: Hit, facts: Facts) -> bool:
+def _is_raised(hit: Hit, facts: FailureFacts) -> bool:
     return any(
         hit.source is one.mark.source and 0 <= hit.number - one.number <= 2 for one in facts.raised
     )
@@ -119,7 +119,7 @@ def _merged(hits: Sequence[Hit]) -> dict[str, str]:
     return fields
 
 
-def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
+def culprit(cause: Cause, hits: Sequence[Hit], facts: FailureFacts) -> int | None:
     """The rank that a told cause is of; None if it is of all, of none, or not known."""
     if cause.culprit == "none":
         return None
@@ -141,7 +141,7 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: Facts) -> int | None:
     return _only_failed(facts, len({hit.number for hit in hits if _is_raised(hit, facts)}))
 
 
-def _only_failed(facts: Facts, times: int) -> int | None:
+def _only_failed(facts: FailureFacts, times: int) -> int | None:
     """The one rank that ended by itself, for lines that do not say whose they are."""
     own = [end for end in facts.ends.values() if end.is_own]
     if len(own) == 1 and (times <= 1 or len(facts.ends) == 1):
@@ -149,7 +149,7 @@ def _only_failed(facts: Facts, times: int) -> int | None:
     return None
 
 
-def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+def _derived(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
     """Causes that follow from what several lines say together."""
     found = [_candidate_of_exception(one, facts, catalogue) for one in _unknown(facts)[:1]]
     guess = suspect(facts)
@@ -171,7 +171,7 @@ def _derived(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
     return found or _cancelled_step(facts, catalogue)
 
 
-def _cancelled_step(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+def _cancelled_step(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
     """A step that was cancelled by itself: srun does so too, but only after a task failed."""
     hits = [hit for hit in facts.of("step-ended") if "CANCELLED AT" in hit.line.text]
     if not hits or any(end.is_own for end in facts.ends.values()):
@@ -187,7 +187,7 @@ def _is_wait(guess: Suspect) -> bool:
     )
 
 
-def _raised_alone(facts: Facts) -> bool:
+def _raised_alone(facts: FailureFacts) -> bool:
     """Whether an exception ended a rank that complains about no other: the others' waiting
     follows from it."""
     echoes = echoes_of(facts)
@@ -199,7 +199,7 @@ def _raised_alone(facts: Facts) -> bool:
     )
 
 
-def _unknown(facts: Facts) -> list[Raised]:
+def _unknown(facts: FailureFacts) -> list[Raised]:
     """Tracebacks that no cause and no echo accounts for, nor for what they follow from."""
     told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug not in AROUND]
     stopped = facts.of("terminated-by-signal")  # what is raised after it follows from it
@@ -217,7 +217,7 @@ def _unknown(facts: Facts) -> list[Raised]:
     return sorted(found, key=lambda one: one.rank is not None and one.rank in complain)
 
 
-def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> Candidate:
+def _candidate_of_exception(one: Raised, facts: FailureFacts, catalogue: Catalogue) -> Candidate:
     alike = {each.rank for each in facts.raised if each.text == one.text}
     rank = one.rank
     if rank is None:
@@ -245,7 +245,7 @@ def _candidate_of_exception(one: Raised, facts: Facts, catalogue: Catalogue) -> 
     )
 
 
-def _crashes(facts: Facts, catalogue: Catalogue) -> list[Candidate]:
+def _crashes(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
     """Ranks that ended by themselves where no other rank complains."""
     raised = {one.rank for one in facts.raised if not one.is_launchers}
     own = [end for end in facts.ends.values() if end.is_own and end.rank not in raised]
@@ -267,7 +267,7 @@ def _cause_of_end(slug: str, end: End | None, catalogue: Catalogue) -> Cause:
     return catalogue["illegal-instruction" if is_illegal else slug]
 
 
-def _count_mismatch(facts: Facts, catalogue: Catalogue) -> Candidate | None:
+def _count_mismatch(facts: FailureFacts, catalogue: Catalogue) -> Candidate | None:
     """WORLD_SIZE and the number of tasks, where a rendezvous failed."""
     waiting = facts.of("rendezvous-timeout")
     said = facts.of("world-said")
@@ -318,9 +318,9 @@ def _explained(found: Sequence[Candidate]) -> set[str]:
     return explained
 
 
-def finding_of(one: Candidate, facts: Facts) -> Finding:
+def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
     """The candidate in words, with the place of every line."""
-    fields = more_fields(one.cause.slug, one.fields, one.rank, facts)
+    fields = more_fields(one.cause.slug, one.fields, facts)
     rank, told = one.rank, fields.get("rank", "")
     if told == "none":
         rank = None
@@ -347,7 +347,7 @@ def finding_of(one: Candidate, facts: Facts) -> Finding:
     )
 
 
-def _node(one: Candidate, rank: int | None, facts: Facts) -> str | None:
+def _node(one: Candidate, rank: int | None, facts: FailureFacts) -> str | None:
     named = [hit.fields["node"] for hit in one.hits if hit.fields.get("node")]
     if named:
         return named[0]
@@ -360,21 +360,10 @@ def _node(one: Candidate, rank: int | None, facts: Facts) -> str | None:
 
 
 def _shown_hit(hit: Hit) -> str:
-    """Its line; if that stands in a private key, nothing of it."""
-    start = max(0, hit.offset - MAX_KEY_CHARACTERS)
-    before = read_around(hit.source, start, hit.offset - start) if hit.offset else ""
-    text = KeyLines(before).hide(hit.line.text)
+    text = hit.line.text
     return _shown(event_in_words(text) if hit.source.path.suffix == ".jsonl" else text)
 
 
 def _shown(text: str) -> str:
     text = " ".join(redact(plain(text)).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def shown_path(path: Path) -> str:
-    """A path as short as it can be typed from here."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

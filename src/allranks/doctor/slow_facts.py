@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.finding import Evidence
-from allranks.doctor.lines import num_lines
+from allranks.doctor.log_lines import num_lines
 from allranks.run import files
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir

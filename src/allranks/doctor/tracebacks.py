@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.doctor.lines import Line, parse
-from allranks.doctor.scan import Hit, Scanned, read_around
+from allranks.doctor.log_lines import Line, parse
+from allranks.doctor.log_search import Hit, Scanned, read_around
 from allranks.run.frames import FRAME, INSTALLED, RAISED, is_type
 
 READ_BYTES = 1 << 16

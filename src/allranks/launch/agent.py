@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from allranks.errors import AllranksError
 from allranks.launch.link import MEETING_SECONDS
 from allranks.launch.rendezvous import FixedNodes
-from allranks.run.stall_words import in_seconds
+from allranks.run.stalls import in_seconds
 
 ENDING_SECONDS = 5.0  # after its ranks, before a wait for other nodes is worth a line
 

@@ -14,8 +14,8 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.run import claims
 from allranks.run.folder import RunDir
-from allranks.run.standing import Queue, QueuedJob, look_at_queue, state_of
-from allranks.show.plain import clean
+from allranks.run.run_state import Queue, QueuedJob, look_at_queue, state_of
+from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 
 AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
@@ -168,8 +168,8 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
     """Layouts of as many ranks that SLURM expects to start earlier than any of this run's jobs."""
     from allranks.launch import prepare
-    from allranks.launch.cluster import submit
-    from allranks.launch.cluster.sbatch import Racer
+    from allranks.launch.backends.slurm import submit
+    from allranks.launch.backends.slurm.sbatch import Racer
     from allranks.layout import Layout
 
     if described["state"] != "queued":

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from allranks.errors import AllranksError
-from allranks.run.stall_words import in_seconds
-from allranks.show.plain import clean
+from allranks.run.stalls import in_seconds
+from allranks.show.text import clean
 
 MEETING_SECONDS = 600.0  # for all nodes to come
 CONNECT_SECONDS = 5.0

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 from allranks.errors import AllranksError
 from allranks.launch.door import Met, names_of
 from allranks.launch.link import MEETING_SECONDS, Interrupted, Wait, listen, own_address
-from allranks.run.stall_words import in_seconds
+from allranks.run.stalls import in_seconds
 
 ROUND_POLL_SECONDS = 0.01
 NAMING_SECONDS = 1.0  # between looks at which node is missing

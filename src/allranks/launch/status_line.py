@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress
 from rich.text import Text
 
-from allranks.run.stall_words import in_seconds
+from allranks.run.stalls import in_seconds
 
 FIRST_NOTE_SECONDS = 30.0  # after the one at the beginning; then twice as long each time
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.run import claims, missing, standing
+from allranks.run import claims, missing, run_state
 from allranks.run.folder import RunDir
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to SLURM
@@ -22,7 +22,7 @@ def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
     told, pause = "", FIRST_PAUSE
     had_ended = False
     while True:
-        now = standing.describe(run, standing.look_at_queue([run]))
+        now = run_state.describe(run, run_state.look_at_queue([run]))
         now["attempt"] = attempt_of_job(run)
         words = in_words(now)
         is_over = now["state"] in EXIT_CODES

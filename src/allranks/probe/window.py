@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -19,13 +18,13 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.probe.recorder import Recorder
+from allranks.timing.steps import STEADY_STEPS, is_steady
 
 KEY = "allranks/last_step"
 LEFT = "allranks/left"
 HEARD = "allranks/heard"  # and the rank: it leaves after that step, or ends now
 LOOK_SECONDS = 0.2
 HEAR_SECONDS = 3.0  # that all ranks have heard of the last step before it comes
-STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
 PATIENCE_STEPS, PATIENCE_SECONDS = 100, 60.0
 LEAVE_SECONDS = 20.0  # for the script to end in its own way
 
@@ -51,9 +50,9 @@ class Window:
             self.recorder.leave = self._leave
 
     def _decide(self, step: int) -> None:
-        is_steady = steady(self._ends)
+        steady = are_steady(self._ends)
         patience = step >= PATIENCE_STEPS or self._ends[-1] - self._ends[0] >= PATIENCE_SECONDS
-        if not is_steady and not (patience and step > 2):
+        if not steady and not (patience and step > 2):
             return
         pace = (self._ends[-1] - self._ends[max(0, step - 10)]) / min(step - 1, 10)
         to_come = max(self.num_steps, math.ceil(HEAR_SECONDS / max(pace, 1e-6)))
@@ -62,7 +61,7 @@ class Window:
         self.last_step = step + to_come
         if self.recorder.has_peers():
             store().set(KEY, str(self.last_step))
-        self.recorder.write("window", first=step + 1, last=self.last_step, steady=is_steady)
+        self.recorder.write("window", first=step + 1, last=self.last_step, steady=steady)
 
     def at_meeting(self) -> None:
         """Not with the first step: a rank may never make one, and must end all the same."""
@@ -108,13 +107,12 @@ class Window:
         sys.exit(0)
 
 
-def steady(ends: list[float]) -> bool:
+def are_steady(ends: list[float]) -> bool:
     """Whether steps take as long as those before them did. `ends`: when each step ended."""
     if len(ends) < 2 * STEADY_STEPS + 1:
         return False
-    took = [end - begin for begin, end in itertools.pairwise(ends[-2 * STEADY_STEPS - 1 :])]
-    before, now = (statistics.median(half) for half in (took[:STEADY_STEPS], took[STEADY_STEPS:]))
-    return abs(now - before) <= STEADY_CHANGE * before
+    last = ends[-2 * STEADY_STEPS - 1 :]
+    return is_steady([end - begin for begin, end in itertools.pairwise(last)])
 
 
 def store() -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 from allranks.machine.prices import Price, find_price
 from allranks.report import verdicts
 from allranks.report.facts import RunFacts
-from allranks.report.rows import MEASURED, PREDICTED, Row, groups, mode_of, rows_of, what_differs
+from allranks.report.rows import MEASURED, PREDICTED, Row, groups, rows_of, what_differs
 from allranks.report.rows import work_of as samples_of
 from allranks.report.verdicts import Targets
+from allranks.timing.comparison import SUSPICIOUS, mode_of
 
 VERSION = 1
-SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
 
 
 def build(
@@ -89,7 +89,8 @@ def section(
 
 def row_object(row: Row, targets: Targets) -> dict[str, Any]:
     judged = verdicts.verdict(row, targets)
-    return {**asdict(row), "verdict": ", ".join(judged.words), "verdict_text": judged.text}
+    fields = {**asdict(row), "num_counted": len(row.counted)}
+    return {**fields, "verdict": ", ".join(judged.words), "verdict_text": judged.text}
 
 
 def run_object(run: RunFacts) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
             )
         if not row.is_steady:
             notes.append(f"{row.layout}: its steps never became steady, all but the first count")
-        if row.num_failed and row.num_counted:
+        if row.num_failed and row.counted:
             counted = "its numbers are of failed runs" if row.state == "failed" else "left out"
             notes.append(
                 f"{row.layout}: {row.num_failed} of {len(row.runs)} runs failed, {counted}"

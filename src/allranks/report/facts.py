@@ -10,13 +10,13 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.run.batches import remarks
 from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.results import outcome, samples_per_epoch
-from allranks.run.standing import unreadable
-from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, read_job, same_job
+from allranks.run.run_state import unreadable
+from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
+from allranks.timing.samples_seen import remarks
 from allranks.timing.steps import Timing, timing
 
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
@@ -85,7 +85,7 @@ def read_run(run: RunDir) -> RunFacts:
 
 
 def _read_run(run: RunDir) -> RunFacts:
-    info, job = run.info(), read_job(run)
+    info, job = run.info(), run.job()
     attempts = run.attempts()
     found = outcome(run)
     start = first_start(run, attempts)

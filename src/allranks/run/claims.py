@@ -52,9 +52,6 @@ class Claim:
     time: float = field(default_factory=time.time)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    def is_of(self, job: str, restart: int) -> bool:
-        return (self.job, self.restart) == (job, restart)
-
     @property
     def is_of_another_machine(self) -> bool:
         return self.host != socket.gethostname()
@@ -161,7 +158,7 @@ def check_own(folder: Path) -> None:
 class Watch:
     """A launcher's looks, now and then, for a newer holder of its run than claim `number`.
 
-    One that does not lead (`looks`) leaves it to others: in SLURM to launch/cluster/step.py.
+    One that does not lead (`looks`) leaves it to others: in SLURM to launch/backends/slurm/step.py.
     """
 
     def __init__(self, folder: Path, number: int | None, *, looks: bool) -> None:

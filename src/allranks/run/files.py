@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from allranks.show.plain import plain
+from allranks.show.text import plain
 
 MAX_BYTES = 16 << 20  # of a file that is read whole
 MAX_HOLE_BYTES = 64 << 20  # more that nobody wrote would be read as if it were there
 MAX_NUMBER = 1_000_000  # of ranks and of attempts
 MAX_NOTES = 10_000
 MAX_NODES = 100_000  # of a document: aliases of YAML make few bytes many
+MAX_YAML_BYTES = 1 << 20
+MAX_NESTED = 2000  # brackets and the like of a document in YAML
 SHOWN_VALUE = 40  # characters
 
 Check = Callable[[Any], bool]
@@ -156,6 +158,22 @@ def parse_json(text: bytes) -> Any:
         return cleaned(_decode(text.decode()), text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(text: bytes) -> Any:
+    """YAML as plain data, as `parse_json` gives it. Raises ValueError."""
+    import yaml  # no rank needs it
+
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError("it is too large")
+    if max(map(text.count, (b"[", b"{", b"- ", b"? "))) > MAX_NESTED:  # the one in C would crash
+        raise ValueError("it is nested too deeply")
+    # The one in C takes a tenth of the time, and is not everywhere.
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        return plain_data(yaml.load(text, loader))  # safe: a SafeLoader either way
+    except (yaml.YAMLError, RecursionError, AttributeError, TypeError):
+        raise ValueError("it is not valid YAML") from None
 
 
 _decode = json.JSONDecoder(parse_constant=lambda _: None).decode
@@ -332,6 +350,13 @@ INFO: dict[str, Check] = {
     "missing": or_none(
         mapping({"attempt": is_count, "path": is_text, "on": _TEXTS, "not_on": _TEXTS})
     ),
+}
+JOB: dict[str, Check] = {
+    **dict.fromkeys(("name", "task", "command", "last", "launcher"), or_none(is_text)),
+    **dict.fromkeys(("epochs", "steps", "batch_size", "seed"), or_none(is_whole)),
+    **dict.fromkeys(("batch_size_per_rank",), or_none(is_whole)),
+    **dict.fromkeys(("options", "optimizer", "data", "slurm"), or_none(is_mapping)),
+    **dict.fromkeys(("env", "checkpoint"), or_none(is_mapping)),
 }
 STOP: dict[str, Check] = {
     "why": is_text,

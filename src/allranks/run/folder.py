@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 from allranks.errors import FULL, AllranksError, disk_error
 from allranks.run import claims, files
 from allranks.run.events import read_events, read_last_events
-from allranks.show.plain import plain, printable
+from allranks.show.text import plain, printable
 
 State = Literal["queued", "running", "finished", "failed", "stopped"]
 
@@ -110,6 +110,10 @@ class RunDir:
     def info(self) -> dict[str, Any]:
         """The content of run.json, checked; empty if there is none (yet)."""
         return files.read_mapping(self.path / "run.json", files.INFO)
+
+    def job(self) -> dict[str, Any]:
+        """The content of job.yaml, checked; empty if there is none that can be read."""
+        return files.read_mapping(self.job_file, files.JOB, files.parse_yaml)
 
     def problem(self) -> str | None:
         """What is wrong with the folder itself, in a line: by what it holds, and by what was left

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 from allranks.run.events import read_events, read_last_events
 from allranks.run.folder import RunDir, State
-from allranks.timing.steps import AFFORDABLE_BYTES, affordable_timing
 
 EARLY_EVENTS = 200  # what is said once is among these
 
 
-def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
-    """A run in one object: what `allranks run --json` prints. `state`: for who knows better."""
-    found = outcome(run, state)
-    is_told = found["samples_per_second"] is not None  # a script says nothing itself
-    measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
-    if measured is not None and measured.samples:
-        # Of the same steps as in every other command: a task's own word is of all of them.
-        found["samples_per_second"] = round(measured.samples_per_second, 3)
-    return found
-
-
 def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
-    """The same for who measures its steps too; its pace is the word of the run's first rank."""
+    """A run in one object, its pace by the word of its first rank (`timing.steps.result` measures
+    it). `state`: where the caller knows it."""
     state = state or run.state()
     attempts = run.attempts()
     attempt = attempts[-1] if attempts else 0

@@ -1,31 +1,31 @@
-"""Whether a run makes no more steps, and which of its ranks the others wait for. No torch.
+"""Ranks that make no more steps: which of them the others wait for, and how that is said in a line.
 
-Told from the ranks' events, which any machine can read, and from the stacks of those that are here.
+By the ranks' events, which any machine can read, and by the stacks of those that are here. The
+launcher says it during the run, the doctor when asked, both in the same words.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.run import stacks
+from allranks.run import progress, stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.stacks import Stack
+from allranks.show.text import clean
 
 RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
-LEAST_SECONDS = 10.0
-SURE_SECONDS = 60.0  # an evaluation or a checkpoint may well take less
-FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
-LONGEST_GAPS = 3.0  # times the longest pause between two steps so far
-USUAL_STEPS = 20.0  # times the usual step
 # Events that tell of getting on.
 PROGRESS = ("start", "step", "metric", "checkpoint")
+MOST_NAMES, MOST_PLACES = 5, 3
+PLURALS = {"is": "are", "has": "have", "gives": "give", "waits": "wait"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +126,13 @@ def with_stacks(
     ]
 
 
-def patience(states: Sequence[RankState]) -> float:
-    """Seconds without a step that are nothing unusual for this run, by its own steps."""
-    usual = [state.usual for state in states if state.usual is not None]
-    if not usual:
-        return FIRST_STEP_SECONDS
-    longest = [state.longest for state in states if state.longest is not None]
-    return max(LEAST_SECONDS, USUAL_STEPS * max(usual), LONGEST_GAPS * max(longest, default=0.0))
+def patience(
+    states: Sequence[RankState], *, stands_out: bool = True, asked: float | None = None
+) -> float:
+    """Seconds without a step after which these ranks are stalled, by run/progress.py."""
+    usual = max((state.usual for state in states if state.usual is not None), default=None)
+    longest = max((state.longest for state in states if state.longest is not None), default=0.0)
+    return progress.patience(usual, longest, stands_out=stands_out, asked=asked)
 
 
 def silence(states: Sequence[RankState], now: float) -> float:
@@ -227,16 +227,12 @@ def wait_apart(states: Sequence[RankState]) -> bool:
     return len(places) == len(states) > 1 and len(set(places)) > 1
 
 
-def is_worth_saying(
-    states: Sequence[RankState], found: Blame | None, seconds: float, usual: float
+def is_stalled(
+    states: Sequence[RankState], found: Blame | None, seconds: float, asked: float | None = None
 ) -> bool:
-    """Whether ranks that have made no step for so long, longer than usual, may be called stuck.
-
-    Ranks that are alike may be at an evaluation: they have longer than one that others wait for.
-    """
-    if found is not None or wait_apart(states) or all(map(is_waiting, states)):
-        return True
-    return seconds >= max(SURE_SECONDS, 2 * usual)
+    """Whether ranks that have made no step for so long are stuck; `found`: who is to blame."""
+    stands_out = found is not None or wait_apart(states) or all(map(is_waiting, states))
+    return seconds >= patience(states, stands_out=stands_out, asked=asked)
 
 
 def ended_for(run: RunDir, attempt: int) -> str | None:
@@ -247,3 +243,73 @@ def ended_for(run: RunDir, attempt: int) -> str | None:
     for _, rank, error in sorted(said, key=lambda one: one[:2]):
         return f"rank {rank}: {error['what']}"
     return None
+
+
+# --- In words ----------------------------------------------------------------------------------
+
+
+def who_is_where(states: Sequence[RankState], found: Blame | None) -> str:
+    """`rank 1 is at train.py:9 in f; ranks 0 and 2 wait for it in all_reduce`."""
+    if wait_apart(states):
+        return clean(f"ranks wait in different exchanges: {places(states)}")
+    if found is None:
+        return clean(places(states) or "no rank stands out")
+    culprits = [state for state in states if state.rank in found.ranks]
+    others = [state for state in states if state.rank not in found.ranks and not state.ended]
+    has_nodes = len({state.node for state in states}) > 1
+    # Why they are blamed stands in for where they are: ended, unable to run, or elsewhere.
+    is_told = any(state.ended or state.kernel in ("T", "D") for state in culprits)
+    said = "" if is_told else places(culprits, with_nodes=has_nodes)
+    if not said:
+        why = "has finished" if all(s.ended == "finished" for s in culprits) else found.why
+        said = clause(culprits, why, with_nodes=has_nodes)
+    calls = {state.stack.call if state.stack else None for state in others}
+    call = calls.pop() if len(calls) == 1 else None
+    whom = "it" if len(culprits) == 1 else "them"
+    waits = f"waits for {whom}" + (f" in {call}" if call else "")
+    return clean(f"{said}; {clause(others, waits)}" if others else said)
+
+
+def places(states: Sequence[RankState], *, with_nodes: bool = False) -> str:
+    """Where ranks are, grouped by place; empty if that is not known for any of them."""
+    groups: dict[str, list[RankState]] = defaultdict(list)
+    for state in states:
+        if state.ended is None and (where := place_of(state)):
+            groups[where].append(state)
+    said = [clause(group, where, with_nodes=with_nodes) for where, group in groups.items()]
+    rest = sum(len(group) for group in list(groups.values())[MOST_PLACES:])
+    return "; ".join([*said[:MOST_PLACES], *([f"{rest} more elsewhere"] if rest else [])])
+
+
+def place_of(state: RankState) -> str:
+    """`is at train.py:9 in f`, `waits in all_reduce at train.py:8 in f`; empty if not known."""
+    place = state.stack.place if state.stack else None
+    if place is None or state.stack is None:
+        return {"wait": "waits in an exchange", "data": "waits for data"}.get(state.doing or "", "")
+    if not is_waiting(state):
+        return f"is at {place.brief}"
+    call = state.stack.call or "an exchange"
+    return f"waits in {call} at {place.brief}" if place.is_own else f"waits in {call}"
+
+
+def clause(states: Sequence[RankState], what: str, *, with_nodes: bool = False) -> str:
+    """Ranks and what is said about them, in the singular or the plural."""
+    nodes = list(dict.fromkeys(state.node for state in states if state.node))
+    on = f" on {rank_names(nodes, '')}" if with_nodes and nodes else ""
+    verb, _, rest = what.partition(" ")
+    verb = PLURALS.get(verb, verb) if len(states) > 1 else verb
+    return f"{rank_names([state.rank for state in states])}{on} {verb} {rest}".strip()
+
+
+def rank_names(names: Iterable[object], word: str = "rank") -> str:
+    """`rank 1`, `ranks 0, 2 and 3`, `ranks 0, 1, 2, 3 and 60 more`."""
+    known = [str(name) for name in names]
+    if len(known) > MOST_NAMES:
+        known[MOST_NAMES - 1 :] = [f"{len(known) - MOST_NAMES + 1} more"]
+    listed = " and ".join([part for part in (", ".join(known[:-1]), known[-1]) if part])
+    return f"{word}{'s' if len(known) > 1 else ''} {listed}" if word else listed
+
+
+def in_seconds(seconds: float) -> str:
+    """`34 s`, `8 min`."""
+    return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"

@@ -1,100 +1,259 @@
-"""Which runs are compared, and with which of them: one rule for every command that says how much
-faster more ranks are.
+"""How much faster more ranks are: the one comparison behind `bench scaling`, `report`, `watch`,
+`status` and `submit --ladder`. The rules, one of each:
 
-Compared are runs that train the same thing at the same settings on the same kind of device: those
-of one benchmark of scaling, or else all of a job. The base is the fewest ranks among them that have
-a pace (of several such layouts the fastest), and its pace is the mean of its runs. A run that
-failed counts only where its layout has no other.
+- Compared are runs that train the same thing at the same settings (`same_job`), those of one
+  benchmark of scaling among themselves (`is_compared`), each kind of device for itself.
+- A layout's pace is the median of its repeats. Its 95% interval is Student's of their mean, widened
+  to hold the median; of a single run it comes from the spread of its steps.
+- A run that failed counts only where its layout has no other with a pace. One that is stopped or
+  still goes on counts.
+- The base is the layout with the fewest ranks that has a pace; of several such the fastest.
+- Speedup is a layout's pace over the base's, efficiency is that over how many times more ranks.
+  A layout without a pace has neither.
+- What a step's time goes to is that of the repeat in the middle (of the two, where their number is
+  even), as shares of the step that belongs to the median.
+- Scaling is `strong` if all layouts train the same batch, `weak` if all ranks do, to 2%; `mixed` if
+  neither, `one size` if no two layouts differ in ranks.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-import yaml
-
-from allranks.run import files
+from allranks.layout import Layout
 from allranks.run.folder import RunDir
+from allranks.timing.spread import Spread, spread, t_975
+from allranks.timing.steps import PARTS, Timing
 
 SAME_JOB = (
     *("name", "task", "command", "options", "batch_size", "batch_size_per_rank", "optimizer"),
     *("lr_scaling", "compress", "precision", "compile", "activation_checkpointing", "launcher"),
 )
-JOB: dict[str, files.Check] = {
-    **dict.fromkeys(("name", "task", "command", "last", "launcher"), files.or_none(files.is_text)),
-    **dict.fromkeys(("epochs", "steps", "batch_size", "seed"), files.or_none(files.is_whole)),
-    **dict.fromkeys(("batch_size_per_rank",), files.or_none(files.is_whole)),
-    **dict.fromkeys(("options", "optimizer", "data", "slurm"), files.or_none(files.is_mapping)),
-    **dict.fromkeys(("env", "checkpoint"), files.or_none(files.is_mapping)),
-}
-MAX_JOB_BYTES = 1 << 20
-MAX_NESTED = 2000  # brackets and the like of a job.yaml
 CPU = "CPU"
 SCALING = "scaling"  # the one benchmark whose runs are there to be compared by their layouts
-# The one in C takes a tenth of the time, and is not everywhere.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+SAME = 0.02  # relative difference up to which two batches, or two amounts of work, are the same
+SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
+# A layout's state is the first of these that one of its runs has.
+STATES = ("finished", "running", "stopped", "queued", "failed")
 
 
-class Paced(Protocol):
-    """A run, as far as its pace can be compared."""
+class Measured(Protocol):
+    """A run, as far as it can be compared."""
 
     @property
     def run(self) -> str: ...
     @property
     def layout(self) -> str | None: ...
     @property
-    def ranks(self) -> int: ...
+    def device(self) -> str: ...
     @property
     def state(self) -> str: ...
     @property
     def samples_per_second(self) -> float | None: ...
+    @property
+    def timing(self) -> Timing | None: ...
 
 
-P = TypeVar("P", bound=Paced)
+M = TypeVar("M", bound=Measured)
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """What others are compared with: the mean pace of these runs of one layout."""
+class Pace:
+    """A run of which only its pace is known."""
+
+    run: str
+    layout: str
+    samples_per_second: float | None
+    state: str = "finished"
+    device: str = CPU
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One layout on one kind of device: its runs together, against the base. None: not known.
+
+    Times are seconds of a step.
+    """
 
     layout: str
+    device: str
     ranks: int
-    samples_per_second: float
+    nodes: int
+    state: str
     runs: tuple[str, ...]
+    counted: tuple[str, ...]  # those that the numbers are of
+    num_failed: int
+    is_steady: bool  # whether all of them reached steady steps
+    batch: float | None = None  # samples of a step, of all ranks
+    samples_per_second: Spread | None = None
+    step_seconds: float | None = None
+    parts: dict[str, float] | None = None
+    slowest_rank: int | None = None
+    slowest_part: str | None = None
+    baseline: str | None = None  # the layout that speedup and efficiency are against
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+    efficiency: float | None = None
+    lost: dict[str, float] = field(default_factory=dict)  # efficiency that each part costs
 
-    def efficiency(self, ranks: int, samples_per_second: float) -> float:
-        return samples_per_second / self.samples_per_second * self.ranks / ranks
+    @property
+    def pace(self) -> float | None:
+        return self.samples_per_second.median if self.samples_per_second else None
+
+    @property
+    def ci95(self) -> tuple[float, float] | None:
+        return self.samples_per_second.ci95 if self.samples_per_second else None
+
+    def ratio(self, ranks: int, pace: float) -> tuple[float, float]:
+        """Speedup and efficiency of so many ranks at a pace, with this layout as the base."""
+        assert self.pace
+        return pace / self.pace, pace / self.pace * self.ranks / ranks
 
 
-def counted(runs: Iterable[P]) -> list[P]:
-    """Those of a layout's runs that its pace is the mean of."""
+def compare(runs: Iterable[Measured]) -> list[Compared]:
+    """Each layout of runs that can be compared, by device and from few ranks to many."""
+    by_layout: dict[tuple[str, str], list[Measured]] = {}
+    for run in runs:
+        if run.layout is not None:
+            by_layout.setdefault((run.device, run.layout), []).append(run)
+    rows = [together(those) for those in by_layout.values()]
+    rows.sort(key=lambda row: (row.device, row.ranks, row.nodes, row.layout))
+    bases = {device: base_of(rows, device) for device, _ in by_layout}
+    return [against(row, bases[row.device]) for row in rows]
+
+
+def together(runs: Sequence[Measured]) -> Compared:
+    """The runs of one layout, before it is compared with others."""
+    those = counted(runs)
+    name = str(runs[0].layout)
+    layout = Layout.parse(name.partition("@")[0])
+    # The parts of the run in the middle, or of the two, as shares of the step that is shown.
+    ordered = sorted(those, key=lambda run: run.samples_per_second or 0.0)
+    middle = [run.timing for run in ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]]
+    timings = [run.timing for run in those if run.timing is not None]
+    row = Compared(
+        layout=name,
+        device=runs[0].device,
+        ranks=layout.ranks,
+        nodes=layout.nodes,
+        state=min((run.state for run in runs), key=STATES.index),
+        runs=tuple(run.run for run in runs),
+        counted=tuple(run.run for run in those),
+        num_failed=sum(run.state == "failed" for run in runs),
+        is_steady=all(timing.steady for timing in timings),
+        samples_per_second=pace_of(those),
+    )
+    known = [timing for timing in middle if timing is not None]
+    if row.pace and known and len(known) == len(middle):
+        batch = statistics.fmean(timing.samples / timing.num_steps for timing in known)
+        step = batch / row.pace
+        row = replace(row, batch=batch, step_seconds=step, parts=parts_of(known, step))
+    if timings:
+        slowest = statistics.mode([timing.slowest_rank for timing in timings])
+        parts = [timing.slowest_part for timing in timings if timing.slowest_rank == slowest]
+        row = replace(row, slowest_rank=slowest, slowest_part=statistics.mode(parts))
+    return row
+
+
+def counted(runs: Iterable[M]) -> list[M]:
+    """Those of a layout's runs that its pace is of."""
     paced = [run for run in runs if run.samples_per_second]
     return [run for run in paced if run.state != "failed"] or paced
 
 
-def mean_pace(runs: Sequence[Paced]) -> float:
-    return statistics.fmean(run.samples_per_second or 0.0 for run in runs)
-
-
-def base_of(runs: Iterable[Paced]) -> Base | None:
-    """The base of runs that can be compared; None if none of them has a pace."""
-    by_layout: dict[tuple[int, str], list[Paced]] = {}
-    for run in runs:
-        if run.layout is not None and run.samples_per_second:
-            by_layout.setdefault((run.ranks, run.layout), []).append(run)
-    if not by_layout:
+def pace_of(runs: Sequence[Measured]) -> Spread | None:
+    if not runs:
         return None
-    fewest = min(ranks for ranks, _ in by_layout)
-    bases = [
-        Base(layout, ranks, mean_pace(those), tuple(run.run for run in those))
-        for (ranks, layout), found in by_layout.items()
-        if ranks == fewest and (those := counted(found))
+    found = spread([run.samples_per_second or 0.0 for run in runs], lowest=0.0)
+    if len(runs) == 1 and runs[0].timing is not None:
+        return replace(found, ci95=interval_within(runs[0].timing))
+    return found
+
+
+def interval_within(timing: Timing) -> tuple[float, float] | None:
+    """95% from the spread of the steps of one run: it cannot know how runs differ."""
+    if timing.num_steps < 2:
+        return None
+    factor = t_975(timing.num_steps - 1) / math.sqrt(timing.num_steps)
+    error = factor * timing.step_deviation / timing.step_seconds
+    return timing.samples_per_second * max(0.0, 1 - error), timing.samples_per_second * (1 + error)
+
+
+def parts_of(timings: Sequence[Timing], step_seconds: float) -> dict[str, float] | None:
+    shares = [
+        {part: timing.parts[part] / timing.step_seconds for part in PARTS}
+        for timing in timings
+        if timing.parts is not None
     ]
-    return max(bases, key=lambda base: base.samples_per_second)
+    if len(shares) < len(timings):
+        return None
+    return {part: step_seconds * statistics.fmean(one[part] for one in shares) for part in PARTS}
+
+
+def base_of(rows: Iterable[Compared], device: str) -> Compared | None:
+    """What the layouts of a device are compared with; None if none of them has a pace."""
+    paced = [row for row in rows if row.device == device and row.pace]
+    return min(paced, key=lambda row: (row.ranks, -(row.pace or 0.0)), default=None)
+
+
+def against(row: Compared, base: Compared | None) -> Compared:
+    """With its speedup and efficiency, and what each part takes of it.
+
+    Perfect scaling makes a sample cost base.step / base.batch / (ranks / base.ranks). What a
+    sample costs more than that is lost, part by part: the losses sum to 1 - efficiency.
+    """
+    if base is None or not row.pace:
+        return row
+    speedup, efficiency = base.ratio(row.ranks, row.pace)
+    lost = {}
+    if row.parts and base.parts and row.batch and base.batch:
+        cost = sum(row.parts.values()) / row.batch
+        for part in PARTS:
+            ideal = base.parts[part] / base.batch * base.ranks / row.ranks
+            lost[part] = (row.parts[part] / row.batch - ideal) / cost
+    return replace(
+        row,
+        baseline=base.layout,
+        speedup=speedup,
+        speedup_ci95=None if row is base else ratio_interval(row, base),
+        efficiency=efficiency,
+        lost=lost,
+    )
+
+
+def ratio_interval(row: Compared, base: Compared) -> tuple[float, float] | None:
+    """95% of the speedup: the relative half-widths of both paces, added as errors are."""
+    halves = [unsure(one) for one in (row, base) if one.ci95 is not None]
+    if not halves or not row.pace or not base.pace:
+        return None
+    speedup, half = row.pace / base.pace, math.hypot(*halves)
+    return max(0.0, speedup * (1 - half)), speedup * (1 + half)
+
+
+def unsure(row: Compared) -> float:
+    """Half of a pace's 95% interval, as a part of it; 0 where none is known."""
+    return (row.ci95[1] - row.ci95[0]) / 2 / row.pace if row.ci95 and row.pace else 0.0
+
+
+def mode_of(rows: Sequence[Compared]) -> str:
+    known = [(row.batch, row.ranks) for row in rows if row.batch]
+    if len({ranks for _, ranks in known}) < 2:
+        return "one size"
+    batches = [batch for batch, _ in known]
+    if is_same(min(batches), max(batches)):
+        return "strong"
+    shares = [batch / ranks for batch, ranks in known]
+    return "weak" if is_same(min(shares), max(shares)) else "mixed"
+
+
+def is_same(a: float, b: float) -> bool:
+    return abs(a - b) <= SAME * max(abs(a), abs(b))
 
 
 def is_compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -112,22 +271,6 @@ def is_compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def is_comparable(info: Mapping[str, Any]) -> bool:
     """Whether a run is one to compare layouts with, by its run.json."""
     return bench_of(info).get("kind") in (None, SCALING)
-
-
-def read_job(run: RunDir) -> dict[str, Any]:
-    """The content of job.yaml, checked; empty if there is none that can be read."""
-    return files.read_mapping(run.job_file, JOB, _parse_yaml)
-
-
-def _parse_yaml(text: bytes) -> Any:
-    if len(text) > MAX_JOB_BYTES:
-        raise ValueError("it is too large")
-    if max(map(text.count, (b"[", b"{", b"- ", b"? "))) > MAX_NESTED:  # the one in C would crash
-        raise ValueError("it is nested too deeply")
-    try:
-        return files.plain_data(yaml.load(text, _Loader))  # safe: a SafeLoader either way
-    except (yaml.YAMLError, RecursionError, AttributeError, TypeError):
-        raise ValueError("it is not valid YAML") from None
 
 
 def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
@@ -166,16 +309,3 @@ def bench_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """What run.json says of the benchmark that the run is part of; empty if of none."""
     bench = info.get("bench")
     return bench if isinstance(bench, dict) else {}
-
-
-def last_step(
-    start: Mapping[str, Any], info: Mapping[str, Any], window: Mapping[str, Any] | None
-) -> int | None:
-    """The step that a run is to end with, as far as it is known.
-
-    A task that is measured is given more steps than it will make: the probe ends it, with the
-    last step of the window that it has chosen.
-    """
-    if "job" not in bench_of(info):
-        return start.get("steps")
-    return window.get("last") if window else None

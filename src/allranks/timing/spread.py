@@ -1,4 +1,4 @@
-"""What repeats of a measurement say together: their mean, their range, and how sure that is."""
+"""What repeats of a measurement say together: their median, their range, and how sure it is."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ T_975 = (
 class Spread:
     """Repeats of one quantity."""
 
+    median: float  # what is shown of them
     mean: float
     min: float
     max: float
     n: int
-    ci95: tuple[float, float] | None  # of the mean; None for a single value
+    ci95: tuple[float, float] | None  # None for a single value
 
 
 def spread(values: Sequence[float], *, lowest: float = -math.inf) -> Spread:
-    """The spread of one value or more; no interval goes below `lowest`."""
-    mean = statistics.fmean(values)
+    """The spread of one value or more; no interval goes below `lowest`.
+
+    The interval is Student's of the mean, widened to hold the median that it is shown with.
+    """
+    mean, median = statistics.fmean(values), statistics.median(values)
     interval = None
     if len(values) > 1:
         half = t_975(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-        interval = (max(lowest, mean - half), mean + half)
-    return Spread(mean, min(values), max(values), len(values), interval)
+        interval = (min(max(lowest, mean - half), median), max(mean + half, median))
+    return Spread(median, mean, min(values), max(values), len(values), interval)
 
 
 def t_975(freedom: int) -> float:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from allranks.run.events import read_events
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, State
+from allranks.run.results import outcome
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
-STEADY_STEPS, STEADY_CHANGE = 10, 0.05
+STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
 # A rank is slower than the others if they wait for it this much of a step, in the mean, and that
 # mean is so many times its standard error over blocks of steps: equal ranks are late in turns, and
 # what else a machine does may slow one of them for a while.
@@ -78,6 +80,8 @@ def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
                 steps[rank][event["step"]] = event
             elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
                 window = event  # of ranks that never meet, each has its own
+            elif event["event"] == "end" and (event.get("error") or {}).get("own_ranks"):
+                return None  # of an unknown number of trainings
     layout = str(run.info().get("layout", ""))
     return timing_of(steps, window, one_clock=layout.startswith("1x"))
 
@@ -90,6 +94,18 @@ def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing 
         return timing(run)
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank of ours has written
         return None
+
+
+def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
+    """A run in one object: what `allranks run --json` prints. `state`: where the caller
+    knows it."""
+    found = outcome(run, state)
+    is_told = found["samples_per_second"] is not None  # a script says nothing itself
+    measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
+    if measured is not None and measured.samples:
+        # Of the same steps as in every other command: a task's own word is of all of them.
+        found["samples_per_second"] = round(measured.samples_per_second, 3)
+    return found
 
 
 def event_bytes(run: RunDir) -> int:
@@ -147,12 +163,17 @@ def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
     for start in range(1, len(times) - 2 * block + 1):
         if block < 2:
             break
-        before = statistics.median(times[start : start + block])
-        after = statistics.median(times[start + block : start + 2 * block])
-        if abs(after - before) <= STEADY_CHANGE * before:
+        if is_steady(times[start : start + 2 * block]):
             return seconds[start + block][0], True
     # Between the first two steps the probe looks for what the script trains.
     return seconds[min(2 if len(seconds) > 3 else 1, len(seconds) - 1)][0], False
+
+
+def is_steady(times: Sequence[float]) -> bool:
+    """Whether the second half of these steps took as long as the first."""
+    before, after = times[: len(times) // 2], times[len(times) // 2 :]
+    usual = statistics.median(before)
+    return abs(statistics.median(after) - usual) <= STEADY_CHANGE * usual
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from allranks.run.folder import RunDir
-from allranks.run.standing import Queue, look_at_queue
+from allranks.run.run_state import Queue, look_at_queue
 
 ASK_SECONDS = 10.0
 MAX_SECONDS = 120.0

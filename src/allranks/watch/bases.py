@@ -1,4 +1,4 @@
-"""Whose pace a run's is compared with: the rule of `comparing`, over the runs that are followed."""
+"""How a run that is followed compares with others, by the rules of `timing/comparison.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from allranks.timing.comparison import SCALING, Base, base_of, bench_of, device_name, is_comparable
+from allranks.timing.comparison import (
+    SCALING,
+    Compared,
+    Pace,
+    bench_of,
+    compare,
+    device_name,
+    is_comparable,
+)
 from allranks.timing.steps import AFFORDABLE_BYTES, affordable_timing, event_bytes
 from allranks.watch.summary import ranks_of
 
@@ -22,55 +30,63 @@ Key = tuple[str, str, str | None]  # what is trained, on what, in which benchmar
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A run, as `comparing` wants it."""
+class Comparison:
+    """A run's layout, and the base of the runs that it is compared with."""
 
-    run: str
-    layout: str
-    ranks: int
-    state: str
-    samples_per_second: float | None
+    row: Compared
+    base: Compared
 
 
 class Bases:
-    """The base of each set of runs, as they stand now; files are read until the deadline."""
+    """Sets of runs that can be compared, as they stand now; files are read until the deadline."""
 
     def __init__(self, followed: Iterable[Followed], deadline: float) -> None:
         self._deadline = deadline
         self._max_bytes = AFFORDABLE_BYTES if math.isinf(deadline) else LIVE_BYTES
         self.is_behind = False  # whether there is more to read
-        self._sets: dict[Key, list[Followed]] = {}
-        self._found: dict[Key, Base | None] = {}
+        self._sets: dict[Key, dict[str, list[Followed]]] = {}  # by layout
+        self._found: dict[tuple[Key, str], Comparison | None] = {}
         self._unread: set[str] = set()  # jobs with runs that nobody has looked at yet
         for one in followed:
             if not one.is_read:
                 self._unread.add(one.run.job_name)
             for key in one.sets:
-                self._sets.setdefault(key, []).append(one)
+                self._sets.setdefault(key, {}).setdefault(layout_of(one), []).append(one)
 
-    def of(self, one: Followed) -> Base | None:
-        """What its pace is compared with; None if nothing was measured, or not all is read yet."""
-        key = next(iter(one.sets), None)
-        if key is None or one.run.job_name in self._unread:
+    def of(self, one: Followed) -> Comparison | None:
+        """How its layout compares; None if nothing was measured, or not all is read yet."""
+        key, layout = next(iter(one.sets), None), layout_of(one)
+        if key is None or one.run.job_name in self._unread or ranks_of(layout) is None:
             return None
-        if key not in self._found:
-            self._found[key] = self._base(self._sets.get(key, []))
-        return self._found[key]
+        if (key, layout) not in self._found:
+            self._found[key, layout] = self._compare(self._sets.get(key, {}), layout)
+        return self._found[key, layout]
 
-    def _base(self, runs: list[Followed]) -> Base | None:
-        """From few ranks to many: what is not needed is not read."""
-        by_ranks: dict[int, list[Followed]] = {}
-        for one in runs:
-            ranks = ranks_of(layout_of(one))
-            if ranks is not None:
-                by_ranks.setdefault(ranks, []).append(one)
-        for ranks in sorted(by_ranks):
-            if not all([self.measure(one) for one in by_ranks[ranks]]):
+    def _compare(self, layouts: dict[str, list[Followed]], wanted: str) -> Comparison | None:
+        """From few ranks to many, until there is a base: what is not needed is not read."""
+        known = {name: ranks for name in layouts if (ranks := ranks_of(name)) is not None}
+        for ranks in sorted(set(known.values())):
+            rows = self._rows(layouts, [name for name in known if known[name] == ranks])
+            if rows is None:
                 return None
-            paced = [candidate(one, ranks) for one in by_ranks[ranks]]
-            if (base := base_of(paced)) is not None:
-                return base
+            base = next((row for row in rows if row.layout == row.baseline), None)
+            if base is not None:
+                rows = self._rows(layouts, [base.layout, wanted])
+                row = next((row for row in rows or () if row.layout == wanted), None)
+                return Comparison(row, base) if row is not None else None
         return None
+
+    def _rows(self, layouts: dict[str, list[Followed]], names: list[str]) -> list[Compared] | None:
+        """These layouts compared; None if not all of their runs could be read in time."""
+        runs = [one for name in dict.fromkeys(names) for one in layouts[name]]
+        if not all([self.measure(one) for one in runs]):
+            return None
+        return compare(
+            Pace(
+                one.run.name, layout_of(one), pace_of(one), one.standing.state, timing=one.measured
+            )
+            for one in runs
+        )
 
     def measure(self, one: Followed) -> bool:
         """Read the pace of a run that has ended, if there is time; whether it is known."""
@@ -113,15 +129,11 @@ def layout_of(one: Followed) -> str:
     return str(start_of(one).get("layout") or one.info.get("layout", ""))
 
 
-def candidate(one: Followed, ranks: int) -> Candidate:
-    return Candidate(one.run.name, layout_of(one), ranks, one.standing.state, pace_of(one, ranks))
-
-
-def pace_of(one: Followed, ranks: int) -> float | None:
+def pace_of(one: Followed) -> float | None:
     """Over the steady steps of a run; of one that goes on, once there are some."""
     if one.is_measured:
         return one.pace
-    lead = one.reader.lead
+    lead, ranks = one.reader.lead, ranks_of(layout_of(one)) or 1
     return one.reader.steady_pace(ranks) if lead and (lead.step or 0) >= MIN_STEPS else None
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from allranks.show.plain import clean
-from allranks.watch.columns import Column, shortened
+from allranks.show.tables import Column
+from allranks.show.text import clean, shortened
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView
 from allranks.watch.words import count, duration, hours, num_bytes, sparkline, whole_duration
@@ -77,7 +77,7 @@ def run_cells(run: RunView, today: str) -> dict[str, Text]:
         "loss": loss_cell(run),
         "curve": Text(sparkline(list(run.losses), CURVE), style="cyan"),
         "pace": Text(count(run.samples_per_second) if run.samples_per_second else ""),
-        "efficiency": Text(f"{run.efficiency:.0%}" if run.efficiency is not None else ""),
+        "efficiency": Text(f"{run.efficiency:.0%}" if run.is_compared else ""),
         "hours": Text(hours(run.rank_hours) if run.rank_hours else ""),
         "why": Text(reason(run, today), style="dim"),
     }
@@ -93,11 +93,11 @@ def reason(run: RunView, today: str) -> str:
 
 
 def base_words(run: RunView, width: int = 99) -> str:
-    """What its efficiency is against: `one rank: NAME`, `1x2: mean of 3 runs`."""
+    """What its efficiency is against: `one rank: NAME`, `1x2: median of 3 runs`."""
     layout = run.baseline_layout or "1x1"
     whose = "one rank" if layout == "1x1" else layout
     if len(run.baseline_runs) > 1:
-        return f"{whose}: mean of {len(run.baseline_runs)} runs"
+        return f"{whose}: median of {len(run.baseline_runs)} runs"
     return f"{whose}: {shortened(clean(run.baseline or ''), width)}"
 
 

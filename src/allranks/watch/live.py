@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.standing import look_at_queue, unreadable
-from allranks.timing.comparison import Base, identity, read_job, same_job
+from allranks.run.run_state import look_at_queue, unreadable
+from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
-from allranks.watch.bases import Bases, Key, sets_of
+from allranks.watch.bases import Bases, Comparison, Key, sets_of
 from allranks.watch.reader import RunReader
 from allranks.watch.summary import Standing, judge, run_view
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView
@@ -46,7 +46,7 @@ class Followed:
     job: dict[str, Any] = field(default_factory=dict)
     same: str = ""  # as runs that can be compared with it
     sets: tuple[Key, ...] = ()  # of runs, that it is compared in
-    base: Base | None = None
+    comparison: Comparison | None = None
     first_start: dict[str, Any] | None = None  # of one whose ranks are not followed
     is_measured: bool = False  # it has ended, and its pace was read
     measured: Timing | None = None
@@ -84,7 +84,7 @@ class Followed:
             return False
         self._signs = signs
         self.info = self.run.info()
-        self.job = read_job(self.run)
+        self.job = self.run.job()
         self.same = identity(same_job(self.job, self.info, self.run))
         self.first_start = None
         return True
@@ -266,8 +266,8 @@ class Watcher:
                 continue
             if not one.is_measured and bases.measure(one) and one.is_measured:
                 changed.add(one.run.name)
-            if (base := bases.of(one)) != one.base:
-                one.base = base
+            if (comparison := bases.of(one)) != one.comparison:
+                one.comparison = comparison
                 changed.add(one.run.name)
         self._is_behind = bases.is_behind
         return any([self._show(self._followed[name]) for name in changed])

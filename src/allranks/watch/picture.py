@@ -33,7 +33,7 @@ def run_line(view: RunView) -> dict[str, Any]:
     fields = {key: value for key, value in asdict(view).items() if key not in NOT_FOR_THE_LIST}
     every = -(-len(view.losses) // SPARK_POINTS) or 1
     spark = [rounded(loss) for loss in view.losses[::-1][::every][::-1]]
-    base = base_words(view) if view.baseline else None
+    base = base_words(view) if view.is_compared else None
     return {key: _short(key, value) for key, value in fields.items()} | {
         "spark": spark,
         "base": base,

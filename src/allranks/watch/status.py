@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.show.plain import as_code, in_markdown, plain
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
+from allranks.show.text import as_code, in_markdown, plain
 from allranks.watch.lines import day, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
@@ -151,7 +151,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         rows.append(
             [
                 *(view.run, view.layout, predicted(view), count(view.samples_per_second or 0)),
-                f"{view.efficiency:.0%}" if view.efficiency is not None else "",
+                f"{view.efficiency:.0%}" if view.is_compared else "",
                 duration(view.step_seconds or steps),
                 share_of(mean([rank.data for rank in one.ranks]), steps),
                 share_of(mean([rank.wait for rank in one.ranks]), steps),
@@ -168,12 +168,13 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     bases = dict.fromkeys(
         in_markdown(f"{one.view.baseline_layout} ({', '.join(one.view.baseline_runs)})")
         for one in measured
-        if one.view.efficiency is not None
+        if one.view.is_compared
     )
     if bases:
         notes.append(
             "Predicted is what as many ranks would do if each were as fast as one of the smallest "
-            f"layout that was measured: the mean of {'; '.join(bases)}."
+            f"layout that was measured: the median of {'; '.join(bases)}. Efficiency is by the "
+            "median of a layout's runs, of one that goes on by its last steps."
         )
     else:
         notes.append("Nothing is predicted: no smaller layout of these jobs was measured.")
@@ -182,9 +183,9 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
 
 def predicted(view: RunView) -> str:
     """What as many ranks would do that cost each other nothing."""
-    if view.efficiency is None or not view.samples_per_second:
+    if not view.is_compared or not view.baseline_samples_per_second or not view.speedup:
         return ""
-    return count(view.samples_per_second / view.efficiency)
+    return count(view.baseline_samples_per_second * view.speedup / (view.efficiency or 1.0))
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -244,7 +245,7 @@ def next_steps(one: RunStatus) -> list[str]:
             rank = one.parts.slowest_rank
             whom = f"rank {rank}" if rank is not None else "whichever rank is last, by turns"
             found.append(f"{said} {whom}: {typed['doctor']}.")
-    if (view.world_size or 1) > 1 and view.efficiency is None and view.step:
+    if (view.world_size or 1) > 1 and not view.is_compared and view.step:
         found.append(
             f"{name} has nothing to be compared with: run its job with `--layout 1x1` too."
         )

@@ -9,20 +9,15 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run import claims
 from allranks.run.folder import RunDir
-from allranks.run.standing import RUNNING, Queue, reason_of, state_of
-from allranks.timing.comparison import last_step
+from allranks.run.progress import patience
+from allranks.run.record import final_step
+from allranks.run.run_state import RUNNING, Queue, reason_of, state_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
 
 if TYPE_CHECKING:
     from allranks.watch.live import Followed
-
-# Without a step for this long, and for so many times the longest pause there was, a run is stalled.
-STALLED_SECONDS = 120.0
-STALLED_TIMES = 10.0
-# Before the first step: imports from a network disk, compilation, staging of data.
-FIRST_STEP_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +63,12 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
     world = start.get("world_size") or ranks_of(layout)
     step = lead.step if lead else None
-    steps = last_step(start, one.info, lead.window if lead else None)
+    steps = final_step(start, one.info, lead.window if lead else None)
     took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
-    base = one.base if one.base is not None and layout != one.base.layout else None
-    efficiency = base.efficiency(world, pace) if base and world and pace else None
-    base = base if efficiency is not None else None
+    speedup, efficiency = ratios_of(one, world, pace)
+    base = one.comparison.base if one.comparison and efficiency else None
     return RunView(
         run=one.run.name,
         run_dir=str(one.run.path),
@@ -100,10 +94,13 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         losses=tuple(reader.losses.values),
         step_seconds=took,
         samples_per_second=pace,
+        speedup=speedup,
         efficiency=efficiency,
-        baseline=base.runs[0] if base else None,
+        repeats=len(one.comparison.row.counted) if one.comparison and not one.is_active else 0,
+        baseline=base.counted[0] if base else None,
         baseline_layout=base.layout if base else None,
-        baseline_runs=base.runs if base else (),
+        baseline_runs=base.counted if base else (),
+        baseline_samples_per_second=base.pace if base else None,
         seconds_left=(steps - step) * by_clock
         if is_running and steps and step and by_clock
         else None,
@@ -113,6 +110,22 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         last_step=lead.recent[-1].get("t") if lead and lead.recent else None,
         heartbeat=lead.last_time if lead else None,
     )
+
+
+def ratios_of(
+    one: Followed, world: int | None, pace: float | None
+) -> tuple[float | None, float | None]:
+    """Speedup and efficiency: of a run that goes on its own now, else those of its layout's runs.
+
+    None of a run that does not count, as one that failed where another of its layout did not.
+    """
+    found = one.comparison
+    if found is None:
+        return None, None
+    if one.is_active:
+        return found.base.ratio(world, pace) if world and pace else (None, None)
+    is_counted = one.run.name in found.row.counted
+    return (found.row.speedup, found.row.efficiency) if is_counted else (None, None)
 
 
 def step_seconds(one: Followed) -> float | None:
@@ -131,13 +144,13 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
     if lead is None or lead.first_time is None:
         return None
     if not lead.recent:
-        passed, limit = now - lead.first_time, stalled or FIRST_STEP_SECONDS
+        passed, limit = now - lead.first_time, patience(None, 0.0, stands_out=False, asked=stalled)
         return f"stalled: no first step for {duration(passed)}" if passed > limit else None
     passed = now - lead.recent[-1]["t"]
-    limit = stalled or max(STALLED_SECONDS, STALLED_TIMES * reader.longest_pause)
-    if passed <= limit:
+    took = lead.mean("seconds")
+    if passed <= patience(took or 0.0, reader.longest_pause, stands_out=False, asked=stalled):
         return None
-    before = f"; steps before took {duration(took)}" if (took := lead.mean("seconds")) else ""
+    before = f"; steps before took {duration(took)}" if took else ""
     return f"stalled: no step for {duration(passed)}{before}"
 
 

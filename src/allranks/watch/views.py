@@ -36,10 +36,13 @@ class RunView:
     losses: tuple[float | None, ...] = ()
     step_seconds: float | None = None  # in the mean: of the last steps, or of all when it ended
     samples_per_second: float | None = None  # of all ranks: of the last steps, or as it ended
-    efficiency: float | None = None  # against as many times the pace of a rank of the base
+    speedup: float | None = None  # of a run that goes on, by its last steps; of one that has
+    efficiency: float | None = None  # ended, of its layout's repeats together, as `report` has it
+    repeats: int = 0  # how many those are
     baseline: str | None = None  # the newest run of the base
     baseline_layout: str | None = None
-    baseline_runs: tuple[str, ...] = ()  # whose mean pace it is
+    baseline_runs: tuple[str, ...] = ()  # whose median pace it is
+    baseline_samples_per_second: float | None = None
     seconds_left: float | None = None  # by the clock of the last ten minutes
     rank_hours: float = 0.0  # GPU-hours on GPUs, of all attempts
     checkpoint: int | None = None  # the step of the newest
@@ -54,6 +57,11 @@ class RunView:
     @property
     def is_gpu(self) -> bool:
         return self.device not in (None, "CPU")
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is measured against a smaller layout than its own."""
+        return self.efficiency is not None and self.layout != self.baseline_layout
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

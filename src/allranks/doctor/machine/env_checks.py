@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from allranks.doctor.machine.check import Check, failed, passed, warned
-from allranks.doctor.machine.facts import Facts
+from allranks.doctor.check import Check, failed, passed, warned
+from allranks.doctor.machine.facts import MachineFacts
 from allranks.machine.gpus import visible_devices
 
 LEFT_OVER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -24,8 +24,8 @@ SLOW = {
 PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 
 
-def env_checks(facts: Facts) -> list[Check]:
-    rules: tuple[Callable[[Facts], Iterator[Check]], ...] = (
+def env_checks(facts: MachineFacts) -> list[Check]:
+    rules: tuple[Callable[[MachineFacts], Iterator[Check]], ...] = (
         interface_names,
         infiniband,
         devices,
@@ -39,7 +39,7 @@ def env_checks(facts: Facts) -> list[Check]:
     return found or [passed("environment", "no variable that fights another, or what is here")]
 
 
-def interface_names(facts: Facts) -> Iterator[Check]:
+def interface_names(facts: MachineFacts) -> Iterator[Check]:
     real = [each.name for each in facts.interfaces if not each.is_loopback]
     first = next(iter(real), "eth0")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
@@ -71,7 +71,7 @@ def matching(value: str, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if name not in fits] if excludes else fits
 
 
-def infiniband(facts: Facts) -> Iterator[Check]:
+def infiniband(facts: MachineFacts) -> Iterator[Check]:
     active = [port for port in facts.ports if port.state == "ACTIVE"]
     env = facts.env
     if active and env.get("NCCL_IB_DISABLE") == "1":
@@ -90,7 +90,7 @@ def infiniband(facts: Facts) -> Iterator[Check]:
             yield failed("NCCL_IB_HCA", value, "unset NCCL_IB_HCA")
 
 
-def devices(facts: Facts) -> Iterator[Check]:
+def devices(facts: MachineFacts) -> Iterator[Check]:
     value = facts.env.get("CUDA_VISIBLE_DEVICES")
     if value is None or not facts.num_gpus_in_all:
         return
@@ -116,7 +116,7 @@ def devices(facts: Facts) -> Iterator[Check]:
         yield warned("CUDA_VISIBLE_DEVICES", value, fix)
 
 
-def left_over(facts: Facts) -> Iterator[Check]:
+def left_over(facts: MachineFacts) -> Iterator[Check]:
     env = facts.env
     if "ALLRANKS_RUN_DIR" in env or "TORCHELASTIC_RUN_ID" in env:
         return  # within a rank they belong there
@@ -129,7 +129,7 @@ def left_over(facts: Facts) -> Iterator[Check]:
     yield check("left over", f"{value}: {why}", f"unset {' '.join(names)}")
 
 
-def threads(facts: Facts) -> Iterator[Check]:
+def threads(facts: MachineFacts) -> Iterator[Check]:
     wanted = int_of(facts.env.get("OMP_NUM_THREADS"))
     if wanted > facts.cpus_allotted:
         value = f"OMP_NUM_THREADS={wanted}, but {facts.cpus_allotted} CPUs may be used"
@@ -142,14 +142,14 @@ def threads(facts: Facts) -> Iterator[Check]:
             yield warned(name, f"{name}={value} {why}", f"unset {name}")
 
 
-def allocator(facts: Facts) -> Iterator[Check]:
+def allocator(facts: MachineFacts) -> Iterator[Check]:
     old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     if facts.env.get(old) and facts.env.get(new) and facts.env[old] != facts.env[new]:
         value = f"{old}={facts.env[old]} and {new}={facts.env[new]} differ"
         yield warned(new, value, f"keep one: unset {old}")
 
 
-def slow(facts: Facts) -> Iterator[Check]:
+def slow(facts: MachineFacts) -> Iterator[Check]:
     for name, (value, why) in SLOW.items():
         if facts.env.get(name, "").upper() != value:
             continue
@@ -158,7 +158,7 @@ def slow(facts: Facts) -> Iterator[Check]:
         yield warned(name, f"{name}={value}: {why}", f"unset {name}, unless you debug with it")
 
 
-def renamed(facts: Facts) -> Iterator[Check]:
+def renamed(facts: MachineFacts) -> Iterator[Check]:
     for old, new in RENAMED.items():
         if facts.env.get(old):
             yield warned(old, f"{old} is now {new}", f"export {new}={facts.env[old]}; unset {old}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from allranks.doctor.machine.check import Check, failed, not_here, passed, warned
-from allranks.doctor.machine.facts import Facts
+from allranks.doctor.check import Check, failed, not_here, passed, warned
+from allranks.doctor.machine.facts import MachineFacts
 
 SLOW_IMPORT = 15.0  # seconds
 WHEELS = "https://download.pytorch.org/whl"
 
 
-def gpu_checks(facts: Facts) -> list[Check]:
+def gpu_checks(facts: MachineFacts) -> list[Check]:
     return [
         driver(facts),
         torch(facts),
@@ -22,7 +22,7 @@ def gpu_checks(facts: Facts) -> list[Check]:
     ]
 
 
-def driver(facts: Facts) -> Check:
+def driver(facts: MachineFacts) -> Check:
     if not facts.has_driver:
         if facts.has_nvidia_card:
             return failed(
@@ -49,7 +49,7 @@ def driver(facts: Facts) -> Check:
     return passed("driver", value)
 
 
-def torch(facts: Facts) -> Check:
+def torch(facts: MachineFacts) -> Check:
     found = facts.torch
     if found.version is None:
         return failed("torch", "torch is not installed in this Python", "pip install torch")
@@ -66,7 +66,7 @@ def torch(facts: Facts) -> Check:
     return passed("torch", value)
 
 
-def cuda(facts: Facts) -> Iterator[Check]:
+def cuda(facts: MachineFacts) -> Iterator[Check]:
     """Torch's CUDA against the driver's, and its kernels against the GPUs."""
     built, runs = facts.torch.cuda, facts.driver_cuda
     if not facts.gpus or facts.torch.version is None:
@@ -98,7 +98,7 @@ def cuda(facts: Facts) -> Iterator[Check]:
     yield from kernels(facts)
 
 
-def kernels(facts: Facts) -> Iterator[Check]:
+def kernels(facts: MachineFacts) -> Iterator[Check]:
     """Whether torch was compiled for these GPUs."""
     archs = (facts.torch.asked or {}).get("archs") or []
     if not archs:
@@ -127,20 +127,20 @@ def has_kernels(capability: str, archs: list[str]) -> bool:
     return False
 
 
-def health(facts: Facts) -> Check:
+def health(facts: MachineFacts) -> Check:
     found = facts.health
     if found is None or found.ok is None:
         return not_here("gpu health", "no GPU to look at")
     if not found.ok:
         fix = "use other GPUs (#SBATCH --exclude=NODE), and tell the site"
-        return failed("gpu health", found.detail, fix)
-    if found.warning:
+        return failed("gpu health", found.value, fix)
+    if found.status == "warn":
         fix = "nvidia-smi -q -d ECC,PERFORMANCE,TEMPERATURE; end what is left over, or tell the "
-        return warned("gpu health", found.warning, f"{fix}site: this node will be slow")
-    return passed("gpu health", f"{found.detail}: no ECC error, no slowdown")
+        return warned("gpu health", found.value, f"{fix}site: this node will be slow")
+    return passed("gpu health", f"{found.value}: no ECC error, no slowdown")
 
 
-def peers(facts: Facts) -> Check:
+def peers(facts: MachineFacts) -> Check:
     if len(facts.gpus) < 2:
         return not_here("peer access", f"{len(facts.gpus) or 'no'} GPU")
     if facts.peer_access is None:
@@ -155,7 +155,7 @@ def peers(facts: Facts) -> Check:
     return passed("peer access", f"GPUs reach each other by {facts.gpu_link}")
 
 
-def nccl(facts: Facts) -> Check:
+def nccl(facts: MachineFacts) -> Check:
     if facts.other_nccl:
         return warned(
             "nccl",

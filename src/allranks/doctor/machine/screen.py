@@ -9,18 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.doctor.machine.check import Check, Status
+from allranks.doctor.check import Check, Status
 from allranks.doctor.machine.env_checks import env_checks
-from allranks.doctor.machine.facts import Facts
+from allranks.doctor.machine.facts import MachineFacts
 from allranks.doctor.machine.gpu_checks import gpu_checks
-from allranks.doctor.machine.network_checks import network_checks
-from allranks.doctor.machine.system_checks import system_checks
+from allranks.doctor.machine.system_checks import network_checks, system_checks
 
 STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "red", "not here": "dim"}
 NAME_WIDTH = 14
 
 
-def check_machine(facts: Facts) -> list[Check]:
+def check_machine(facts: MachineFacts) -> list[Check]:
     """All checks of one machine, in the order they are shown."""
     return [
         *gpu_checks(facts),

@@ -1,12 +1,66 @@
-"""Limits, shared memory, CPUs, clock and disks of a machine: pure functions of facts."""
+"""Network, limits, shared memory, CPUs, clock and disks of a machine: pure functions of facts."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 
-from allranks.doctor.machine.check import Check, failed, in_bytes, not_here, passed, speed, warned
+from allranks.doctor.check import Check, failed, in_bytes, not_here, passed, speed, warned
 from allranks.doctor.machine.disk import FolderFacts
-from allranks.doctor.machine.facts import Facts
+from allranks.doctor.machine.facts import DEFAULT_PORT, MachineFacts
+
+
+def network_checks(facts: MachineFacts) -> list[Check]:
+    return [interfaces(facts), infiniband(facts), own_name(facts), default_port(facts)]
+
+
+def interfaces(facts: MachineFacts) -> Check:
+    real = [each for each in facts.interfaces if not each.is_loopback]
+    if not real:
+        return not_here("interfaces", "no interface is up but the loopback: one machine alone")
+    words = ", ".join(f"{each.name} ({each.address})" for each in real)
+    return passed("interfaces", words)
+
+
+def infiniband(facts: MachineFacts) -> Check:
+    if not facts.ports:
+        return not_here("infiniband", "no InfiniBand or RoCE device: NCCL uses sockets")
+    active = [port for port in facts.ports if port.state == "ACTIVE"]
+    down = [port for port in facts.ports if port.state != "ACTIVE"]
+    words = ", ".join(f"{port.name} is {port.state}" for port in down)
+    if not active:
+        fix = "tell the site (ibstat); until then export NCCL_IB_DISABLE=1: sockets are slower"
+        return failed("infiniband", f"no port is active: {words}", fix)
+    value = ", ".join(f"{port.name} {port.rate}" for port in active)
+    if down:
+        names = ",".join(port.name for port in active)
+        return warned("infiniband", f"{value}; but {words}", f"export NCCL_IB_HCA=={names}")
+    return passed("infiniband", value)
+
+
+def own_name(facts: MachineFacts) -> Check:
+    outward = next((each for each in facts.interfaces if not each.is_loopback), None)
+    through = f"export GLOO_SOCKET_IFNAME={outward.name}" if outward else ""
+    if facts.host_address is None:
+        fix = through or f"add '127.0.1.1 {facts.host}' to /etc/hosts"
+        return warned("own name", f"{facts.host} stands for no address", fix)
+    value = f"{facts.host} is {facts.host_address}"
+    if ipaddress.ip_address(facts.host_address).is_loopback and outward is not None:
+        value += ", a loopback address: other machines that are told it reach themselves"
+        # On one machine alone nothing is wrong with it.
+        if facts.num_nodes > 1:
+            return failed("own name", value, f"{through}; and --master {outward.address}:29500")
+        return passed("own name", f"{value}; {through} for several machines")
+    return passed("own name", value)
+
+
+def default_port(facts: MachineFacts) -> Check:
+    if facts.default_port_taken:
+        fix = f"torchrun --master-port=0 or another number; ss -ltnp 'sport = :{DEFAULT_PORT}' "
+        value = f"{DEFAULT_PORT}, where torch's ranks meet by default, is in use"
+        return warned("port", value, f"{fix}shows whose it is. allranks takes a free one itself")
+    return passed("port", f"{DEFAULT_PORT} is free")
+
 
 MIB, GIB = 1 << 20, 1 << 30
 FEW_FILES, ENOUGH_FILES = 1024, 4096
@@ -21,7 +75,7 @@ MOST_CLOCK_ERROR = 1.0  # seconds
 NO_LIMIT = -1
 
 
-def system_checks(facts: Facts) -> list[Check]:
+def system_checks(facts: MachineFacts) -> list[Check]:
     return [
         *limit_checks(facts),
         shared_memory(facts),
@@ -32,7 +86,7 @@ def system_checks(facts: Facts) -> list[Check]:
     ]
 
 
-def limit_checks(facts: Facts) -> Iterator[Check]:
+def limit_checks(facts: MachineFacts) -> Iterator[Check]:
     yield open_files(facts)
     yield locked_memory(facts)
     soft, _ = facts.limits.get("stack", (NO_LIMIT, NO_LIMIT))
@@ -49,7 +103,7 @@ def limit_checks(facts: Facts) -> Iterator[Check]:
         yield warned("processes", value, fix)
 
 
-def open_files(facts: Facts) -> Check:
+def open_files(facts: MachineFacts) -> Check:
     soft, hard = facts.limits.get("nofile", (NO_LIMIT, NO_LIMIT))
     value = f"ulimit -n is {'unlimited' if soft == NO_LIMIT else soft}"
     if soft == NO_LIMIT or soft >= ENOUGH_FILES:
@@ -65,7 +119,7 @@ def open_files(facts: Facts) -> Check:
     )
 
 
-def locked_memory(facts: Facts) -> Check:
+def locked_memory(facts: MachineFacts) -> Check:
     soft, _ = facts.limits.get("memlock", (NO_LIMIT, NO_LIMIT))
     if soft == NO_LIMIT:
         return passed("locked memory", "ulimit -l is unlimited")
@@ -79,7 +133,7 @@ def locked_memory(facts: Facts) -> Check:
     )
 
 
-def shared_memory(facts: Facts) -> Check:
+def shared_memory(facts: MachineFacts) -> Check:
     size, free = facts.shm_bytes, facts.shm_free
     if size is None or free is None:
         fix = "docker run --ipc=host, or mount a tmpfs there: loader workers and NCCL need it"
@@ -96,7 +150,7 @@ def shared_memory(facts: Facts) -> Check:
     return passed("shared memory", value)
 
 
-def cpus(facts: Facts) -> Check:
+def cpus(facts: MachineFacts) -> Check:
     allotted = facts.cpus_allotted
     value = f"{allotted} of {facts.cpus} CPUs may be used"
     if facts.gpus:
@@ -112,7 +166,7 @@ def cpus(facts: Facts) -> Check:
     return passed("cpus", value)
 
 
-def memory(facts: Facts) -> Check:
+def memory(facts: MachineFacts) -> Check:
     value = f"{in_bytes(facts.memory_allotted)} of {in_bytes(facts.memory_bytes)} may be used"
     on_gpus = sum(gpu.memory_bytes for gpu in facts.gpus)
     if on_gpus and facts.memory_allotted < on_gpus / 2:
@@ -121,7 +175,7 @@ def memory(facts: Facts) -> Check:
     return passed("memory", value)
 
 
-def clock(facts: Facts) -> Check:
+def clock(facts: MachineFacts) -> Check:
     if facts.clock_synchronised is None:
         return not_here("clock", "the kernel does not say whether its clock is right")
     error = facts.clock_error or 0.0

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.pair import talk
+from allranks.doctor.connectivity import OpenPort
+from allranks.doctor.pair import protocol
 from allranks.doctor.pair.facts import PairFacts, from_fields, path_mtu, plain, side_of, to_fields
-from allranks.doctor.pair.talk import Moved, Stranger
-from allranks.doctor.ports import OpenPort
+from allranks.doctor.pair.protocol import Moved, Stranger
 
 CONNECT_SECONDS = 3.0
 KNOCK_SECONDS = 1.5  # the other side is known to be there
@@ -36,7 +36,7 @@ def connect(host: str, port: int, *, seconds: float = TRANSFER_SECONDS) -> PairF
             facts.neighbour = is_neighbour(address)
             continue
         with control:
-            control.settimeout(talk.TALK_SECONDS)
+            control.settimeout(protocol.TALK_SECONDS)
             control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 Test(facts, control, address, seconds).run()
@@ -97,40 +97,40 @@ class Test:
         with EchoPort() as mine:
             nonce = secrets.token_hex(8)
             facts.here = side_of(control)
-            talk.say(
+            protocol.say(
                 control,
-                allranks=talk.VERSION,
+                allranks=protocol.VERSION,
                 nonce=nonce,
                 side=to_fields(facts.here),
                 port=mine.port,
             )
-            hello = talk.hear(control)
+            hello = protocol.hear(control)
             if hello.get("busy"):
                 raise Stranger("it is busy with another machine: try again when it is done")
-            if hello.get("allranks") != talk.VERSION or hello.get("nonce") != nonce:
+            if hello.get("allranks") != protocol.VERSION or hello.get("nonce") != nonce:
                 raise Stranger("it is no `allranks doctor --listen` of this version")
             facts.there = from_fields(hello["side"])
             self.session = str(hello["session"])
-            times = sorted(talk.ping(control))
+            times = sorted(protocol.ping(control))
             facts.round_trip = times[len(times) // 2]
             facts.jitter = times[-len(times) // 20 or -1] - times[0]
             facts.clock_offset = self._clock()
             facts.other_port_out = self._knock(int(hello["port"]))
-            facts.other_port_in = str(talk.hear(control)["knocked"])[:200]
+            facts.other_port_in = str(protocol.hear(control)["knocked"])[:200]
         facts.also = self._other_addresses()
         facts.rate_out = _rate([self._send()])
         facts.rate_in = _rate([self._receive()])
-        facts.rate_many = _rate(talk.together([self._send] * STREAMS))
+        facts.rate_many = _rate(protocol.together([self._send] * STREAMS))
         facts.path_mtu = path_mtu(control)
-        talk.say(control, report=summary(facts))
+        protocol.say(control, report=summary(facts))
 
     def _clock(self) -> float:
         """By the quickest of several answers: a slow one may have been slow one way only."""
         found: list[tuple[float, float]] = []  # seconds that the answer took, offset
-        for _ in range(talk.CLOCKS):
+        for _ in range(protocol.CLOCKS):
             asked, start = time.time(), time.perf_counter()
-            talk.say(self.control, clock=True)
-            theirs = float(talk.hear(self.control)["time"])
+            protocol.say(self.control, clock=True)
+            theirs = float(protocol.hear(self.control)["time"])
             took = time.perf_counter() - start
             found.append((took, theirs - (asked + took / 2)))
         return min(found)[1]
@@ -152,11 +152,11 @@ class Test:
         def attempt(address: str) -> Callable[[], bool]:
             def call() -> bool:
                 with self._open("hello", address=address, seconds=KNOCK_SECONDS) as line:
-                    return bool(talk.hear(line).get("session") == self.session)
+                    return bool(protocol.hear(line).get("session") == self.session)
 
             return call
 
-        found = talk.together([attempt(address) for address in others[:MOST_ADDRESSES]])
+        found = protocol.together([attempt(address) for address in others[:MOST_ADDRESSES]])
         reached = [address for address, is_it in zip(others, found, strict=False) if is_it]
         return {address: there.interfaces[address] for address in reached}
 
@@ -164,20 +164,20 @@ class Test:
         self, mode: str, *, address: str | None = None, seconds: float = CONNECT_SECONDS
     ) -> socket.socket:
         line = socket.create_connection((address or self.address, self.facts.port), seconds)
-        line.settimeout(talk.TALK_SECONDS)
-        talk.say(line, session=self.session, mode=mode, seconds=self.seconds)
+        line.settimeout(protocol.TALK_SECONDS)
+        protocol.say(line, session=self.session, mode=mode, seconds=self.seconds)
         return line
 
     def _send(self) -> Moved:
         with self._open("up") as line:
-            talk.send_for(line, self.seconds)
-            line.settimeout(talk.TALK_SECONDS)
-            told = talk.hear(line)
+            protocol.send_for(line, self.seconds)
+            line.settimeout(protocol.TALK_SECONDS)
+            told = protocol.hear(line)
             return Moved(int(told["bytes"]), float(told["seconds"]))
 
     def _receive(self) -> Moved:
         with self._open("down") as line:
-            return talk.receive_all(line, self.seconds)
+            return protocol.receive_all(line, self.seconds)
 
 
 class EchoPort:

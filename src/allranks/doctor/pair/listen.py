@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from allranks.doctor.pair import talk
+from allranks.doctor.connectivity import OpenPort
+from allranks.doctor.pair import protocol
 from allranks.doctor.pair.connect import KNOCK_SECONDS, EchoPort, reason
 from allranks.doctor.pair.facts import (
     PairFacts,
@@ -21,8 +22,7 @@ from allranks.doctor.pair.facts import (
     side_of,
     to_fields,
 )
-from allranks.doctor.pair.talk import Stranger
-from allranks.doctor.ports import OpenPort
+from allranks.doctor.pair.protocol import Stranger
 from allranks.errors import AllranksError
 
 MOST_AT_ONCE = 32
@@ -82,9 +82,9 @@ class Listening:
         try:
             with connection:
                 peer = plain(str(connection.getpeername()[0]))
-                connection.settimeout(talk.TALK_SECONDS)
+                connection.settimeout(protocol.TALK_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                first = talk.hear(connection)
+                first = protocol.hear(connection)
                 with self._counting:
                     if connection in self._lines:
                         self._lines[connection] = True
@@ -103,20 +103,20 @@ class Listening:
         """A connection of the machine that is being served: bytes in, or bytes out."""
         if not self._session or not secrets.compare_digest(str(first["session"]), self._session):
             raise Stranger("a connection that belongs to no test was closed")
-        seconds = min(float(first["seconds"]), talk.MOST_SECONDS)
+        seconds = min(float(first["seconds"]), protocol.MOST_SECONDS)
         if first["mode"] == "hello":
-            talk.say(line, session=self._session)
+            protocol.say(line, session=self._session)
         elif first["mode"] == "up":
-            moved = talk.receive_all(line, seconds)
-            talk.say(line, bytes=moved.num_bytes, seconds=moved.seconds)
+            moved = protocol.receive_all(line, seconds)
+            protocol.say(line, bytes=moved.num_bytes, seconds=moved.seconds)
         else:
-            talk.send_for(line, seconds)
+            protocol.send_for(line, seconds)
 
     def _serve(self, control: socket.socket, hello: Mapping[str, Any], peer: str) -> None:
-        if hello.get("allranks") != talk.VERSION:
+        if hello.get("allranks") != protocol.VERSION:
             raise Stranger("it is no `allranks doctor --connect` of this version")
         if not self._taking.acquire(blocking=False):
-            talk.say(control, busy=True)
+            protocol.say(control, busy=True)
             return
         try:
             self._session = secrets.token_hex(16)
@@ -129,21 +129,21 @@ class Listening:
         theirs, mine = from_fields(hello["side"]), side_of(control)
         self._told(f"{theirs.host} ({peer}) has connected; this takes a few seconds")
         with EchoPort() as port:
-            talk.say(
+            protocol.say(
                 control,
-                allranks=talk.VERSION,
+                allranks=protocol.VERSION,
                 nonce=str(hello["nonce"])[:64],
                 session=self._session,
                 side=to_fields(mine),
                 port=port.port,
             )
-            talk.answer_pings(control)
-            for _ in range(talk.CLOCKS):
-                talk.hear(control)  # asks for the time
-                talk.say(control, time=time.time())
-            talk.say(control, knocked=self._knock(peer, int(hello["port"])))
-            control.settimeout(10 * talk.TALK_SECONDS)
-            told = talk.hear(control)["report"]
+            protocol.answer_pings(control)
+            for _ in range(protocol.CLOCKS):
+                protocol.hear(control)  # asks for the time
+                protocol.say(control, time=time.time())
+            protocol.say(control, knocked=self._knock(peer, int(hello["port"])))
+            control.settimeout(10 * protocol.TALK_SECONDS)
+            told = protocol.hear(control)["report"]
         self._found = from_report(told, here=theirs, there=mine, port=self.port)
         self._done.set()
 

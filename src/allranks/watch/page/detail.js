@@ -54,7 +54,7 @@ function drawTiles(run) {
     ["epoch", count(run.epoch), run.epochs ? `of ${count(run.epochs)}` : ""],
     ["loss", number(run.loss, 4), ""],
     ["samples/s", number(run.samples_per_second), ""],
-    ["efficiency", percent(run.efficiency), "", run.base && `against the pace of ${run.base}`],
+    ["efficiency", percent(run.base ? run.efficiency : null), "", run.base && `against the pace of ${run.base}`],
     ["a step takes", step(run.step_seconds), ""],
     [run.state === "running" ? "time left" : "time", run.state === "running" ? duration(run.seconds_left)
       : duration(run.last_step !== null && run.started !== null ? run.last_step - run.started : null), ""],

@@ -1,0 +1,119 @@
+"""The commands that train on this machine: init, run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from allranks.cli.options import (
+    AsJson,
+    Debug,
+    Force,
+    Here,
+    JobFile,
+    LayoutText,
+    Overrides,
+    Oversubscribe,
+    Resume,
+    Runs,
+    people_console,
+    print_error,
+    typed_request,
+)
+
+NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
+Master = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
+]
+MaxRestarts = Annotated[
+    int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
+]
+IdleTimeout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="10m", help="End a run that makes no step for this long (in a job: stall_timeout)."
+    ),
+]
+ProfileSteps = Annotated[
+    int | None,
+    typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
+]
+Show = Annotated[
+    str | None,
+    typer.Option(metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."),
+]
+
+
+def run(
+    job: JobFile = None,
+    overrides: Overrides = None,
+    layout: LayoutText = None,
+    resume: Resume = None,
+    force: Force = False,
+    runs: Runs = Path("runs"),
+    node_rank: NodeRank = None,
+    master: Master = None,
+    max_restarts: MaxRestarts = None,
+    idle_timeout: IdleTimeout = None,
+    oversubscribe: Oversubscribe = False,
+    here: Here = False,
+    profile: ProfileSteps = None,
+    show: Show = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    from allranks.cli.profile import ask_for_profile, show_profile
+    from allranks.job.values import Duration
+    from allranks.launch.echo import read_ranks
+    from allranks.launch.node import Place, ranks_here, run_here
+    from allranks.launch.prepare import prepare
+    from allranks.launch.screen import Screen
+    from allranks.machine.processes import listening
+    from allranks.run.events import to_json
+
+    if idle_timeout is not None:
+        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
+    asked: dict[str, Any] = {"layout": layout, "resume": resume, "force": force, "here": here}
+    request = typed_request(job, overrides, leads=not node_rank, runs=runs, **asked)
+    place = Place(
+        node_rank=node_rank,
+        master=master,
+        max_restarts=max_restarts,
+        oversubscribe=oversubscribe,
+    )
+    prepared = prepare(request)
+    first, num_ranks = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
+    console = people_console(as_json)
+    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
+    ask_for_profile(prepared, profile)
+    with listening() as signals:  # one that comes after the ranks have ended changes nothing
+        outcome = run_here(prepared, place, screen, signals)
+        if profile is not None:
+            found = show_profile(outcome.run, console)
+            outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
+        if outcome.error is not None:
+            print_error(outcome.error, as_json=as_json, more=outcome.result)
+            raise typer.Exit(outcome.exit_code)
+        screen.summary(outcome.result, can_go_on=outcome.can_go_on)
+        if as_json:
+            print(to_json(outcome.result))
+        raise typer.Exit(outcome.exit_code)
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write.")] = Path("."),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    from allranks.job.template import write_job
+
+    written = write_job(folder, force=force)
+    if as_json:
+        print(json.dumps(written))
+        return
+    for path in written.values():
+        print(f"wrote {path}")
+    print(f"train it: allranks run {written['job']}")

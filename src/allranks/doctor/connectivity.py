@@ -1,0 +1,209 @@
+"""Which nodes can open a connection to which, and how far their clocks are apart. No torch."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.run.folder import write_atomically
+
+
+class OpenPort:
+    """Listens on every address, IPv4 and IPv6; `take` is given each connection, in one thread.
+
+    Port 0 is any free one. Raises OSError where the port is taken. Nobody is heard before `begin`.
+    """
+
+    def __init__(self, take: Callable[[socket.socket], None], port: int = 0) -> None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        self._take = take
+        self.port = int(self._socket.getsockname()[1])
+
+    def begin(self) -> None:
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):  # wakes the thread that accepts
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                self._take(self._socket.accept()[0])
+
+
+CONNECT_SECONDS = 2.0
+ROUND_TRIPS = 8
+NUM_THREADS = 16
+NEVER_CAME = "never came"
+TIME = struct.Struct("!d")
+
+
+class Listener:
+    """A port of this node that greets with the node's name, then tells the time when asked."""
+
+    def __init__(self, node: str, clock: Callable[[], float] = time.time) -> None:
+        self._node = node
+        self._clock = clock
+        self.greeted: list[float] = []  # when
+        self._port = OpenPort(self._take)
+        self.port = self._port.port
+        self.close = self._port.close
+        self._port.begin()
+
+    def _take(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            connection.settimeout(2 * CONNECT_SECONDS)
+            connection.sendall(f"{self._node}\n".encode())
+            self.greeted.append(time.monotonic())
+            while connection.recv(1):
+                connection.sendall(TIME.pack(self._clock()))
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How far another node's clock is ahead of ours; right to half the round trip."""
+
+    offset: float  # seconds
+    round_trip: float
+
+
+@dataclass(slots=True)
+class Reached:
+    """Peers that answered, with their clocks where asked, and those that did not, with why."""
+
+    answered: dict[str, Clock | None] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+
+
+class Directory:
+    """Where the nodes listen: told through files in the folder, and through the store.
+
+    Files are there first, before torch is imported; but a network disk may show a new file late,
+    and a node that cannot write has none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._told: dict[str, Mapping[str, Any]] = {}
+
+    def publish(self, node: str, entry: Mapping[str, Any]) -> None:
+        write_atomically(self._folder / f"{node}.listen", json.dumps(dict(entry)))
+
+    def tell(self, node: str, entry: Mapping[str, Any]) -> None:
+        self._told[node] = entry
+
+    def find(self, node: str) -> Mapping[str, Any] | None:
+        if node in self._told:
+            return self._told[node]
+        try:
+            entry = json.loads((self._folder / f"{node}.listen").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return entry if isinstance(entry, dict) else None
+
+
+def reach_all(
+    peers: Sequence[str],
+    directory: Directory,
+    *,
+    deadline: float,
+    ask_clock_of: str | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Reached:
+    """Connect to every peer, trying again until `deadline` (of time.monotonic)."""
+    reached = Reached(silent=dict.fromkeys(peers, NEVER_CAME))
+    waiting: queue.Queue[str] = queue.Queue()
+    for peer in peers:
+        waiting.put(peer)
+
+    def work() -> None:
+        while time.monotonic() < deadline and reached.silent:
+            try:
+                peer = waiting.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            entry = directory.find(peer)
+            try:
+                if entry is None:
+                    raise LookupError
+                found = _greet(peer, entry, clock if peer == ask_clock_of else None)
+            except LookupError:
+                pass
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                reached.silent[peer] = str(error) or type(error).__name__
+            else:
+                reached.answered[peer] = found
+                reached.silent.pop(peer)
+                continue
+            time.sleep(0.1)
+            waiting.put(peer)
+
+    count = min(NUM_THREADS, len(peers))
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return Reached(dict(reached.answered), dict(reached.silent))
+
+
+def _greet(peer: str, entry: Mapping[str, Any], clock: Callable[[], float] | None) -> Clock | None:
+    """Connect once; raises OSError in the kernel's words, or ValueError at the wrong greeting."""
+    failure: Exception = OSError("it has no address")
+    for host in entry["addresses"]:
+        try:
+            with socket.create_connection((host, int(entry["port"])), CONNECT_SECONDS) as there:
+                there.settimeout(2 * CONNECT_SECONDS)
+                there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                name = _line(there)
+                if name == peer:
+                    return None if clock is None else ask_clock(there, clock)
+                failure = ValueError(f"{host}:{entry['port']} is answered by {name!r}")
+        except OSError as error:
+            failure = OSError(f"{host}:{entry['port']}: {error.strerror or error}")
+    raise failure
+
+
+def ask_clock(there: socket.socket, clock: Callable[[], float]) -> Clock:
+    """The quickest of several round trips: a slow one may have been slow one way only."""
+    clocks = []
+    for _ in range(ROUND_TRIPS):
+        asked, start = clock(), time.monotonic()
+        there.sendall(b"?")
+        (answer,) = TIME.unpack(_exactly(there, TIME.size))
+        round_trip = time.monotonic() - start
+        clocks.append(Clock(answer - (asked + round_trip / 2), round_trip))
+    return min(clocks, key=lambda each: each.round_trip)
+
+
+def _line(there: socket.socket) -> str:
+    text = b""
+    while not text.endswith(b"\n") and len(text) < 300:
+        text += _exactly(there, 1)
+    return text.decode(errors="replace").rstrip("\n")
+
+
+def _exactly(there: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = there.recv(size - len(data))
+        if not more:
+            raise OSError("the connection was closed at once")
+        data += more
+    return data

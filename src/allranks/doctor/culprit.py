@@ -1,0 +1,422 @@
+"""Which rank is to blame, from what the ranks say: who did not come, or whose call differs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from allranks.doctor.failure_facts import MAX_RANKS, FailureFacts
+from allranks.doctor.finding import Confidence
+from allranks.doctor.log_search import Hit
+from allranks.doctor.tracebacks import Raised
+
+# [PG ID 1 PG GUID 3(tp) Rank 0], [PG 1 Rank 0]
+GROUP = re.compile(r"\[PG (?:ID )?(?:(?P<id>\d+) ?)?(?:PG )?(?:GUID (?P<guid>[^\s\]()]+))?")
+ECHOES = ("collective-timeout", "collective-dumped", "peer-closed", "store-lost")
+# Their ranks may give different numbers of elements to one call.
+UNEQUAL = ("ALLTOALL", "GATHER", "SCATTER", "SEND", "RECV")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """What follows from echoes: the cause, the rank, and the lines that tell."""
+
+    slug: str
+    rank: int | None
+    confidence: Confidence
+    hits: Sequence[Hit]
+    fields: dict[str, str]
+
+
+def suspect(facts: FailureFacts) -> Suspect | None:
+    """The cause behind the ranks' complaints about each other; None if nobody complains."""
+    echoes = echoes_of(facts)
+    if not echoes or not any(facts.is_final(hit) for hit in echoes):
+        return None
+    timeouts = [hit for hit in echoes if hit.cause.slug == "collective-timeout"]
+    if not any(hit.cause.slug == "peer-closed" for hit in echoes):
+        timeouts += [hit for hit in echoes if hit.cause.slug == "collective-dumped"]
+    died = _died(facts, echoes)
+    if died is not None:
+        end = facts.ends[died]
+        hits = [end.hit, *echoes] if end.hit is not None else echoes
+        how = {"how": f" {end.in_words}"}
+        return Suspect("rank-died", died, "high" if end.is_crash else "medium", hits, how)
+    if timeouts:
+        return _missing(facts, timeouts, echoes)
+    return _left(facts, echoes)
+
+
+def echoes_of(facts: FailureFacts) -> list[Hit]:
+    """What ranks say because another one is in trouble."""
+    return [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
+
+
+def _died(facts: FailureFacts, echoes: Sequence[Hit]) -> int | None:
+    """The rank that ended by itself and said nothing of its own."""
+    spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
+    own = [end for end in facts.ends.values() if end.is_own and end.rank not in spoke]
+    # NCCL's watchdog aborts ranks that have waited too long: an abort after a timeout is an echo.
+    own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
+    return own[0].rank if own else None
+
+
+def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
+    """Some waited until their time was over."""
+    ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
+    fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
+    tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
+    if _is_stuck(facts, timeouts):
+        return Suspect("collective-mismatch", None, "medium", tellers, fields)
+    behind = _behind(facts, timeouts)
+    if behind is not None:
+        slowest, sure = behind
+        return Suspect("rank-missing-from-collective", slowest, sure, tellers, fields)
+    late = _late(facts, timeouts, echoes)
+    if late is not None:
+        return Suspect("rank-missing-from-collective", late, "medium", tellers, fields)
+    differs = _differs(timeouts)
+    if differs is not None:
+        return Suspect("collective-mismatch", None, differs, tellers, fields)
+    apart = _apart(facts, echoes, tellers)
+    if apart is not None:
+        return apart
+    silent = _silent(facts, echoes)
+    left = _ended_well(facts, silent, echoes)
+    if left is not None:
+        return Suspect("uneven-inputs", left, "medium", tellers, fields)
+    rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
+    is_seen = len(silent) == 1 and silent[0] in facts.ranks
+    # One that came to its end had nothing more to do: it may be another call that differs.
+    is_gone = bool({hit.rank for hit in facts.of("program-ended")} & set(silent))
+    sure = "high" if is_seen and not is_gone else "medium"
+    return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
+
+
+def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
+    """The one rank that came when those who had waited for it were gone."""
+    waited = {hit.rank for hit in timeouts}
+    came = {hit.rank for hit in echoes if hit.cause.slug == "peer-closed"} - waited
+    # Where another one says nothing, both may have waited for that one, and this one not as long.
+    if None in waited | came or len(came) != 1 or facts.ranks - waited - came:
+        return None
+    calls = collectives_of(facts)
+    at, then = ({calls[rank] for rank in calls if rank in some} for some in (waited, came))
+    if at and then and not at & then:
+        return None  # it did not come to where they waited, but somewhere else
+    last = {id(hit.source): hit.number for hit in sorted(timeouts, key=lambda hit: hit.number)}
+    closed = [hit for hit in echoes if hit.cause.slug == "peer-closed" and hit.rank in came]
+    is_after = any(hit.number > last.get(id(hit.source), 0) for hit in closed)
+    return came.pop() if is_after else None
+
+
+def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Suspect | None:
+    """Connections broke, and nobody says why."""
+    silent = _silent(facts, echoes)
+    left = _ended_well(facts, silent, echoes)
+    if left is None and len(silent) == 1 and _is_gone(facts):
+        left = silent[0]
+    if left is not None:
+        return Suspect("uneven-inputs", left, "medium", echoes[:4], {})
+    if facts.of("nccl-connect-failed"):
+        return None  # nothing says that anybody died
+    rank = silent[0] if len(silent) == 1 else None
+    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
+
+
+def _is_gone(facts: FailureFacts) -> bool:
+    """Whether a launcher that was told to stop had fewer ranks to end than there were."""
+    closed = {hit.fields["pid"] for hit in facts.of("agent-block") if "closing" in hit.fields}
+    stopped = bool(facts.of("terminated-by-signal"))
+    # A rank that failed would have made it stop before: those that are gone ended well.
+    return stopped and not facts.ends and 0 < len(closed) < len(facts.ranks | {1})
+
+
+def _ended_well(facts: FailureFacts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
+    """A rank that was done and left, while those that complain still had work.
+
+    A launcher lists every rank that failed or that it had to end: one that is not in its list
+    ended well. Where all that are known complain, there is one more, or nobody would.
+    """
+    if not facts.ends or _num_closed(facts):  # one that is not in the list was still there
+        return None
+    # Our own launchers, one a node, name the first of theirs alone, or are ended before they do.
+    own = facts.of("allranks-end") if len(facts.ranks) > 2 else []
+    if own or any("," in hit.fields["nodes"] for hit in facts.of("allranks-job")):
+        return None
+    left = [rank for rank in silent if rank not in facts.ends]
+    if left:
+        return left[0]
+    if any(end.is_by_launcher for end in facts.ends.values()):
+        return None
+    spoke = {hit.rank for hit in echoes}
+    if not silent and set(facts.ends) <= spoke and None not in spoke and facts.world is None:
+        return max(facts.ends) + 1
+    return None
+
+
+def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
+    """Every rank came to a collective, but not to the same one."""
+    spoke = {hit.rank for hit in echoes if hit.rank is not None}
+    last = {one.rank: one for one in facts.raised if one.rank in spoke}
+    if len(last) < 2 or facts.ranks - spoke or len({_call(one) for one in last.values()}) < 2:
+        return None
+    training = {rank: _is_training(one) for rank, one in last.items()}
+    done = [rank for rank, is_training in training.items() if not is_training]
+    if done and any(training.values()):
+        return Suspect("uneven-inputs", done[0], "medium", tellers, {})
+    places = [f"rank {rank} at {_call(last[rank])}" for rank in sorted(spoke)[:4] if rank in last]
+    where = ", ".join(places)
+    return Suspect("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
+
+
+def _call(raised: Raised) -> str:
+    """The script's line, and the collective of torch's that it calls there."""
+    name = _collective(raised)
+    return f"{raised.where} in {name}" if name is not None else raised.where
+
+
+def _collective(raised: Raised) -> str | None:
+    """The function of torch.distributed that raised."""
+    is_torch = bool(raised.frames) and "distributed_c10d" in raised.frames[-1]
+    return raised.frames[-1].rpartition(" ")[2] if is_torch else None
+
+
+def _is_training(raised: Raised) -> bool:
+    """Whether it was raised in a pass of a model, whose exchanges DDP makes."""
+    return any(re.search(r"backward$|parallel/distributed\.py", one) for one in raised.frames)
+
+
+def collectives_of(facts: FailureFacts) -> dict[int, str]:
+    """The collective that each rank was in when it raised, where its traceback tells."""
+    told = ((one.rank, "a pass" if _is_training(one) else _collective(one)) for one in facts.raised)
+    return {rank: name for rank, name in told if rank is not None and name is not None}
+
+
+def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
+    """Ranks that do not complain; where all that are known do, there is one more."""
+    spoke = {hit.rank for hit in echoes if hit.rank is not None}
+    silent = sorted(rank for rank in facts.ranks if rank not in spoke) if spoke else []
+    if spoke and not silent and facts.world is None and (not facts.ends or _num_closed(facts) == 1):
+        return [max(spoke) + 1]
+    return silent
+
+
+def _num_closed(facts: FailureFacts) -> int:
+    """Processes that torchrun had to end, and that it says no more of."""
+    marks = facts.of("agent-block")
+    told = {hit.fields["pid"] for hit in marks if "code" in hit.fields}
+    return len({hit.fields["pid"] for hit in marks if "closing" in hit.fields} - told)
+
+
+def _behind(facts: FailureFacts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | None:
+    """The rank that began fewer collectives than others of the group that timed out.
+
+    Each process group counts its own: numbers of two groups say nothing about each other.
+    """
+    progress = _progress(facts)
+    caught = [hit for hit in timeouts if "seq" in hit.fields]
+    waiting = {hit.rank for hit in caught}
+    caught += [hit for hit in facts.of("collective-progress") if "watchdog" in hit.line.text]
+    timed_out = {group_of(hit) for hit in caught} - {None}
+    found: list[tuple[bool, int]] = []
+    for group in timed_out or set(progress):
+        ranks = progress.get(group, {})
+        if len(set(ranks.values())) > 1:
+            # A rank that waits in one group is late in another: it is not the one to blame.
+            _, *blamed = min((number, rank in waiting, rank) for rank, number in ranks.items())
+            found.append((bool(blamed[0]), int(blamed[1])))
+    if not found:
+        return None
+    return min(found)[1], "high" if timed_out else "medium"
+
+
+def _is_stuck(facts: FailureFacts, timeouts: Sequence[Hit]) -> bool:
+    """Whether a rank waits in a call that another one of its group is already through with.
+
+    That one needed every rank's part, and had it: so the two meant different things by the call.
+    """
+    done: dict[str | None, dict[int, int]] = {}
+    for hit in facts.of("collective-progress"):
+        if hit.rank is not None and "completed" in hit.fields:
+            ranks = done.setdefault(group_of(hit), {})
+            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["completed"]))
+    waits: dict[str | None, dict[int | None, int]] = {}
+    for hit in timeouts:
+        if "seq" in hit.fields:  # each group counts its own calls
+            waits.setdefault(group_of(hit), {})[hit.rank] = int(hit.fields["seq"])
+    return any(
+        rank in waiting and done_by[rank] < waiting[rank] <= other
+        for group, done_by in done.items()
+        for waiting in [waits.get(group) or waits.get(None, {})]
+        for rank in done_by
+        for each, other in done_by.items()
+        if each != rank and each in waiting
+    )
+
+
+def _differs(timeouts: Sequence[Hit]) -> Confidence | None:
+    """How sure it is that ranks of a group called different things at the same place."""
+    groups: dict[str | None, set[tuple[str, str, str | None]]] = {}
+    for hit in timeouts:
+        if "seq" in hit.fields:
+            op = hit.fields["op"]
+            is_unequal = any(word in op for word in UNEQUAL)
+            call = (hit.fields["seq"], op, None if is_unequal else hit.fields.get("numel"))
+            groups.setdefault(group_of(hit), set()).add(call)
+    apart = [
+        group
+        for group, calls in groups.items()
+        if len(calls) > 1 and len({call[0] for call in calls}) == 1
+    ]
+    if not apart:
+        return None
+    return "medium" if apart == [None] else "high"
+
+
+def group_of(hit: Hit) -> str | None:
+    """The process group that a line of NCCL's is about: the name that all its ranks know."""
+    named = GROUP.search(hit.line.text)
+    if named is None:
+        return None
+    # Without that name there is only a rank's own number; 0 is the group of all ranks everywhere.
+    return named["guid"] or (named["id"] if named["id"] == "0" else None)
+
+
+def _progress(facts: FailureFacts) -> dict[str | None, dict[int, int]]:
+    """The last collective that each rank has begun, by process group."""
+    found: dict[str | None, dict[int, int]] = {}
+    for hit in facts.of("collective-progress"):
+        if hit.rank is not None:
+            ranks = found.setdefault(group_of(hit), {})
+            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["enqueued"]))
+    return found
+
+
+# What ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) says of a rank's call.
+FINGERPRINT = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: "
+    r"CollectiveFingerPrint\((?P<call>.{0,400}?)(?:, TensorDeviceTypes|\))"
+)
+MAX_TOLD = 4
+SHAPE = re.compile(r"TensorShape=\[[^\]]*\]")
+# A rank that compares the tensors of its own call tells of itself alone.
+OWN = re.compile(r"ProcessGroup\w+::\w+: invalid tensor (?:size|type) at index")
+
+
+def odd_one(values: Mapping[int, Hashable], num_ranks: int) -> int | None:
+    """The rank whose value no other has, where all others agree.
+
+    None if those that are not known could be on its side, and be as many.
+    """
+    counts = Counter(values.values())
+    if len(counts) != 2 or 1 not in counts.values():
+        return None
+    unknown = max(0, num_ranks - len(values))
+    if max(counts.values()) <= 1 + unknown:
+        return None
+    return next(rank for rank, value in values.items() if counts[value] == 1)
+
+
+def other_call(facts: FailureFacts) -> tuple[int | None, str]:
+    """The rank whose call no other has, if there is one; and what differs, in words."""
+    calls = _fingerprints(facts)
+    rank = odd_one(calls, len(facts.ranks))
+    if rank is not None:
+        usual = next(call for one, call in calls.items() if one != rank)
+        return rank, f": {_short(calls[rank])} on rank {rank}, {_short(usual)} on the others"
+    if len(set(calls.values())) > 1:
+        told = [f"{_short(calls[rank])} on rank {rank}" for rank in sorted(calls)[:MAX_TOLD]]
+        return None, f": {', '.join(told)}"
+    rank = _own_fault(facts)
+    if rank is not None:
+        return rank, ""
+    of_groups: list[Mapping[int, Hashable]] = [*_watched(facts).values(), collectives_of(facts)]
+    for of_group in of_groups:
+        rank = odd_one(of_group, len(facts.ranks))
+        if rank is not None:
+            return rank, ""
+    return None, ""
+
+
+def _fingerprints(facts: FailureFacts) -> dict[int, str]:
+    """What each rank called, as ranks say of themselves and of one other."""
+    calls: dict[int, str] = {}
+    for hit in facts.of("collective-mismatch"):
+        for index, found in enumerate(FINGERPRINT.finditer(hit.line.text)):
+            number = int(found["rank"])
+            if index == 0 and hit.rank is not None and hit.rank != number:
+                return {}  # of a group of some ranks, which counts them anew
+            calls[number] = found["call"]
+    return calls
+
+
+def _short(call: str) -> str:
+    kind = re.search(r"OpType=(\w+)", call)
+    shape = SHAPE.search(call)
+    return f"{kind[1] if kind else 'a call'} {shape[0].partition('=')[2] if shape else ''}".strip()
+
+
+def _own_fault(facts: FailureFacts) -> int | None:
+    told = [hit for hit in facts.of("collective-mismatch") if OWN.search(hit.line.text)]
+    ranks = {hit.rank for hit in told}
+    return ranks.pop() if len(ranks) == 1 and len(facts.ranks) > 1 else None
+
+
+def _watched(facts: FailureFacts) -> dict[str | None, dict[int, Hashable]]:
+    """The call that each rank waited in, by process group, as NCCL's watchdog tells it."""
+    groups: dict[str | None, dict[int, Hashable]] = {}
+    for hit in facts.of("collective-timeout"):
+        if "seq" in hit.fields and hit.rank is not None:
+            op = hit.fields["op"]
+            size = None if any(word in op for word in UNEQUAL) else hit.fields.get("numel")
+            calls = groups.setdefault(group_of(hit), {})
+            calls.setdefault(hit.rank, (hit.fields["seq"], op, size))
+    return groups
+
+
+def first_nonfinite(facts: FailureFacts) -> tuple[int, list[int]] | None:
+    """The first step at which a rank's own loss was no number, and of which ranks it was none."""
+    steps = {
+        hit.rank: int(hit.fields["step"])
+        for hit in facts.of("nan-loss")
+        if hit.rank is not None and '"event":"nonfinite"' in hit.line.text and "step" in hit.fields
+    }
+    if not steps:
+        return None
+    first = min(steps.values())
+    return first, sorted(rank for rank, step in steps.items() if step == first)
+
+
+def absent(facts: FailureFacts, num_ranks: int | None) -> int | None:
+    """The one rank that never came to the rendezvous, where that is certain."""
+    hits = facts.of("rendezvous-timeout")
+    is_served = any("joined" in hit.fields and "clients" in hit.line.text for hit in hits)
+    awaited = {int(hit.fields["awaited"]) for hit in hits if "awaited" in hit.fields}
+    # Rank 0 that serves the store says so when nobody comes, and before that it waits itself.
+    if is_served or not facts.of("agent-block"):
+        awaited.discard(0)
+    if len(awaited) == 1:
+        return awaited.pop()
+    came = {hit.rank for hit in [*hits, *facts.of("store-lost")]}
+    came |= {int(hit.fields["reporter"]) for hit in hits if "reporter" in hit.fields}
+    came |= {0} if is_served else set()
+    joined = {int(hit.fields["joined"]) for hit in hits if hit.fields.get("joined", "").isdigit()}
+    num_joined = max(joined, default=None)
+    if num_joined is not None:
+        came |= _gave_up(facts, num_joined)
+    if not num_ranks or num_ranks > MAX_RANKS:
+        return None
+    missing = set(range(num_ranks)) - came
+    if len(missing) != 1 or num_joined not in (None, len(came - {None})):
+        return None
+    return missing.pop()
+
+
+def _gave_up(facts: FailureFacts, num_joined: int) -> set[int | None]:
+    """Ranks that a launcher saw fail, if they are as many as came and as say that they waited."""
+    failed = {end.rank for end in facts.ends.values() if end.is_own and not end.is_crash}
+    told = {(id(hit.source), hit.number) for hit in facts.of("rendezvous-timeout")}
+    return {*failed} if len(failed) == len(told) == num_joined else set()

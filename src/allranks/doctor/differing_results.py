@@ -1,0 +1,96 @@
+"""Results that differ between layouts: what the events of runs tell of batches, seeds and order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from allranks.doctor.catalogue import load
+from allranks.doctor.finding import Evidence, Finding, shown_path
+from allranks.run.folder import RunDir
+from allranks.timing.samples_seen import (
+    Fingerprints,
+    fingerprints,
+    first_events,
+    same_order,
+    same_samples,
+)
+
+
+def data_findings(run: RunDir, attempt: int) -> list[Finding]:
+    """Ranks or epochs that read the same samples."""
+    ranks = run.ranks(attempt)
+    seen = {rank: fingerprints(first_events(run, attempt, rank)) for rank in ranks}
+    return [*_same_data(run, attempt, seen), *_same_order(run, attempt, seen)]
+
+
+def _same_data(run: RunDir, attempt: int, seen: dict[int, Fingerprints]) -> list[Finding]:
+    alike = same_samples(seen)
+    if not alike:
+        return []
+    ranks = ", ".join(map(str, alike))
+    lines = [
+        Evidence(shown_path(run.events(attempt, rank)), 0, _in_words(seen[rank][1, 0]))
+        for rank in alike[:2]
+    ]
+    return [_finding("ranks-read-same-data", {"ranks": ranks}, lines)]
+
+
+def _same_order(run: RunDir, attempt: int, seen: dict[int, Fingerprints]) -> list[Finding]:
+    if not same_order(seen):
+        return []
+    rank = min(seen)
+    line = Evidence(shown_path(run.events(attempt, rank)), 0, _in_words(seen[rank][2, 0]))
+    return [_finding("missing-set-epoch", {}, [line])]
+
+
+def _in_words(event: dict[str, Any]) -> str:
+    shown = {key: event[key] for key in ("epoch", "batch", "indices", "content") if key in event}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
+
+
+def _finding(slug: str, fields: dict[str, str], lines: Sequence[Evidence]) -> Finding:
+    cause = load()[slug]
+    title, fix = cause.words(fields), cause.advice(fields)
+    return Finding(slug, title, fix, None, None, cause.confidence, tuple(lines))
+
+
+def compare(runs: Sequence[RunDir]) -> list[Finding]:
+    """Why the results of runs of one job may differ: batch and seed."""
+    known = [(run, facts) for run in runs if (facts := _step_facts(run))]
+    if len(known) < 2:
+        return []
+    (first, before), (last, now) = known[0], known[-1]
+    found = []
+    lines = []
+    for run, facts in ((first, before), (last, now)):
+        words = f"{facts['samples']} samples a step on {facts['ranks']} ranks"
+        lines.append(Evidence(shown_path(run.path / "job.yaml"), 0, words))
+    if before["samples"] != now["samples"] and before["rate"] == now["rate"]:
+        factor = now["samples"] / before["samples"]
+        fields = {
+            "before": str(before["samples"]),
+            "now": str(now["samples"]),
+            "factor": f"{factor:g}",
+        }
+        found.append(_finding("effective-batch-grew", fields, lines))
+    if before["seed"] is not None and before["seed"] != now["seed"]:
+        fields = {"seeds": f" is {before['seed']} in one and {now['seed']} in the other"}
+        found.append(_finding("seeds-differ", fields, lines))
+    return found
+
+
+def _step_facts(run: RunDir) -> dict[str, Any] | None:
+    """Samples of a whole step, learning rate and seed of a run's last attempt."""
+    attempts = run.attempts()
+    if not attempts:
+        return None
+    samples = ranks = 0
+    for rank in run.ranks(attempts[-1]):
+        steps = [one for one in first_events(run, attempts[-1], rank) if one["event"] == "step"]
+        if steps:
+            samples, ranks = samples + int(steps[0].get("samples") or 0), ranks + 1
+    job = run.job()
+    rate = (job.get("optimizer") or {}).get("lr")
+    seed = job.get("seed") if job.get("task") else None
+    return {"samples": samples, "ranks": ranks, "rate": rate, "seed": seed} if samples else None

@@ -1,0 +1,379 @@
+"""Everything that is known of one failure: hits, tracebacks, who spoke, and how each rank ended."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from allranks.doctor.catalogue import Catalogue, load
+from allranks.doctor.log_search import Hit, Scanned
+from allranks.doctor.tracebacks import Raised, has_progress, tracebacks
+
+GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
+OUTSIDE = ("slurm", "kernel")  # what they tell of does not end with the lines of a rank
+MAX_RANKS = 4096  # that are counted one by one
+NEAR_LINES = 8  # a message may have several lines
+
+
+@dataclass(slots=True)
+class FailureFacts:
+    """What logs say, put together; events and accounting may add to it."""
+
+    scanned: Sequence[Scanned]
+    hits: list[Hit]
+    raised: list[Raised]
+    ends: dict[int, End]
+    world: int | None = None
+    known: Mapping[str, str] = field(default_factory=dict)  # of the job and the machine
+    situations: tuple[str, ...] = ()
+    # Ranks by node and process; of none, as a launcher is, None.
+    processes: Mapping[tuple[str | None, int], int | None] = field(default_factory=dict)
+    has_failed: bool = False
+    passed_by: frozenset[tuple[int, int]] = frozenset()  # file and line: the work went on after it
+    interfaces: tuple[str, ...] = ()  # of this machine's network
+
+    def of(self, slug: str) -> list[Hit]:
+        return [hit for hit in self.hits if hit.cause.slug == slug]
+
+    @property
+    def ranks(self) -> set[int]:
+        """Ranks that there are, as far as the logs tell."""
+        seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
+        seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
+        top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
+        return set(range(top)) if top <= MAX_RANKS else seen
+
+    def rank_of_process(self, hit: Hit) -> int | None:
+        """The rank whose process, or whose loader's, a line names by its number."""
+        number = hit.fields.get("pid", "")
+        if not number.isdigit():
+            return None
+        if hit.node is not None:
+            return self.processes.get((hit.node, int(number)))
+        # Every node counts its processes for itself.
+        ranks = {rank for (_, pid), rank in self.processes.items() if pid == int(number)}
+        return ranks.pop() if len(ranks) == 1 else None
+
+    def is_final(self, hit: Hit) -> bool:
+        """Whether a run may have ended by this line, rather than gone on after it."""
+        if any(one.goes_on and is_near(hit, one) for one in self.raised):
+            return False
+        if self.has_failed or hit.cause.on_warning or hit.cause.kind == "soft":
+            return True
+        if (id(hit.source), hit.number) in self.passed_by:
+            return False
+        lines = next(one.num_lines for one in self.scanned if one.source is hit.source)
+        return lines - hit.number <= GOES_ON_LINES
+
+
+def gather(
+    scanned: Sequence[Scanned],
+    *,
+    ends: Mapping[int, End] | None = None,
+    known: Mapping[str, str] | None = None,
+    situations: Iterable[str] = (),
+    world: int | None = None,
+    processes: Mapping[tuple[str | None, int], int | None] | None = None,
+) -> FailureFacts:
+    """Put together what was found in all files of one failure, and what is read for it."""
+    order = {id(one.source): index for index, one in enumerate(scanned)}
+    hits = [hit for one in scanned for hit in one.hits]
+    raised = [one for each in scanned for one in tracebacks(each)]
+    hits += [hit for one in raised for hit in _told_by(one, load())]
+    hits.sort(key=lambda hit: (order[id(hit.source)], hit.number))
+    of_processes = _ranks_of_processes(hits)
+    hits = [_with_rank(hit, of_processes) for hit in hits]
+    facts = FailureFacts(
+        scanned,
+        hits,
+        raised,
+        {**ends_of(hits), **(ends or {})},
+        world or _world(hits),
+        known or {},
+        (*situations, *_situations(hits)),
+        processes or {},
+    )
+    facts.has_failed = _has_failed(facts)
+    facts.passed_by = frozenset(_passed_by(facts))
+    with suppress(OSError):
+        facts.interfaces = tuple(name for _, name in socket.if_nameindex())
+    return facts
+
+
+def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
+    """Lines of errors after which steps are told, in logs that do not tell of a failure."""
+    told = [hit for hit in facts.hits if hit.cause.kind not in ("mark", "soft")]
+    for hit in [*told, *(one.mark for one in facts.raised)] if not facts.has_failed else ():
+        of_ranks = not hit.cause.on_warning and hit.cause.family not in OUTSIDE
+        if of_ranks and has_progress(hit):
+            yield id(hit.source), hit.number
+
+
+def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:
+    """Causes that the end of a traceback tells together with its frames."""
+    mark = raised.mark
+    for cause in catalogue.causes.values():
+        if any(one.fits(raised.text, raised.frames) for one in cause.raised):
+            line = replace(mark.line, text=raised.text, rank=raised.rank)
+            yield Hit(cause, mark.source, raised.number, mark.offset, line, {})
+
+
+def _has_failed(facts: FailureFacts) -> bool:
+    if any(end.code or end.signal for end in facts.ends.values()):
+        return True
+    return any(
+        one.mark.source is each.source and each.num_lines - one.number <= GOES_ON_LINES
+        for one in facts.raised
+        if not one.goes_on
+        for each in facts.scanned
+    )
+
+
+def _ranks_of_processes(hits: Sequence[Hit]) -> dict[tuple[str | None, int], int]:
+    """Ranks by node and process: NCCL says them once, and its later lines only the process."""
+    found = {}
+    for hit in hits:
+        if hit.cause.slug == "nccl-rank-of-process" and hit.line.pid is not None:
+            found[hit.line.node, hit.line.pid] = int(hit.fields["rank"])
+    return found
+
+
+def _with_rank(hit: Hit, ranks: Mapping[tuple[str | None, int], int]) -> Hit:
+    if hit.rank is not None or hit.line.pid is None:
+        return hit
+    rank = ranks.get((hit.line.node, hit.line.pid))
+    if rank is None:
+        return hit
+    return replace(hit, line=replace(hit.line, rank=rank))
+
+
+def _world(hits: Sequence[Hit]) -> int | None:
+    said = [int(hit.fields["wanted"]) for hit in hits if hit.fields.get("wanted", "").isdigit()]
+    layouts = [hit.fields["layout"] for hit in hits if hit.cause.slug == "allranks-job"]
+    said += [math.prod(map(int, layout.split("x"))) for layout in layouts[-1:]]
+    return max(said, default=None)
+
+
+def _situations(hits: Sequence[Hit]) -> list[str]:
+    text = " ".join(hit.line.text for hit in hits if hit.cause.slug == "framework-said")
+    found = []
+    if "lightning" in text.lower():
+        found.append("lightning")
+    if "accelerate/" in text or "transformers/trainer" in text:
+        found.append("accelerate")
+    if any(word in text for word in ("SLURM", "slurmstepd", "srun:", "sbatch:", "JobState")):
+        found.append("slurm")
+    return found
+
+
+def is_near(hit: Hit, raised: Raised) -> bool:
+    """Whether a hit is part of a traceback or of the message behind it."""
+    return (
+        hit.source is raised.mark.source
+        and (not raised.mark.line.is_prefixed or hit.rank == raised.rank)
+        and raised.mark.number <= hit.number <= raised.number + NEAR_LINES
+    )
+
+
+SENT_BY_LAUNCHER = ("SIGTERM", "SIGCONT", "SIGINT")
+GRACE = timedelta(seconds=20)  # torchrun waits 30 s for ranks to end before it kills them
+# What srun writes in place of a signal's name.
+_WORDS = {
+    "killed": "SIGKILL",
+    "terminated": "SIGTERM",
+    "segmentation fault": "SIGSEGV",
+    "aborted": "SIGABRT",
+    "bus error": "SIGBUS",
+    "floating point exception": "SIGFPE",
+    "illegal instruction": "SIGILL",
+    "hangup": "SIGHUP",
+    "interrupt": "SIGINT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of one rank; `hit` is the line that tells it, None where an event does."""
+
+    rank: int
+    code: int | None
+    signal: str | None = None
+    node: str | None = None
+    hit: Hit | None = None
+    is_first: bool = False  # torchrun's "first observed failure"
+    is_by_launcher: bool = False  # ended because of another rank
+
+    @property
+    def is_own(self) -> bool:
+        """Failed by itself, not because of another rank."""
+        return not self.is_by_launcher and bool(self.code or self.signal)
+
+    @property
+    def is_crash(self) -> bool:
+        """Ended by a signal that nobody of the job sends."""
+        return self.signal is not None and not self.is_by_launcher
+
+    @property
+    def in_words(self) -> str:
+        if self.signal is not None:
+            return f"by {self.signal}"
+        return f"with exit code {self.code}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def ends_of(hits: Iterable[Hit]) -> dict[int, End]:
+    """The last end of each rank that the marks of one or several logs tell."""
+    found: dict[int, End] = {}
+    marks = list(hits)
+    own = list(_own_ends(marks))
+    if own:  # then srun's tasks are launchers, one a node, and torchrun has no part in it
+        return {end.rank: end for end in reversed(own)}
+    closed = {int(hit.fields["pid"]) for hit in marks if "closing" in hit.fields}
+    # A signal to the launcher itself goes on to all ranks, and then none of them is the first.
+    closed_all = any(hit.cause.slug == "terminated-by-signal" for hit in marks)
+    for end in [
+        *_agent_ends(marks, closed, closed_all),
+        *_block_ends(marks, closed, closed_all),
+        *_task_ends(marks),
+    ]:
+        before = found.get(end.rank)
+        # srun calls an exit of a shell 128 + signal; the block says it better than the line above.
+        if before is None or before.hit is None or end.hit is None or not before.is_first:
+            found[end.rank] = end
+    return found
+
+
+def _own_ends(marks: list[Hit]) -> Iterator[End]:
+    """`error: rank 1 was killed by SIGKILL`: what allranks says of the rank that failed first."""
+    nodes: list[str] = []
+    ranks_per_node = 1
+    for hit in marks:
+        fields = hit.fields
+        if hit.cause.slug == "allranks-job":
+            nodes = [node.strip() for node in fields["nodes"].split(",")]
+            ranks_per_node = int(fields["layout"].partition("x")[2])
+        if hit.cause.slug != "allranks-end":
+            continue
+        rank = int(fields["rank"])
+        index = rank // ranks_per_node
+        node = nodes[index] if index < len(nodes) else None
+        code = int(fields["code"]) if "code" in fields else None if "how" in fields else 1
+        yield End(rank, code, fields.get("how"), node, hit, is_first=True)
+
+
+def _agent_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
+    """`failed (exitcode: -11) local_rank: 1`: the local rank is the rank on a single node."""
+    for hit in marks:
+        if hit.cause.slug == "agent-block" and "local" in hit.fields and "code" in hit.fields:
+            code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
+            by_launcher = _is_by_launcher(code, closed_all or pid in closed, True)
+            yield _end(int(hit.fields["local"]), code, hit, None, True, by_launcher)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One rank in torchrun's list, as it is read line by line."""
+
+    time: datetime | None = None
+    node: str | None = None
+    rank: int | None = None
+    is_first: bool = False
+
+
+def _block_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
+    """The list that torchrun prints last: time, host, rank, exitcode, one line each."""
+    found: list[tuple[_Entry, Hit]] = []
+    entry = _Entry()
+    for hit in marks:
+        if hit.cause.slug != "agent-block":
+            continue
+        fields = hit.fields
+        if "time" in fields:
+            entry.time = _time(fields["time"])
+        elif "local" in fields and "rank" in fields:
+            entry.rank = int(fields["rank"])
+        elif "node" in fields:
+            entry.node = fields["node"]
+        elif "Root Cause" in hit.line.text:
+            entry.is_first = True
+        elif "code" in fields and entry.rank is not None and "local" not in fields:
+            found.append((entry, hit))
+            entry = _Entry(node=entry.node)
+    first = next((entry.time for entry, _ in found if entry.is_first), None)
+    for entry, hit in found:
+        code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
+        late = first is not None and entry.time is not None and entry.time - first >= GRACE
+        sent = closed_all or pid in closed or (late and not entry.is_first)
+        by_launcher = _is_by_launcher(code, sent, entry.is_first)
+        yield _end(entry.rank or 0, code, hit, entry.node, entry.is_first, by_launcher)
+
+
+def _is_by_launcher(code: int, sent: bool, is_first: bool) -> bool:
+    """Whether torchrun ended a rank: by the signal it sends, or later by SIGKILL."""
+    name = signal_name(-code) if code < 0 else None
+    if name == "SIGKILL":
+        return sent and not is_first
+    # The first failure is nobody's consequence, unless torchrun says that it sent the signal.
+    return name in SENT_BY_LAUNCHER and (sent or not is_first)
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d_%H:%M:%S")
+    except ValueError:
+        return None
+
+
+def _end(
+    rank: int, code: int, hit: Hit, node: str | None, is_first: bool, by_launcher: bool
+) -> End:
+    name = signal_name(-code) if code < 0 else None
+    place = None if node in (None, "localhost") else node
+    return End(rank, code, name, place, hit, is_first, by_launcher)
+
+
+def _task_ends(marks: list[Hit]) -> Iterator[End]:
+    """What srun says of its tasks; those that it ends itself are killed after it says so."""
+    is_ending = False
+    for hit in marks:
+        is_ending |= hit.cause.slug == "step-ended"
+        if hit.cause.slug != "task-ended":
+            continue
+        how = hit.fields["how"].lower()
+        code = re.search(r"exit code (\d+)|signal (\d+)", how)
+        name = next((value for word, value in _WORDS.items() if word in how), None)
+        if code is not None and code[2]:
+            name = signal_name(int(code[2]))
+        number = int(code[1]) if code is not None and code[1] else None
+        if number is not None and 128 < number < 160:  # a shell around it
+            name = signal_name(number - 128)
+        node = hit.fields["node"]
+        for rank in expand(hit.fields["tasks"]):
+            yield End(
+                rank,
+                number,
+                name,
+                None if "[" in node else node,
+                hit,
+                is_by_launcher=name in SENT_BY_LAUNCHER or (is_ending and name == "SIGKILL"),
+            )
+
+
+def expand(tasks: str) -> Iterator[int]:
+    """`0-2,5` as 0, 1, 2, 5."""
+    for part in tasks.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            yield from range(int(first), min(int(last or first), int(first) + 4096) + 1)

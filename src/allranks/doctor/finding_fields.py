@@ -1,0 +1,179 @@
+"""Words and numbers that a finding's title and fix need, worked out from what was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from allranks.doctor.culprit import absent, first_nonfinite, other_call
+from allranks.doctor.failure_facts import FailureFacts, signal_name
+
+Fields = dict[str, str]
+
+
+def more_fields(slug: str, fields: Mapping[str, str], facts: FailureFacts) -> Fields:
+    """The fields with what else can be told; `rank` among them if it follows, or is "none"."""
+    found: Fields = {key: str(value) for key, value in fields.items()}
+    if slug in _REFINE:
+        found |= _REFINE[slug](found, facts)
+    return found
+
+
+def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
+    joined, wanted = fields.get("joined"), fields.get("wanted")
+    rank = absent(facts, int(wanted) if wanted else facts.world)
+    more = {"rank": str(rank)} if rank is not None else {}
+    if joined and wanted:
+        more["joined_words"] = f": {joined} of {wanted} did"
+        if (joined, wanted) == ("1", "2"):  # the one that tells it is there, so the other is not
+            more["rank"] = "0" if fields.get("reporter") == "1" else "1"
+    elif rank is not None:
+        more["joined_words"] = f": rank {rank} did not"
+    return more
+
+
+def _master(fields: Fields, facts: FailureFacts) -> Fields:
+    words = re.compile(r"gai ?error|not known|name resolution|route to host|unreachable", re.I)
+    is_network = any(words.search(hit.line.text) for hit in facts.of("master-unreachable"))
+    return {"rank": "none"} if is_network else {}  # the address or the way to it, not rank 0
+
+
+def _port(fields: Fields, facts: FailureFacts) -> Fields:
+    port = fields.get("port", "")
+    return {"other_port": str(int(port) + 1)} if port.isdigit() else {}
+
+
+def _launcher(fields: Fields, facts: FailureFacts) -> Fields:
+    return {"name_words": f": {fields['name']} is not set"} if fields.get("name") else {}
+
+
+def _interface(fields: Fields, facts: FailureFacts) -> Fields:
+    name = fields.get("interface", "").rstrip(".,;")
+    more = {"interface": name} if name else {}
+    seen = [
+        match[1]
+        for hit in facts.hits
+        if (match := re.search(r"(?:Using|OOB) (?:\[\d\])?([a-z]\w+):\d", hit.line.text))
+    ]
+    seen += [one for one in facts.interfaces if not re.match("lo|docker|veth|br-", one)]
+    return {**more, "suggested": seen[0]} if seen else more
+
+
+def _memory(fields: Fields, facts: FailureFacts) -> Fields:
+    if not fields.get("limit"):
+        return {}
+    used, limit = (int(fields[key]) / 2**30 for key in ("used", "limit"))
+    more = max(1, round(2 * limit)) if limit >= 1 else 0
+    return {
+        "limit_words": f": {used:.1f} GiB where {limit:.1f} GiB were asked for",
+        "more_memory": f"{more}G" if more else f"{round(4 * limit * 1024)}M",
+    }
+
+
+def _cuda_memory(fields: Fields, facts: FailureFacts) -> Fields:
+    tried = fields.get("tried")
+    return {"tried_words": f": {tried} more do not fit"} if tried else {}
+
+
+def _with_colon(*names: str) -> Callable[[Fields, FailureFacts], Fields]:
+    """Fields that a title appends: `: value`."""
+
+    def refine(fields: Fields, facts: FailureFacts) -> Fields:
+        return {name: f": {fields[name].strip()}" for name in names if fields.get(name)}
+
+    return refine
+
+
+def _path(fields: Fields, facts: FailureFacts) -> Fields:
+    return {"path_words": f": {fields['path']}"} if fields.get("path") else {}
+
+
+def _worker(fields: Fields, facts: FailureFacts) -> Fields:
+    more: Fields = {}
+    missing = facts.of("missing-file")
+    path = next((hit.fields["path"] for hit in missing if "path" in hit.fields), None)
+    if path:
+        more |= {"detail": f": {path}", "path_hint": f": {path} is not there"}
+    return more
+
+
+def _signal(fields: Fields, facts: FailureFacts) -> Fields:
+    number = fields.get("number", "")
+    return {"signal": signal_name(int(number))} if number.isdigit() else {}
+
+
+def _nan(fields: Fields, facts: FailureFacts) -> Fields:
+    more = {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
+    first = first_nonfinite(facts)
+    if first is not None:
+        step, ranks = first
+        rank = str(ranks[0]) if len(ranks) == 1 and len(facts.ranks) > 1 else "none"
+        return {"step_words": f" at step {step}", "rank": rank}
+    # The losses of most scripts are printed by one rank for all: only an exception is its own.
+    told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
+    own = any((id(one.mark.source), one.number) in told for one in facts.raised)
+    return more if own else {**more, "rank": "none"}
+
+
+def _label(fields: Fields, facts: FailureFacts) -> Fields:
+    return {"label_words": f": {fields['label']}"} if fields.get("label") else {}
+
+
+def _keys(fields: Fields, facts: FailureFacts) -> Fields:
+    prefix = fields.get("prefix")
+    return {"prefix_words": f": they begin with {prefix}"} if prefix else {}
+
+
+def _died(fields: Fields, facts: FailureFacts) -> Fields:
+    how = fields.get("how", "")
+    return {"how": how if how.startswith(" ") or not how else f" ({how})"}
+
+
+def _mismatch(fields: Fields, facts: FailureFacts) -> Fields:
+    rank, words = other_call(facts)
+    words = words or fields.get("difference", "")
+    if rank is None:
+        return {"difference": words} if words else {}
+    return {"rank": str(rank), "difference": words or f": rank {rank} unlike the others"}
+
+
+def _shapes(fields: Fields, facts: FailureFacts) -> Fields:
+    if fields.get("one") and fields.get("other"):
+        both = f": {fields['one']} and {fields['other']}"
+        return {"shapes": both, "difference": both, "types": both}
+    return {}
+
+
+_REFINE: Mapping[str, Callable[[Fields, FailureFacts], Fields]] = {
+    "rendezvous-timeout": _rendezvous,
+    "master-unreachable": _master,
+    "port-in-use": _port,
+    "not-launched-with-launcher": _launcher,
+    "wrong-network-interface": _interface,
+    "gloo-connect-failed": _interface,
+    "nccl-connect-failed": _interface,
+    "host-out-of-memory": _memory,
+    "cuda-out-of-memory": _cuda_memory,
+    "disk-full": _path,
+    "missing-file": _path,
+    "worker-raised": _worker,
+    "worker-killed": _with_colon("how"),
+    "terminated-by-signal": _signal,
+    "nan-loss": _nan,
+    "label-out-of-range": _label,
+    "checkpoint-keys": _keys,
+    "rank-died": _died,
+    "batch-shape-mismatch": _shapes,
+    "collective-mismatch": _mismatch,
+    "dtype-mismatch": _shapes,
+    "slurm-pending": _with_colon("reason"),
+    "ddp-unused-parameters": _with_colon("names"),
+    "ddp-ready-twice": _with_colon("name"),
+    "checkpoint-shape": _with_colon("key"),
+    "cuda-device-assert": _with_colon("assertion"),
+    "nccl-cuda-error": _with_colon("words"),
+    "permission-denied": _with_colon("path"),
+    "tensors-on-different-devices": _with_colon("devices"),
+    "nccl-network-unavailable": _with_colon("network"),
+    "nvswitch-error": _with_colon("code"),
+}

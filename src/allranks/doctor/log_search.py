@@ -1,0 +1,290 @@
+"""Reads logs of any size and finds the lines that may matter: fast, in bounded memory.
+
+Every pattern has a word that its lines must hold. A word of seven letters or more covers four bytes
+at a multiple of four wherever it begins, so that looking at every fourth position is enough: all of
+a chunk at once, in a table of flags. Where the word is long enough, the four bytes behind must be
+known too. Only lines with such a position are read by Python. The few short words (nan) are
+searched for one by one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, cast
+
+import numpy as np
+
+from allranks.doctor.catalogue import LONG, Cause, Pattern, window_cost
+from allranks.doctor.log_lines import Line, parse
+from allranks.run import files
+from allranks.show.text import without_escapes
+
+CHUNK_BYTES = 1 << 21
+MAX_LINE_BYTES = 1 << 16
+MAX_PIPE_BYTES = 1 << 29  # of what is no file, and may never end
+KEPT_FIRST, KEPT_LAST = 4, 2  # hits of a cause by a rank of a file; marks are all kept
+MAX_MARKS = 20_000
+_BLOCK = 1 << 18  # bytes looked up at once: what fits into a core's cache
+_BITS = 20
+_FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
+_SHIFT = np.uint32(32 - _BITS)
+_OTHER = np.uint32(2246822519)
+_FOLD = np.uint32(0x20202020)  # capitals and small letters alike
+_NEIGHBOURS = [(side, length) for side in ("behind", "before") for length in (1, 2, 3, 4)]
+_LONG_NUMBER = re.compile(r"(\d{15})\d+")  # no rank, no count of bytes: arithmetic would fail
+_RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # who said anything at all
+Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
+Places = np.ndarray[tuple[int], np.dtype[np.intp]]
+Flags = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Truth = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file, and what is known of all its lines."""
+
+    path: Path
+    name: str  # as it is shown
+    rank: int | None = None
+    node: str | None = None
+    content: bytes | None = None  # in place of the file's: its end, or what a command printed
+    first_line: int = 1  # the number of the content's first line
+    is_named: bool = False  # by the user: it may be a link, or a pipe
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A line that a cause's pattern fits."""
+
+    cause: Cause
+    source: Source
+    number: int  # of the line, from 1
+    offset: int  # of the line, in bytes
+    line: Line
+    fields: dict[str, str]
+
+    @property
+    def rank(self) -> int | None:
+        return self.source.rank if self.source.rank is not None else self.line.rank
+
+    @property
+    def node(self) -> str | None:
+        return self.line.node or self.source.node
+
+
+@dataclass(slots=True)
+class Scanned:
+    """What was found in one file."""
+
+    source: Source
+    hits: list[Hit] = field(default_factory=list)
+    num_lines: int = 0
+    num_bytes: int = 0
+    ranks: set[int] = field(default_factory=set)
+    problem: str = ""
+
+
+Owned = tuple[Cause, Pattern]
+
+
+class Words:
+    """All words of all patterns: where a chunk may have one, and whose it is."""
+
+    def __init__(self, causes: Sequence[Cause]) -> None:
+        self._words: dict[bytes, list[Owned]] = {}
+        for cause in causes:
+            for pattern in cause.patterns:
+                is_long = len(pattern.word) >= LONG
+                word = (pattern.word.lower() if is_long else pattern.word).encode()
+                self._words.setdefault(word, []).append((cause, pattern))
+        self.short = [word for word in self._words if len(word) < LONG]
+        self._grams: dict[int, list[tuple[int, bytes]]] = {}
+        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # which neighbours are to be looked at
+        self._pairs = [np.zeros(1 << _BITS, dtype=np.bool_) for _ in _NEIGHBOURS]
+        for word in self._words:
+            if len(word) >= LONG:
+                self._add(word)
+
+    def _add(self, word: bytes) -> None:
+        windows = range(len(word) - LONG + 1)
+        first = min(windows, key=lambda at: window_cost(word[at : at + LONG].decode()))
+        for start in range(first, first + 4):
+            gram = _read(word[start : start + 4])
+            self._grams.setdefault(int(gram[0]), []).append((start, word))
+            behind = min(4, len(word) - start - 4)
+            before = min(4, start)
+            side, length = ("behind", behind) if behind >= before else ("before", before)
+            index = _NEIGHBOURS.index((side, length))
+            self._flags[_places(gram)] |= np.uint8(1 << index)
+            other = word[start + 4 : start + 8] if side == "behind" else word[start - 4 : start]
+            if side == "before":
+                other = word[start - length : start].rjust(4, b"\0")
+            masked = _read(other.ljust(4, b"\0")) & _mask(side, length)
+            self._pairs[index][_places(gram ^ (masked * _OTHER))] = True
+
+    def places(self, chunk: bytes) -> list[tuple[int, list[Owned]]]:
+        """Where words are in a chunk, in order, and whose they are."""
+        found: list[tuple[int, list[Owned]]] = []
+        for begin in range(0, len(chunk), _BLOCK):
+            count = (min(len(chunk), begin + _BLOCK) - begin) // 4
+            grams = np.frombuffer(chunk, dtype="<u4", offset=begin, count=count) | _FOLD
+            flags = self._flags.take(_places(grams), mode="clip")
+            flagged = np.flatnonzero(flags)
+            is_known = self._is_known(grams, flagged, flags.take(flagged))
+            chosen = flagged[is_known]
+            for index, gram in zip(chosen.tolist(), grams.take(chosen).tolist(), strict=True):
+                for start, word in self._grams.get(gram, ()):
+                    place = begin + 4 * index - start
+                    if place >= 0 and chunk[place : place + len(word)].lower() == word:
+                        found.append((place, self._words[word]))
+        for word in self.short:
+            place = chunk.find(word)
+            while place >= 0:
+                found.append((place, self._words[word]))
+                place = chunk.find(word, place + 1)
+        return sorted(found, key=lambda one: one[0])
+
+    def _is_known(self, grams: Grams, flagged: Places, flags: Flags) -> Truth:
+        """Whether the bytes beside a flagged gram are of a word too, as far as it reaches."""
+        # Beside the first and the last one is another block: they are looked at anyhow.
+        is_known: Truth = (flagged == 0) | (flagged == len(grams) - 1)
+        own = grams.take(flagged)
+        beside = {
+            "behind": grams.take(flagged + 1, mode="clip"),
+            "before": grams.take(flagged - 1, mode="clip"),
+        }
+        for index, (side, length) in enumerate(_NEIGHBOURS):
+            other = beside[side] & _mask(side, length)
+            pairs = self._pairs[index].take(_places(own ^ (other * _OTHER)), mode="clip")
+            is_known |= pairs & ((flags & np.uint8(1 << index)) != 0)
+        return is_known
+
+
+def _read(four: bytes) -> Grams:
+    return np.frombuffer(four, dtype="<u4") | _FOLD
+
+
+def _mask(side: str, length: int) -> np.uint32:
+    """The bytes next to a gram that a word still covers; in memory the first byte is the lowest."""
+    ones = (1 << (8 * length)) - 1
+    return np.uint32(ones if side == "behind" else ones << (8 * (4 - length)) & 0xFFFFFFFF)
+
+
+def _places(grams: Grams) -> Grams:
+    """Where in a table of flags four bytes have theirs."""
+    return (grams * _FACTOR) >> _SHIFT
+
+
+def scan(source: Source, words: Words) -> Scanned:
+    """Every line of a file that some pattern fits; of many alike, the first and the last ones."""
+    found = Scanned(source)
+    kept: dict[tuple[str, int | None], list[Hit]] = {}
+    num_marks = 0
+    try:
+        for number, offset, raw, causes in _lines(source, words, found):
+            line = parse(raw)
+            for cause in causes:
+                if cause.kind == "mark" and num_marks >= MAX_MARKS:
+                    continue
+                if (fields := cause.match(line.text)) is None:
+                    continue
+                hit = Hit(cause, source, number, offset, line, fields)
+                if cause.kind == "mark":
+                    num_marks += 1
+                    kept.setdefault((cause.slug, None), []).append(hit)
+                else:
+                    hits = kept.setdefault((cause.slug, hit.rank), [])
+                    if len(hits) >= KEPT_FIRST + KEPT_LAST:
+                        del hits[KEPT_FIRST]
+                    hits.append(hit)
+    except (OSError, EOFError, zlib.error) as error:
+        found.problem = f"cannot be read: {error}"
+    found.hits = sorted(
+        (hit for hits in kept.values() for hit in hits), key=lambda hit: (hit.number, hit.offset)
+    )
+    found.ranks |= {hit.rank for hit in found.hits if hit.rank is not None}
+    return found
+
+
+def _lines(
+    source: Source, words: Words, found: Scanned
+) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
+    """Number, offset and text of each line that may matter, and to which causes."""
+    first, offset = source.first_line, 0
+    for chunk in _chunks(source):
+        counted, number = 0, first
+        places = words.places(chunk)
+        index = 0
+        while index < len(places):
+            place = places[index][0]
+            start = max(chunk.rfind(b"\n", 0, place) + 1, place - MAX_LINE_BYTES)
+            end = chunk.find(b"\n", place, place + MAX_LINE_BYTES)
+            end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
+            number += chunk.count(b"\n", counted, start)
+            counted = start
+            owned: dict[int, list[Owned]] = {}  # a word may stand in a line a thousand times
+            while index < len(places) and places[index][0] < end:
+                owned[id(places[index][1])] = places[index][1]
+                index += 1
+            text = without_escapes(chunk[start:end].decode(errors="replace"))
+            text = _LONG_NUMBER.sub(r"\1", text)
+            # Most words stand in lines that are about something else.
+            causes = {
+                cause.slug: cause
+                for of_word in owned.values()
+                for cause, pattern in of_word
+                if pattern.may_match(text)
+            }
+            if causes:
+                yield number, offset + start, text, causes.values()
+        first = number + chunk.count(b"\n", counted)
+        offset += len(chunk)
+        found.num_lines, found.num_bytes = first - 1, offset
+        if offset == len(chunk) or len(chunk) < CHUNK_BYTES // 2:  # the first and, mostly, the last
+            found.ranks |= {int(rank) for rank in _RANKS.findall(chunk[-_BLOCK:])}
+
+
+def _chunks(source: Source) -> Iterator[bytes]:
+    """The file in pieces that end with a line, unless one is longer than a piece."""
+    with open_log(source) as file:
+        rest, num_bytes = b"", 0
+        is_file = source.content is not None or source.path.is_file()
+        while block := file.read(CHUNK_BYTES):
+            num_bytes += len(block)
+            if num_bytes > MAX_PIPE_BYTES and not is_file:
+                raise OSError(f"it does not end within {MAX_PIPE_BYTES >> 20} MiB")
+            block = rest + block
+            cut = block.rfind(b"\n") + 1
+            if cut == 0:
+                if len(block) < 2 * CHUNK_BYTES:
+                    rest = block
+                    continue
+                cut = len(block)
+            yield block[:cut]
+            rest = block[cut:]
+        if rest:
+            yield rest
+
+
+def open_log(source: Source) -> IO[bytes]:
+    """A log as it is, or unpacked."""
+    if source.content is not None:
+        return io.BytesIO(source.content)
+    file = files.open_named(source.path) if source.is_named else files.open_file(source.path)
+    return cast(IO[bytes], gzip.open(file, "rb")) if source.path.suffix == ".gz" else file
+
+
+def read_around(source: Source, offset: int, num_bytes: int) -> str:
+    """What stands in a file from a place on."""
+    try:
+        with open_log(source) as file:
+            file.seek(offset)
+            return file.read(num_bytes).decode(errors="replace")
+    except (OSError, EOFError, zlib.error):
+        return ""

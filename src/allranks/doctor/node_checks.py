@@ -1,0 +1,158 @@
+"""Checks of one node that need no other: disks and GPUs. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from allranks.doctor.check import Check, failed, not_here, passed, warned
+from allranks.machine.gpus import DRIVER_FILES, local_gpus, nvml
+
+WRITE_BYTES = 1 << 20
+LEAST_FREE_BYTES = 1 << 30
+LEFT_OVER_BYTES = 1 << 30  # of GPU memory in use before the job has started
+# Bits of NVML's "clocks event reasons" that tell of trouble, not of an idle or busy GPU.
+SLOWDOWNS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+def write_test(folder: Path, node: str) -> Check:
+    """Create, flush, read back and delete a file."""
+    path = folder / f".write-{node}"
+    data = os.urandom(WRITE_BYTES)
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        back = path.read_bytes()
+        path.unlink()
+    except OSError as error:
+        return failed("write", f"cannot write in {folder}: {error.strerror}")
+    if back != data:
+        return failed("write", f"{folder} gives back other bytes than were written")
+    return passed("write", f"{len(data)} bytes written to {folder} and read back")
+
+
+def free_disk(folder: Path) -> Check:
+    """What is left where the run is kept. A user's quota is not seen by this."""
+    try:
+        free = shutil.disk_usage(folder).free
+        inodes = os.statvfs(folder)
+    except OSError as error:
+        return not_here("disk", f"not known for {folder}: {error.strerror}")
+    if free < LEAST_FREE_BYTES:
+        return warned("disk", f"only {_gib(free)} free in the run folder", free_bytes=free)
+    if inodes.f_files and not inodes.f_favail:
+        value = "no file can be made in the run folder: out of inodes"
+        return warned("disk", value, free_bytes=free)
+    return passed("disk", f"{_gib(free)} free in the run folder", free_bytes=free)
+
+
+def free_tmp() -> Check:
+    """What the node's own disk has, for data staged there; never a failure."""
+    try:
+        folder = tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return not_here("tmp", f"no temporary folder: {error}")
+    return passed("tmp", f"{_gib(free)} free in {folder}", free_bytes=free)
+
+
+def visible_gpus(wanted: int) -> Check:
+    """As many GPUs as the job was promised, by NVML and CUDA_VISIBLE_DEVICES."""
+    if wanted == 0:
+        return not_here("gpus", "no GPU was asked for")
+    if not any(map(os.path.exists, DRIVER_FILES)):
+        return not_here("gpus", "no GPU driver on this node")
+    with nvml() as pynvml:
+        if pynvml is None:
+            return failed("gpus", "the GPU driver does not answer (NVML does not start)")
+        names = [gpu.name for gpu in local_gpus()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    detail = f"{len(names)} of {wanted} GPUs visible{where}: {', '.join(names) or 'none'}"
+    return (passed if len(names) >= wanted else failed)("gpus", detail, gpus=len(names))
+
+
+def gpu_health(wanted: int) -> Check:
+    """ECC errors, rows that could not be replaced, slowdowns and memory left in use."""
+    if wanted == 0:
+        return not_here("health", "no GPU was asked for")
+    with nvml() as pynvml:
+        gpus = local_gpus() if pynvml is not None else []
+        if not gpus:
+            return not_here("health", "no GPU to look at")
+        broken: list[str] = []
+        worries: list[str] = []
+        for gpu in gpus:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                broken += [f"GPU {gpu.index}: {words}" for words in _broken(pynvml, handle)]
+                worries += [f"GPU {gpu.index}: {words}" for words in _worries(pynvml, handle)]
+            except pynvml.NVMLError as error:
+                broken.append(f"GPU {gpu.index}: {error}")
+    if broken:
+        return failed("health", "; ".join(broken), warning="; ".join(worries))
+    if worries:
+        return warned("health", "; ".join(worries))
+    return passed("health", f"{len(gpus)} GPUs without fault")
+
+
+def _broken(pynvml: Any, handle: Any) -> Iterator[str]:
+    """Reasons not to train on a GPU."""
+    pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)  # a lost GPU raises
+    rows = _ask(pynvml, pynvml.nvmlDeviceGetRemappedRows, handle)
+    if rows and rows[3]:
+        yield "a faulty row of its memory could not be replaced"
+
+
+def _worries(pynvml: Any, handle: Any) -> Iterator[str]:
+    """What the user should know of a GPU that works."""
+
+    def ask(function: Callable[..., Any], *args: Any) -> Any:
+        return _ask(pynvml, function, handle, *args)
+
+    errors = ask(
+        pynvml.nvmlDeviceGetTotalEccErrors,
+        pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        pynvml.NVML_VOLATILE_ECC,
+    )
+    if errors:
+        yield f"{errors} uncorrected memory errors since its last reset"
+    rows = ask(pynvml.nvmlDeviceGetRemappedRows)
+    if (rows and rows[2]) or ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus):
+        yield "faulty memory waits for a reset to be replaced"
+    reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+    slow = [words for bit, words in SLOWDOWNS.items() if reasons & bit]
+    if slow:
+        yield f"slowed down: {', '.join(slow)}"
+    temperature = ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+    limit = ask(
+        pynvml.nvmlDeviceGetTemperatureThreshold, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    )
+    if temperature and limit and temperature >= limit:
+        yield f"{temperature} degrees, and it slows down at {limit}"
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
+    if memory and memory.used > max(LEFT_OVER_BYTES, memory.total // 20):
+        yield f"{_gib(memory.used)} of its memory are in use already"
+
+
+def _ask(pynvml: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """NVML's answer, or None where this GPU or driver has none."""
+    try:
+        return function(*args)
+    except pynvml.NVMLError:
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

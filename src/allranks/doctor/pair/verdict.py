@@ -1,0 +1,209 @@
+"""What a test between two machines means, for each of them: a pure function of what was found."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+
+from allranks.doctor.check import Check, failed, not_here, passed, warned
+from allranks.doctor.pair.facts import PairFacts, Side
+from allranks.doctor.pair.protocol import LEAST_BYTES
+
+MOST_SKEW = 1.0  # seconds
+SLOW_ROUND_TRIP = 2e-3
+SHARE_OF_LINK = 0.5  # that a second of bytes should come to
+SLOW_RATE = 110e6  # bytes a second: what an old 1 Gbit/s link carries
+MANY_GAIN = 1.5
+
+
+def verdict(facts: PairFacts, *, listens: bool) -> list[Check]:
+    """Check by check, in the order in which a connection comes about."""
+    if facts.here is None or facts.there is None or facts.round_trip is None:
+        return list(unreached(facts))
+    own, other = (facts.there, facts.here) if listens else (facts.here, facts.there)
+    return [
+        name(facts) if not listens else passed("name", f"{other.host} came from {own.sees}"),
+        route(own, other),
+        ports(facts, listens=listens),
+        latency(facts),
+        *bandwidth(facts, own, listens=listens),
+        mtu(own, other, facts.path_mtu),
+        clock(facts, other),
+        interface(facts, own, other, listens=listens),
+    ]
+
+
+def unreached(facts: PairFacts) -> Iterator[Check]:
+    """Where the way to the listener ends."""
+    there = "type allranks doctor --listen there: it prints the addresses to use"
+    if facts.name_error:
+        value = f"{facts.named} stands for no address: {facts.name_error}"
+        yield failed("name", value, f"check the spelling, or use its address; {there}")
+        return
+    yield name(facts)
+    for address, why in facts.refusals.items():
+        yield refused(facts, address, why)
+    if facts.stranger:
+        fix = f"start allranks doctor --listen there, with another port if {facts.port} is taken"
+        where = f"{facts.named}:{facts.port}"
+        yield failed("port", f"{where} answers, but not as it should: {facts.stranger}", fix)
+
+
+def refused(facts: PairFacts, address: str, why: str) -> Check:
+    where = f"{address}:{facts.port}"
+    listen = f"allranks doctor --listen {facts.port}"
+    if why == "refused":
+        fix = f"start {listen} there; if it runs, a firewall there rejects the port: let it through"
+        return failed("port", f"{where}: nothing listens there (refused)", fix)
+    if why == "no route":
+        fix = f"ip route get {address}; use an address in a network that both machines are in"
+        return failed("route", f"{address}: no route from here", fix)
+    if why == "forbidden":
+        fix = "ask who runs this machine: a rule of its own firewall forbids it (nft list ruleset)"
+        return failed("port", f"{where}: this machine may not connect", fix)
+    if why == "timeout" and facts.neighbour is False:
+        fix = f"check the address: ip addr on the other machine; is it up? Then {listen} there"
+        return failed("route", f"no machine on this network has the address {address}", fix)
+    if why == "timeout":
+        known = " (it is on this network)" if facts.neighbour else ""
+        fix = (
+            f"a firewall drops it: open the port there (firewall-cmd --add-port={facts.port}/tcp, "
+            f"ufw allow {facts.port}/tcp, or the cloud's security group); is {address} right?"
+        )
+        return failed("port", f"{where}: no answer{known}", fix)
+    return failed("port", f"{where}: {why}", f"start {listen} there")
+
+
+def name(facts: PairFacts) -> Check:
+    shown = ", ".join(facts.addresses)
+    if _is_address(facts.named):
+        return not_here("name", f"{facts.named} is an address")
+    value = f"{facts.named} is {shown}"
+    there = facts.there
+    loops = [each for each in facts.addresses if ipaddress.ip_address(each).is_loopback]
+    if loops and (there is None or facts.here is None or there.host != facts.here.host):
+        fix = "use the address that the listener prints; mend the line in /etc/hosts"
+        return failed("name", f"{value}: this machine itself", fix)
+    if there is not None and facts.refusals:
+        first = next(iter(facts.refusals))
+        fix = f"use {there.address}, or mend the name: ranks try {first} first and wait"
+        return warned("name", f"{value}, of which {first} does not answer", fix)
+    return passed("name", value)
+
+
+def route(own: Side, other: Side) -> Check:
+    value = f"{own.address} ({own.interface or 'no interface'}) to {own.sees}"
+    if own.address != other.sees or other.address != own.sees:
+        fix = "address translation is between them: ranks need a network without (VPN, same subnet)"
+        return failed("route", f"{value}, but the other side sees {other.sees}", fix)
+    return passed("route", value)
+
+
+def ports(facts: PairFacts, *, listens: bool) -> Check:
+    out, back = facts.other_port_out, facts.other_port_in
+    if listens:
+        out, back = back, out
+    blocked = [
+        f"{words} {why}" for words, why in (("from here:", out), ("from there:", back)) if why
+    ]
+    if not blocked:
+        return passed("port", f"{facts.port}, and others that the kernel hands out, both ways")
+    return failed(
+        "port",
+        f"{facts.port} works, but others do not ({'; '.join(blocked)})",
+        "gloo and NCCL take any port: open all between these machines, or at least those of "
+        "sysctl net.ipv4.ip_local_port_range, both ways",
+    )
+
+
+def latency(facts: PairFacts) -> Check:
+    assert facts.round_trip is not None
+    value = f"{facts.round_trip * 1e6:.0f} us there and back"
+    if facts.jitter is not None:
+        value += f", up to {facts.jitter * 1e6:.0f} us more"
+    if facts.round_trip > SLOW_ROUND_TRIP:
+        fix = "use machines of one network (same zone, same switch): every exchange pays this"
+        return warned("latency", value, fix)
+    return passed("latency", value)
+
+
+def bandwidth(facts: PairFacts, own: Side, *, listens: bool) -> Iterator[Check]:
+    out, back = facts.rate_out, facts.rate_in
+    if listens:
+        out, back = back, out
+    yield direction("bandwidth out", out, facts, own)
+    yield direction("bandwidth in", back, facts, own)
+    if facts.rate_many and facts.rate_out and facts.rate_many > MANY_GAIN * facts.rate_out:
+        value = f"{rate(facts.rate_many)} with 4 connections at once"
+        fix = "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=2, on every node"
+        yield warned("connections", value, fix)
+
+
+def direction(label: str, measured: float | None, facts: PairFacts, own: Side) -> Check:
+    assert facts.here is not None and facts.there is not None
+    if measured is None or measured < LEAST_BYTES:
+        fix = (
+            f"large packets are lost on the way: ip link set dev {own.interface} mtu 1500, on both"
+        )
+        return failed(label, "small packets get through, large ones do not", fix)
+    links = [side.link_rate for side in (facts.here, facts.there) if side.link_rate]
+    value = rate(measured)
+    if links and measured < SHARE_OF_LINK * min(links):
+        fix = f"ethtool -S {own.interface} counts errors; who else uses it? Is it the right one?"
+        return warned(label, f"{value} of the link's {rate(min(links))}", fix)
+    if not links and measured < SLOW_RATE:
+        fix = "use a faster interface of both, if there is one; else prefer layouts of fewer nodes"
+        return warned(label, value, fix)
+    return passed(label, value)
+
+
+def mtu(own: Side, other: Side, path: int | None) -> Check:
+    ends = [side.mtu for side in (own, other) if side.mtu]
+    if not ends:
+        return not_here("mtu", "not known")
+    value = f"{path or min(ends)} bytes on the way"
+    if len(set(ends)) > 1:
+        value += f"; the interfaces have {own.mtu} here and {other.mtu} on {other.host}"
+        fix = f"ip link set dev {own.interface} mtu {min(ends)}: both must have the same"
+        return warned("mtu", value, fix)
+    return passed("mtu", value)
+
+
+def clock(facts: PairFacts, other: Side) -> Check:
+    offset, slack = facts.clock_offset, (facts.round_trip or 0.0) / 2
+    if offset is None:
+        return not_here("clock", "not known")
+    value = f"{abs(offset):.3f} s apart, give or take {slack:.3f} s"
+    if abs(offset) - slack > MOST_SKEW:
+        fix = f"timedatectl set-ntp true, here and on {other.host}: logs cannot be compared"
+        return warned("clock", value, fix)
+    return passed("clock", value)
+
+
+def interface(facts: PairFacts, own: Side, other: Side, *, listens: bool) -> Check:
+    """What NCCL and gloo are to be told, with the names that were really used."""
+    if own.interface is None:
+        return not_here("interface", f"none here has {own.address}")
+    value = f"{own.interface} here, {other.interface} on {other.host}"
+    tell = f"export NCCL_SOCKET_IFNAME=={own.interface} GLOO_SOCKET_IFNAME={own.interface}"
+    master = own.address if listens else own.sees
+    use = f"{tell}; --master {master}:{facts.port}"
+    if facts.also and not listens:
+        ways = ", ".join(f"{address} ({iface})" for address, iface in facts.also.items())
+        value += f"; {other.host} is also reached at {ways}"
+    several = len(set(own.interfaces.values())) > 1
+    is_clear = not several and not facts.also
+    fix = f"--master {master}:{facts.port}" if is_clear else use
+    return Check("interface", "pass", value, fix)
+
+
+def rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s ({bytes_per_second / 1e6:.0f} MB/s)"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Where runs execute: one file or folder for each kind of place."""

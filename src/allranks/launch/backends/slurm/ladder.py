@@ -1,0 +1,105 @@
+"""A run that climbs: measured on one layout after another while that pays, trained on the best.
+
+For a task nothing is lost: the steps that are measured are steps of its training, and the next
+layout goes on from there. A script is measured on each rung, and trained anew on the last good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from allranks.launch.backends.slurm.sbatch import Racer
+from allranks.run.folder import RunDir
+from allranks.timing.comparison import Pace, compare
+from allranks.timing.steps import timing
+
+DEFAULT_STEPS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """As it stands in run.json."""
+
+    layouts: tuple[str, ...]  # the smallest first; with a type of GPU where one was named
+    min_efficiency: float
+    steps: int = DEFAULT_STEPS
+    speeds: dict[str, float] = field(default_factory=dict)  # samples/s of the rungs so far
+    chosen: str | None = None  # the one to train on, once it is known
+
+    @property
+    def rung(self) -> str:
+        """The layout that comes next: the next to be measured, or the chosen one."""
+        return self.chosen or next(one for one in self.layouts if one not in self.speeds)
+
+    def efficiency(self, layout: str) -> float | None:
+        """None if it is not measured yet, or no samples could be counted."""
+        rows = compare(Pace("", rung, pace) for rung, pace in self.speeds.items())
+        return next((row.efficiency for row in rows if row.layout == layout), None)
+
+    def after(self, samples_per_second: float) -> Ladder:
+        """The ladder once its rung was measured: one higher, or settled.
+
+        Where no samples could be counted nothing can be compared: it climbs no higher.
+        """
+        rung = self.rung
+        climbed = replace(self, speeds={**self.speeds, rung: samples_per_second})
+        efficiency, place = climbed.efficiency(rung), self.layouts.index(rung)
+        if efficiency is None or efficiency < self.min_efficiency:
+            return replace(climbed, chosen=self.layouts[max(0, place - 1)])
+        return replace(climbed, chosen=rung) if rung == self.layouts[-1] else climbed
+
+    def in_words(self, rung: str) -> str:
+        """What was measured on a rung, and what comes next."""
+        speed, efficiency = self.speeds[rung], self.efficiency(rung)
+        said = f"ladder: {rung} makes {speed:,.1f} samples/s"
+        if efficiency is None:
+            said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
+        else:
+            said += f" ({efficiency:.0%} efficient, measured)"
+        return f"{said}; " + (f"trains on {self.chosen}" if self.chosen else f"next is {self.rung}")
+
+
+def of(layouts: Sequence[Racer], *, min_efficiency: float, steps: int = DEFAULT_STEPS) -> Ladder:
+    """A ladder of these layouts, nothing of which was measured yet."""
+    ordered = sorted(layouts, key=lambda racer: (racer.layout.ranks, racer.layout.nodes))
+    rungs = tuple(dict.fromkeys(str(racer) for racer in ordered))
+    return Ladder(layouts=rungs, min_efficiency=min_efficiency, steps=steps)
+
+
+def read(run: RunDir) -> Ladder | None:
+    """The run's ladder; None if it has none."""
+    content = run.info().get("ladder")
+    return Ladder(**{**content, "layouts": tuple(content["layouts"])}) if content else None
+
+
+def ended_on_rung(run: RunDir) -> bool:
+    """Whether the last attempt was only there to be measured."""
+    attempts = run.attempts()
+    return read(run) is not None and bool(attempts) and run.window(attempts[-1]) is not None
+
+
+def measured(run: RunDir, racer: Racer) -> tuple[str, Ladder] | None:
+    """Take up what the last attempt has measured, in `racer`: the rung, and the ladder after it.
+
+    None if it did not come to the end of a rung.
+    """
+    ladder = read(run)
+    attempts = run.attempts()
+    if ladder is None or ladder.chosen is not None or not attempts:
+        return None
+    if Racer.parse(ladder.rung).layout != racer.layout:
+        return None  # somebody has moved the run
+    window = run.window(attempts[-1])
+    found = timing(run)
+    if window is None or found is None or found.last_step < window["last"]:
+        return None
+    climbed = ladder.after(found.samples_per_second)
+    write(run, climbed)
+    return ladder.rung, climbed
+
+
+def write(run: RunDir, ladder: Ladder) -> None:
+    content: dict[str, Any] = {**asdict(ladder), "layouts": list(ladder.layouts)}
+    run.update_info(lambda info: info.update(ladder=content))

@@ -1,0 +1,95 @@
+"""After a failure on several nodes: which of them have the path that a rank did not find. No torch.
+
+One short srun step finds out, since disks that are thought to be shared may not be.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from allranks.launch.backends.slurm.inside import Place, srun, step_environment
+from allranks.run.events import read_last_events
+from allranks.run.failures import tail
+from allranks.run.folder import RunDir
+from allranks.run.missing import found_on, missing_path
+
+LOOK_SECONDS = 30.0
+MOST_RANKS = 64  # whose last words are read
+LOOK = 'for path; do [ -e "$path" ]; echo "$? $SLURMD_NODENAME $path"; done'
+
+
+def look_for_missing(
+    run: RunDir, attempt: int, place: Place, said: Iterable[str]
+) -> dict[str, Any] | None:
+    """The missing path that a run failed for, and the nodes that have it; None if there is none.
+
+    `said`: srun's last lines.
+    """
+    cwd = run.info().get("cwd", os.getcwd())
+    path = path_of_failure(run, attempt) or missing_path(said)
+    if path is None or len(place.nodes) < 2:
+        return None
+    wanted = [cwd, os.path.normpath(os.path.join(cwd, path))]
+    nodes = ask_nodes(place, wanted)
+    # If the folder is missing, so is everything named relative to it: then that is the reason.
+    for one in wanted:
+        if found := found_on(one, nodes.get(one, {}), attempt):
+            return found
+    return None
+
+
+def path_of_failure(run: RunDir, attempt: int) -> str | None:
+    """The path that the first rank to fail for a missing file did not find."""
+    failed = []
+    for rank in run.ranks(attempt)[:MOST_RANKS]:
+        end = run.end(attempt, rank)
+        if end is not None and end["state"] == "failed":
+            failed.append((end["t"], rank))
+    for _, rank in sorted(failed):
+        events = read_last_events(run.events(attempt, rank))
+        words = [word for event in events for word in words_of(event)]
+        path = missing_path(words) or missing_path(tail(run.log(attempt, rank)))
+        if path is not None:
+            return path
+    return None
+
+
+def words_of(event: dict[str, Any]) -> list[str]:
+    """What an event says about an error."""
+    if event["event"] == "end":
+        return [str(event.get("error", {}).get("what", ""))]
+    if event["event"] == "error":
+        return [f"{event.get('type', '')}: {event.get('message', '')}"]
+    return []
+
+
+def ask_nodes(place: Place, paths: Sequence[str]) -> dict[str, dict[str, bool]]:
+    """For each path, whether each node has it; empty where they do not answer in time."""
+    step = srun(place, tasks_per_node=1, ends_together=False)
+    command = [*step, "--overlap", "--chdir=/", "sh", "-c", LOOK, "sh", *paths]
+    printed = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        printed = subprocess.run(
+            command,
+            env=step_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LOOK_SECONDS,
+        ).stdout
+    answers: dict[str, dict[str, bool]] = {}
+    for line in printed.splitlines():
+        code, node, path = [*line.split(" ", 2), "", ""][:3]
+        if node in place.nodes and path in paths:
+            answers.setdefault(path, {})[node] = code == "0"
+    # Unless every node has answered, it is not known where the path is.
+    return {
+        path: {node: nodes[node] for node in place.nodes}
+        for path, nodes in answers.items()
+        if len(nodes) == len(place.nodes)
+    }

@@ -1,0 +1,236 @@
+"""What srun starts in an allocation: the launcher of a node, or (`launcher: srun`) one rank.
+
+    srun python -m allranks.launch.backends.slurm.step RUN_DIR --attempt 0 --nodes a,b ...
+
+It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
+tasks at any other. What the run came to is the job's to say, once all tasks have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from allranks.errors import AllranksError
+from allranks.launch import checks, network, prepare
+from allranks.launch.backends.slurm import gate
+from allranks.launch.node import Launch, Place, end_of
+from allranks.launch.prepare import Prepared, Request
+from allranks.launch.screen import Screen
+from allranks.launch.twice import TwiceWatch
+from allranks.layout import Layout
+from allranks.machine.gpus import local_gpus
+from allranks.machine.processes import STOP_SIGNALS, listening
+from allranks.run import claims
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.show.console import PeopleConsole
+
+CLAIM_SECONDS = 5.0
+REQUEUE_SECONDS = 60.0  # that asking for it may take; SLURM ends this process sooner
+PASS_ON_SECONDS = 2.0  # srun signals the ranks too: this is for those it has missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--claim", type=int, required=True)
+    parser.add_argument("--layout", type=Layout.parse, required=True)
+    parser.add_argument("--nodes", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--check", nargs=argparse.REMAINDER, help="first; as doctor/preflight.py")
+    wanted = parser.parse_args()
+    nodes = wanted.nodes.split(",")
+    variables = network.variables(nodes)
+    if wanted.check:
+        node_rank = int(os.environ["SLURM_NODEID"])
+        gate.pass_gate(wanted.check, variables, node_rank=node_rank, num_nodes=len(nodes))
+    run = RunDir(wanted.run_dir)
+    prepared = Prepared(
+        request=Request(runs=run.path.parent, leads=False),
+        # Not the file's: a run that is being moved has its next layout there already.
+        job=prepare.load_resolved(run).model_copy(update={"layout": wanted.layout}),
+        run=run,
+        attempt=wanted.attempt,
+        checkpoint=wanted.checkpoint,
+        threads=wanted.threads or None,
+        claim=wanted.claim,
+        variables=variables,
+    )
+    try:
+        network.say_once(checks.settle_precision(prepared))
+    except AllranksError as error:
+        print(error.shown, flush=True)
+        return error.exit_code
+    # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
+    seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
+    watch(end_with_claim, run, wanted.claim, seconds)
+    if prepared.job.command is not None and prepared.job.launcher == "srun":
+        return run_rank(prepared, run, nodes[0], wanted.port)
+    return run_node(prepared, nodes[0], wanted.port)
+
+
+def watch(look: Callable[..., None], *args: object) -> threading.Thread:
+    """Have this process look after something until it ends."""
+    thread = threading.Thread(target=look, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
+    """End this process, and its ranks with it, when a newer attempt has taken the run.
+
+    SLURM may have lost sight of this node, and started the job elsewhere.
+    """
+    while True:
+        time.sleep(seconds * random.uniform(0.8, 1.2))  # a thousand nodes must not look at once
+        try:
+            claims.check(run.claims, number)
+        except AllranksError as error:
+            print(f"allranks: {error.what}", flush=True)
+            os._exit(1)
+        except OSError:  # a disk that does not answer says nothing about the claim
+            continue
+
+
+def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> None:
+    """Requeue the job when its first process is killed: SLURM would only end the rest of it.
+
+    `is_told`: whether this task was told to stop, perhaps because somebody cancelled the job.
+    """
+    from allranks.launch.backends.slurm import allocation, inside, sbatch
+
+    claim, place = claims.newest(run.claims), inside.Place.from_environment(os.environ)
+    if claim is None or claim.number != number or not is_holder(claim.pid, run):
+        return  # it runs on another node, or where its processes are not seen
+    try:
+        holder = os.pidfd_open(claim.pid)
+    except OSError:  # an old kernel
+        return
+    select.select([holder], [], [])
+    info = run.info()
+    if info.get("queued") or info.get("ended") or run.asked_to_stop(place.job):
+        return
+    racer = sbatch.Racer.parse(info["racers"][place.job]["layout"])
+    job = allocation.Allocation(run, place, racer, claim)
+    if is_told() and job.is_cancelled:
+        return
+    job.go_on_after(f"the job's first process was killed on {place.nodes[0]}")
+
+
+@contextmanager
+def watching_job(
+    run: RunDir, number: int | None, is_first: bool, is_told: Callable[[], bool]
+) -> Iterator[None]:
+    """Have the first task of a job look after it; it does not end before the job is requeued."""
+    if not is_first or number is None:
+        yield
+        return
+    thread = watch(go_on_without_job, run, number, is_told)
+    try:
+        yield
+    finally:
+        holder = claims.newest(run.claims)
+        if holder is not None and not is_holder(holder.pid, run):
+            thread.join(REQUEUE_SECONDS)
+
+
+def is_holder(process: int, run: RunDir) -> bool:
+    """Whether a process of this machine is the one that holds a run for a job."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        # By its name: one of the two paths may go through a link.
+        return run.name.encode() in [os.path.basename(word) for word in words]
+    return False
+
+
+def run_node(prepared: Prepared, master: str, port: int) -> int:
+    """All ranks of this node, through torch's agent."""
+    node_rank = int(os.environ["SLURM_NODEID"])
+    place = Place(node_rank=node_rank, master=f"{master}:{port}")
+    # Ranks have logs of their own: `allranks logs` would show every line twice.
+    screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
+    if node_rank:
+        screen.mute()
+    with ExitStack() as held:
+        signals = held.enter_context(listening(PASS_ON_SECONDS))
+        assert prepared.run is not None
+        watched = (prepared.run, prepared.claim, node_rank == 0, lambda: bool(signals.received))
+        held.enter_context(watching_job(*watched))
+        launch = None
+        try:
+            launch = Launch(prepared, place, prepared.layout.gpus, signals, screen)
+            states = launch.run_ranks()
+        except AllranksError as error:  # other nodes did not come, or node 0 is silent
+            print(error.shown, flush=True)
+            states = launch.own_states() if launch is not None else {"failed"}
+            return error.exit_code if "failed" in states and not signals.received else 0
+    if launch.disk_error is not None:  # of the ranks' failures, the job speaks
+        print(launch.disk_error.shown, flush=True)
+    return 1 if "failed" in states and not signals.received else 0
+
+
+def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
+    """One rank of a user's script, beside those that srun starts by itself."""
+    rank, layout = int(os.environ["SLURM_PROCID"]), prepared.layout
+    # srun gave every rank its own CPUs, and started as many as the layout has.
+    env = {**os.environ, **prepare.ranks_environment(prepared, run, here=1, oversubscribe=False)}
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(layout.ranks),
+        MASTER_ADDR=master,
+        MASTER_PORT=str(port),
+        ALLRANKS_ATTEMPT=str(prepared.attempt),
+        ALLRANKS_RANKS_HERE=str(layout.gpus),
+    )
+    if layout.nodes == 1:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif env.get("GLOO_SOCKET_IFNAME") == "lo":
+        del env["GLOO_SOCKET_IFNAME"]
+    if len(local_gpus()) == 1 < layout.gpus:
+        env["ALLRANKS_OWN_GPU"] = "1"  # SLURM bound one to this task: it is number 0 here
+    words = [sys.executable, "-m", "allranks.launch.rank_env"]
+    words += prepare.fill_command(prepared, run, prepared.attempt)
+    stopped = []
+
+    def send(number: int) -> None:
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        known = signal.SIGTERM if number == signal.SIGHUP else number
+        later = threading.Timer(PASS_ON_SECONDS, send, (known,))
+        later.daemon = True
+        later.start()
+
+    # Blocked until both are ready: the rank unblocks them itself, in rank_env.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    process = subprocess.Popen(words, env=env)
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    with watching_job(run, prepared.claim, rank == 0, lambda: bool(stopped)):
+        code = process.wait()
+        twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
+        end = twice or end_of(code, is_command=True, stopped=bool(stopped))
+        append_event(run.events(prepared.attempt, rank), "end", **end)
+    return 1 if twice else 0 if stopped else code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,410 @@
+"""Ranks on this machine, through torch's elastic agent: started, followed, stopped, no orphans."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allranks.errors import AllranksError, disk_error
+from allranks.launch import checks, door, link, prepare
+from allranks.launch.held_nodes import check_allocation
+from allranks.launch.prepare import Prepared
+from allranks.launch.screen import Screen
+from allranks.launch.stalled import StallWatch
+from allranks.launch.twice import TwiceWatch
+from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
+from allranks.machine.allotted import memory_kills
+from allranks.machine.processes import Signals, blocked_signals, listening, quick_imports
+from allranks.run import claims
+from allranks.run.events import append_event
+from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
+from allranks.run.folder import RunDir
+from allranks.run.stalls import ended_for
+from allranks.timing.steps import result
+
+if TYPE_CHECKING:
+    from allranks.launch.agent import Agent
+
+STOPPED_AT_CHECKPOINT = 75
+STOPPED_AT_ONCE = 130
+AT_ONCE_SECONDS = 10.0  # for torch's agent to end once its ranks are killed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where these ranks run: all on this machine, or as one node of several."""
+
+    node_rank: int | None = None  # None: this machine plays every node
+    master: str | None = None  # HOST:PORT of node 0
+    max_restarts: int | None = None  # None: what the job says
+    oversubscribe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the command line reports."""
+
+    run: RunDir
+    result: dict[str, Any]
+    exit_code: int
+    error: AllranksError | None = None
+    can_go_on: bool = False  # in a later attempt, from where it is or from a checkpoint
+
+
+def run_here(
+    prepared: Prepared, place: Place, screen: Screen, signals: Signals | None = None
+) -> Outcome:
+    """Run a prepared job to its end on this machine. `signals`: to see those that came."""
+    here = ranks_here(prepared, place)
+    checks.check_supported(prepared.job)
+    remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
+    if place.node_rank is None and prepared.layout.nodes > 1:
+        remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
+    remarks += prepare.environment_warnings(prepared.job)
+    extends = any(change["key"] != "layout" for change in prepared.changes)
+    if prepared.run is not None and prepared.run.state() == "finished" and not extends:
+        screen.remark(f"run {prepared.run.name} is finished already")
+        return Outcome(prepared.run, result(prepared.run), 0)
+    checks.check_command(prepared.job)
+    remarks += checks.settle_precision(prepared)
+    with ExitStack() as held:
+        signals = signals or held.enter_context(listening())
+        if prepared.request.leads:
+            prepared = prepare.hold_run(prepared, held)
+            prepare.open_run(prepared)  # before the seconds that importing torch takes
+        launch = Launch(prepared, place, here, signals, screen)
+        for remark in [*remarks, *prepared.remarks]:
+            screen.remark(remark)
+        return launch.run_to_end()
+
+
+def ranks_here(prepared: Prepared, place: Place) -> int:
+    layout = prepared.layout
+    if place.node_rank is None:
+        if place.master is not None:
+            raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
+        check_allocation(layout, prepared.request, os.environ)
+        return layout.ranks
+    if place.master is None and layout.nodes > 1:
+        raise AllranksError(
+            "--node-rank is given without --master",
+            fix="add --master HOST:29500, HOST being the machine of node 0",
+        )
+    if not 0 <= place.node_rank < layout.nodes:
+        raise AllranksError(
+            f"--node-rank {place.node_rank} is not a node of layout {layout}",
+            fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
+        )
+    return layout.gpus
+
+
+class Launch:
+    """One attempt of one run, as seen from the process that started it."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        place: Place,
+        here: int,
+        signals: Signals,
+        screen: Screen,
+    ) -> None:
+        self.prepared = prepared
+        self.place = place
+        self.here = here
+        self.signals = signals
+        self.screen = screen
+        self.first_rank = (place.node_rank or 0) * here
+        with signals.leaving():
+            self.run, self.agent = self._meet()
+        self.disk_error: AllranksError | None = None
+        self._told: set[tuple[int, int]] = set()  # (process, number of signals it was sent)
+        self._stalled = StallWatch(
+            self.run,
+            self.prepared.job,
+            self.first_rank,
+            makes_steps=screen.makes_steps,
+            has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
+        )
+        self._twice = TwiceWatch(self.run, self.prepared.job)
+        self._memory_kills = memory_kills() or 0
+        self._claim = claims.Watch(self.run.claims, prepared.claim, looks=prepared.request.leads)
+
+    def _meet(self) -> tuple[RunDir, Agent]:
+        """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
+        # Imports torch: from here on ranks really run on this machine.
+        with quick_imports():
+            from allranks.launch import agent, rendezvous
+
+        place, prepared = self.place, self.prepared
+        node_rank, layout = place.node_rank or 0, str(prepared.layout)
+        num_nodes = 1 if place.node_rank is None else prepared.layout.nodes
+        master = link.split_master(place.master)
+        waits = (self._interrupted, self._show_wait)
+        if node_rank == 0:
+            assert prepared.run is not None
+            path = str(prepared.run.path)
+            mine = door.Meeting(path, prepared.attempt, layout, prepared.checkpoint, prepared.claim)
+        if num_nodes == 1:
+            met = door.alone(mine)
+        elif node_rank == 0:
+            met = door.receive(*master, mine, num_nodes, link.Wait(*waits))
+        else:
+            met = door.enter(*master, node_rank, layout, link.Wait(*waits))
+        meeting = met.meeting
+        store = rendezvous.open_store(met, link.Wait(*waits))
+        self._show(lambda: self.screen.stalled(None))
+        run = RunDir(Path(meeting.run_dir))
+        prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
+        prepared.claim = meeting.claim
+        # Node 0's job is the one that counts; its layout is that of the meeting.
+        prepared.job = prepare.load_resolved(run, layout=meeting.layout)
+        nodes = rendezvous.FixedNodes(
+            store,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            address=met.address if num_nodes == 1 else master[0],
+            run=run.name,
+            attempt=meeting.attempt,
+        )
+        self.environment = prepare.ranks_environment(
+            prepared, run, here=self.here, oversubscribe=place.oversubscribe
+        )
+        is_command = prepared.job.command is not None
+
+        def arguments(attempt: int) -> list[str]:
+            self._claim.check()  # the number of an attempt may be a newer holder's, too
+            self._show(lambda: self.screen.starting(attempt))
+            words = prepare.fill_command(prepared, run, attempt) if is_command else []
+            return ["-m", "allranks.launch.rank_env", *words]
+
+        return run, agent.Agent(
+            nodes,
+            arguments,
+            self.environment,
+            self._record_ends,
+            num_ranks=self.here,
+            max_restarts=max_restarts(prepared, place),
+            # Ranks of a task cannot save once one is gone; a script may want to clean up.
+            kills_peers=not is_command,
+        )
+
+    def _interrupted(self) -> bool:
+        return bool(self.signals.received)
+
+    def run_to_end(self) -> Outcome:
+        """Run this node's ranks, and say what the run came to, which the first node decides."""
+        self.run_ranks()
+        return self._outcome()
+
+    def run_ranks(self) -> set[str]:
+        """Run this node's ranks to their end; the states in which they ended.
+
+        The agent runs beside this thread, which follows the ranks and passes signals on.
+        """
+        ended: list[dict[int, int | None] | Exception] = []
+
+        def run_agent() -> None:
+            try:
+                ended.append(self.agent.run_quietly())
+            except Exception as error:  # raised again below, where somebody hears it
+                ended.append(error)
+
+        self._show(lambda: self.screen.follow(self.run, self.prepared.job, self.first_rank))
+        terminal = self.screen.open_terminal()
+        if terminal is not None:
+            self.environment["ALLRANKS_TERMINAL"] = f"{self.first_rank}:{terminal}"
+        thread = threading.Thread(target=run_agent, daemon=True)
+        with blocked_signals():  # inherited by the thread and by every rank that it starts
+            thread.start()
+        try:
+            self._follow(thread)
+            if isinstance(ended[0], Exception):
+                raise ended[0]
+            self._record_ends(ended[0], self.agent.attempt)
+            if self.place.node_rank == 0:
+                self._wait_for_other_nodes()
+        finally:
+            self._show(lambda: self.screen.finish(self.agent.attempt))
+        return self.own_states()
+
+    def _show_wait(self, text: str, seconds: float) -> None:
+        self._show(lambda: self.screen.waiting(text, seconds))
+
+    def _follow(self, thread: threading.Thread) -> None:
+        """Until the agent's thread has ended."""
+        killed = None
+        while thread.is_alive():
+            thread.join(0.1)
+            now, awaits = time.monotonic(), self.agent.awaits()
+            killed = (killed or now) if self.signals.at_once else None
+            is_deaf = now > (killed or now) + AT_ONCE_SECONDS  # torch waits for a silent node 0
+            no_ranks = self.agent.meets or not self.agent.processes()
+            if is_deaf or (self._interrupted() and no_ranks):
+                self.agent.leave()
+                thread.join(1.0)  # one that runs Python while the process ends would abort it
+                raise link.Interrupted
+            self._pass_signals_on()
+            self._show(lambda: self.screen.update(self.agent.attempt))
+            if awaits:
+                self._show_wait(*awaits)
+            else:
+                self._end_if_stalled()
+
+    def _show(self, draw: Callable[[], None]) -> None:
+        """Draw, if it can be: a closed pipe or a poor terminal must not end the training."""
+        try:
+            draw()
+        except (OSError, ValueError):
+            self.screen.mute()
+
+    def _pass_signals_on(self) -> None:
+        received = self.signals.received
+        if not received:
+            return
+        self.agent.never_restart()
+        if self.signals.at_once:
+            self.agent.kill()
+            return
+        if not self.signals.is_due:
+            return
+        for process in self.agent.processes():
+            if (process, len(received)) in self._told:
+                continue
+            self._told.add((process, len(received)))
+            with suppress(ProcessLookupError):
+                os.kill(process, received[-1])
+            self._show(lambda: self.screen.stopping(received[-1].name))
+
+    def _end_if_stalled(self) -> None:
+        """Hours of a whole allocation may be left when ranks wait for one that never comes."""
+        # Ranks told to stop may save for as long as it takes: they are not ended, only reported.
+        attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
+        is_over = self._claim.is_lost() or (processes and not stops and self._twice.look(attempt))
+        if is_over or self._stalled.look_beside(attempt, processes, may_end=not stops):
+            self.agent.never_restart()
+            self.agent.kill()
+        line = self._stalled.line()
+        self._show(lambda: self.screen.stalled(*(line or (None,))))
+
+    def _record_ends(self, exit_codes: dict[int, int | None], attempt: int) -> None:
+        """Write the end of every rank that could not, or (a user's script) did not know how to."""
+        self._claim.check()  # a newer holder's ranks have written what there is to write
+        # The kernel's own count: its messages are mostly not for users to read.
+        kills = (memory_kills() or 0) - self._memory_kills
+        for rank, code in exit_codes.items():
+            if self.run.end(attempt, rank) is not None:
+                continue
+            path = self.run.events(attempt, rank)
+            try:
+                is_command = self.prepared.job.command is not None
+                end = self._twice.end(attempt) or self._stalled.end_of(rank)
+                end = end or end_of(code, is_command=is_command, stopped=self._interrupted())
+                if code and kills > 0:
+                    end["memory_kills"] = kills
+                append_event(path, "end", **end)
+            except OSError as error:
+                self.disk_error = disk_error(error, path)
+        self._memory_kills += kills
+
+    def _wait_for_other_nodes(self) -> None:
+        """Until their ranks have ended; what the run came to is not known before."""
+        is_lost = "failed" in self.own_states()  # the others are ended because of it
+        seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
+        if not is_lost:
+            # In SLURM the job knows of a node that is lost, and ends this launcher.
+            seconds = link.MEETING_SECONDS if self.prepared.request.leads else math.inf
+        begin = time.monotonic()
+
+        def is_enough() -> bool:
+            waited = time.monotonic() - begin
+            if waited > ENDING_SECONDS:
+                self._show_wait("waiting for the ranks of other nodes to end", waited)
+            return self.signals.at_once or len(self.signals.received) > 1
+
+        ranks, attempt = self.prepared.layout.ranks, self.agent.attempt
+        wait_for_ranks(self.run, attempt, ranks, seconds, is_enough, while_alive=not is_lost)
+        self._show(lambda: self.screen.stalled(None))
+
+    def _outcome(self) -> Outcome:
+        # The run is still held by this process: for everyone else it is running until we return.
+        state = self.run.ended_state()
+        if self.place.node_rank and self.own_states() == {"finished"}:
+            state = "finished"  # as far as this node knows: the first one says what the run came to
+        if state == "failed" and self._interrupted() and failure(self.run) is None:
+            state = "stopped"  # ranks of other nodes have not said so yet
+        outcome = result(self.run, state)
+        if state == "finished" and not self.signals.at_once:
+            return Outcome(self.run, outcome, 0)
+        if state == "stopped" or self.signals.at_once:
+            code = STOPPED_AT_ONCE if self.signals.at_once else self._stopped_code()
+            if why := ended_for(self.run, self.agent.attempt):
+                outcome["reason"] = why
+            saved = prepare.has_checkpoint(self.prepared, self.run)
+            can_go_on = saved or code == STOPPED_AT_CHECKPOINT
+            return Outcome(self.run, outcome, code, can_go_on=can_go_on)
+        error = self.disk_error or describe_failure(self.run, self.prepared, self.place)
+        return Outcome(self.run, outcome, error.exit_code, error)
+
+    def own_states(self) -> set[str]:
+        """The states in which the ranks here have ended; one without an end has failed."""
+        ranks = range(self.first_rank, self.first_rank + self.here)
+        ends = [self.run.end(self.agent.attempt, rank) for rank in ranks]
+        return {end["state"] if end is not None else "failed" for end in ends}
+
+    def _stopped_code(self) -> int:
+        """75 if the run can go on from where it was stopped."""
+        job = self.prepared.job
+        ends = [
+            self.run.end(self.agent.attempt, rank) for rank in self.run.ranks(self.agent.attempt)
+        ]
+        if job.command is None or all(end and end["exit"] == 0 for end in ends):
+            return STOPPED_AT_CHECKPOINT
+        if prepare.has_checkpoint(self.prepared, self.run):
+            return STOPPED_AT_CHECKPOINT
+        return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
+
+
+def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, Any]:
+    """The end event of a rank that cannot write it; `code` is None if it was ended by others."""
+    if is_command and stopped:
+        state = "stopped"
+    else:
+        state = "finished" if is_command and code == 0 else "failed"
+    fields: dict[str, Any] = {"state": state, "exit": code}
+    if code is None:
+        what = "ended because another rank failed"
+        fields["error"] = {"what": what, "fix": "", "echo": True}
+    elif code < 0:
+        known = -code in {int(one) for one in signal.Signals}
+        fields["signal"] = signal.Signals(-code).name if known else f"signal {-code}"
+    return fields
+
+
+def max_restarts(prepared: Prepared, place: Place) -> int:
+    return prepared.job.max_restarts if place.max_restarts is None else place.max_restarts
+
+
+def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:
+    """The failed rank in one message."""
+    failed = failure(run)
+    if failed is None:
+        return AllranksError(f"run {run.name} failed", fix=f"see {run.path}", exit_code=1)
+    what, error = failure_in_words(failed), failed.get("error")
+    facts: dict[str, Any] = {"lines": lines_of(failed), "facts": describe_for_json(failed)}
+    if error is not None and error["fix"]:
+        return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
+    fix = f"allranks doctor {run.reference} shows why; the rank's output is in {failed['log']}"
+    if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
+        fix += f"; go on with {run.resume_command}"
+    if "signal" in failed and not max_restarts(prepared, place):
+        fix += "; --max-restarts N would restart by itself"
+    return AllranksError(what, fix=fix, exit_code=1, **facts)

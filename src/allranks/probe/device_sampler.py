@@ -1,0 +1,233 @@
+"""The rank's GPU, CPUs and memory, and its node's network, sampled every two seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from allranks.machine.network import infiniband_bytes, infiniband_ports
+from allranks.probe.recorder import Recorder
+from allranks.run.crash import is_worker, record, where_now
+
+SAMPLE_SECONDS = 2.0
+FIRST_LOOK_SECONDS = 0.25
+MAX_PROCESSES = 256  # that a sample names
+LIST_SECONDS = 30.0  # between looks at their children: every thread has some of its own
+
+
+class DeviceSampler:
+    """Writes a `device` event every two seconds, from a thread of its own, once steps are made."""
+
+    def __init__(self, recorder: Recorder, env: Mapping[str, str]) -> None:
+        self.recorder = recorder
+        self.speaks_for_node = env.get("LOCAL_RANK", "0") == "0"
+        self._cpu: dict[str, float] | None = None
+        self._network: dict[str, int] | None = None
+        self._link: int | None = None
+        self._started: list[str] | None = None  # processes, by this one
+        self._processes: list[int] = []  # this one, and all that came of it
+        self._list_due = 0.0
+        self._time = 0.0
+        self._gpu: Any = None
+
+    def begin_with_steps(self) -> None:
+        self.recorder.at_step.append(self._begin)
+        if not is_worker():
+            threading.Thread(target=self._follow_start, name="place", daemon=True).start()
+
+    def _follow_start(self) -> None:
+        """Before the first step: where the rank is, should it be killed there (for its memory)."""
+        pause, last = FIRST_LOOK_SECONDS, None
+        while self.recorder.is_on:
+            time.sleep(pause)
+            pause = min(SAMPLE_SECONDS, 2 * pause)
+            at = where_now(sys._current_frames().get(threading.main_thread().ident or 0))
+            if self.recorder.step:
+                return
+            if at is not None and at != last:
+                with suppress(OSError):
+                    record("place", {"step": 0, "at": at})
+                last = at
+
+    def _begin(self, step: int) -> None:
+        self.recorder.at_step.remove(self._begin)
+        # At once: of a rank that is killed soon, it is all that is known.
+        at = where_now(sys._getframe())
+        if at is not None and not self.recorder.timeline.is_taken:
+            self.recorder.write_past("place", step=step, at=at)
+        threading.Thread(target=self._run, name="device_sampler", daemon=True).start()
+
+    def _run(self) -> None:
+        with self.recorder.guarded:
+            self._gpu = gpu_handle(self.recorder.device)
+            self.sample()  # rates are known from the second one on
+            while self.recorder.is_on:
+                time.sleep(SAMPLE_SECONDS)
+                with suppress(OSError, ValueError):  # of one look: the next may succeed
+                    # Past what is held back: ranks that wait for one another show that they live.
+                    self.recorder.write_past("device", **self.sample(), **self.whereabouts())
+
+    def sample(self) -> dict[str, Any]:
+        """What there is to say now; rates since the last sample."""
+        now = time.monotonic()
+        passed, self._time = now - self._time, now
+        fields: dict[str, Any] = {}
+        started = children()
+        cpu, self._cpu = self._cpu, cpu_seconds(started)
+        if cpu is not None:
+            fields["cpu"] = round((self._cpu["rank"] - cpu["rank"]) / passed, 3)
+            workers = max(0.0, self._cpu["workers"] - cpu["workers"])
+            if self._cpu["num_workers"]:
+                fields["workers_cpu"] = round(workers / passed, 3)
+                fields["num_workers"] = int(self._cpu["num_workers"])
+        fields["host_memory"] = host_memory()
+        # The kernel names processes by number: those of a loader's workers are known here alone.
+        if started != self._started or now > self._list_due:
+            self._started, self._list_due = started, now + LIST_SECONDS
+            self._processes = [os.getpid(), *descendants(started)]
+        fields["processes"] = self._processes
+        if self.speaks_for_node:
+            before, self._network = self._network, network_bytes()
+            if before is not None:
+                fields["network"] = {
+                    key: round((self._network.get(key, 0) - count) / passed)
+                    for key, count in before.items()
+                }
+                if self._link is not None:
+                    fields["network"]["link"] = self._link
+            else:
+                self._link = link_bytes()  # once: asking takes as long as all the rest
+        if self._gpu is not None:
+            fields |= gpu_fields(*self._gpu)
+        return fields
+
+    def whereabouts(self) -> dict[str, Any]:
+        """How far the rank has come, for whoever looks for one that does not."""
+        doing, seconds = self.recorder.timeline.doing()
+        fields: dict[str, Any] = {"step": self.recorder.step}
+        fields |= {"doing": doing, "doing_seconds": round(seconds, 3)}
+        at = where_now(sys._current_frames().get(self.recorder.timeline.thread))
+        if at is not None:
+            fields["at"] = at
+        count = num_collectives() if self.recorder.has_peers() else None
+        return fields if count is None else fields | {"collectives": count}
+
+
+def num_collectives() -> int | None:
+    """How many collectives this rank has come to, by torch's own count; all ranks' are equal."""
+    import torch.distributed as dist
+
+    with suppress(Exception):  # not every backend counts
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return None
+
+
+def cpu_seconds(started: list[str]) -> dict[str, float]:
+    """CPU time of this process and of those that it has started, from /proc."""
+    own = os.times()
+    tick = os.sysconf("SC_CLK_TCK")
+    workers, num_workers = 0.0, 0
+    for child in started:
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            workers += (int(fields[11]) + int(fields[12])) / tick
+            num_workers += 1
+    return {"rank": own.user + own.system, "workers": workers, "num_workers": num_workers}
+
+
+def children(process: str = "self") -> list[str]:
+    found: list[str] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += path.read_text().split()
+    return found
+
+
+def descendants(started: list[str]) -> list[int]:
+    """These processes, and those that they have started: a fork server's too."""
+    found = list(started)
+    for child in found:  # grows meanwhile
+        if len(found) >= MAX_PROCESSES:
+            break
+        with suppress(OSError):
+            found += children(child)
+    return [int(process) for process in found[:MAX_PROCESSES]]
+
+
+def host_memory() -> int | None:
+    """The most memory that this process has had so far, in bytes."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def network_bytes() -> dict[str, int]:
+    """Bytes that this node has sent and received: over InfiniBand if there is any, else in all."""
+    if (counted := infiniband_bytes()) is not None:
+        return {"sent": counted[0], "received": counted[1]}
+    sums = {"sent": 0, "received": 0}
+    with suppress(OSError):
+        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+            name, _, counters = line.partition(":")
+            numbers = counters.split()
+            if name.strip() != "lo":
+                sums["received"] += int(numbers[0])
+                sums["sent"] += int(numbers[8])
+    return sums
+
+
+def link_bytes() -> int | None:
+    """Bytes a second that the same links carry each way, as far as the system says; else None."""
+    bits = sum(port.bits_per_second or 0.0 for port in infiniband_ports())
+    if not bits:
+        for speed in Path("/sys/class/net").glob("*/speed"):  # megabits; -1 where it has none
+            with suppress(OSError, ValueError):  # a link that is down cannot be read
+                bits += max(0, int(speed.read_text())) * 1e6
+    return round(bits / 8) or None
+
+
+def gpu_handle(device: Any) -> tuple[Any, Any, Any] | None:
+    """NVML, this rank's GPU in it and in torch; None without either."""
+    if device is None:
+        return None
+    try:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()), device
+    except Exception:  # an old driver, no permission, a GPU of another maker: it goes without
+        return None
+
+
+def gpu_fields(nvml: Any, handle: Any, device: Any) -> dict[str, Any]:
+    """What this GPU tells of itself: not every one tells everything."""
+    import torch
+
+    asked: dict[str, Callable[[], Any]] = {
+        "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "memory": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+        "memory_total": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        # Of this device: what is current in the thread of the training is not so in this one.
+        "memory_peak": lambda: torch.cuda.max_memory_allocated(device),
+        "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "clock": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "clock_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "power_limit": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+    }
+    fields = {}
+    for name, ask in asked.items():
+        with suppress(Exception):
+            fields[name] = ask()
+    return fields
