@@ -43,7 +43,7 @@ def told(run: RunDir) -> Iterator[dict[str, Any]]:
 
     attempt = max(run.attempts(), default=0)
     for rank in run.ranks(attempt):
-        yield from (e for e in read_events(run.events(attempt, rank)) if e["event"] == "profile")
+        yield from read_events(run.events(attempt, rank), kind="profile")
 
 
 def why_none(run: RunDir) -> str:

@@ -163,10 +163,7 @@ class RunDir:
 
     def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
         """The start event of a rank, if it came that far."""
-        for event in read_events(self.events(attempt, rank), HEAD_BYTES):
-            if event["event"] == "start":
-                return event
-        return None
+        return next(read_events(self.events(attempt, rank), HEAD_BYTES, kind="start"), None)
 
     def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
         """The end event of a rank, if it has ended in order."""
@@ -180,16 +177,14 @@ class RunDir:
         """Events of a kind that is written near the end of a file."""
         path = self.events(attempt, rank)
         for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
-            last = read_last_events(path, num_bytes, word=f'"{kind}"'.encode())
-            events = [event for event in last if event["event"] == kind]
+            events = read_last_events(path, num_bytes, kind=kind)
             if events or not files.is_regular(path) or path.stat().st_size <= num_bytes:
                 break
         return events
 
     def window(self, attempt: int) -> dict[str, Any] | None:
         """The steps that the probe was to measure, if it came so far: first, last, steady."""
-        events = read_events(self.events(attempt, 0))
-        return next((event for event in events if event["event"] == "window"), None)
+        return next(read_events(self.events(attempt, 0), kind="window"), None)
 
     def state(self) -> State:
         """One word for the whole run, from its folder alone (SLURM may know better).

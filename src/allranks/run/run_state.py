@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,20 +10,19 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.run import claims
-from allranks.run.events import read_last_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
-from allranks.run.record import final_step
+from allranks.run.record import RankRecord, final_step, read_lead
 from allranks.show.text import plain
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
 from allranks.slurm.reasons import end_reason, waiting_reason
 
 QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
+KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
 ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
 # States of a job on its nodes; squeue lists those in any other because they wait.
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
-RECENT_STEPS_BYTES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +117,35 @@ def look_at_queue(runs: Sequence[RunDir]) -> Queue:
     return queue
 
 
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Whether a run waits, trains or has ended, why, and where."""
+
+    state: State = "queued"
+    reason: str | None = None
+    layout: str = ""
+    expected_start: str | None = None
+    jobs: tuple[str, ...] = ()  # that hold it, or wait to
+    nodes: tuple[str, ...] = ()  # that it trains on
+
+
+def look_at_run(run: RunDir, info: dict[str, Any], queue: Queue) -> RunState:
+    """The state of a run by its folder, its run.json and one look at the queue."""
+    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
+    state = state_of(run, info, jobs, queue)
+    holder = claims.newest(run.claims) if state == "running" else None
+    active = [job for job in jobs if not job.waits]
+    starts = [job.start for job in jobs if job.waits and job.start]
+    return RunState(
+        state=state,
+        reason=reason_of(run, info, state, jobs, queue),
+        layout=holder.layout if holder and holder.layout else info.get("layout", ""),
+        expected_start=min(starts, default=None) if state == "queued" else None,
+        jobs=tuple(job.job for job in active or jobs),
+        nodes=tuple(sorted({node for job in active for node in job.nodes})),
+    )
+
+
 def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     """One run as `allranks ls --json` shows it; `problem`: what is wrong with its folder."""
     try:
@@ -139,29 +166,24 @@ def unreadable(error: Exception) -> str:
 
 def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     info = run.info()
-    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
-    state = state_of(run, info, jobs, queue)
-    active = [job for job in jobs if job.state in RUNNING]
+    now = look_at_run(run, info, queue)
     holder = claims.newest(run.claims)
-    layout = info.get("layout", "")
-    if state == "running" and holder is not None and holder.layout:
-        layout = holder.layout
-    step, steps = _last_step(run), _last_step_to_come(run, info)
+    lead = read_lead(run)
+    is_measured = "bench" in info and lead.start
+    steps = final_step(lead.start, info, run.window(run.attempts()[-1]) if is_measured else None)
     return {
         "run": run.name,
         "run_dir": str(run.path),
-        "state": state,
-        "layout": layout,
-        "jobs": [job.job for job in (active or jobs)] or info.get("jobs", []),
-        "reason": reason_of(run, info, state, jobs, queue),
-        "step": step,
+        "state": now.state,
+        "layout": now.layout,
+        "jobs": [*now.jobs] or info.get("jobs", []),
+        "reason": now.reason,
+        "step": lead.steps_made,
         "steps": steps,
-        "seconds_left": seconds_left(run, state, step, steps),
-        "expected_start": min((job.start for job in jobs if job.waits and job.start), default=None)
-        if state == "queued"
-        else None,
+        "seconds_left": seconds_left(lead, steps) if now.state == "running" else None,
+        "expected_start": now.expected_start,
         "job": holder.job or None if holder is not None else None,  # of the newest attempt
-        "nodes": sorted({node for job in active for node in job.nodes}),
+        "nodes": [*now.nodes],
         "attempt": max(run.attempts(), default=None),
     }
 
@@ -219,7 +241,9 @@ def reason_of(
     told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
     failed = failure(run)
     if failed is None or failed["exit"] is None:
-        return "; ".join(dict.fromkeys(told)) or None
+        if told or state == "stopped":
+            return "; ".join(dict.fromkeys(told)) or None
+        return KILLED if run.attempts() else NEVER_STARTED
     # Of a rank that failed by itself, SLURM only knows that something did.
     told = [text for text in told if not text.startswith("failed")]
     return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
@@ -242,30 +266,9 @@ def _will_stop(run: RunDir) -> str | None:
     return f"{stop['why']} after a checkpoint" if stop["moves"] else "was asked to stop"
 
 
-def _last_step_to_come(run: RunDir, info: dict[str, Any]) -> int | None:
-    attempts = run.attempts()
-    start = run.start(attempts[-1]) if attempts else None
-    if start is None:
+def seconds_left(lead: RankRecord, steps: int | None) -> float | None:
+    """Steps that are left, at the pace of the last ones: measured, so only of a run that runs."""
+    made, recent = lead.last_step, lead.clock_seconds()
+    if made is None or steps is None or recent is None:
         return None
-    steps = final_step(start, info, None)
-    if steps is None and start.get("steps"):  # one that is measured
-        steps = final_step(start, info, run.window(attempts[-1]))
-    return steps
-
-
-def _last_step(run: RunDir) -> int | None:
-    for attempt in reversed(run.attempts()):
-        events = read_last_events(run.events(attempt, 0))
-        steps = [event["step"] for event in events if event["event"] == "step"]
-        if steps:
-            return int(steps[-1])
-    return None
-
-
-def seconds_left(run: RunDir, state: State, step: int | None, steps: int | None) -> float | None:
-    """Steps that are left, at the pace of the last ones; measured, so only of a run that runs."""
-    if state != "running" or step is None or steps is None:
-        return None
-    events = read_last_events(run.events(run.attempts()[-1], 0), RECENT_STEPS_BYTES)
-    recent = [e["seconds"] for e in events if e["event"] == "step" and "seconds" in e]
-    return round((steps - step) * statistics.fmean(recent), 1) if recent else None
+    return round((steps - made) * recent, 1)

@@ -221,8 +221,8 @@ def script_of(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
 def grace_needed(run: RunDir) -> int:
     """Seconds that stopping may take: three times what checkpoints of the last attempt took."""
     attempts = run.attempts()
-    events = read_events(run.events(attempts[-1], 0)) if attempts else iter(())
-    seconds = [event["seconds"] for event in events if event["event"] == "checkpoint"]
+    path = run.events(attempts[-1] if attempts else 0, 0)
+    seconds = [event["seconds"] for event in read_events(path, kind="checkpoint")]
     return round(3 * statistics.median(seconds)) if seconds else 0
 
 
