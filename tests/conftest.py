@@ -116,7 +116,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def show_cpu_times(terminal: Any, reports: list[pytest.TestReport]) -> None:
-    tests = {r.nodeid: sum(float(cpu) for _, cpu in r.user_properties) for r in reports}  # type: ignore[arg-type]
+    tests = {r.nodeid: sum(float(str(cpu)) for _, cpu in r.user_properties) for r in reports}
     files: dict[str, float] = {}
     for name, seconds in tests.items():
         file = name.partition("::")[0]

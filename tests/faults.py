@@ -32,7 +32,7 @@ class Live:
     def wait(self, seconds: float = 200) -> tuple[int, dict[str, Any]]:
         """Exit code and the JSON that it printed."""
         out, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, json.loads(out) if out.strip() else {}
+        return self.process.wait(), json.loads(out) if out.strip() else {}
 
     def ranks(self) -> dict[int, int]:
         """Process id of every rank that is alive now."""

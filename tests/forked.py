@@ -1,7 +1,7 @@
 """`allranks run` as a fork of a server that has torch imported: tenths of a second, not seconds.
 
 Its ranks are forks of it in turn: children that lead a session, with what `Popen` would give them.
-Only ranks of tasks: a user's command is executed as ever.
+They are ranks of tasks and of Python scripts; any other command is executed as ever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import gc
 import importlib.abc
 import importlib.machinery
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from typing import Any
 PR_SET_NAME = 15
 # What a rank does something about when it imports them (probe/inject).
 AWAITED = ("torch", "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules")
+EXECUTED = {"PYTHONPATH": ""}  # given to a run: its scripts are started as users' are
 OURS_WITH_TORCH = ("allranks.probe", "allranks.tasks", "allranks.train")
 SERVED = ["pytest", "torch._dynamo", "allranks.train.rank", "allranks.launch.agent"]
 
@@ -46,10 +49,6 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -97,16 +96,18 @@ def _be_allranks(
         os.close(file)
     os.chdir(cwd)
     _take_environment(env)
-    multiprocessing.process._parent_process = None  # nobody started this as a worker
+    # It is nobody's worker.
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     sys.argv, sys.orig_argv = ["allranks", *words], [sys.executable, "-m", "allranks", *words]
     popen = SubprocessHandler._popen
 
     def fork_or_popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        if args[1:] == ("-m", "allranks.launch.rank_env"):
+        is_script = args[3:4] in ((), ("python",), (sys.executable,)) and args[4:5] != ("-c",)
+        if is_script and args[4:5] != ("-m",) and "PYTHONPATH" not in env:
             return _fork_rank(args, env)
         return popen(self, args, env)
 
-    SubprocessHandler._popen = fork_or_popen
+    SubprocessHandler._popen = fork_or_popen  # type: ignore[method-assign]
     _leave_with(main)
 
 
@@ -118,7 +119,7 @@ def _fork_rank(args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[s
     pid = os.fork()
     if pid:
         process = subprocess.Popen.__new__(subprocess.Popen)
-        process.args, process.pid, process.returncode = args, pid, None  # type: ignore[assignment]
+        process.args, process.pid, process.returncode = args, pid, None
         process.stdin = process.stdout = process.stderr = None
         process._child_created = True  # type: ignore[attr-defined]
         process._waitpid_lock = threading.Lock()  # type: ignore[attr-defined]
@@ -127,6 +128,8 @@ def _fork_rank(args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[s
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {env['RANK']}".encode())
     gc.freeze()  # what the launcher left open is closed here, once
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None  # it was the launcher's
     for number in range(1, signal.SIGRTMIN):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -135,9 +138,19 @@ def _fork_rank(args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[s
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     _as_if_not_imported()
-    sys.argv, sys.orig_argv = ["rank_env"], list(args)
+    sys.argv, sys.orig_argv = ["rank_env", *args[3:]], list(args)
+    rank_env.replace_by = _be_script
     _leave_with(rank_env.main)
     raise AssertionError
+
+
+def _be_script(command: list[str]) -> None:
+    """What `python SCRIPT WORDS` does in a rank's environment."""
+    for folder in os.environ["PYTHONPATH"].split(os.pathsep):
+        runpy.run_path(str(Path(folder, "sitecustomize.py")))
+    sys.argv, sys.orig_argv = command[1:], command
+    sys.path[:1] = [str(Path(command[1]).resolve().parent)]
+    runpy.run_path(command[1], run_name="__main__")
 
 
 def _take_environment(env: dict[str, str]) -> None:
@@ -157,7 +170,7 @@ def _leave_with(function: Callable[[], object]) -> None:
             print(code, file=sys.stderr)
             code = 1
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
