@@ -1,14 +1,14 @@
-"""`allranks bench comm` finds the time that a loop of all-reduces written by hand finds.
+"""`allranks bench comm` measures the same times as a hand-written loop of all-reduces.
 
     python benchmarks/comm_agreement.py          # about 6 minutes; exit code 1 if they disagree
     python benchmarks/comm_agreement.py --blocks 5 --sizes 1KiB-1MiB          # a first look
 
-Both measure in the same processes, on CPU over gloo, in alternating blocks: by hand, ours, by
-hand. Ours is what `bench comm` runs for a size: it makes the buffers, checks a result, looks how
-long a call takes, and then times calls. By hand is a tensor, a few calls to warm up, a barrier,
-and a clock around each call; its time is the median of rank 0. A block of ours is compared with
-the mean of the two by hand around it; the ratio of those two is the noise. The claim is on the
-median ratio over the blocks: within 5% from 1 MiB on, 15% below.
+Both run in the same processes, on CPU over gloo, in alternating blocks: hand-written, ours,
+hand-written. Ours is what `bench comm` runs for one size: it makes the buffers, checks a result,
+estimates how long a call takes, and then times calls. The hand-written loop has a tensor, a few
+warm-up calls, a barrier, and a clock around each call; its time is rank 0's median. Each block of
+ours is compared with the mean of the two hand-written blocks around it; the ratio of those two is
+the noise. The claim is about the median ratio over the blocks: within 5% from 1 MiB up, 15% below.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allranks.bench.comm import parse_sizes, size_text, sizes_between
+from allranks.bench.comm import parse_sizes, sizes_between
 from allranks.bench.comm_series import SHARE_BY_CHOICE, Series
 from allranks.bench.comm_world import join, memory_for_buffers
+from allranks.show.numbers import size as num_bytes
 
 LARGE = 1 << 20
 LIMITS = {"large": 0.05, "small": 0.15}
@@ -75,7 +76,7 @@ def run_rank(sizes: list[int], num_blocks: int, block_seconds: float) -> None:
         calls = round(statistics.median(num_calls))
         found.append({"bytes": size, "calls": calls, **blocks})
         if world.rank == 0:
-            print(f"{size_text(size)} is done", flush=True)
+            print(f"{num_bytes(size)} is done", flush=True)
     if world.rank == 0:
         path = Path(os.environ["ALLRANKS_RUN_DIR"]) / "agreement.json"
         path.write_text(json.dumps(found))
@@ -135,7 +136,7 @@ def main() -> int:
         agrees = abs(ratio - 1) <= limit
         holds = holds and agrees
         print(
-            f"{size_text(size):>8}  {blocks['calls']:>6}  {by_hand_us:>8.1f} µs"
+            f"{num_bytes(size):>8}  {blocks['calls']:>6}  {by_hand_us:>8.1f} µs"
             f"  {ratio:8.3f}x  {noise:8.3f}x  {limit:.0%}: {'yes' if agrees else 'NO'}"
         )
     return 0 if holds else 1

@@ -24,6 +24,7 @@ from allranks.cli import bench_data as cli_bench_data
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
 from allranks.launch import node, screen
+from allranks.launch.backends import local
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
 from allranks.machine.processes import Signals
@@ -98,7 +99,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
             raise AllranksError("stopped before all nodes were there", fix="", exit_code=130)
         raise AllranksError("no port is free", fix="", exit_code=1)
 
-    monkeypatch.setattr(node, "run_here", run_here)
+    monkeypatch.setattr(local, "run_here", run_here)
     prepared = [
         prepare(Request(overrides=["task=spiral"], layout=layout, runs=tmp_path))
         for layout in ("1x1", "1x2", "1x4")
@@ -119,7 +120,7 @@ def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
     def run_here(*_: Any) -> Any:
         raise AllranksError("cannot write runs: Permission denied", fix="use --runs")
 
-    monkeypatch.setattr(node, "run_here", run_here)
+    monkeypatch.setattr(local, "run_here", run_here)
     prepared = [prepare(Request(overrides=["task=spiral"], layout="1x1", runs=tmp_path))]
     with pytest.raises(AllranksError, match="Permission denied"):
         cli_bench.measure_here(prepared, Progress(as_json=True, total=1))

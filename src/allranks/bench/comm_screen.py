@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from allranks.bench.comm import SCOPES, size_text
+from allranks.bench.comm import SCOPES
+from allranks.show.numbers import duration, number, percent, size
+from allranks.show.tables import Table, show_table, without_empty
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -25,11 +26,11 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
             console.print(Text(f"{found['library']}, {route}", style="dim"))
         for name in dict.fromkeys(row["collective"] for row in rows):
             console.print()
-            console.print(sizes_table([row for row in rows if row["collective"] == name]))
+            show_table(console, sizes_table([r for r in rows if r["collective"] == name]))
         fits = [fit for fit in found["fits"] if fit["scope"] == scope]
         if fits:
             console.print()
-            console.print(fits_table(fits))
+            show_table(console, fits_table(fits))
     console.print()
     for line in remarks(found):
         console.print(Text(line, style="dim"))
@@ -37,36 +38,35 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
 
 def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Measured times and bandwidths of one collective by size."""
-    has_peak = any(row.get("of_peak") for row in rows)
-    table = _table(rows[0]["collective"], "median", "p99", "alg GB/s", "bus GB/s")
-    if has_peak:
-        table.add_column("peak", justify="right", no_wrap=True)
-    for row in rows:
-        cells = [size_text(row["bytes"]), *(time_text(row[key]) for key in ("median_us", "p99_us"))]
-        cells += [number(row["algbw_GBps"]), number(row["busbw_GBps"])]
-        table.add_row(*cells, *([percent(row["of_peak"])] if has_peak else []))
-    return table
+    cells = [
+        (
+            size(row["bytes"]),
+            duration(row["median_us"] / 1e6),
+            duration(row["p99_us"] / 1e6),
+            number(row["algbw_GBps"]),
+            number(row["busbw_GBps"]),
+            percent(row["of_peak"], 0),
+        )
+        for row in rows
+    ]
+    columns = (f"{rows[0]['collective']:<14}", "median", "p99", "alg GB/s", "bus GB/s", "peak")
+    return without_empty(Table("", columns, cells))
 
 
 def fits_table(fits: Sequence[Mapping[str, Any]]) -> Table:
     """time = latency + size / bandwidth, fitted to what was measured."""
-    has_peak = any(fit["of_peak"] for fit in fits)
-    table = _table("fit of all sizes", "latency", "bus GB/s", "off by")
-    if has_peak:
-        table.add_column("peak", justify="right", no_wrap=True)
-    for fit in fits:
-        cells = [fit["collective"], time_text(fit["latency_us"]), number(fit["busbw_GBps"])]
-        cells.append(percent(fit["error"]))
-        table.add_row(*cells, *([percent(fit["of_peak"])] if has_peak else []))
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True, min_width=14)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    cells = [
+        (
+            fit["collective"],
+            duration(fit["latency_us"] / 1e6),
+            number(fit["busbw_GBps"]),
+            percent(fit["error"], 0),
+            percent(fit["of_peak"], 0),
+        )
+        for fit in fits
+    ]
+    columns = ("fit of all sizes", "latency", "bus GB/s", "off by", "peak")
+    return without_empty(Table("", columns, cells))
 
 
 def remarks(found: Mapping[str, Any]) -> Iterator[str]:
@@ -79,15 +79,16 @@ def remarks(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"peak {SCOPES[scope]}: {number(peak)} GB/s a rank, by the datasheets"
     for each in found["not_supported"]:
         yield f"{each['collective']}: not supported by {found['library']} ({each['why']})"
+    limit = duration(found["seconds"], whole=True)
     for why, text in STOPPED.items():
         for where, names in _where_stopped(found, why).items():
-            yield f"{text.format(seconds=found['seconds'])} {where}: {', '.join(names)}"
+            yield f"{text.format(seconds=limit)} {where}: {', '.join(names)}"
     if not found["complete"]:
         yield "not all was measured: a rank ended before"
 
 
 STOPPED = {
-    "time": "to end within {seconds:g} s (--seconds), nothing",
+    "time": "to end within {seconds} (--seconds), nothing",
     "memory": "for lack of memory, nothing",
 }
 
@@ -98,23 +99,7 @@ def _where_stopped(found: Mapping[str, Any], why: str) -> dict[str, list[str]]:
     for each in found["stopped"]:
         if each["why"] == why:
             last = each["after_bytes"]
-            size = f"above {size_text(last)}" if last else "at all"
+            end = f"above {size(last)}" if last else "at all"
             scope = f", {SCOPES[each['scope']]}" if len(found["transport"]) > 1 else ""
-            ended.setdefault(size + scope, []).append(each["collective"])
+            ended.setdefault(end + scope, []).append(each["collective"])
     return ended
-
-
-def time_text(microseconds: float) -> str:
-    """Three or four digits: 84.2 µs, 12.6 ms, 1.62 s."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
-            return f"{microseconds / size:.4g} {unit}"
-    return f"{microseconds:.1f} µs"
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.0f}%"

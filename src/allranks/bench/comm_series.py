@@ -12,6 +12,7 @@ from allranks.bench import comm
 from allranks.bench.comm_ops import Operation, make_operation, time_calls
 from allranks.bench.comm_world import World, highest, of_every_rank
 from allranks.errors import AllranksError
+from allranks.show.numbers import size as num_bytes
 
 FEWEST_CALLS = 5
 ROUNDS = 10  # after each of which the ranks look at the clock
@@ -150,7 +151,7 @@ def wrong_result(collective: str, size: int, members: int, wrong: list[int]) -> 
     names = ", ".join(str(rank) for rank in wrong)
     noun = "rank" if len(wrong) == 1 else "ranks"
     error = WrongResult(
-        f"{collective} of {comm.size_text(size)} over {members} ranks gave a wrong result on "
+        f"{collective} of {num_bytes(size)} over {members} ranks gave a wrong result on "
         f"{noun} {names}",
         fix="measure again; if it is wrong again, train nothing there: a link, a driver or the "
         "memory of that rank's node is at fault",

@@ -18,6 +18,7 @@ from allranks.machine.gpus import LocalGPU
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.record import read_rank
+from allranks.show.numbers import ratio
 from allranks.timing.steps import timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -195,12 +196,12 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
         )
     memory = ""
     if best["memory_bytes"] and base["memory_bytes"] and best["memory_of"] == "device":
-        memory = f", with {best['memory_bytes'] / base['memory_bytes']:.2f}x the memory"
+        memory = f", with {ratio(best['memory_bytes'] / base['memory_bytes'])} the memory"
     difference = ""
     if best["loss_difference"] is not None:
         apart = f"{best['loss_difference']:+.2g} (from {base['loss']:.4g})"
         difference = f"; after {steps} steps its loss differs by {apart}"
     return (
-        f"precision={best['precision']} is {best['speedup']:.2f}x as fast as {base['precision']}"
+        f"precision={best['precision']} is {ratio(best['speedup'])} as fast as {base['precision']}"
         f"{memory}{difference}"
     )

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-WIDE = 90
+from allranks.show.numbers import NOTHING, between, metric, number, ratio, size
+from allranks.show.tables import Table, show_table
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
     """What `as_json` made."""
     measured = [row for row in found["rows"] if row["samples_per_second"] is not None]
     if measured:
-        console.print(table_of(found, measured, is_wide=console.width >= WIDE))
+        show_table(console, table_of(found, measured))
     for row in found["rows"]:
         if row["problem"]:
             console.print(Text(f"{row['precision']}: {row['problem']}"), soft_wrap=True)
@@ -27,34 +26,27 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
 
 
-def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]], *, is_wide: bool) -> Table:
-    title = f"{found['steps']} steps each, measured"
-    table = Table(box=box.SIMPLE_HEAD, title=title, padding=(0, 1, 0, 0))
-    names = ["precision", "samples/s", *(["range"] if is_wide else []), "speedup", "memory"]
-    for name in [*names, "loss", "differs\nby", *(["at most\non the way"] if is_wide else [])]:
-        table.add_column(name, justify="left" if name == "precision" else "right")
+def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Table:
+    cells = []
     for row in rows:
-        low, high = row["range"]
-        cells = [row["precision"], f"{row['samples_per_second']:,.1f}"]
-        cells += [f"{low:,.0f} - {high:,.0f}"] if is_wide else []
-        cells += [f"{row['speedup']:.2f}x", memory(row["memory_bytes"]), loss(row["loss"])]
+        differs = (
+            number(row["loss_difference"], 2, signed=True),
+            number(row["largest_loss_difference"], 2),
+        )
         is_base = row["precision"] == found["baseline"]
-        cells += ["-" if is_base else difference(row["loss_difference"], "+")]
-        if is_wide:
-            cells += ["-" if is_base else difference(row["largest_loss_difference"], "")]
-        table.add_row(*cells)
-    return table
-
-
-def memory(count: int | None) -> str:
-    if count is None:
-        return "-"
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
-
-
-def loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def difference(value: float | None, sign: str) -> str:
-    return "-" if value is None else f"{value:{sign}.1e}"
+        cells.append(
+            (
+                row["precision"],
+                number(row["samples_per_second"]),
+                between(row["range"]),
+                ratio(row["speedup"]),
+                size(row["memory_bytes"]),
+                metric(row["loss"]),
+                *((NOTHING, NOTHING) if is_base else differs),
+            )
+        )
+    columns = (
+        *("precision", "samples/s", "range", "speedup", "memory", "loss"),
+        *("differs by", "at most on the way"),
+    )
+    return Table(f"{found['steps']} steps each, measured", columns, cells)

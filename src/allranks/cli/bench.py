@@ -146,8 +146,8 @@ def error_in(found: dict[str, Any]) -> AllranksError | None:
 
 def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
     """Run after run on this machine; what was measured before a Ctrl-C is kept."""
+    from allranks.launch.backends.slurm.held_nodes import check_allocation
     from allranks.launch.checks import check_measurable
-    from allranks.launch.held_nodes import check_allocation
     from allranks.machine.processes import listening
 
     for one in prepared:
@@ -161,7 +161,8 @@ def measure_here(prepared: list[Prepared], screen: Any) -> list[Repeat]:
 
 def run_in_turns(prepared: list[Prepared], screen: Any, signals: Signals) -> list[Repeat]:
     from allranks.errors import AllranksError
-    from allranks.launch.node import Place, run_here
+    from allranks.launch.backends.local import run_here
+    from allranks.launch.node import Place
     from allranks.launch.screen import QuietScreen
 
     done: list[Repeat] = []
@@ -189,6 +190,7 @@ def measure_in_slurm(
     """All of them into the queue at once, in turns; then wait until they have left it."""
     import time
 
+    from allranks.launch import backends
     from allranks.run import run_state
 
     done: list[Repeat] = []
@@ -197,7 +199,7 @@ def measure_in_slurm(
     try:
         send_in_turns(prepared, screen, waiting, done, added)
         while waiting:
-            queue = run_state.look_at_queue([run for run, _ in waiting])
+            queue = backends.look([run for run, _ in waiting])
             for run, layout in list(waiting):
                 if run_state.describe(run, queue)["state"] not in ("queued", "running"):
                     waiting.remove((run, layout))
@@ -249,12 +251,12 @@ def send_in_turns(
 def taken_back(error: AllranksError, layout: Layout, runs: list[RunDir]) -> AllranksError:
     """The error of a run that was refused, once those that were sent before it are stopped."""
     from allranks.errors import AllranksError
-    from allranks.launch import follow
+    from allranks.launch import backends
 
     what, fix = f"{layout}: {error.what}", error.fix
     names = " ".join(run.name for run in runs)
     try:
-        done = [*dict.fromkeys(one["done"] for one in follow.stop(runs))] if runs else []
+        done = [*dict.fromkeys(one["done"] for one in backends.stop(runs))] if runs else []
     except AllranksError as silent:
         done = [f"could not be stopped: {silent.what}"]
     if runs:

@@ -50,8 +50,9 @@ def comm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
+    from allranks.launch.backends.local import run_here
     from allranks.launch.checks import check_measurable
-    from allranks.launch.node import Place, run_here
+    from allranks.launch.node import Place
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
 

@@ -98,7 +98,8 @@ def run_muted(
     prepared: Prepared, console: Console, record: dict[str, Any], signals: Signals | None = None
 ) -> Outcome:
     """A run of a benchmark on this machine: what it says itself is in its logs."""
-    from allranks.launch.node import Place, run_here
+    from allranks.launch.backends.local import run_here
+    from allranks.launch.node import Place
     from allranks.launch.screen import QuietScreen
 
     prepared.bench = record

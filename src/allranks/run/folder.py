@@ -51,8 +51,7 @@ class RunDir:
     @property
     def resume_command(self) -> str:
         """What to type to go on with the run."""
-        word = "resume" if self.info().get("backend") == "slurm" else "run --resume"
-        return f"allranks {word} {self.reference}"
+        return f"allranks resume {self.reference}"
 
     @property
     def reference(self) -> str:
@@ -86,7 +85,11 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""
-        return files.numbers_in(self.path / "attempts")
+        found = files.numbers_in(self.path / "attempts")
+        # One that was described, but has no rank yet, has not begun.
+        while found and not (self.ranks(found[-1]) or self.logs(found[-1])):
+            found.pop()
+        return found
 
     def ranks(self, attempt: int) -> list[int]:
         """Ranks that wrote events in an attempt."""
@@ -97,8 +100,8 @@ class RunDir:
         return files.numbers_in(self.attempt(attempt), "rank-", ".log")
 
     def job_logs(self) -> list[Path]:
-        """What SLURM's jobs have said, the newest last."""
-        named = [e for e in files.entries(self.folder) if re.fullmatch(r"slurm-.*\.log", e.name)]
+        """What the place where it ran has said besides its ranks, the newest last."""
+        named = [e for e in files.entries(self.folder) if re.fullmatch(r"[\w-].*\.log", e.name)]
         found = [(e.stat().st_mtime, e.name) for e in named if e.is_file(follow_symlinks=False)]
         return [self.path / name for _, name in sorted(found)]
 

@@ -2,119 +2,51 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.errors import AllranksError
 from allranks.run import claims
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
 from allranks.run.record import RankRecord, final_step, read_lead
 from allranks.show.text import plain
-from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
-from allranks.slurm.reasons import end_reason, waiting_reason
 
-QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
 KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
-ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
-# States of a job on its nodes; squeue lists those in any other because they wait.
-RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """One line of squeue."""
+    """A job that waits or runs."""
 
     job: str
-    state: str
-    reason: str
+    state: str  # in the queue's own word
+    reason: str  # why it waits, in the queue's own word
     start: str | None  # when it began, or is expected to
     nodes: tuple[str, ...]
-
-    @property
-    def waits(self) -> bool:
-        return self.state not in RUNNING
+    waits: bool = True
+    why: str = ""  # the reason in our words
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """What sacct remembers of a job."""
+    """What is remembered of a job that has left its queue."""
 
     job: str
-    state: str
+    state: str  # in the queue's own word
     exit_code: str
     nodes: tuple[str, ...] = ()
+    reason: str | None = None  # why it ended; None: it did what it was to do
 
 
 @dataclass(slots=True)
 class Queue:
-    """All of the user's jobs at one moment. `silent`: why SLURM could not be asked."""
+    """What a place knows of its runs' jobs at one moment. `silent`: why it could not be asked."""
 
     jobs: dict[str, QueuedJob] = field(default_factory=dict)
     ended: dict[str, EndedJob] = field(default_factory=dict)
     silent: str | None = None
-
-
-def parse_queue(printed: str) -> dict[str, QueuedJob]:
-    """What `squeue -h -o QUEUE_FORMAT` printed."""
-    found = {}
-    for line in printed.splitlines():
-        job, state, reason, start, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
-        if not job.strip().isdigit():
-            continue  # an array's, or a message of the site's
-        with suppress(AllranksError):
-            found[job] = QueuedJob(
-                job,
-                state,
-                reason,
-                None if start in ("", "N/A", "Unknown") else start,
-                tuple(nodelist.expand(nodes)),
-            )
-    return found
-
-
-def parse_ended(printed: str) -> dict[str, EndedJob]:
-    """What `sacct -n -P -X -o ENDED_FIELDS` printed; the last line on a job counts."""
-    found = {}
-    for line in printed.splitlines():
-        job, state, exit_code, _, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
-        if not job.isdigit():
-            continue
-        found[job] = EndedJob(job, state, exit_code)
-        with suppress(AllranksError):  # "None assigned"
-            found[job] = EndedJob(job, state, exit_code, tuple(nodelist.expand(nodes)))
-    return found
-
-
-def look_at_queue(runs: Sequence[RunDir]) -> Queue:
-    """One squeue for all of the user's jobs, and one sacct for those that have left it."""
-    wanted = {run.name: run.info().get("jobs", []) for run in runs}
-    wanted = {name: jobs for name, jobs in wanted.items() if jobs}
-    if not wanted:
-        return Queue()
-    queue = Queue()
-    try:
-        printed = slurm.call("squeue", "-h", "-u", str(os.getuid()), "-o", QUEUE_FORMAT)
-        queue.jobs = parse_queue(printed)
-    except slurm.SlurmError as error:
-        return Queue(silent=error.what)
-    gone = [
-        job
-        for run in runs
-        if run.name in wanted and run.info().get("ended") is None
-        for job in wanted[run.name]
-        if job not in queue.jobs
-    ]
-    if gone:
-        with suppress(slurm.SlurmError):  # there is no sacct without a database
-            queue.ended = parse_ended(
-                slurm.call("sacct", "-n", "-P", "-X", "-j", ",".join(gone), "-o", ENDED_FIELDS)
-            )
-    return queue
+    name: str = "the queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,25 +121,33 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
 
 
 def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue: Queue) -> State:
-    """SLURM's word where it has one: a folder cannot tell a lost job from a silent one."""
-    if info.get("backend") != "slurm":
+    """The queue's word where it has one: a folder cannot tell a lost job from a silent one."""
+    if not is_of_jobs(run, info):
         return run.state()
     if queue.silent:
         # The folder shows no sign of life where the file system has no locks.
         is_begun = claims.newest(run.claims) is not None and not _has_ended(run)
         return "running" if is_begun and not info.get("queued") else run.state()
-    if any(job.state in RUNNING for job in jobs):
+    if any(not job.waits for job in jobs):
         if run.is_live():
             return "running"
         if _has_ended(run) and (info.get("ended") or run.ended_state() == "finished"):
             return run.ended_state()
-        # One that has stopped short may be about to be requeued: SLURM has not said yet.
+        # One that has stopped short may be about to be requeued: the queue has not said yet.
         return "queued" if info.get("queued") else "running"
     if jobs:
         return "queued"
     if run.is_live():
         return "running"
     return run.ended_state()
+
+
+def is_of_jobs(run: RunDir, info: dict[str, Any]) -> bool:
+    """Whether jobs in a queue have the run: it was sent after anybody else had it."""
+    jobs, holder = info.get("jobs"), claims.newest(run.claims)
+    if not jobs or holder is None or holder.job:
+        return bool(jobs)
+    return any(one["claim"] > holder.number for one in info.get("racers", {}).values())
 
 
 def _has_ended(run: RunDir) -> bool:
@@ -222,11 +162,11 @@ def reason_of(
     run: RunDir, info: dict[str, Any], state: State, jobs: Sequence[QueuedJob], queue: Queue
 ) -> str | None:
     """Why it waits, or why it ended, in words."""
-    if queue.silent and info.get("backend") == "slurm" and state in ("queued", "running"):
-        return f"SLURM does not answer: {queue.silent}"
+    if queue.silent and is_of_jobs(run, info) and state in ("queued", "running"):
+        return f"{queue.name} does not answer: {queue.silent}"
     lost = [lost_words(run) or ""]
     if state == "queued":
-        waiting = [waiting_reason(job.reason) for job in jobs if job.waits]
+        waiting = [job.why for job in jobs if job.waits]
         return "; ".join(filter(None, dict.fromkeys(lost + waiting))) or None
     if state == "running":
         return "; ".join(filter(None, [*lost, _will_stop(run)])) or None
@@ -238,13 +178,13 @@ def reason_of(
     holder = claims.newest(run.claims)
     concerned = [holder.job] if holder is not None else info.get("jobs", [])
     ended = [queue.ended[job] for job in concerned if job in queue.ended]
-    told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
+    told = [job.reason for job in ended if job.reason is not None]
     failed = failure(run)
     if failed is None or failed["exit"] is None:
         if told or state == "stopped":
             return "; ".join(dict.fromkeys(told)) or None
         return KILLED if run.attempts() else NEVER_STARTED
-    # Of a rank that failed by itself, SLURM only knows that something did.
+    # Of a rank that failed by itself, the queue only knows that something did.
     told = [text for text in told if not text.startswith("failed")]
     return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.launch.backends import look
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.run_state import RunState, look_at_queue, look_at_run, unreadable
+from allranks.run.run_state import RunState, look_at_run, unreadable
 from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
-from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
 from allranks.watch.bases import Bases, Comparison, Key, sets_of
 from allranks.watch.reader import RunReader
+from allranks.watch.slurm_polling import FIRST_SECONDS, Ask, Asking
 from allranks.watch.summary import run_view
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView
 
@@ -100,7 +101,7 @@ class Watcher:
         *,
         old: bool = False,
         stalled: float | None = None,
-        ask: Ask = look_at_queue,
+        ask: Ask = look,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder = runs
