@@ -128,7 +128,7 @@ def _fork_rank(args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[s
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {env['RANK']}".encode())
     gc.freeze()  # what the launcher left open is closed here, once
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    tracker = multiprocessing.resource_tracker._resource_tracker
+    tracker: Any = multiprocessing.resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # it was the launcher's
     for number in range(1, signal.SIGRTMIN):
         if callable(signal.getsignal(number)):
