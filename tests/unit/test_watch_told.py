@@ -284,7 +284,7 @@ def test_a_line_of_squeue_about_one_job() -> None:
     [
         ("1:05", "58:55", "running for 1m15s, 58m45s left of its time limit"),
         ("1-02:03:04", "UNLIMITED", "running for 1d02h, without a time limit"),
-        ("0:00", "0:05", "running for 10s, 1s left of its time limit"),
+        ("0:00", "0:05", "running for 10s, 0s left of its time limit"),
         ("", "INVALID", "running"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_node_that_has_gone_silent_is_seen() -> None:
     }
     fresh = job_lines(facts, [sample], DEFAULT_MARKS, 80, now=1006.0)
     silent = job_lines(facts, [sample], DEFAULT_MARKS, 80, now=1060.0)
-    assert "ago" not in fresh[1].plain and silent[1].plain.endswith("1m00s ago")
+    assert "ago" not in fresh[1].plain and silent[1].plain.endswith("1m ago")
 
 
 def test_the_step_beside_a_job() -> None:
@@ -356,7 +356,7 @@ def test_what_nvidia_smi_does_not_know_is_none() -> None:
     assert gpu["power"] is None and gpu["memory"] == 70000 << 20 and gpu["name"] == "NVIDIA A100"
     sample = {"node": "n1", "cpus": 8, "memory_total": 2, "memory_available": 1, "gpus": [gpu]}
     lines = [x.plain for x in job_lines(FACTS, [{**sample, "processes": []}], DEFAULT_MARKS, 80)]
-    assert any("93+" in line and "68.4G+" in line for line in lines)
+    assert any("93+" in line and "68.4Gi+" in line for line in lines)
 
 
 def test_stacks_say_whose_they_are_and_what_is_missing() -> None:

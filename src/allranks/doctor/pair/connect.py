@@ -105,7 +105,7 @@ class Test:
 
     def run(self) -> None:
         facts, control = self.facts, self.control
-        with EchoPort() as mine:
+        with OpenPort(socket.socket.close) as mine:  # at which the other one may knock
             nonce = secrets.token_hex(8)
             facts.here = side_of(control)
             protocol.say(
@@ -181,19 +181,6 @@ class Test:
     def _receive(self) -> Moved:
         with self._open("down") as line:
             return protocol.receive_all(line, self.seconds)
-
-
-class EchoPort:
-    """A port of this machine that the other one may knock at."""
-
-    def __enter__(self) -> EchoPort:
-        self._port = OpenPort(socket.socket.close)
-        self.port = self._port.port
-        self._port.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._port.close()
 
 
 def _rate(moved: list[Moved | None]) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.doctor.connectivity import OpenPort
 from allranks.doctor.pair import protocol
-from allranks.doctor.pair.connect import EchoPort, knock
+from allranks.doctor.pair.connect import knock
 from allranks.doctor.pair.facts import (
     PairFacts,
     from_fields,
@@ -128,7 +128,7 @@ class Listening:
     def _test(self, control: socket.socket, hello: Mapping[str, Any], peer: str) -> None:
         theirs, mine = from_fields(hello["side"]), side_of(control)
         self._told(f"{theirs.host} ({peer}) has connected; this takes a few seconds")
-        with EchoPort() as port:
+        with OpenPort(socket.socket.close) as port:
             protocol.say(
                 control,
                 allranks=protocol.VERSION,
