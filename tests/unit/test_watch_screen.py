@@ -327,7 +327,7 @@ def test_gpus_by_what_a_rank_writes_of_them() -> None:
 
     assert said(full) == ["95+", "85Gi+", "", ""]
     assert said(replace(hot, temperature=83)) == ["79!", "91Gi!", "690W+", "83"]
-    assert said(idle) == ["85", "10.0G", "100W", ""]
+    assert said(idle) == ["85", "10Gi", "100W", ""]
 
 
 def test_a_log_just_longer_than_what_is_kept_is_shown(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks.cli.watch import resources
 from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
@@ -39,6 +38,7 @@ from allranks.watch.status import (
     gather,
     next_steps,
     resource_lines,
+    resources,
     status_page,
 )
 from allranks.watch.views import Parts, RunView
@@ -200,7 +200,7 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
     def refuse(only: str | None = None) -> None:
         raise slurm.refusal("scontrol", words)
 
-    monkeypatch.setattr("allranks.slurm.cluster.describe_cluster", refuse)
+    monkeypatch.setattr("allranks.watch.status.describe_cluster", refuse)
     lines = resource_lines(resources())
     assert lines[-1] == f"\nSLURM: {meaning}."
     assert lines[0].startswith("This machine (") and len(lines) == 2
@@ -247,7 +247,7 @@ def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path
     [
         (["nothing-here"], "no run 'nothing-here'"),
         (["--mark", "gpu=1,2"], "no mark is called 'gpu'"),
-        (["--stacks"], "--stacks is for a job"),
+        (["--stacks"], "without a SLURM job"),
         (["--stalled", "0"], "--stalled"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from allranks.cli.commands import never_with
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -32,29 +33,43 @@ if TYPE_CHECKING:
     from allranks.run.folder import RunDir
 
 Backend = Annotated[
-    Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
+    Literal["local", "slurm"],
+    typer.Option(
+        "--backend", metavar="local|slurm", help="Run on this machine, or through SLURM's queue."
+    ),
 ]
-
+Layouts = Annotated[
+    str,
+    typer.Option("--layouts", metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4."),
+]
+StepsOrAll = Annotated[
+    str,
+    typer.Option(
+        "--steps", metavar="N|all", help="Steps to measure, once they are steady; or all of them."
+    ),
+]
+Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to measure.")]
+Repeats = Annotated[
+    int, typer.Option("--repeats", metavar="N", min=1, help="How often each is measured.")
+]
 NoBaseline = Annotated[
-    bool, typer.Option("--no-baseline", help="Add no layout of one rank to compare with.")
+    bool, typer.Option("--no-baseline", help="Do not add a layout of one rank to compare with.")
+]
+Weak = Annotated[
+    bool,
+    typer.Option("--weak", help="Weak scaling: keep a task's batch per rank, not its total."),
 ]
 
 
+@never_with("backend=slurm", "here")
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
-    layouts: Annotated[
-        str,
-        typer.Option("--layouts", metavar="LAYOUTS", help="To compare, such as 1x1,1x2,1x4."),
-    ] = "1x1,1x2",
-    steps: Annotated[str, typer.Option(help="Steps to measure once they are steady, or all.")] = (
-        "200"
-    ),
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each layout.")] = 3,
+    layouts: Layouts = "1x1,1x2",
+    steps: StepsOrAll = "200",
+    repeats: Repeats = 3,
     no_baseline: NoBaseline = False,
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
-    ] = False,
+    weak: Weak = False,
     backend: Backend = "local",
     here: Here = False,
     price: OwnPrice = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allranks.cli.bench import Backend
-from allranks.cli.commands import typed_script
+from allranks.cli.commands import never_with
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -26,25 +26,45 @@ if TYPE_CHECKING:
 
 COMM = "comm"
 Settings = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. slurm.partition=gpu")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of a job, such as slurm.partition=gpu"),
+]
+Sizes = Annotated[
+    str,
+    typer.Option(
+        "--sizes", metavar="SIZE-SIZE", help="Smallest and largest message; each is 4x the last."
+    ),
+]
+Collectives = Annotated[
+    str | None,
+    typer.Option(
+        "--collectives", metavar="NAMES", help="Such as all_reduce,broadcast. Default: all."
+    ),
+]
+Seconds = Annotated[
+    float,
+    typer.Option("--seconds", metavar="SECONDS", min=1, help="Time that all of it takes, about."),
+]
+Earlier = Annotated[
+    str | None,
+    typer.Option(
+        "--from", metavar="RUN", help="Measure nothing: show what this run, or the last, measured."
+    ),
 ]
 
 
+@never_with(
+    "earlier", "overrides", "layout", "sizes", "collectives", "seconds", "backend", "oversubscribe"
+)
+@never_with("backend=slurm", "oversubscribe")
 def comm(
     overrides: Settings = None,
     layout: LayoutText = None,
-    sizes: Annotated[str, typer.Option(help="Smallest and largest, each 4x the last.")] = (
-        "1KiB-1GiB"
-    ),
-    collectives: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Such as all_reduce,broadcast. Default: all.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="To spend, about.")] = 120,
+    sizes: Sizes = "1KiB-1GiB",
+    collectives: Collectives = None,
+    seconds: Seconds = 120,
     backend: Backend = "local",
-    show: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Only show an earlier run, or the last."),
-    ] = None,
+    earlier: Earlier = None,
     oversubscribe: Oversubscribe = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -56,8 +76,8 @@ def comm(
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
 
-    if show is not None:
-        show_comm(run_to_show(runs, show), as_json=as_json)
+    if earlier is not None:
+        show_comm(run_to_show(runs, earlier), as_json=as_json)
         return
     prepared = prepare_comm(overrides, layout, sizes, collectives, seconds, runs)
     if backend == "slurm":
@@ -100,8 +120,6 @@ def prepare_comm(
     from allranks.launch.prepare import Request, prepare
     from allranks.machine.gpus import local_gpus
 
-    if typed_script() is not None:
-        raise AllranksError("bench comm runs no command", fix="leave out -- and what follows it")
     parse_sizes(sizes)
     names = parse_collectives(collectives)
     module = "allranks.bench.comm_ranks"
@@ -130,7 +148,7 @@ def send_comm(prepared: Prepared, *, as_json: bool) -> None:
     done = submit.submit(prepared, racers_of(prepared.job, []))
     show_submitted(done, as_json=as_json)
     if not as_json:
-        print(f"then allranks bench comm --show {done.run.name}")
+        print(f"then allranks bench comm --from {done.run.name}")
 
 
 def run_to_show(runs: Path, reference: str) -> RunDir:
@@ -150,8 +168,8 @@ def run_to_show(runs: Path, reference: str) -> RunDir:
         return newest
     run = find_run(runs, reference)
     if not has_measured(run):
-        instead = f"--show {newest.name}, the last of those" if newest else measure
-        raise AllranksError(f"run {run.name} is no run of bench comm", fix=instead)
+        instead = f"--from {newest.name}, the last of those" if newest else measure
+        raise AllranksError(f"run {run.name} is not a run of bench comm", fix=instead)
     return run
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allranks.cli.bench import Repeats, Steps
+from allranks.cli.commands import refuse
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -30,16 +32,37 @@ if TYPE_CHECKING:
     from allranks.machine.processes import Signals
 
 
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers", metavar="N,N", help="Numbers of workers to try. Default: by the CPUs."
+    ),
+]
+SecondsEach = Annotated[
+    float,
+    typer.Option(
+        "--seconds-each", metavar="SECONDS", min=0.1, help="Time that each measurement takes."
+    ),
+]
+ScriptSteps = Annotated[
+    int, typer.Option("--steps", metavar="N", min=1, help="With a script: steps to measure.")
+]
+Precisions = Annotated[
+    str | None,
+    typer.Option(
+        "--precisions", metavar="NAMES", help="Some of fp32,tf32,fp16,bf16. Default: all."
+    ),
+]
+
+
 def data(
     job: JobFile = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Numbers of workers; default: by the CPUs.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 2.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of all measurements.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Of a script: steps to measure.")] = 200,
+    workers: Workers = None,
+    seconds_each: SecondsEach = 2.0,
+    repeats: Repeats = 3,
+    steps: ScriptSteps = 200,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -55,9 +78,11 @@ def data(
     asked = measured.read_workers(workers)
     is_script = prepare_with(()).job.command is not None
     if is_script:
+        refuse(["workers", "seconds_each", "repeats"], "with a script")
         more: tuple[str, ...] = (f"env.ALLRANKS_MEASURE='{steps}'",)
     else:
-        more = measured.overrides_of(workers=asked, seconds=seconds, repeats=repeats)
+        refuse(["steps"], "with a task")
+        more = measured.overrides_of(workers=asked, seconds=seconds_each, repeats=repeats)
     console = people_console(as_json)
     prepared = prepare_with(more)
     check_room(prepared, console)
@@ -155,11 +180,9 @@ def precision(
     job: JobFile = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
-    precisions: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Some of fp32,tf32,fp16,bf16.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of every run.")] = 200,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each precision.")] = 3,
+    precisions: Precisions = None,
+    steps: Steps = 200,
+    repeats: Repeats = 3,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,

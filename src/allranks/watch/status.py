@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.errors import AllranksError
+from allranks.machine.inventory import describe_machine
+from allranks.run.folder import RunDir, write_atomically
 from allranks.show.numbers import count, duration, metric, number, percent, size
 from allranks.show.secrets import redact
 from allranks.show.tables import Table, markdown
 from allranks.show.text import as_code, in_markdown, plain
+from allranks.slurm.cluster import describe_cluster
+from allranks.slurm.commands import SlurmError
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
 from allranks.watch.settings import Settings, settings_lines
@@ -50,6 +55,52 @@ def gather(watcher: Watcher) -> list[RunStatus]:
         )
         for run in watcher.runs()
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The page to share, and the runs on it as `--json` shows them."""
+
+    page: str
+    runs: list[dict[str, Any]]
+
+
+def make_status(
+    runs: Path, chosen: Sequence[RunDir] | None, marks: Mapping[str, Mark], *, old: bool
+) -> Status:
+    """Look at a folder's runs, or those chosen, and at what there is to run on."""
+    watcher = Watcher(runs, chosen, old=old)
+    try:
+        found = gather(watcher)
+    finally:
+        watcher.close()
+    page = status_page(found, resources(), marks, time.time(), runs.absolute())
+    return Status(page, [one.view.as_json() for one in found])
+
+
+def resources() -> dict[str, Any]:
+    """The cluster and this machine; this machine alone where SLURM is silent."""
+    try:
+        return describe_cluster()
+    except AllranksError as error:
+        meaning = error.meaning if isinstance(error, SlurmError) else ""
+        cluster = "SLURM" if isinstance(error, SlurmError) else "No SLURM cluster"
+        note = f"{cluster}: {meaning or error.what}."
+        return {"slurm": None, "machine": describe_machine(), "notes": [note]}
+
+
+def write_page(path: Path, page: str) -> None:
+    """Whole or not at all; into a device or a pipe as into any other."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(page)  # a file renamed onto a device would take its place
+        else:
+            write_atomically(path, page)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise AllranksError(
+            f"cannot write {path}: {why}", fix="name another file after --md", exit_code=1
+        ) from error
 
 
 def status_page(
