@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks.bench import comm, comm_plot, comm_screen
+from allranks.bench import comm_counts as comm
+from allranks.bench import comm_screen
 from allranks.errors import AllranksError
 
 
@@ -109,7 +110,7 @@ def test_times_are_short() -> None:
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    comm_plot.plot(made_up(), tmp_path / "comm.png")
+    comm_screen.plot(made_up(), tmp_path / "comm.png")
     assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -118,7 +119,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(AllranksError, match="matplotlib is not installed") as caught:
-        comm_plot.plot(made_up(), tmp_path / "comm.png")
+        comm_screen.plot(made_up(), tmp_path / "comm.png")
     assert "allranks[report]" in caught.value.fix
     assert not (tmp_path / "comm.png").exists()
 

@@ -10,12 +10,11 @@ import pytest
 from tests.report_runs import H100, make_run
 from tests.watch_runs import GrowingRun
 
-from allranks.bench.scaling import as_json
-from allranks.cli.bench import repeat_of
-from allranks.cli.bench_comm import run_to_show
+from allranks.bench.comm import run_to_show
+from allranks.bench.measure import Ended
+from allranks.bench.scaling import as_json, repeat_of
 from allranks.cli.report import chosen_runs, chosen_words
 from allranks.errors import AllranksError
-from allranks.layout import Layout
 from allranks.report.build import build
 from allranks.report.facts import read_run
 from allranks.run.folder import RunDir, find_runs
@@ -116,7 +115,7 @@ def test_bench_scaling_report_status_and_watch_show_one_number(tmp_path: Path, s
     expected: dict[str, Any] = {}  # by run, from the report
     for section in build(list(facts.values()), created=0.0)["sections"]:
         names = [run["run"] for run in section["runs"]]
-        repeats = [repeat_of(run, Layout.parse(run.info()["layout"])) for run in runs]
+        repeats = [repeat_of(Ended(run.info()["layout"], run)) for run in runs]
         measured = as_json([one for one in repeats if one.run in names])
         assert [(r["device"], r["layout"], *numbers(r)) for r in measured["rows"]] == [
             (r["device"], r["layout"], *numbers(r)) for r in section["rows"]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allranks.bench.data_verdict import count_of
+from allranks.bench.data import count_of
 
 WIDE = 90
 Found = Mapping[str, Any]

@@ -1,7 +1,7 @@
-"""One job in several precisions, side by side: speed, memory, and what it does to the loss.
+"""`bench precision`: one job in several precisions, side by side: speed, memory, and the loss.
 
-Pure, and without torch. The runs see the same samples in the same order from the same weights, so
-what is left between their losses is the precision.
+The runs see the same samples in the same order from the same weights, so what is left between their
+losses is the precision.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
 from allranks.job.job import Job
+from allranks.launch.prepare import Prepared
 from allranks.machine.gpus import LocalGPU
+from allranks.machine.hardware import local_gpus, usable_instructions
 from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
-from allranks.run.folder import RunDir
 from allranks.timing.steps import timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+WIDE = 90
 AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
 
 
@@ -86,13 +94,46 @@ def overrides_of(precision: str, steps: int) -> tuple[str, ...]:
     return (f"precision={precision}", f"steps={steps}")
 
 
-def new_record() -> dict[str, Any]:
-    """What every run's folder says of the benchmark that it belongs to."""
-    return {"id": secrets.token_hex(4), "kind": "precision"}
+def measure(
+    names: Sequence[str],
+    prepare: Callable[[Sequence[str]], Prepared],
+    console: Console,
+    *,
+    steps: int,
+    repeats: int,
+) -> Result:
+    """Make all runs, round by round. `prepare`: with more overrides."""
+    check_job(prepare(()).job)
+    refused = {
+        name: why_unsupported(name, local_gpus(), cpu_can=lambda: usable_instructions() is not None)
+        for name in names
+    }
+    planned = [(name, prepare(overrides_of(name, steps))) for name in names if not refused[name]]
+    record = {"id": secrets.token_hex(4), "kind": "precision"}
+    series = Series(planned * repeats, console, record)
+
+    def read(ended: Ended) -> Trial:
+        trial = trial_of(ended)
+        if trial.problem:
+            series.left_out.add(ended.name)
+        pace = trial.samples_per_second
+        said = trial.problem if pace is None else f"{pace:,.1f} samples/s"
+        run = f"  ({trial.run})" if trial.run else ""
+        console.print(f"{trial.precision}: {said}{run}", style="dim", soft_wrap=True, markup=False)
+        return trial
+
+    trials = [Trial(name, problem=why, is_refused=True) for name, why in refused.items() if why]
+    trials += series.here(read)
+    found = as_json(trials, steps=steps) | {"interrupted": series.is_interrupted}
+    error = None if series.is_interrupted else error_in(trials)
+    return Result(found, error, series.is_interrupted)
 
 
-def trial_of(run: RunDir, precision: str) -> Trial:
+def trial_of(ended: Ended) -> Trial:
     """What a run has measured, or why it has not."""
+    run = ended.run
+    if run is None:
+        return Trial(ended.name, problem=ended.error.what if ended.error else None)
     broken, measured = failure(run), timing(run)
     attempt = max(run.attempts(), default=0)
     end = run.end(attempt, 0) or {}
@@ -107,7 +148,7 @@ def trial_of(run: RunDir, precision: str) -> Trial:
     if lost is not None and problem is None:
         problem = f"its loss is not a number from step {lost} on"
     return Trial(
-        precision=precision,
+        precision=ended.name,
         run=run.name,
         samples_per_second=measured.samples_per_second if measured and not problem else None,
         memory_bytes=on_device or on_host,
@@ -204,3 +245,54 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
         f"precision={best['precision']} is {best['speedup']:.2f}x as fast as {base['precision']}"
         f"{memory}{difference}"
     )
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """For people, drawn from what `as_json` made alone."""
+    measured = [row for row in found["rows"] if row["samples_per_second"] is not None]
+    if measured:
+        console.print(table_of(found, measured, is_wide=console.width >= WIDE))
+    for row in found["rows"]:
+        if row["problem"]:
+            console.print(Text(f"{row['precision']}: {row['problem']}"), soft_wrap=True)
+    if any(row["memory_of"] == "host" for row in measured):
+        line = "memory is the host's: all that a rank holds, Python and torch included"
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+
+
+def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]], *, is_wide: bool) -> Table:
+    title = f"{found['steps']} steps each, measured"
+    table = Table(box=box.SIMPLE_HEAD, title=title, padding=(0, 1, 0, 0))
+    names = ["precision", "samples/s", *(["range"] if is_wide else []), "speedup", "memory"]
+    for name in [*names, "loss", "differs\nby", *(["at most\non the way"] if is_wide else [])]:
+        table.add_column(name, justify="left" if name == "precision" else "right")
+    for row in rows:
+        low, high = row["range"]
+        cells = [row["precision"], f"{row['samples_per_second']:,.1f}"]
+        cells += [f"{low:,.0f} - {high:,.0f}"] if is_wide else []
+        cells += [
+            f"{row['speedup']:.2f}x",
+            memory_text(row["memory_bytes"]),
+            loss_text(row["loss"]),
+        ]
+        is_base = row["precision"] == found["baseline"]
+        cells += ["-" if is_base else difference(row["loss_difference"], "+")]
+        if is_wide:
+            cells += ["-" if is_base else difference(row["largest_loss_difference"], "")]
+        table.add_row(*cells)
+    return table
+
+
+def memory_text(count: int | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def loss_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def difference(value: float | None, sign: str) -> str:
+    return "-" if value is None else f"{value:{sign}.1e}"

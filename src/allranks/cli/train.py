@@ -65,7 +65,8 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.cli.profile import ask_for_profile, show_profile
+    from allranks.bench.profile import VARIABLE
+    from allranks.bench.profile_screen import show_profile
     from allranks.job.values import Duration
     from allranks.launch.echo import read_ranks
     from allranks.launch.node import Place, ranks_here, run_here
@@ -88,7 +89,8 @@ def run(
     first, num_ranks = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
     console = people_console(as_json)
     screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
-    ask_for_profile(prepared, profile)
+    if profile is not None:
+        prepared.variables[VARIABLE] = str(profile)
     with listening() as signals:  # one that comes after the ranks have ended changes nothing
         outcome = run_here(prepared, place, screen, signals)
         if profile is not None:
