@@ -14,6 +14,7 @@ from allranks.cli.main import COMMANDS
 from allranks.job.job import json_schema
 from allranks.job.problems import in_words
 from allranks.job.template import commented_job
+from allranks.run.event_schema import COMMON, EVENTS, Field
 
 
 def help_of(*command: str) -> str:
@@ -70,3 +71,23 @@ def section_of(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[s
 def job_example() -> str:
     """The file that `allranks init` writes, as a code block."""
     return "```yaml\n" + commented_job().rstrip() + "\n```"
+
+
+def events() -> str:
+    """What all events have, then a part for each event: what it says, who writes it, its fields."""
+    parts = ["\n".join(field_rows(COMMON))]
+    for name, event in EVENTS.items():
+        rows = field_rows(event.fields)
+        parts.append(
+            "\n".join([f"## {name}", "", f"{event.meaning} Written by {event.by}.", "", *rows])
+        )
+    return "\n\n".join(parts)
+
+
+def field_rows(fields: Mapping[str, Field]) -> Iterator[str]:
+    has_writers = any(field.by for field in fields.values())
+    yield "| field | type | |" + (" only by |" if has_writers else "")
+    yield "|---|---|---|" + ("---|" if has_writers else "")
+    for name, field in fields.items():
+        kind = field.kind.words + (" or null" if field.null else "")
+        yield f"| `{name}` | {kind} | {field.meaning} |" + (f" {field.by} |" if has_writers else "")

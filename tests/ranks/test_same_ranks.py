@@ -16,8 +16,9 @@ from tests.rank_states import WRITE_DOWN, differences, states
 
 from allranks.launch.node import Place, run_here
 from allranks.launch.prepare import Request, prepare
-from allranks.launch.screen import PeopleConsole, QuietScreen
+from allranks.launch.screen import QuietScreen
 from allranks.run.folder import RunDir
+from allranks.show.console import PeopleConsole
 
 pytestmark = pytest.mark.ranks
 

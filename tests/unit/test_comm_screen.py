@@ -134,7 +134,7 @@ WRONG = {
     "not a layout": (["--layout", "two"], "two", "2x4"),
     "unknown backend": (["--layout", "1x2", "--backend", "cloud"], "slurm", "--help"),
     "a key that there is not": (["--layout", "1x2", "slurm.partitio=a"], "partitio", "partition"),
-    "a command": (["--layout", "1x2", "--", "python"], "no command", "--"),
+    "a command": (["--layout", "1x2", "--", "python"], "no effect with", "--"),
     "no such run": (["--show", "nothing"], "nothing", "last"),
 }
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from allranks.doctor.diagnose import diagnose_logs
 from allranks.doctor.finding import as_json
 from allranks.doctor.show import show_findings
-from allranks.show.redact import REDACTED, redact
+from allranks.show.secrets import REDACTED, redact
 
 # Put together here, so that no scanner takes them for real ones.
 SECRETS = [
@@ -98,13 +98,3 @@ def test_no_finding_moves_a_terminal(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     show_findings(console, [replace(found, title="a\x1b]0;b\x07c", fix="\x1b[2Jd")], "job")
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_line_in_a_private_key_is_no_evidence(tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    secret = "c2VjcmV0" * 8
-    error = f"OSError: [Errno 98] Address already in use {secret}\n"
-    log.write_text(f"-----BEGIN PRIVATE KEY-----\n{secret}\n{error}")
-    found = diagnose_logs([log])
-    assert found[0].cause == "port-in-use"
-    assert secret not in json.dumps(as_json(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import threading
@@ -13,7 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import allranks
 from allranks.errors import AllranksError
+from allranks.run import crash
+from allranks.run.event_schema import COMMON, EVENTS, undeclared
 from allranks.run.events import (
     EventLog,
     append_event,
@@ -274,3 +278,55 @@ def test_a_sign_of_life_passes_events_that_are_held_back(tmp_path: Path) -> None
     late.result = 1.0
     log.close()
     assert [event["event"] for event in read_events(log.path)] == ["device", "step"]
+
+
+# --- The schema ---------------------------------------------------------------------------------
+
+WRITERS = {"write": 0, "write_past": 0, "record": 0, "append_event": 1}  # where the name stands
+
+
+def written_events() -> list[tuple[str, str, list[str]]]:
+    """Each call in the package that writes an event: where, which, and the fields it names."""
+    found = []
+    for file in sorted(Path(allranks.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            at = WRITERS.get(name, 0)
+            if name not in WRITERS or len(node.args) <= at:
+                continue
+            event = node.args[at]
+            if not isinstance(event, ast.Constant) or not isinstance(event.value, str):
+                continue  # an event that is passed on
+            if not node.keywords and len(node.args) == at + 1:
+                continue  # text that is written elsewhere
+            fields = [word.arg for word in node.keywords if word.arg is not None]
+            for part in node.args[at + 1 :]:
+                if isinstance(part, ast.Dict):
+                    keys = [key for key in part.keys if isinstance(key, ast.Constant)]
+                    fields += [str(key.value) for key in keys]
+            found.append((f"{file.name}:{node.lineno}", event.value, fields))
+    return found
+
+
+def test_every_event_and_field_that_is_written_is_declared() -> None:
+    written = written_events()
+    assert {event for _, event, _ in written} >= EVENTS.keys() - {"step"}  # which is a line at once
+    for where, event, fields in written:
+        assert event in EVENTS, where
+        assert not fields or set(fields) <= COMMON.keys() | EVENTS[event].fields.keys(), where
+
+
+def test_what_ends_a_rank_is_described_as_declared() -> None:
+    try:
+        raise ValueError("no") from KeyError("label")
+    except ValueError as error:
+        event = {"v": 1, "t": 1.0, "event": "error", "pid": 1, **crash.describe(error)}
+    assert undeclared(event) == []
+
+
+def test_of_an_event_of_a_later_version_the_name_and_time_are_read(tmp_path: Path) -> None:
+    append_event(tmp_path / "rank-0.jsonl", "later", at="nowhere", step="many")
+    (event,) = read_events(tmp_path / "rank-0.jsonl")
+    assert event.keys() == {"v", "t", "event"}

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from allranks.job.job import Job, parse_job
 from allranks.launch.screen import Screen, batch_product
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
-from allranks.show.numbers import duration
 
 START: dict[str, Any] = {
     "rank": 0,
@@ -120,31 +117,6 @@ def test_the_batch_is_a_product_that_is_equal_only_if_it_is(
 
 
 # --- Times --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0s"),
-        (3.44, "3.4s"),
-        (42.4, "42s"),
-        (125, "2m05s"),
-        (3599, "59m59s"),
-        (3600, "1h00m"),
-        (4320, "1h12m"),
-        (86399, "23h59m"),
-        (86400, "1d00h"),
-        (273600, "3d04h"),
-        (8640000, "100d00h"),
-    ],
-)
-def test_a_time_has_two_units_at_most(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@given(st.floats(0, 1e9))
-def test_any_time_can_be_shown(seconds: float) -> None:
-    assert len(duration(seconds)) <= 9
 
 
 # --- Summary ------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_a_line_without_an_end_is_kept_in_bounds(log: Path) -> None:
 
 
 def test_a_private_key_is_shown_by_no_look_and_found_by_no_search(log: Path) -> None:
-    body = "MIIEowIBAAKCAQEAnan" * 3
+    body = "MIIEowIBAAKCAnan" * 4
     log.write_text(f"a\n-----BEGIN PRIVATE KEY-----\n{body}\n")
     read = loglines.read(log)
     assert texts(read) == ["a", "[redacted]", "[redacted]"]

@@ -11,8 +11,7 @@ import pytest
 from rich.text import Text
 
 from allranks.errors import AllranksError
-from allranks.show.plain import clean
-from allranks.watch.columns import shortened
+from allranks.show.text import clean, shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.lines import rank_cells
 from allranks.watch.loglines import MAX_REST_BYTES

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.show.bands import NOTHING, Table, show_table
+from allranks.show.numbers import NOTHING
+from allranks.show.tables import Table, show_table
 from allranks.timing.steps import PART_WORDS, PARTS
 
 PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)

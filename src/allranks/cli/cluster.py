@@ -206,7 +206,7 @@ def logs(
     from allranks.run.events import to_json
     from allranks.run.failures import failure, failure_in_words
     from allranks.run.folder import find_run
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     found = find_run(runs, run)
     lines: list[str] = []
@@ -248,7 +248,7 @@ def logs(
 
 def print_line(line: str, *, raw: bool, flush: bool) -> None:
     """A line of a log; on a terminal nothing that it would obey, but colours."""
-    from allranks.show.plain import coloured
+    from allranks.show.text import coloured
 
     print(coloured(line) if sys.stdout.isatty() and not raw else line, flush=flush)
 
@@ -266,7 +266,7 @@ def stop(
     from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     if bool(run) == all_:
         raise AllranksError(

@@ -133,7 +133,7 @@ class Command(Page, TyperCommand):
         _given.update({name: shown for name, shown in names.items() if is_typed(ctx, name)})
         if _script and not self.row.takes_script:
             _given["--"] = "what follows --"
-            refuse(["--"], f"with allranks {ctx.info_name}")
+            refuse(["--"], f"with {ctx.command_path}")
         for rule in getattr(self.callback, "rules", []):
             rule.check(ctx, _given, names)
         return super().invoke(ctx)

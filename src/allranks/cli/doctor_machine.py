@@ -103,7 +103,7 @@ def listen(port: int | None, *, as_json: bool = False) -> int:
     from allranks.doctor.pair.listen import Listening
     from allranks.doctor.pair.verdict import verdict
     from allranks.machine.interfaces import up_interfaces
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     console = people_console(as_json)
 

@@ -75,7 +75,7 @@ def typed_request(job: str | None, overrides: list[str] | None, **rest: Any) -> 
 
 def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | None = None) -> None:
     """Tell people, and with `--json` programs too; `more`: what there is besides the error."""
-    from allranks.show.plain import plain
+    from allranks.show.text import plain
 
     print(plain(error.shown), file=sys.stderr)
     if as_json:
@@ -85,6 +85,6 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 
 
 def people_console(as_json: bool) -> Console:
-    from allranks.launch.screen import PeopleConsole
+    from allranks.show.console import PeopleConsole
 
     return PeopleConsole(stderr=as_json, highlight=False)

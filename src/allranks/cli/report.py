@@ -58,7 +58,7 @@ def report(
     from allranks.report.terminal import show_report
     from allranks.report.verdicts import Targets
     from allranks.run.events import to_json
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
 
     own = [*map(parse_price, price or []), *(read_prices(prices) if prices else [])]
     found, chosen = chosen_runs(runs, run or [])

@@ -262,7 +262,7 @@ def stopper(watcher: Watcher) -> Any:
 
 
 def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float) -> None:
-    from allranks.show.plain import clean
+    from allranks.show.text import clean
     from allranks.watch.plain import follow
 
     def write(line: str) -> None:

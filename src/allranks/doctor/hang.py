@@ -32,8 +32,8 @@ from allranks.run.stalls import (
     who_is_where,
     with_stacks,
 )
-from allranks.show.plain import plain
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
+from allranks.show.text import plain
 from allranks.slurm import commands as slurm
 
 OTHER_NODES_SECONDS = 20.0

@@ -12,10 +12,10 @@ from allranks.doctor.event_words import event_in_words
 from allranks.doctor.failure_facts import OUTSIDE, End, FailureFacts, is_near
 from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
 from allranks.doctor.finding_fields import more_fields
-from allranks.doctor.log_search import Hit, read_around
+from allranks.doctor.log_search import Hit
 from allranks.doctor.tracebacks import Raised
-from allranks.show.plain import plain
-from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines, redact
+from allranks.show.secrets import redact
+from allranks.show.text import plain
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
 # Of causes that say little, those that say more first.
@@ -361,10 +361,7 @@ def _node(one: Candidate, rank: int | None, facts: FailureFacts) -> str | None:
 
 
 def _shown_hit(hit: Hit) -> str:
-    """Its line; if that stands in a private key, nothing of it."""
-    start = max(0, hit.offset - MAX_KEY_CHARACTERS)
-    before = read_around(hit.source, start, hit.offset - start) if hit.offset else ""
-    text = KeyLines(before).hide(hit.line.text)
+    text = hit.line.text
     return _shown(event_in_words(text) if hit.source.path.suffix == ".jsonl" else text)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.run import files
-from allranks.show.plain import plain, without_escapes
+from allranks.show.text import plain, without_escapes
 
 MOST_PREFIXES = 4
 # What launchers put before each line; several may stand behind one another.

@@ -23,7 +23,7 @@ import numpy as np
 from allranks.doctor.catalogue import LONG, Cause, Pattern, window_cost
 from allranks.doctor.log_lines import Line, parse
 from allranks.run import files
-from allranks.show.plain import without_escapes
+from allranks.show.text import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from allranks.doctor.catalogue import Cause
 from allranks.doctor.finding import Evidence, Finding
-from allranks.show.plain import plain
+from allranks.show.text import plain
 
 COLOURS = {"high": "red", "medium": "yellow", "low": "cyan"}
 SURE = {"high": "sure", "medium": "likely", "low": "a guess"}

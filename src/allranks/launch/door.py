@@ -37,7 +37,7 @@ from allranks.launch.link import (
     resolve,
     with_proof,
 )
-from allranks.show.plain import clean
+from allranks.show.text import clean
 
 VERSION = 1
 ANSWER_SECONDS = 30.0  # for whoever holds the port to say the right thing

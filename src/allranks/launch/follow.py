@@ -15,7 +15,7 @@ from allranks.errors import AllranksError
 from allranks.run import claims
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue, QueuedJob, look_at_queue, state_of
-from allranks.show.plain import clean
+from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 
 AT_ONCE_SECONDS = 30.0  # for a run that is to end at once

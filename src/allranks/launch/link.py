@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from allranks.errors import AllranksError
 from allranks.run.stalls import in_seconds
-from allranks.show.plain import clean
+from allranks.show.text import clean
 
 MEETING_SECONDS = 600.0  # for all nodes to come
 CONNECT_SECONDS = 5.0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allranks.show.plain import clean
+from allranks.show.text import clean
 
 COLUMNS = ("run", "state", "layout", "job", "step", "left")
 NAMED = ("job", "step", "left")  # cells that need their column's name to be understood

@@ -12,7 +12,7 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run import files
 from allranks.run.folder import RunDir
-from allranks.show.plain import last_state
+from allranks.show.text import last_state
 from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3

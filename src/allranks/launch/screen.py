@@ -28,19 +28,6 @@ READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
 
 
-class PeopleConsole(Console):
-    """A console whose reader may go away: rich would exit with the whole process.
-
-    It takes text as it is: in names and in what others say, brackets mean nothing.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"markup": False, "emoji": False, **options})
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 class Screen:
     """Follows one run. `console` decides whether people read stdout or, with --json, stderr.
 

@@ -15,7 +15,7 @@ from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.run import files
 from allranks.run.folder import RunDir, write_atomically
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
 
 FILE = "secrets.json"
 PLACEHOLDER = f"(in {FILE})"

@@ -6,14 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from allranks.report import tables
-from allranks.report.words import show
-from allranks.show.bands import Table
-from allranks.show.plain import in_markdown
-
-READING = (
-    "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "
-    "step to the last, with evaluations and saves."
-)
+from allranks.show import tables as show
+from allranks.show.text import in_markdown
 
 
 def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
@@ -25,26 +19,18 @@ def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
     if picture:
         lines += [f"![Speedup by ranks]({picture})", ""]
     for section in report["sections"]:
-        lines += [*section_lines(section)]
-    lines += [*price_lines(report)]
-    targets = report["targets"]
-    lines += [
-        f"Targets: {show('percent', targets['within_node'])} efficiency within a node, "
-        f"{show('percent', targets['across_nodes'])} across nodes; diminishing returns where a "
-        f"doubling of ranks adds more than {show('percent', targets['doubling'])} hours. "
-        f"Best of both: {targets['both']}.",
-        "",
-        READING,
-        "",
-    ]
-    return "\n".join(lines)
+        lines += section_lines(section)
+    if report["prices"]:
+        lines += ["## Prices", ""]
+        lines += [*(f"- {in_markdown(line)}" for line in tables.price_lines(report)), ""]
+    return "\n".join([*lines, tables.target_line(report), "", tables.READING, ""])
 
 
 def section_lines(section: Mapping[str, Any]) -> Iterator[str]:
     yield from (
         f"## {in_markdown(tables.title(section))}",
         "",
-        in_markdown(tables.subtitle(section)),
+        in_markdown("; ".join(tables.subtitle(section))),
         "",
     )
     if section["headline"]:
@@ -55,30 +41,8 @@ def section_lines(section: Mapping[str, Any]) -> Iterator[str]:
     if choices:
         yield ""
     for table in tables.tables(section):
-        yield from table_lines(table)
+        yield from show.markdown(table)
     for note in section["notes"]:
         yield f"- {in_markdown(note)}"
     if section["notes"]:
         yield ""
-
-
-def table_lines(table: Table) -> Iterator[str]:
-    yield from (f"### {table.title}", "")
-    yield "| " + " | ".join(in_markdown(name) for name in table.columns) + " |"
-    left = [i == 0 or name in table.texts for i, name in enumerate(table.columns)]
-    yield "|" + "|".join("---" if is_left else "---:" for is_left in left) + "|"
-    for row in table.rows:
-        yield "| " + " | ".join(in_markdown(cell) for cell in row) + " |"
-    yield ""
-
-
-def price_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    if not report["prices"]:
-        return
-    yield from ("## Prices", "")
-    for price in report["prices"]:
-        read = f", read {price['date']}" if price["date"] else ""
-        dollars = show("dollars", price["usd_per_hour"])
-        device, source = in_markdown(price["device"]), in_markdown(price["source"])
-        yield f"- {device}: {dollars} an hour ({source}{read})"
-    yield ""

@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from allranks.report import tables
 from allranks.run.events import to_json
+from allranks.show.numbers import duration, percent, ratio
+from allranks.show.tables import as_cells
+from allranks.timing.steps import PART_WORDS
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -25,11 +29,47 @@ def html(report: Mapping[str, Any]) -> str:
     script = inside_script((FOLDER / "page.js").read_text())
     return environment.get_template("page.html.j2").render(
         style=(FOLDER / "page.css").read_text(),
-        data=data_block(report),
+        data=data_block(page_data(report)),
         plotly=plotly,
         script=script,
         hashes=[script_hash(plotly), script_hash(script)],
     )
+
+
+def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report, and beside its numbers every word and cell that the page shows of them."""
+    prices = [f"Price of {line}" for line in tables.price_lines(report)]
+    footer = [*prices, tables.target_line(report), tables.READING]
+    return {**report, "footer": footer, "sections": [*map(page_section, report["sections"])]}
+
+
+def page_section(section: Mapping[str, Any]) -> dict[str, Any]:
+    shown = [as_cells(table) for table in tables.tables(section)]
+    if section["rows"]:  # of a verdict, the page has its reason too
+        at = shown[0]["columns"].index("verdict")
+        for cells, row in zip(shown[0]["rows"], section["rows"], strict=True):
+            cells[at] = [cells[at], row["verdict_text"]]
+    return {
+        **section,
+        "subtitle": tables.subtitle(section),
+        "choices": list(tables.recommendation(section)),
+        "tables": shown,
+        "parts": PART_WORDS,
+        "rows": [row | row_words(row, section) for row in section["rows"]],
+    }
+
+
+def row_words(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands at a row's points and bars in the charts."""
+    name, efficiency = tables.name_of(row, section), percent(row["efficiency"])
+    parts = {part: duration(seconds) for part, seconds in (row["parts"] or {}).items()}
+    return {
+        "name": name,
+        "point": f"{name}: {ratio(row['speedup'])} at {efficiency} efficiency",
+        "efficiency_words": efficiency,
+        "step_words": duration(row["step_seconds"]),
+        "part_words": parts,
+    }
 
 
 def data_block(report: Mapping[str, Any]) -> str:

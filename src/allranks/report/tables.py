@@ -1,13 +1,23 @@
-"""The report's tables as plain text cells, for the terminal and for Markdown."""
+"""The report's words and tables, for the terminal, Markdown and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from allranks.report.words import show
-from allranks.show.bands import NOTHING, Table
-from allranks.show.plain import printable
+from allranks.show.numbers import (
+    NOTHING,
+    between,
+    count,
+    dollars,
+    duration,
+    metric,
+    number,
+    percent,
+    ratio,
+)
+from allranks.show.tables import Table
+from allranks.show.text import printable
 from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
@@ -17,6 +27,11 @@ MODES = {
     "mixed": "scaling with batches that differ",
     "one size": "one size",
 }
+GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
+READING = (
+    "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "
+    "step to the last, with evaluations and saves."
+)
 
 
 def tables(section: Record) -> Iterator[Table]:
@@ -42,17 +57,17 @@ def speed(section: Record) -> Table:
     cells = []
     for row in section["rows"]:
         pace = row["samples_per_second"] or {}
-        bounds = (pace["min"], pace["max"]) if pace.get("n", 0) > 1 else None
         cells.append(
             (
                 name_of(row, section),
-                show("count", row["ranks"]),
-                show("number", pace.get("median")),
-                show("ratio", row["speedup"]),
-                show("percent", row["efficiency"]),
+                count(row["ranks"]),
+                number(pace.get("median")),
+                ratio(row["speedup"]),
+                percent(row["efficiency"]),
                 row["verdict"],
                 between(pace.get("ci95")),
-                between(bounds),
+                between((pace["min"], pace["max"]) if pace.get("n", 0) > 1 else None),
+                count(row["num_counted"]),
             )
         )
     against = {row["baseline"] for row in section["rows"] if row["speedup"]}
@@ -60,52 +75,51 @@ def speed(section: Record) -> Table:
     speedup = "speedup" if is_one or len(against) > 1 else f"speedup vs {against.pop()}"
     columns = (
         *("layout", "ranks", "samples/s", speedup, "efficiency", "verdict"),
-        *("95% interval", "range"),
+        *("95% interval", "range", "runs"),
     )
-    return Table("Speed", columns, tuple(cells), texts=("verdict",))
-
-
-def between(bounds: Sequence[float] | None) -> str:
-    return f"{show('number', bounds[0])}{NOTHING}{show('number', bounds[1])}" if bounds else NOTHING
+    return Table("Speed", columns, cells, texts=("verdict",))
 
 
 def hours(section: Record) -> Table:
     unit = f"{section['unit']}-hours"
     cells = []
     for row in section["rows"]:
-        extra = show("signed_percent", row["extra_share"])
+        extra = percent(row["extra_share"], signed=True)
         if row["extra_gpu_hours"] is not None:
-            extra = f"{show('signed', row['extra_gpu_hours'])} ({extra})"
+            extra = f"{number(row['extra_gpu_hours'], signed=True)} ({extra})"
         cells.append(
             (
                 name_of(row, section),
-                show("duration", row["seconds"]),
+                duration(row["seconds"]),
                 row["seconds_kind"] or NOTHING,
-                show("number", row["gpu_hours"]),
-                show("number", row["gpu_hours_per_epoch"]),
+                number(row["gpu_hours"]),
+                number(row["gpu_hours_per_epoch"]),
                 NOTHING if row["layout"] == row["baseline"] else extra,
-                show("dollars", row["usd"]),
-                show("dollars", row["usd_per_million_samples"]),
+                percent(row["doubling_share"], signed=True),
+                dollars(row["usd"]),
+                dollars(row["usd_per_million_samples"]),
             )
         )
     columns = (
         *("layout", "time to finish", "", unit, f"{unit}/epoch", f"extra {unit}"),
-        *("cost", "per M samples"),
+        *("last doubling", "cost", "per M samples"),
     )
-    return Table("Time and cost", columns, tuple(cells), texts=("",))
+    return Table("Time and cost", columns, cells, texts=("",))
 
 
 def parts(rows: Sequence[Record], section: Record) -> Table:
     columns = ("layout", "step", *PART_WORDS.values(), "slowest rank")
-    cells = []
-    for row in rows:
-        if row["parts"]:
-            shares = [row["parts"][part] / row["step_seconds"] for part in PARTS]
-            slowest = NOTHING if row["slowest_rank"] is None else str(row["slowest_rank"])
-            step = show("milliseconds", row["step_seconds"])
-            shown = (show("percent", share) for share in shares)
-            cells.append((name_of(row, section), step, *shown, slowest))
-    return Table("Where a step's time goes", columns, tuple(cells))
+    cells = [
+        (
+            name_of(row, section),
+            duration(row["step_seconds"]),
+            *(percent(row["parts"][part] / row["step_seconds"]) for part in PARTS),
+            count(row["slowest_rank"]),
+        )
+        for row in rows
+        if row["parts"]
+    ]
+    return Table("Where a step's time goes", columns, cells)
 
 
 def metrics(rows: Sequence[Record], section: Record) -> Table:
@@ -113,24 +127,24 @@ def metrics(rows: Sequence[Record], section: Record) -> Table:
     cells = []
     for row in rows:
         known = row["metrics"] or {}
-        values = (show("metric", known[n]["median"] if n in known else None) for n in names)
+        values = (metric(known[n]["median"] if n in known else None) for n in names)
         cells.append((name_of(row, section), *values, row["metrics_kind"] or NOTHING))
-    columns = ("layout", *map(printable, names), "")
-    return Table("Metrics", columns, tuple(cells), texts=("",))
+    return Table("Metrics", ("layout", *map(printable, names), ""), cells, texts=("",))
 
 
 def runs(found: Sequence[Record]) -> Table:
-    cells = tuple(
+    cells = [
         (
             printable(run["run"]),
             printable(run["layout"] or NOTHING),
             run["state"],
-            show("count", run["steps"]),
-            show("number", run["samples_per_second"]),
+            count(run["steps"]),
+            number(run["samples_per_second"]),
+            duration(run["seconds"]),
         )
         for run in found
-    )
-    columns = ("run", "layout", "state", "steps", "samples/s")
+    ]
+    columns = ("run", "layout", "state", "steps", "samples/s", "training time")
     return Table("Runs", columns, cells, texts=("layout", "state"))
 
 
@@ -138,20 +152,39 @@ def title(section: Record) -> str:
     return printable(section["job"])
 
 
-def subtitle(section: Record) -> str:
-    """What was compared, in a line."""
+def subtitle(section: Record) -> list[str]:
+    """What was compared, in a few words each."""
     words = [MODES[section["mode"]], ", ".join(section["devices"])]
     if section["batch"]:
-        words.append(f"batch {show('count', section['batch'])}")
+        words.append(f"batch {count(section['batch'])}")
     if section["samples"]:
-        words.append(f"{show('count', section['samples'])} samples to train")
+        words.append(f"{count(section['samples'])} samples to train")
     words += [f"{key}: {value}" for key, value in section["differs"].items()]
-    return printable("; ".join(word for word in words if word))
+    return [printable(word) for word in words if word]
 
 
 def recommendation(section: Record) -> Iterator[tuple[str, str, str]]:
     """For each goal: its name, the layout, and why."""
-    for key, name in (("time", "by time"), ("cost", "by cost"), ("both", "best of both")):
+    for key, name in GOALS:
         choice = section["recommended"][key]
         if choice:
             yield name, name_of(choice, section), choice["why"]
+
+
+def price_lines(report: Record) -> Iterator[str]:
+    """What an hour of each device was taken to cost, and by whose list."""
+    for price in report["prices"]:
+        read = f", read {price['date']}" if price["date"] else ""
+        cost = dollars(price["usd_per_hour"])
+        yield printable(f"{price['device']}: {cost} an hour ({price['source']}{read})")
+
+
+def target_line(report: Record) -> str:
+    """What the verdicts are measured by."""
+    targets = report["targets"]
+    return (
+        f"Targets: {percent(targets['within_node'])} efficiency within a node, "
+        f"{percent(targets['across_nodes'])} across nodes; diminishing returns where a "
+        f"doubling of ranks adds more than {percent(targets['doubling'])} hours. "
+        f"Best of both: {targets['both']}."
+    )

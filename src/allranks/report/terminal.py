@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from allranks.report import tables
-from allranks.report.words import show
-from allranks.show.bands import show_table, without_empty
-from allranks.show.plain import printable
+from allranks.show.tables import show_table, without_empty
+from allranks.show.text import printable
 
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
 STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}
@@ -23,7 +22,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print()
     for section in report["sections"]:
         console.print(Text(tables.title(section), style="bold"), soft_wrap=True)
-        console.print(Text(tables.subtitle(section), style="dim"))
+        console.print(Text("; ".join(tables.subtitle(section)), style="dim"))
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
         for table in tables.tables(section):
@@ -37,11 +36,8 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         for note in section["notes"]:
             console.print(Text(f"note: {printable(note)}", style="yellow"), soft_wrap=True)
         console.print()
-    for price in report["prices"]:
-        read = f", read {price['date']}" if price["date"] else ""
-        dollars = show("dollars", price["usd_per_hour"])
-        text = f"price of {price['device']}: {dollars} an hour ({price['source']}{read})"
-        console.print(Text(printable(text), style="dim"), soft_wrap=True)
+    for line in tables.price_lines(report):
+        console.print(Text(f"price of {line}", style="dim"), soft_wrap=True)
     for note in report["notes"]:
         console.print(Text(f"note: {printable(note)}", style="yellow"), soft_wrap=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allranks.report import words
 from allranks.report.rows import Row
+from allranks.show.numbers import dollars, number, percent, ratio
 
 GOOD, BELOW, DIMINISHING = "good", "below target", "diminishing returns"
 BASELINE, UNKNOWN = "baseline", "not measured"
@@ -56,13 +56,13 @@ def verdict(row: Row, targets: Targets) -> Verdict:
         target, where = targets.across_nodes, "across nodes"
     reached = row.efficiency >= target
     verb = "meets" if reached else "is below"
-    text = f"{words.percent(row.efficiency)} efficiency {verb} {words.percent(target)} {where}"
+    text = f"{percent(row.efficiency)} efficiency {verb} {percent(target)} {where}"
     found = [] if reached else [BELOW]
     if row.doubling_share is not None and row.doubling_share > targets.doubling:
         found.append(DIMINISHING)
         text += (
             f"; a doubling of ranks from {row.doubling_from} adds "
-            f"{words.percent(row.doubling_share)} {hours_name(row)}"
+            f"{percent(row.doubling_share)} {hours_name(row)}"
         )
     return Verdict(words=tuple(found) or (GOOD,), text=text)
 
@@ -77,15 +77,15 @@ def headline(rows: Sequence[Row]) -> str | None:
     best = max(larger, key=lambda row: row.pace or 0, default=None)
     if best is None or best.speedup is None or best.efficiency is None:
         return None
-    times = words.ratio(best.speedup)
+    times = ratio(best.speedup)
     text = f"{best.layout} is {times} as fast as {best.baseline}"
     text += f" on {best.device}, at " if len({row.device for row in rows}) > 1 else ", at "
-    text += f"{words.percent(best.efficiency)} efficiency"
+    text += f"{percent(best.efficiency)} efficiency"
     if best.parts and best.step_seconds:
         part = max(LOSSES, key=lambda name: best.parts[name] if best.parts else 0.0)
         share = best.parts[part] / best.step_seconds
         if share >= WORTH_SAYING:
-            text += f"; {words.percent(share)} of its step is {LOSSES[part]}"
+            text += f"; {percent(share)} of its step is {LOSSES[part]}"
     return text + "."
 
 
@@ -103,7 +103,7 @@ def recommended(rows: Sequence[Row], targets: Targets) -> dict[str, Choice | Non
 
 def by_time(rows: Sequence[Row]) -> Choice:
     best, second, *_ = sorted(rows, key=lambda row: (-(row.pace or 0), row.ranks))
-    why = f"{words.number(best.pace or 0)} samples/s, the most"
+    why = f"{number(best.pace)} samples/s, the most"
     if overlap(best, second):
         why += f"; not surely more than {second.layout}: their 95% intervals overlap"
     return Choice(layout=best.layout, device=best.device, why=why)
@@ -122,14 +122,14 @@ def by_cost(rows: Sequence[Row]) -> Choice | None:
     devices = {row.device for row in rows}
     if len(priced) == len(rows) or (priced and len(devices) > 1):
         best = min(priced, key=lambda row: (row.usd_per_million_samples or 0, row.ranks))
-        why = f"{words.dollars(best.usd_per_million_samples or 0)} for a million samples, the least"
+        why = f"{dollars(best.usd_per_million_samples)} for a million samples, the least"
         if len(priced) < len(rows):
             why += " where a price is known"
         return Choice(layout=best.layout, device=best.device, why=why)
     if len(devices) > 1:
         return None
     best = min(rows, key=lambda row: (row.hours_per_sample or 0, row.ranks))
-    hours = words.number((best.hours_per_sample or 0) * 1e6)
+    hours = number((best.hours_per_sample or 0) * 1e6)
     why = f"{hours} {hours_name(best)} for a million samples, the fewest (no price is known)"
     return Choice(layout=best.layout, device=best.device, why=why)
 

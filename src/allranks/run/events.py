@@ -1,4 +1,7 @@
-"""A rank's events: append-only JSON lines, written by one process, readable while it writes."""
+"""A rank's events: append-only JSON lines, written by one process, readable while it writes.
+
+What each may hold is declared in event_schema.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 from allranks.errors import disk_error
 from allranks.run import files
+from allranks.run.event_schema import CHECKS, COMMON, COMMON_CHECKS, EVENTS, NEEDED
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
@@ -264,55 +268,8 @@ def _with_fields(event: dict[str, Any], late: str) -> str:
     return f"{format_event(event)[:-2]},{text}}}\n"
 
 
-# --- What an event may hold ---------------------------------------------------------------------
+# --- Parsing -------------------------------------------------------------------------------------
 
-_NUMBER, _TEXT, _COUNT = files.is_number, files.is_text, files.is_count
-_MAYBE_NUMBER, _MAYBE_TEXT = files.or_none(_NUMBER), files.or_none(_TEXT)
-_MAYBE_COUNT, _MAYBE_FLAG = files.or_none(_COUNT), files.or_none(files.is_flag)
-_PLACE = files.row_of(_TEXT, files.is_whole, _MAYBE_TEXT)
-# By the names that all kinds of events share; what is not here, nobody reads.
-FIELDS: dict[str, files.Check] = {
-    **dict.fromkeys(("event", "type", "message"), _TEXT),
-    **dict.fromkeys(("t", "seconds"), files.is_time),
-    **dict.fromkeys(("data", "forward", "backward", "wait", "optimizer", "other"), _NUMBER),
-    **dict.fromkeys(("arrive", "left", "doing_seconds", "stall"), _NUMBER),
-    **dict.fromkeys(("step", "epoch", "samples", "batch"), _MAYBE_COUNT),
-    **dict.fromkeys(("loss", "own_loss", "value", "samples_per_second"), _MAYBE_NUMBER),
-    **dict.fromkeys(("cpu", "workers_cpu", "host_memory", "memory"), _MAYBE_NUMBER),
-    **dict.fromkeys(("memory_total", "memory_peak", "utilization", "power"), _MAYBE_NUMBER),
-    **dict.fromkeys(("power_limit", "temperature", "clock", "clock_max"), _MAYBE_NUMBER),
-    **dict.fromkeys(("num_workers", "collectives", "memory_kills", "loader"), _MAYBE_COUNT),
-    **dict.fromkeys(("world_size",), files.or_none(files.is_size)),
-    **dict.fromkeys(("steps", "threads", "accumulation", "global_batch"), _MAYBE_COUNT),
-    **dict.fromkeys(("samples_per_epoch", "steps_per_epoch"), files.or_none(files.is_positive)),
-    **dict.fromkeys(("first", "last", "pid", "line"), _MAYBE_COUNT),
-    **dict.fromkeys(("host", "layout", "device", "doing", "function", "file"), _MAYBE_TEXT),
-    **dict.fromkeys(("name", "cause", "signal", "trace", "problem"), _MAYBE_TEXT),
-    **dict.fromkeys(("echo", "steady", "trained", "sorted"), _MAYBE_FLAG),
-    "exit": files.or_none(files.is_whole),
-    "state": files.one_of("finished", "stopped", "failed"),
-    "content": files.or_none(lambda value: _TEXT(value) or files.is_whole(value)),
-    "metrics": files.values_of(_MAYBE_NUMBER),
-    "network": files.values_of(_NUMBER),
-    "nonfinite": files.values_of(_TEXT),
-    "processes": files.list_of(_COUNT),
-    "rank_batch": files.or_none(lambda value: _COUNT(value) or files.list_of(_COUNT)(value)),
-    **dict.fromkeys(("waits", "own"), files.list_of(_NUMBER)),
-    "at": files.or_none(_PLACE),
-    "frames": files.list_of(files.row_of(_TEXT, files.is_whole, _TEXT, _TEXT)),
-    "error": files.or_none(files.mapping({"what": _TEXT, "fix": _TEXT})),
-}
-_FIELDS_OF = {"nonfinite": FIELDS | {"loss": _TEXT}}  # which number it is not
-# Without these an event says nothing; the others may be left out.
-NEEDED = {
-    "step": ("step",),
-    "end": ("state",),
-    "error": ("type", "message", "echo"),
-    "window": ("first", "steady"),
-    "batch": ("epoch", "batch"),
-    "metric": ("name",),
-    "checkpoint": ("step", "seconds"),
-}
 _TORN = b'{"v":'  # how every event begins, also one that was never ended
 _decode = json.JSONDecoder(parse_constant=lambda _: None).decode
 
@@ -331,14 +288,17 @@ def parse_line(line: bytes, path: Path) -> dict[str, Any] | None:
 def check_event(event: Any, path: Path) -> dict[str, Any] | None:
     """An event without the fields that are of a wrong type; None if one is missing that it needs.
 
-    Both are noted, with the file that it is from.
+    Both are noted, with the file that it is from. Of one that is not declared (a later version's)
+    only its name and time are left.
     """
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         files.note(path, "it has a line that is not an event")
         return None
     kind = event["event"]
-    found = files.checked(event, _FIELDS_OF.get(kind, FIELDS), path)
-    for name in ("t", *NEEDED.get(kind, ())):
+    if kind not in EVENTS:
+        event = {name: event[name] for name in COMMON if name in event}
+    found = files.checked(event, CHECKS.get(kind, COMMON_CHECKS), path)
+    for name in NEEDED.get(kind, ("t",)):
         if found.get(name) is None:
             files.note(path, f"a {kind[:40]} event has no {name}")
             return None

@@ -12,7 +12,7 @@ from allranks.run import crash, files, stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame, place_of, read_tracebacks, short_path, source_lines
-from allranks.show.plain import clean
+from allranks.show.text import clean
 
 LAST_WORDS = 160  # characters
 LOG_BYTES = 1 << 16

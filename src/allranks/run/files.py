@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from allranks.show.plain import plain
+from allranks.show.text import plain
 
 MAX_BYTES = 16 << 20  # of a file that is read whole
 MAX_HOLE_BYTES = 64 << 20  # more that nobody wrote would be read as if it were there

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 from allranks.errors import FULL, AllranksError, disk_error
 from allranks.run import claims, files
 from allranks.run.events import read_events, read_last_events
-from allranks.show.plain import plain, printable
+from allranks.show.text import plain, printable
 
 State = Literal["queued", "running", "finished", "failed", "stopped"]
 

@@ -15,7 +15,7 @@ from allranks.run.events import read_last_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
 from allranks.run.record import final_step
-from allranks.show.plain import plain
+from allranks.show.text import plain
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
 from allranks.slurm.reasons import end_reason, waiting_reason

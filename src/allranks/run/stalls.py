@@ -17,7 +17,7 @@ from allranks.run import stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.stacks import Stack
-from allranks.show.plain import clean
+from allranks.show.text import clean
 
 RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events

@@ -1,1 +1,1 @@
-"""How things are shown: tables, safe text, secrets left out."""
+"""How things are shown: numbers, tables, console, safe text, secrets left out."""

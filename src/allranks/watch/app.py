@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from allranks.errors import AllranksError
 from allranks.run.events import to_json
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
 from allranks.watch import loglines, uplot
 from allranks.watch.gate import Gate
 from allranks.watch.hub import Hub

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from allranks.show.plain import clean
+from allranks.show.tables import fit, header, join
+from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
-from allranks.watch import columns
-from allranks.watch.columns import fit, join, shortened
 from allranks.watch.lines import (
     RANK_COLUMNS,
     RUN_COLUMNS,
@@ -108,7 +107,7 @@ def run_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
     shown = scene.runs[window(len(names), at, num_rows)]
     rows = [run_cells(run, day(scene.now)) for run in shown]
     widths = fit(RUN_COLUMNS, rows, width - 2)
-    lines = [Text("  ") + columns.header(RUN_COLUMNS, widths)]
+    lines = [Text("  ") + header(RUN_COLUMNS, widths)]
     for run, row in zip(shown, rows, strict=True):
         is_selected = run.run == scene.selected
         line = Text("> " if is_selected else "  ") + run_line(run, row, widths, scene.now)
@@ -206,7 +205,7 @@ def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
     shown = visible_ranks(scene, num_rows - 1)
     by_rank = {r.rank: rank_cells(r, scene.marks, scene.now) for r in scene.ranks}
     widths = fit(RANK_COLUMNS, list(by_rank.values()), width - 2)
-    lines = [Text("  ") + columns.header(RANK_COLUMNS, widths)]
+    lines = [Text("  ") + header(RANK_COLUMNS, widths)]
     for rank in shown:
         is_selected = rank.rank == scene.selected_rank
         line = Text("> " if is_selected else "  ")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allranks.run.folder import RunDir
-from allranks.show.redact import redact, redact_all
+from allranks.show.secrets import redact, redact_all
 from allranks.watch.live import Watcher
 from allranks.watch.views import RunView
 

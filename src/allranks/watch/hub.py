@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
 from allranks.watch import loglines, picture
 from allranks.watch.findings import Diagnose, Findings
 from allranks.watch.live import Watcher

@@ -11,9 +11,8 @@ from dataclasses import replace
 from rich.text import Text
 
 from allranks.errors import AllranksError
-from allranks.show.plain import clean
-from allranks.watch import columns
-from allranks.watch.columns import Column, fit, join
+from allranks.show.tables import Column, fit, header, join
+from allranks.show.text import clean
 from allranks.watch.draw import framed
 from allranks.watch.jobs import (
     SAMPLE_SECONDS,
@@ -80,7 +79,7 @@ def job_lines(
     for table, rows in ((GPU_COLUMNS, gpus), (PROCESS_COLUMNS, processes)):
         if rows:
             widths = fit(table, rows, width)
-            lines += [Text(), columns.header(table, widths)]
+            lines += [Text(), header(table, widths)]
             lines += [join(table, widths, row) for row in rows]
     for line in lines:
         line.truncate(width, overflow="ellipsis")

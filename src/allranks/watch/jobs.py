@@ -13,8 +13,8 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.run.run_state import RUNNING
-from allranks.show.plain import clean
-from allranks.show.redact import redact, redact_all
+from allranks.show.secrets import redact, redact_all
+from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
 from allranks.slurm.reasons import waiting_reason

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from allranks.show.plain import clean
-from allranks.watch.columns import Column, shortened
+from allranks.show.tables import Column
+from allranks.show.text import clean, shortened
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView
 from allranks.watch.words import count, duration, hours, num_bytes, sparkline, whole_duration

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 from allranks.run.files import is_regular, open_file
 from allranks.run.folder import RunDir
-from allranks.show.plain import last_state, plain
-from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines, redact
+from allranks.show.secrets import redact
+from allranks.show.text import last_state, plain
 
 MAX_LINES = 500
 MAX_CHARACTERS = 2000
@@ -41,22 +41,16 @@ def read(path: Path, *, query: str = "", after: int | None = None, line: int = 0
         after, line = (0, 0) if query else _tail_start(path, size)
     kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
     found, rest, wanted = 0, "", query.casefold()
-    before = _before(path, after)
     for start, block in _blocks(path, after):
-        key = KeyLines(before.decode(errors="replace"))
         if not block.endswith(b"\n"):
-            after, rest = start, shown(_hidden(key, [block])[0])
+            after, rest = start, shown(block)
             break
         # Most of a long file does not fit: whole blocks are passed over.
         if not wanted or _may_hold(block, wanted):
-            raws = block[:-1].split(b"\n")
-            if key.is_inside or b"PRIVATE KEY" in block:
-                raws = _hidden(key, raws)
-            for number, raw in enumerate(raws, start=line + 1):
+            for number, raw in enumerate(block[:-1].split(b"\n"), start=line + 1):
                 if not wanted or _may_hold(raw, wanted):
                     found += 1
                     kept.append((number, raw))
-        before = (before + block)[-MAX_KEY_CHARACTERS:]
         after = start + len(block)
         line += block.count(b"\n")
         if after >= size + CHUNK_BYTES:  # it grows as fast as it is read
@@ -76,21 +70,6 @@ def _may_hold(text: bytes, wanted: str) -> bool:
     if wanted.isascii():
         return wanted.encode() in text.lower()
     return wanted in text.decode(errors="replace").casefold()
-
-
-def _hidden(key: KeyLines, raws: list[bytes]) -> list[bytes]:
-    """Lines without the body of a private key."""
-    return [key.hide(raw.decode(errors="replace")).encode() for raw in raws]
-
-
-def _before(path: Path, offset: int) -> bytes:
-    """What stands before an offset: a private key may have begun there."""
-    try:
-        with open_file(path) as file:
-            file.seek(max(0, offset - MAX_KEY_CHARACTERS))
-            return file.read(min(offset, MAX_KEY_CHARACTERS))
-    except OSError:
-        return b""
 
 
 def last_drawn(rest: bytes) -> bytes:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 
 from allranks.run import files
 from allranks.run.folder import RunDir
-from allranks.show.plain import last_state
-from allranks.show.redact import MAX_KEY_CHARACTERS, KeyLines
+from allranks.show.text import last_state
 from allranks.watch.loglines import MAX_CHARACTERS, last_drawn, shown
 
 KEPT_BYTES = 4 << 20
@@ -20,14 +18,13 @@ class LogPage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[str] = []  # as they are in the file, but for the bodies of private keys
+        self.lines: list[str] = []  # as they are in the file
         self.above: int | None = None  # lines above the last shown; None: follows the end
         self.found: int | None = None  # the line that a search has come to
         self.is_cut = False  # there is more before what is kept
         self._offset = 0
         self._rest = b""
         self._num_bytes = 0
-        self._key = KeyLines()
 
     def look(self) -> bool:
         """Read what is new; whether there was anything."""
@@ -42,10 +39,6 @@ class LogPage:
                     self._offset = size - KEPT_BYTES
                     self._rest, self.lines, self.is_cut = b"", [], True
                     self._num_bytes = 0
-                    begin = max(0, self._offset - MAX_KEY_CHARACTERS)
-                    file.seek(begin)
-                    before = file.read(self._offset - begin).decode(errors="replace")
-                    self._key = KeyLines(before)
                 file.seek(self._offset)
                 data = file.read(KEPT_BYTES)
         except OSError:
@@ -53,7 +46,7 @@ class LogPage:
         self._offset += len(data)
         *whole, rest = (self._rest + data).split(b"\n")
         self._rest = last_drawn(rest)
-        new = [self._key.hide(readable(line)) for line in whole]
+        new = [readable(line) for line in whole]
         self.lines += new
         self._num_bytes += sum(map(len, new)) + len(new)
         if self._num_bytes > 2 * KEPT_BYTES:
@@ -66,14 +59,10 @@ class LogPage:
 
     def page(self, rows: int) -> list[str]:
         """So many lines, the last of them where the page was scrolled to; no secrets."""
-        lines = [*self.lines, self._last()] if self._rest else self.lines
+        lines = [*self.lines, readable(self._rest)] if self._rest else self.lines
         end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
         # Only these: to look for secrets in all that is kept would take seconds.
         return [shown(line.encode()) for line in lines[max(0, end - rows) : end]]
-
-    def _last(self) -> str:
-        """The line without its end, that is read again: it moves nothing on."""
-        return copy(self._key).hide(readable(self._rest))
 
     def scroll(self, lines: int, rows: int) -> None:
         """Up (negative) or down; the end is followed again once it is reached."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from allranks.show.plain import in_markdown
+from allranks.show.text import in_markdown
 from allranks.timing.comparison import bench_of
 
 SHOWN_SETTINGS = (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.show.plain import as_code, in_markdown, plain
-from allranks.show.redact import redact
+from allranks.show.secrets import redact
+from allranks.show.text import as_code, in_markdown, plain
 from allranks.watch.lines import day, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged

@@ -484,7 +484,8 @@ class Allocation:
         # Not needed before the end, and a job that starts has no time to import them.
         from allranks.launch.node import Place as OneMachine
         from allranks.launch.node import describe_failure
-        from allranks.launch.screen import PeopleConsole, Screen
+        from allranks.launch.screen import Screen
+        from allranks.show.console import PeopleConsole
         from allranks.timing.steps import result
 
         attempt = max(self.run.attempts())

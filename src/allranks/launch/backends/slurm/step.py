@@ -27,7 +27,7 @@ from allranks.launch import checks, network, prepare
 from allranks.launch.backends.slurm import gate
 from allranks.launch.node import Launch, Place, end_of
 from allranks.launch.prepare import Prepared, Request
-from allranks.launch.screen import PeopleConsole, Screen
+from allranks.launch.screen import Screen
 from allranks.launch.twice import TwiceWatch
 from allranks.layout import Layout
 from allranks.machine.hardware import local_gpus
@@ -35,6 +35,7 @@ from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.show.console import PeopleConsole
 
 CLAIM_SECONDS = 5.0
 REQUEUE_SECONDS = 60.0  # that asking for it may take; SLURM ends this process sooner

@@ -1,4 +1,4 @@
-"""Secrets taken out of text before it is shown, stored or shared. Pure; no torch."""
+"""Secrets taken out of text before it is shown, stored or shared."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ REDACTED = "[redacted]"
 MAX_LINE = 8192  # characters; what is behind them is cut: a longer line is no sentence
 
 _KEY = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
-KEY_BEGIN, KEY_END = re.compile(f"-----BEGIN {_KEY}"), re.compile(f"-----END {_KEY}")
 PRIVATE_KEY = re.compile(rf"-----BEGIN {_KEY}.*?(?:-----END {_KEY}|\Z)", re.DOTALL)
-# What a line of a key's body ends with; behind the rank that a launcher put before it, or alone.
-KEY_BODY = re.compile(
-    r"(?P<before>(?:\s{0,8}(?:\[[^\]\n]{0,80}\]:?|[\w-]{1,32}[:|>])\s{0,4}){0,4}\s{0,8})"
-    r"[A-Za-z0-9+/]{1,4096}={0,2}\s*\Z"
-    r"|(?P<other>.{0,400}?\s)[A-Za-z0-9+/]{40,4096}={0,2}\s*\Z"
-)
-MAX_KEY_LINES, MAX_KEY_CHARACTERS = 400, 16 << 10
+# A line of a key's body, where lines are read one by one. Checksums have no capitals.
+KEY_LINE = re.compile(r"^(?=.{0,75}[A-Z])(?=.{0,75}[a-z])[A-Za-z0-9+/]{60,76}={0,2}$", re.MULTILINE)
 # user:password@host, in any address; host:8080/path@v1 has a port there.
 IN_ADDRESS = re.compile(
     r"(?P<before>\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@]{0,256}:)(?!\d{1,5}/)[^\s\"'<>]{1,1024}(?=@)",
@@ -66,7 +60,7 @@ MIN_TOKEN, MIN_VARIABLE = 8, 4
 
 def redact(text: str) -> str:
     """The same text with tokens, keys and passwords replaced."""
-    text = PRIVATE_KEY.sub(REDACTED, text)
+    text = KEY_LINE.sub(REDACTED, PRIVATE_KEY.sub(REDACTED, text))
     if len(text) > MAX_LINE:
         text = "\n".join(map(_cut, text.split("\n")))
     text = IN_ADDRESS.sub(rf"\g<before>{REDACTED}", text)
@@ -89,41 +83,6 @@ def redact_all(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [redact_all(item) for item in value]
     return value
-
-
-class KeyLines:
-    """Hides the body of a private key where lines come one by one; the rest is for `redact`."""
-
-    def __init__(self, before: str = "") -> None:
-        """`before` is what stands before the first line, as far as it is known."""
-        before = before[-MAX_KEY_CHARACTERS:]
-        begins = [match.end() for match in KEY_BEGIN.finditer(before)]
-        is_inside = bool(begins) and KEY_END.search(before, begins[-1]) is None
-        self._left = MAX_KEY_LINES - before.count("\n", begins[-1]) if is_inside else 0
-
-    @property
-    def is_inside(self) -> bool:
-        return self._left > 0
-
-    def hide(self, line: str) -> str:
-        """The line, or what is left of it; to be called with every line, in order."""
-        if "PRIVATE KEY" in line:
-            return self._at_the_edge(line)
-        if not self.is_inside:
-            return line
-        self._left -= 1
-        body = KEY_BODY.match(line)
-        # Lines of other ranks may stand between those of the key.
-        return f"{body['before'] or body['other'] or ''}{REDACTED}" if body else line
-
-    def _at_the_edge(self, line: str) -> str:
-        end = KEY_END.search(line)
-        if self.is_inside and end is not None:
-            line, self._left = REDACTED + line[end.end() :], 0
-        begins = [match.end() for match in KEY_BEGIN.finditer(line)]
-        if begins and KEY_END.search(line, begins[-1]) is None:
-            self._left = MAX_KEY_LINES
-        return line
 
 
 def _cut(line: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.show.plain import as_code, clean, coloured, in_markdown, plain, printable
+from allranks.show.text import as_code, clean, coloured, in_markdown, plain, printable
 
 
 @pytest.mark.parametrize(

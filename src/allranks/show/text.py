@@ -1,4 +1,4 @@
-"""Text from files and nodes without what a terminal would obey. Pure; no torch."""
+"""Text from files and nodes, safe to show: nothing in it that a terminal or a page obeys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The same for what must stay one line; tabs become spaces."""
+    """One line without anything that a terminal would obey; tabs become spaces."""
     return plain(text.expandtabs(4)).replace("\n", "")
 
 
@@ -64,3 +64,11 @@ def as_code(text: str) -> str:
 def last_state(line: bytes) -> bytes:
     """What a terminal leaves of a line that was drawn over itself, as progress bars are."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def shortened(name: str, width: int) -> str:
+    """A run's name without its middle, where it is too long: its ends tell it apart."""
+    if len(name) <= width or width < 8:
+        return name[:width]
+    tail = min(11, width // 2)  # of the time and the four digits behind it
+    return f"{name[: width - tail - 1]}…{name[-tail:]}"

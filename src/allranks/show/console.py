@@ -1,0 +1,20 @@
+"""The console that everything for people is printed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+
+class PeopleConsole(Console):
+    """A console whose reader may go away: rich would exit with the whole process.
+
+    It takes text as it is: in names and in what others say, brackets mean nothing.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
