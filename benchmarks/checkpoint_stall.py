@@ -56,7 +56,7 @@ class Seconds:
 
 def training(folder: Path) -> Training:
     """One rank's training, as `allranks run` would build it in this process."""
-    from allranks.machine.hardware import local_gpus
+    from allranks.machine.gpus import local_gpus
 
     job = {
         "name": "stall",

@@ -48,8 +48,8 @@ from torch.utils.data import Dataset, TensorDataset
 from allranks.job.job import Job, load_job
 from allranks.launch import prepare
 from allranks.launch.screen import Screen
+from allranks.probe.device_sampler import DeviceSampler
 from allranks.probe.recorder import Recorder
-from allranks.probe.surroundings import Surroundings
 from allranks.run.events import EventLog, read_events
 from allranks.run.folder import RunDir
 from allranks.tasks import Task
@@ -210,7 +210,7 @@ def probe_of(me: Rank) -> Switch:
     recorder = Recorder(me.run.events(me.attempt, me.rank).parent, me.rank)
     timeline.current = recorder.timeline
     timeline.take()  # as rank.py does: steps are those of the training
-    Surroundings(recorder, os.environ).begin_with_steps()
+    DeviceSampler(recorder, os.environ).begin_with_steps()
     return Switch(recorder)
 
 

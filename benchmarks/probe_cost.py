@@ -49,10 +49,10 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from allranks.machine import hardware
-from allranks.probe import hooks, passes
+from allranks.machine import allotted
+from allranks.probe import backward_pass, hooks
+from allranks.probe.device_sampler import SAMPLE_SECONDS, DeviceSampler
 from allranks.probe.recorder import Recorder
-from allranks.probe.surroundings import SAMPLE_SECONDS, Surroundings
 from allranks.run.events import FLUSH_SECONDS
 
 MAX_RATIO, MAX_OWN_MICROSECONDS = 1.01, 50.0
@@ -185,8 +185,8 @@ def own_seconds(
     """What stopwatches show of steps: around the hooks, and around functions that do nothing."""
     watch = Stopwatch()
     # What the probe does within torch's functions is its own too.
-    passes.Arrival.queue = watch.probe(passes.Arrival.queue)  # type: ignore[method-assign]
-    passes.Arrival.arrive = watch.probe(passes.Arrival.arrive)  # type: ignore[method-assign]
+    backward_pass.Arrival.queue = watch.probe(backward_pass.Arrival.queue)  # type: ignore[method-assign]
+    backward_pass.Arrival.arrive = watch.probe(backward_pass.Arrival.arrive)  # type: ignore[method-assign]
     idle = torchs.within(watch.torch)
     idle.put()
     hooked = Functions.in_place(hooks.install(recorder))
@@ -223,11 +223,11 @@ def run_rank(num_pairs: int, folder: Path) -> None:
     watched = Recorder(folder / "own", rank)
     found["own"], found["idle"] = own_seconds(width, torchs, watched, max(num_pairs // 4, 100))
     assert watched.is_on and watched.step >= num_pairs // 4
-    surroundings = Surroundings(recorder, os.environ)
+    device_sampler = DeviceSampler(recorder, os.environ)
     looks = []
     for _ in range(50):
         started = time.perf_counter()
-        surroundings.sample()
+        device_sampler.sample()
         looks.append(time.perf_counter() - started)
     found["look"] = statistics.median(looks)
     if rank == 0:
@@ -297,7 +297,7 @@ def main() -> int:
     print(f"at most {MAX_OWN_MICROSECONDS:.0f} us of its own, and {MAX_RATIO}x")
     holds = True
     ranks = wanted.ranks or [1, 2]
-    num_cores = hardware.cpus_allotted()
+    num_cores = allotted.cpus_allotted()
     if not wanted.ranks and num_cores < CORES_PER_RANK * 2:
         ranks = [1]
         print(f"2 ranks: not measured here, on {num_cores} cores (see above; --ranks 2 does)")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset, dataloader
 
-from allranks.probe import hooks, passes
+from allranks.probe import backward_pass, hooks
 from allranks.probe.recorder import Recorder
 
 # Where the probe puts functions of its own in place of torch's.
@@ -64,7 +64,7 @@ class Switch:
 class Functions:
     """What is called in the places where a plain loop meets the probe."""
 
-    arrival: passes.Arrival | None  # of the probe that these are of
+    arrival: backward_pass.Arrival | None  # of the probe that these are of
     backward: Function
     next_batch: Function
     next_index: Function
@@ -73,7 +73,7 @@ class Functions:
     after_step: Function | None = None
 
     @classmethod
-    def in_place(cls, arrival: passes.Arrival | None = None) -> Functions:
+    def in_place(cls, arrival: backward_pass.Arrival | None = None) -> Functions:
         """Those that are there now."""
         of_steps = (next(iter(registry.values()), None) for registry in REGISTRIES)
         in_torch = (getattr(holder, name) for holder, name in PLACES[:4])

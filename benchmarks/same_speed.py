@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from allranks.machine.hardware import cpus_allotted, local_gpus
+from allranks.machine.allotted import cpus_allotted
+from allranks.machine.gpus import local_gpus
 from allranks.run.folder import RunDir
 from allranks.timing.steps import timing
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.slurm.live import unavailable
 
-from allranks.machine.hardware import cgroup_folders
+from allranks.machine.allotted import cgroup_folders
 
 NAME = f"allranks-tests-{os.getpid()}"
 # Swap would only make it slow.

@@ -307,7 +307,7 @@ def test_disks(tmp_path: Path) -> None:
     assert write_test(tmp_path, "a").ok and list(tmp_path.iterdir()) == []
     assert free_disk(tmp_path).ok
     missing = write_test(tmp_path / "missing", "a")
-    assert missing.ok is False and "No such file" in missing.detail
+    assert missing.ok is False and "No such file" in missing.value
     assert free_disk(tmp_path / "missing").ok is None
 
 
@@ -365,10 +365,10 @@ def install_gpu(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
 def test_as_many_gpus_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     install_gpu(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert visible_gpus(1).ok and gpu_health(1).ok and not gpu_health(1).warning
+    assert visible_gpus(1).ok and gpu_health(1).ok and gpu_health(1).status == "pass"
     few = visible_gpus(2)
     assert few.ok is False
-    assert few.detail == "1 of 2 GPUs visible (CUDA_VISIBLE_DEVICES=3): NVIDIA A40"
+    assert few.value == "1 of 2 GPUs visible (CUDA_VISIBLE_DEVICES=3): NVIDIA A40"
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_worries_about_a_gpu(
 ) -> None:
     install_gpu(monkeypatch, **answers)
     found = gpu_health(1)
-    assert found.ok and words in found.warning and found.warning.startswith("GPU 3: ")
+    assert found.status == "warn" and words in found.value and found.value.startswith("GPU 3: ")
 
 
 @pytest.mark.parametrize(
@@ -400,4 +400,4 @@ def test_worries_about_a_gpu(
 def test_a_broken_gpu(answers: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install_gpu(monkeypatch, **answers)
     found = gpu_health(1)
-    assert found.ok is False and words in found.detail
+    assert found.ok is False and words in found.value

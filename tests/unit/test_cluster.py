@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.machine.gpu_catalogue import CATALOGUE, GIB
+from allranks.machine.gpus import GIB, catalogue
 from allranks.slurm import cluster
 from allranks.slurm import commands as slurm
 from allranks.slurm import queue as cluster_queue
@@ -345,7 +345,7 @@ def test_slices_of_boards(kind: str, gigabytes: int, board: str) -> None:
 
 
 def test_every_board_of_the_catalogue_suits_something() -> None:
-    for board in CATALOGUE:
+    for board in catalogue():
         size = board.memory_bytes
         kind = Gpus(None, 4, board.name, size, (size,), None)
         assert board_of(kind) is board

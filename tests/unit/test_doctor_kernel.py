@@ -17,7 +17,7 @@ from tests.unit.test_doctor_runs import ECHO, failed, make_run
 from allranks.doctor import kernel_messages
 from allranks.doctor.diagnose import diagnose_run
 from allranks.doctor.finding import Finding
-from allranks.probe.surroundings import children, descendants
+from allranks.probe.device_sampler import children, descendants
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from allranks.machine import gpus
-from allranks.machine.gpu_catalogue import CATALOGUE, GIB, GPU
-from allranks.machine.gpus import driver_versions, find_gpu, gpu_link, local_gpus
+from allranks.machine.gpus import (
+    GIB,
+    GPU,
+    catalogue,
+    driver_versions,
+    find_gpu,
+    gpu_link,
+    local_gpus,
+)
 
 NVML_NAMES = {
     "Tesla V100-SXM2-16GB": "V100 SXM2 16GB",
@@ -97,9 +104,9 @@ def test_other_boards_and_slices_find_nothing(name: str) -> None:
 
 def test_no_two_boards_claim_one_nvml_name() -> None:
     for name in NVML_NAMES:
-        matches = [g.name for g in CATALOGUE if re.fullmatch(g.pattern, gpus.plain_name(name))]
+        matches = [g.name for g in catalogue() if re.fullmatch(g.pattern, gpus.plain_name(name))]
         assert len(matches) == 1, (name, matches)
-    assert set(NVML_NAMES.values()) == {gpu.name for gpu in CATALOGUE}
+    assert set(NVML_NAMES.values()) == {gpu.name for gpu in catalogue()}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_memory_settles_the_variant(name: str, mebibytes: int, board: str | None
     assert (found.name if found else None) == board
 
 
-@pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.name)
 def test_catalogue_is_plausible(gpu: GPU) -> None:
     assert "https://" in gpu.source
     peaks = gpu.peak_flops

@@ -126,19 +126,19 @@ def test_language_can_be_learnt() -> None:
 # --- Cutting the language model -----------------------------------------------------------------
 
 
-def test_stages_make_up_the_model() -> None:
+def test_blocks_make_up_the_model() -> None:
     torch.manual_seed(0)
     task = Language()
     model = task.model()
-    stages = task.stages(model)
-    assert len(stages) == 2 + SHAPES["tiny"].layers
-    assert isinstance(stages[-1], Head)
+    blocks = task.blocks(model)
+    assert len(blocks) == 2 + SHAPES["tiny"].layers
+    assert isinstance(blocks[-1], Head)
     ids = torch.randint(256, (2, 64))
     x = ids
-    for stage in stages:
-        x = stage(x)
+    for block in blocks:
+        x = block(x)
     assert torch.equal(x, model(ids))
-    parameters = {parameter for stage in stages for parameter in stage.parameters()}
+    parameters = {parameter for block in blocks for parameter in block.parameters()}
     assert parameters == set(model.parameters())
 
 

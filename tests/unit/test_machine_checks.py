@@ -13,15 +13,14 @@ import pytest
 from rich.console import Console
 
 from allranks.cli import doctor_machine as cli_doctor_machine
-from allranks.doctor.check import Check
+from allranks.doctor.check import Check, failed, passed, warned
 from allranks.doctor.machine import env_checks, gpu_checks, screen, system_checks
 from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
-from allranks.doctor.node_checks import Finding
 from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.gpus import LocalGPU
-from allranks.machine.interfaces import Interface, Port
+from allranks.machine.network import Interface, Port
 
 GIB = 1 << 30
 LO, ETH = Interface("lo", "127.0.0.1", True), Interface("eth0", "10.0.0.5")
@@ -43,7 +42,7 @@ HEALTHY: dict[str, Any] = {
     "num_gpus_in_all": 2,
     "gpu_link": "NVLink",
     "peer_access": True,
-    "health": Finding(True, "2 GPUs without fault"),
+    "health": passed("health", "2 GPUs without fault"),
     "torch": CUDA,
     "interfaces": (LO, ETH),
     "names": ("lo", "eth0"),
@@ -136,14 +135,14 @@ CASES: list[tuple[Callable[[MachineFacts], Any], str, str, dict[str, Any], str]]
         gpu_checks.gpu_checks,
         "gpu health",
         "fail",
-        {"health": Finding(False, "GPU 1: a faulty row could not be replaced")},
+        {"health": failed("health", "GPU 1: a faulty row could not be replaced")},
         "--exclude",
     ),
     (
         gpu_checks.gpu_checks,
         "gpu health",
         "warn",
-        {"health": Finding(True, "fine", "GPU 0: slowed down: power brake")},
+        {"health": warned("health", "GPU 0: slowed down: power brake")},
         "nvidia-smi",
     ),
     (gpu_checks.gpu_checks, "peer access", "warn", {"peer_access": False}, "NVLink"),

@@ -12,8 +12,7 @@ import pytest
 
 from allranks.launch.network import NodeNetwork, describe_node, settings
 from allranks.machine.gpus import LocalGPU
-from allranks.machine.hardware import Setting
-from allranks.machine.interfaces import (
+from allranks.machine.network import (
     Interface,
     Port,
     addresses_towards,
@@ -21,6 +20,7 @@ from allranks.machine.interfaces import (
     infiniband_ports,
     up_interfaces,
 )
+from allranks.machine.processes import Setting
 
 LO = Interface("lo", "127.0.0.1", True)
 ETH = Interface("eth0", "10.0.0.5")
@@ -156,13 +156,6 @@ def test_ports_are_read_from_the_kernels_files(tmp_path: Path) -> None:
     assert [each.state for each in ports.values()] == ["unknown", "ACTIVE", "ACTIVE", "DOWN"]
     assert ports["mlx5_2:2"].link_layer == "Ethernet"
     assert ports["mlx5_10:1"].rate == "100 Gb/sec (4X EDR)"
-
-
-@pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])
-def test_peer_memory_is_a_kernel_module(tmp_path: Path, module: str) -> None:
-    assert not describe_node([], tmp_path).has_peer_memory
-    (tmp_path / "module" / module).mkdir(parents=True)
-    assert describe_node([], tmp_path).has_peer_memory
 
 
 def test_the_route_is_the_interface_that_has_the_address() -> None:

@@ -39,7 +39,7 @@ from allranks.launch.prepare import (
     ranks_environment,
 )
 from allranks.layout import Layout
-from allranks.machine import hardware
+from allranks.machine import allotted
 from allranks.machine.gpus import LocalGPU
 from allranks.run import claims, commits
 from allranks.run.claims import Claim
@@ -466,7 +466,7 @@ def environment(
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (*DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF", "NCCL_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 8)
+    monkeypatch.setattr(allotted, "cpus_allotted", lambda: 8)
     return monkeypatch
 
 
@@ -541,8 +541,8 @@ def gpus(number: int) -> list[LocalGPU]:
 
 
 def test_more_ranks_than_cores_are_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "local_gpus", lambda: [])
-    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 2)
+    monkeypatch.setattr("allranks.launch.checks.local_gpus", lambda: [])
+    monkeypatch.setattr(allotted, "cpus_allotted", lambda: 2)
     assert check_machine(Layout(1, 2), here=2, oversubscribe=False) == []
     (remark,) = check_machine(Layout(1, 4), here=4, oversubscribe=False)
     assert "4 ranks on 2 CPU" in remark
@@ -551,8 +551,8 @@ def test_more_ranks_than_cores_are_remarked_on(monkeypatch: pytest.MonkeyPatch) 
 def test_far_too_many_ranks_are_started_only_if_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hardware, "local_gpus", lambda: [])
-    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 2)
+    monkeypatch.setattr("allranks.launch.checks.local_gpus", lambda: [])
+    monkeypatch.setattr(allotted, "cpus_allotted", lambda: 2)
     assert len(check_machine(Layout(1, 32), here=32, oversubscribe=False)) == 1
     with pytest.raises(AllranksError, match="64 ranks would take turns on 2 CPU") as refused:
         check_machine(Layout(1, 64), here=64, oversubscribe=False)
@@ -610,8 +610,8 @@ def test_a_command_that_may_be_there_is_not(folder: Path, command: list[str]) ->
 
 
 def test_a_layout_larger_than_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "local_gpus", lambda: [])
-    monkeypatch.setattr(hardware, "cpus_allotted", lambda: 2)
+    monkeypatch.setattr("allranks.launch.checks.local_gpus", lambda: [])
+    monkeypatch.setattr(allotted, "cpus_allotted", lambda: 2)
     assert check_measurable(Layout(1, 2)) == []
     assert check_measurable(Layout(2, 4)) == ["8 ranks on 2 CPU core(s): they take turns"]
     with pytest.raises(AllranksError, match="layout 1x9 is larger than this machine") as refused:
@@ -622,7 +622,7 @@ def test_a_layout_larger_than_the_machine_is_not_measured(monkeypatch: pytest.Mo
 def test_more_ranks_than_gpus_are_refused_unless_they_may_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hardware, "local_gpus", lambda: gpus(2))
+    monkeypatch.setattr("allranks.launch.checks.local_gpus", lambda: gpus(2))
     assert check_machine(Layout(1, 2), here=2, oversubscribe=False) == []
     with pytest.raises(AllranksError, match="needs 4 GPUs here, but this machine has 2") as refusal:
         check_machine(Layout(1, 4), here=4, oversubscribe=False)
@@ -645,8 +645,8 @@ def test_other_axes_than_dp_are_refused_for_tasks_but_not_for_commands() -> None
 def usable(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """What such a CPU can be limited to; nothing in it: nobody may ask."""
     answers: list[str | None] = []
-    monkeypatch.setattr(hardware, "usable_instructions", lambda: answers[0])
-    monkeypatch.setattr(hardware, "local_gpus", list)
+    monkeypatch.setattr(allotted, "usable_instructions", lambda: answers[0])
+    monkeypatch.setattr("allranks.launch.checks.local_gpus", list)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     return answers
@@ -675,7 +675,7 @@ def test_nobody_waits_for_a_trial_that_cannot_matter(
 ) -> None:
     for overrides in ([], ["precision=fp32"], ["precision=bf16", "env.ONEDNN_MAX_CPU_ISA=AVX2"]):
         assert settle_precision(prepare(typed(*overrides))) == []
-    monkeypatch.setattr(hardware, "local_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr("allranks.launch.checks.local_gpus", lambda: ["a GPU"])
     assert settle_precision(prepare(typed("precision=bf16"))) == []
 
 

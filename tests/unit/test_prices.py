@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.machine.gpu_catalogue import CATALOGUE
-from allranks.machine.prices import LIST_PRICES, Price, find_price, parse_price, read_prices
+from allranks.machine.gpus import catalogue
+from allranks.machine.prices import Price, find_price, list_prices, parse_price, read_prices
 
 GIB = 2**30
 
 
 def test_every_list_price_is_of_a_board_we_know_with_source_and_date() -> None:
-    boards = {gpu.name for gpu in CATALOGUE}
-    for price in LIST_PRICES:
+    boards = {gpu.name for gpu in catalogue()}
+    for price in list_prices():
         assert price.gpu in boards
         assert price.usd_per_hour > 0
         assert "https://" in price.source
         assert price.date is not None and re.fullmatch(r"20\d\d-\d\d-\d\d", price.date)
-    assert len({price.gpu for price in LIST_PRICES}) == len(LIST_PRICES)
+    assert len({price.gpu for price in list_prices()}) == len(list_prices())
 
 
 def test_boards_of_one_name_are_told_apart_by_their_memory() -> None:

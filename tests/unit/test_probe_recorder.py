@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.probe import models
+from allranks.probe import model_inputs
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
 from allranks.run.events import read_events
@@ -113,12 +113,12 @@ def test_the_steps_of_a_loop_of_our_own_are_the_loop_s(
 def test_a_module_whose_making_failed_is_passed_over(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "hide_from_scripting", lambda: None)
+    monkeypatch.setattr(model_inputs, "hide_from_scripting", lambda: None)
     half = torch.nn.Linear.__new__(torch.nn.Linear)  # somebody caught what its __init__ raised
     model = torch.nn.Linear(2, 1)
     optimizer = Optimizer()
     optimizer.param_groups = ({"params": [*model.parameters()]},)
-    models.watch_model(recorder, optimizer)
+    model_inputs.watch_model(recorder, optimizer)
     model(torch.zeros(3, 2))
     assert recorder.timeline.marks[-1][3] == (SampleCounter.computed, 3)
     assert recorder.is_on and half is not model

@@ -16,9 +16,14 @@ from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame
+from allranks.run.progress import (
+    ALIKE_SECONDS,
+    END_SCRIPT_SECONDS,
+    FIRST_STEP_SECONDS,
+    patience_to_end,
+)
 from allranks.run.stacks import FOLLOW, Stack, from_lines, to_lines
 from allranks.run.stalls import (
-    FIRST_STEP_SECONDS,
     RankState,
     blame,
     ended_for,
@@ -87,6 +92,17 @@ def test_patience_follows_the_run_s_own_steps() -> None:
     assert patience(states({"usual": 0.01})) == 10.0
     assert patience(states({"usual": 0.01, "longest": 30.0})) == 90.0  # an evaluation, say
     assert patience(states({"usual": 60.0})) == 1200.0
+    assert patience(states({"usual": 60.0}), asked=5.0) == 5.0
+
+
+def test_ranks_that_are_alike_have_longer() -> None:
+    """They may be at an evaluation; the watcher, which looks at no stacks, takes them for that."""
+    assert patience(states({"usual": 0.01}), stands_out=False) == ALIKE_SECONDS
+    assert patience(states({"usual": 60.0}), stands_out=False) == 2400.0
+    assert patience(states({"usual": None}), stands_out=False) > FIRST_STEP_SECONDS
+    assert patience_to_end(30, has_stepped=True, is_script=True) == 30
+    assert 30 < patience_to_end(30, has_stepped=False, is_script=False) < END_SCRIPT_SECONDS
+    assert patience_to_end(30, has_stepped=False, is_script=True) == END_SCRIPT_SECONDS
 
 
 def test_silence_is_since_the_last_rank_got_on() -> None:
@@ -148,10 +164,10 @@ def make_run(tmp_path: Path, ranks: int = 2) -> RunDir:
 def test_a_finding_names_rank_node_line_and_fix(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     some = states({"stack": WAITS, "collectives": 26}, {"stack": OWN, "collectives": 25})
-    (found,) = judge(some, 90.0, 5.0, run)
+    (found,) = judge(some, 150.0, run, after=5.0)
     assert (found.cause, found.rank, found.node) == ("rank-missing-from-collective", 1, "n1")
     assert found.confidence == "high"
-    assert judge(some, 30.0, 5.0, run)[0].confidence == "medium"  # it may be saving
+    assert judge(some, 30.0, run, after=5.0)[0].confidence == "medium"  # it may be saving
     assert found.title == who_is_where(some, blame(some))  # what the launcher says by itself
     assert "train.py:9 in stuck" in found.title
     assert (found.evidence[0].file, found.evidence[0].line) == ("/me/train.py", 9)
@@ -216,15 +232,15 @@ def test_nobody_waits_for_a_rank_that_has_finished_while_another_evaluates() -> 
 
 def test_a_rank_that_has_finished_has_had_fewer_inputs(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    (found,) = judge(states({"stack": WAITS}, {"ended": "finished"}), 30.0, 5.0, run)
+    (found,) = judge(states({"stack": WAITS}, {"ended": "finished"}), 30.0, run, after=5.0)
     assert (found.cause, found.rank) == ("uneven-inputs", 1)
-    assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, 5.0, run) == []
+    assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, run, after=5.0) == []
 
 
 def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
     other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
     apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})
-    (found,) = judge(apart, 30.0, 5.0, make_run(tmp_path))
+    (found,) = judge(apart, 30.0, make_run(tmp_path), after=5.0)
     assert (found.cause, found.rank) == ("collective-mismatch", None)
     assert found.title == (
         "ranks wait in different exchanges: rank 0 waits in all_reduce at train.py:8 in f; "
@@ -237,15 +253,15 @@ def test_a_rank_that_never_joined(tmp_path: Path) -> None:
         "/e/site-packages/torch/distributed/distributed_c10d.py", 1, "init_process_group"
     )
     waits = Stack(2, (WAITS.frames[0], meeting, Frame("/me/train.py", 8, "f")), "")
-    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, 120.0, make_run(tmp_path))
+    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, make_run(tmp_path))
     assert (found.cause, found.rank, found.confidence) == ("rendezvous-timeout", 1, "high")
 
 
 def test_ranks_that_are_alike_are_a_finding_only_after_long(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     alike = states({"stack": OWN, "doing": "data"}, {"stack": OWN, "doing": "data"})
-    assert judge(alike, 30.0, 5.0, run) == []  # an evaluation, say
-    (found,) = judge(alike, 500.0, 5.0, run)
+    assert judge(alike, 30.0, run) == []  # an evaluation, say
+    (found,) = judge(alike, 500.0, run)
     assert (found.cause, found.rank, found.confidence) == ("no-progress", None, "low")
     assert "waits for its data" in found.fix
 

@@ -190,3 +190,11 @@ def test_defaults_that_are_no_literal(value: str) -> None:
     write("mine.py", f"class Mine:\n    defaults = {value}\nclass Child(Mine): pass")
     assert "mine.py:2" in refusal("mine:Mine").what
     assert "mine.py:2" in refusal("mine:Child").what
+
+
+def test_the_old_name_of_blocks_is_answered_with_the_new_one(folder: Path) -> None:
+    (folder / "old.py").write_text(
+        "from allranks.tasks import Task\n\nclass Old(Task):\n    def stages(self, model): ...\n"
+    )
+    with pytest.raises(AllranksError, match=r"old.py:4: `stages` of Old is now called `blocks`"):
+        find_task("old:Old")

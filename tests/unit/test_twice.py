@@ -10,8 +10,8 @@ import pytest
 
 from allranks.job.job import load_job
 from allranks.launch.twice import TwiceWatch
-from allranks.probe import one_process
-from allranks.probe.one_process import STARTED_AS, claim_rank
+from allranks.probe import rank_claim
+from allranks.probe.rank_claim import STARTED_AS, claim_rank
 from allranks.run.events import append_event, read_events
 from allranks.run.folder import RunDir
 
@@ -67,14 +67,14 @@ def test_what_a_recorded_process_has_started_is_let_be(
     parent = os.getpid()
     with claim_rank(run.events(0, 0), 0):
         monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
-        monkeypatch.setattr(one_process, "ancestors", lambda: [parent])
+        monkeypatch.setattr(rank_claim, "ancestors", lambda: [parent])
         with pytest.raises(RuntimeError):
             claim_rank(run.events(0, 0), 0)
     assert not run.twice(0).exists()
 
 
 def test_ancestors() -> None:
-    found = one_process.ancestors()
+    found = rank_claim.ancestors()
     assert found[0] == os.getppid() and len(found) == len(set(found))
 
 

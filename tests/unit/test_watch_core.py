@@ -252,7 +252,7 @@ def test_a_run_without_steps_for_longer_than_expected_is_stalled(
 
 def test_long_pauses_between_steps_make_a_run_patient(tmp_path: Path) -> None:
     grown = GrowingRun(tmp_path, "1x1", begin=1000.0)
-    watcher = Watcher(tmp_path, now=lambda: grown.now + 500)
+    watcher = Watcher(tmp_path, now=lambda: grown.now + 300)
     with grown.live():
         grown.begin()
         grown.steps(3)

@@ -15,7 +15,7 @@ from allranks.bench.measure import Ended, Result, Series, stopped_early
 from allranks.errors import AllranksError
 from allranks.launch.prepare import Prepared, Request, prepare
 from allranks.launch.screen import Screen
-from allranks.machine import hardware
+from allranks.machine.gpus import local_gpus
 from allranks.run.failures import failure
 from allranks.run.folder import RunDir, find_run, list_runs
 from allranks.timing.comparison import bench_of
@@ -66,7 +66,7 @@ def prepare_comm(
     if prepared.layout.ranks == 1:
         raise AllranksError(
             f"layout {prepared.layout} has one rank: there is nothing to communicate",
-            fix=f"write --layout 1x{max(2, len(hardware.local_gpus()))}",
+            fix=f"write --layout 1x{max(2, len(local_gpus()))}",
         )
     return prepared
 

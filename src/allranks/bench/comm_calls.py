@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allranks.bench.comm_counts import COLLECTIVES, ELEMENT_BYTES, Scope
-from allranks.machine import hardware
+from allranks.machine import allotted
 
 # Lengths of the patterns that are sent, both prime. Where values are added, the sum of 65,000
 # ranks must still be exact in fp32; where they are moved, each rank's values must be its own.
@@ -300,7 +300,7 @@ def memory_for_buffers(world: World) -> float:
             sharing = 1
         own = GPU_MEMORY_SHARE * free / sharing
     else:
-        own = MEMORY_SHARE * hardware.memory_allotted() / int(os.environ["ALLRANKS_RANKS_HERE"])
+        own = MEMORY_SHARE * allotted.memory_allotted() / int(os.environ["ALLRANKS_RANKS_HERE"])
     return -highest(-own)[0]
 
 

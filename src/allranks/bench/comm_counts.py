@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from allranks.errors import AllranksError
-from allranks.machine.gpu_catalogue import GPU
+from allranks.machine.gpus import GPU
 
 Scope = Literal["node", "nodes", "all"]
 

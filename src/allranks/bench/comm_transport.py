@@ -7,9 +7,10 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from allranks.machine.network import infiniband_ports
 
 SYS = Path("/sys")
 
@@ -106,14 +107,9 @@ def network_peak(parsed: Mapping[str, Any], sys_root: Path = SYS) -> float | Non
 
 def _port_rate(device: str | None, sys_root: Path) -> float | None:
     """Bytes per second of `mlx5_0:1/IB`, in the kernel's words "200 Gb/sec (4X HDR)"."""
-    match = re.fullmatch(r"([\w.-]+):(\d+)/\w+", device or "")
-    if match is None:
-        return None
-    with suppress(OSError):
-        path = sys_root / "class/infiniband" / match[1] / "ports" / match[2] / "rate"
-        rate = re.match(r"([\d.]+) Gb/sec", path.read_text())
-        return float(rate[1]) * 1e9 / 8 if rate else None
-    return None
+    name = (device or "").rpartition("/")[0]
+    port = next((port for port in infiniband_ports(sys_root) if port.name == name), None)
+    return port.bits_per_second / 8 if port is not None and port.bits_per_second else None
 
 
 def gloo_route(env: Mapping[str, str] = os.environ) -> dict[str, Any]:

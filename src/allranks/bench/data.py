@@ -19,7 +19,7 @@ from allranks.bench.measure import Ended, Result, Series, stopped_early
 from allranks.bench.scaling import nothing_measured
 from allranks.errors import AllranksError
 from allranks.launch.prepare import Prepared
-from allranks.machine.hardware import cpus_allotted
+from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import read_events
 from allranks.run.folder import RunDir
 from allranks.run.results import steps_by_rank

@@ -21,8 +21,8 @@ from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch.prepare import Prepared
-from allranks.machine.gpus import LocalGPU
-from allranks.machine.hardware import local_gpus, usable_instructions
+from allranks.machine.allotted import usable_instructions
+from allranks.machine.gpus import LocalGPU, local_gpus
 from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.timing.steps import timing

@@ -30,7 +30,13 @@ DataFolders = Annotated[
 ]
 StalledAfter = Annotated[
     float | None,
-    typer.Option(min=0, metavar="SECONDS", help="Without a step: it hangs. Default: by its steps."),
+    typer.Option(
+        "--stalled",
+        "--stalled-after",
+        min=0,
+        metavar="SECONDS",
+        help="Without a step: it is stalled. Default: by the run's own steps.",
+    ),
 ]
 Threshold = Annotated[
     list[str] | None,

@@ -102,7 +102,7 @@ def listen(port: int | None, *, as_json: bool = False) -> int:
     """Wait for one `doctor --connect`, then say what was found."""
     from allranks.doctor.pair.listen import Listening
     from allranks.doctor.pair.verdict import verdict
-    from allranks.machine.interfaces import up_interfaces
+    from allranks.machine.network import up_interfaces
     from allranks.show.text import clean
 
     console = people_console(as_json)

@@ -50,7 +50,9 @@ Notify = Annotated[
 Stalled = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", min=1.0, help="Without a step. Default: by the steps before, over 120."
+        metavar="SECONDS",
+        min=1.0,
+        help="Without a step: it is stalled. Default: by the run's own steps.",
     ),
 ]
 Interval = Annotated[

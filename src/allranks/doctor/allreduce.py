@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from allranks.doctor.node_checks import Finding
+from allranks.doctor.check import Check, failed, passed
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ MOST_REPEATS = 50
 
 def all_reduce(
     store: dist.Store, rank: int, num_nodes: int, backend: str, seconds_left: float
-) -> Finding:
+) -> Check:
     """Sum over all nodes, checked and timed. Every node must call it."""
     import torch
     import torch.distributed as dist
@@ -37,7 +37,7 @@ def all_reduce(
             torch.zeros(1, device=device)
         except RuntimeError as error:
             words = str(error).splitlines()[0]
-            return Finding(False, f"GPU 0 cannot be used: {words}", more={"fault": "own"})
+            return failed("allreduce", f"GPU 0 cannot be used: {words}", fault="own")
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
@@ -49,11 +49,11 @@ def all_reduce(
     rows, wrong = _measure(device, rank, num_nodes, min(SECONDS_IN_ALL, seconds_left / 2))
     more: dict[str, Any] = {"backend": backend, "sizes": rows}
     if wrong:
-        return Finding(False, wrong, more=more)
+        return failed("allreduce", wrong, **more)
     best = max(row["bus_bandwidth"] for row in rows)
     more["bus_bandwidth"] = best
     detail = f"right sums over {num_nodes} nodes by {backend}, {best / 1e9:.3g} GB/s on the bus"
-    return Finding(True, detail, more=more)
+    return passed("allreduce", detail, **more)
 
 
 def _measure(

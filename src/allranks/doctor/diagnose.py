@@ -12,10 +12,10 @@ from typing import Any
 from allranks.doctor import differing_results, kernel_messages, out_of_memory, run_evidence
 from allranks.doctor.catalogue import load
 from allranks.doctor.failure_facts import FailureFacts, gather
-from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.flight_recorder import flight_source, is_dump
 from allranks.doctor.hang import hang, hung
-from allranks.doctor.judge import judge, shown_path
+from allranks.doctor.judge import judge
 from allranks.doctor.kernel_messages import Kernel
 from allranks.doctor.log_search import Scanned, Source, Words, scan
 from allranks.doctor.run_evidence import Starts, error_file

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allranks.doctor.catalogue import load
-from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.judge import shown_path
+from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.run.folder import RunDir
 from allranks.timing.samples_seen import (
     Fingerprints,

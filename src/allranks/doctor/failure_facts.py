@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import signal
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -33,6 +35,8 @@ class FailureFacts:
     # Ranks by node and process; of none, as a launcher is, None.
     processes: Mapping[tuple[str | None, int], int | None] = field(default_factory=dict)
     has_failed: bool = False
+    passed_by: frozenset[tuple[int, int]] = frozenset()  # file and line: the work went on after it
+    interfaces: tuple[str, ...] = ()  # of this machine's network
 
     def of(self, slug: str) -> list[Hit]:
         return [hit for hit in self.hits if hit.cause.slug == slug]
@@ -62,7 +66,7 @@ class FailureFacts:
             return False
         if self.has_failed or hit.cause.on_warning or hit.cause.kind == "soft":
             return True
-        if hit.cause.family not in OUTSIDE and has_progress(hit):
+        if (id(hit.source), hit.number) in self.passed_by:
             return False
         lines = next(one.num_lines for one in self.scanned if one.source is hit.source)
         return lines - hit.number <= GOES_ON_LINES
@@ -77,7 +81,7 @@ def gather(
     world: int | None = None,
     processes: Mapping[tuple[str | None, int], int | None] | None = None,
 ) -> FailureFacts:
-    """Put together what was found in all files of one failure."""
+    """Put together what was found in all files of one failure, and what is read for it."""
     order = {id(one.source): index for index, one in enumerate(scanned)}
     hits = [hit for one in scanned for hit in one.hits]
     raised = [one for each in scanned for one in tracebacks(each)]
@@ -96,7 +100,19 @@ def gather(
         processes or {},
     )
     facts.has_failed = _has_failed(facts)
+    facts.passed_by = frozenset(_passed_by(facts))
+    with suppress(OSError):
+        facts.interfaces = tuple(name for _, name in socket.if_nameindex())
     return facts
+
+
+def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
+    """Lines of errors after which steps are told, in logs that do not tell of a failure."""
+    told = [hit for hit in facts.hits if hit.cause.kind not in ("mark", "soft")]
+    for hit in [*told, *(one.mark for one in facts.raised)] if not facts.has_failed else ():
+        of_ranks = not hit.cause.on_warning and hit.cause.family not in OUTSIDE
+        if of_ranks and has_progress(hit):
+            yield id(hit.source), hit.number
 
 
 def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 Confidence = Literal["high", "medium", "low"]
@@ -51,3 +52,11 @@ def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         }
         for found in findings
     ]
+
+
+def shown_path(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

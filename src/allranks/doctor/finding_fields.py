@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from allranks.doctor.culprit import absent, first_nonfinite, other_call
 from allranks.doctor.failure_facts import FailureFacts, signal_name
@@ -57,8 +55,7 @@ def _interface(fields: Fields, facts: FailureFacts) -> Fields:
         for hit in facts.hits
         if (match := re.search(r"(?:Using|OOB) (?:\[\d\])?([a-z]\w+):\d", hit.line.text))
     ]
-    with suppress(OSError):
-        seen += [one for _, one in socket.if_nameindex() if not re.match("lo|docker|veth|br-", one)]
+    seen += [one for one in facts.interfaces if not re.match("lo|docker|veth|br-", one)]
     return {**more, "suggested": seen[0]} if seen else more
 
 

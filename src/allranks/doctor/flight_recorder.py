@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.judge import shown_path
+from allranks.doctor.finding import shown_path
 from allranks.doctor.log_search import Source
 from allranks.run import files
 

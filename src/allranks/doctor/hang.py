@@ -16,15 +16,15 @@ from allranks.run import files, stacks
 from allranks.run.claims import newest
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame, source_lines
+from allranks.run.progress import ALIKE_SECONDS
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
-    SURE_SECONDS,
     Blame,
     RankState,
     blame,
     ended_for,
     in_seconds,
-    is_worth_saying,
+    is_stalled,
     patience,
     read_states,
     silence,
@@ -52,12 +52,12 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     states = read_states(run, attempts[-1])
     if any(state.ended == "failed" for state in states) or not states:
         return []  # what failed is the cause
-    usual = patience(states) if after is None else after
+    usual = patience(states, asked=after)
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
     states = looked_at(run, attempts[-1], states)
-    found = judge(states, seconds, usual, run)
+    found = judge(states, seconds, run, after=after)
     # It may have got on while it was looked at.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
@@ -78,21 +78,26 @@ def hung(run: RunDir) -> list[Finding]:
     progress = max((state.progress for state in states), default=0.0)
     if not printed or progress > when or ended_for(run, attempts[-1]) is None:
         return []  # there was none, it got on after that, or something else ended it
-    return judge(states, when - progress, 0.0, run, is_live=False)
+    return judge(states, when - progress, run, after=0.0, is_live=False)
 
 
 def judge(
-    states: Sequence[RankState], seconds: float, usual: float, run: RunDir, *, is_live: bool = True
+    states: Sequence[RankState],
+    seconds: float,
+    run: RunDir,
+    *,
+    after: float | None = None,
+    is_live: bool = True,
 ) -> list[Finding]:
     """What to say of ranks that have made no step for so long. Reads nothing but source lines."""
     found = blame(states)
-    if not is_worth_saying(states, found, seconds, usual):
+    if not is_stalled(states, found, seconds, after):
         return []
     if wait_apart(states):
         return [mismatch(states, run)]
     if found is None:
         return [nobody_to_blame(states, seconds, run, is_live=is_live)]
-    has_passed = seconds >= SURE_SECONDS  # what an evaluation or a checkpoint may take
+    has_passed = seconds >= ALIKE_SECONDS  # what an evaluation or a checkpoint may take
     by_rank = {state.rank: state for state in states}
     culprit = by_rank[found.ranks[0]]
     cause = "rank-missing-from-collective"

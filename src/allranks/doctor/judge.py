@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from allranks.doctor.catalogue import Catalogue, Cause
 from allranks.doctor.culprit import Suspect, echoes_of, suspect
@@ -51,7 +50,7 @@ class Candidate:
 def judge(
     facts: FailureFacts, catalogue: Catalogue, extra: Sequence[Candidate] = ()
 ) -> list[Finding]:
-    """All findings, the first cause first."""
+    """All findings, the first cause first. Reads nothing: `gather` has."""
     found = [*_told(facts, catalogue), *_derived(facts, catalogue), *extra]
     found = _joined(found)
     explained = _explained(found)
@@ -368,11 +367,3 @@ def _shown_hit(hit: Hit) -> str:
 def _shown(text: str) -> str:
     text = " ".join(redact(plain(text)).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def shown_path(path: Path) -> str:
-    """A path as short as it can be typed from here."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

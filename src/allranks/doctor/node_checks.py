@@ -6,10 +6,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.machine.gpus import DRIVER_FILES, local_gpus, nvml
 
 WRITE_BYTES = 1 << 20
@@ -24,17 +24,7 @@ SLOWDOWNS = {
 }
 
 
-@dataclass(slots=True)
-class Finding:
-    """The outcome of one check. `ok` is None for one that was not made."""
-
-    ok: bool | None
-    detail: str
-    warning: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
-
-
-def write_test(folder: Path, node: str) -> Finding:
+def write_test(folder: Path, node: str) -> Check:
     """Create, flush, read back and delete a file."""
     path = folder / f".write-{node}"
     data = os.urandom(WRITE_BYTES)
@@ -46,61 +36,61 @@ def write_test(folder: Path, node: str) -> Finding:
         back = path.read_bytes()
         path.unlink()
     except OSError as error:
-        return Finding(False, f"cannot write in {folder}: {error.strerror}")
+        return failed("write", f"cannot write in {folder}: {error.strerror}")
     if back != data:
-        return Finding(False, f"{folder} gives back other bytes than were written")
-    return Finding(True, f"{len(data)} bytes written to {folder} and read back")
+        return failed("write", f"{folder} gives back other bytes than were written")
+    return passed("write", f"{len(data)} bytes written to {folder} and read back")
 
 
-def free_disk(folder: Path) -> Finding:
+def free_disk(folder: Path) -> Check:
     """What is left where the run is kept. A user's quota is not seen by this."""
     try:
         free = shutil.disk_usage(folder).free
         inodes = os.statvfs(folder)
     except OSError as error:
-        return Finding(None, f"not known for {folder}: {error.strerror}")
-    warning = ""
+        return not_here("disk", f"not known for {folder}: {error.strerror}")
     if free < LEAST_FREE_BYTES:
-        warning = f"only {_gib(free)} free in the run folder"
-    elif inodes.f_files and not inodes.f_favail:
-        warning = "no file can be made in the run folder: out of inodes"
-    return Finding(True, f"{_gib(free)} free in the run folder", warning, {"free_bytes": free})
+        return warned("disk", f"only {_gib(free)} free in the run folder", free_bytes=free)
+    if inodes.f_files and not inodes.f_favail:
+        value = "no file can be made in the run folder: out of inodes"
+        return warned("disk", value, free_bytes=free)
+    return passed("disk", f"{_gib(free)} free in the run folder", free_bytes=free)
 
 
-def free_tmp() -> Finding:
+def free_tmp() -> Check:
     """What the node's own disk has, for data staged there; never a failure."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Finding(None, f"no temporary folder: {error}")
-    return Finding(True, f"{_gib(free)} free in {folder}", more={"free_bytes": free})
+        return not_here("tmp", f"no temporary folder: {error}")
+    return passed("tmp", f"{_gib(free)} free in {folder}", free_bytes=free)
 
 
-def visible_gpus(wanted: int) -> Finding:
+def visible_gpus(wanted: int) -> Check:
     """As many GPUs as the job was promised, by NVML and CUDA_VISIBLE_DEVICES."""
     if wanted == 0:
-        return Finding(None, "no GPU was asked for")
+        return not_here("gpus", "no GPU was asked for")
     if not any(map(os.path.exists, DRIVER_FILES)):
-        return Finding(None, "no GPU driver on this node")
+        return not_here("gpus", "no GPU driver on this node")
     with nvml() as pynvml:
         if pynvml is None:
-            return Finding(False, "the GPU driver does not answer (NVML does not start)")
+            return failed("gpus", "the GPU driver does not answer (NVML does not start)")
         names = [gpu.name for gpu in local_gpus()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     detail = f"{len(names)} of {wanted} GPUs visible{where}: {', '.join(names) or 'none'}"
-    return Finding(len(names) >= wanted, detail, more={"gpus": len(names)})
+    return (passed if len(names) >= wanted else failed)("gpus", detail, gpus=len(names))
 
 
-def gpu_health(wanted: int) -> Finding:
+def gpu_health(wanted: int) -> Check:
     """ECC errors, rows that could not be replaced, slowdowns and memory left in use."""
     if wanted == 0:
-        return Finding(None, "no GPU was asked for")
+        return not_here("health", "no GPU was asked for")
     with nvml() as pynvml:
         gpus = local_gpus() if pynvml is not None else []
         if not gpus:
-            return Finding(None, "no GPU to look at")
+            return not_here("health", "no GPU to look at")
         broken: list[str] = []
         worries: list[str] = []
         for gpu in gpus:
@@ -110,8 +100,11 @@ def gpu_health(wanted: int) -> Finding:
                 worries += [f"GPU {gpu.index}: {words}" for words in _worries(pynvml, handle)]
             except pynvml.NVMLError as error:
                 broken.append(f"GPU {gpu.index}: {error}")
-    detail = "; ".join(broken) or f"{len(gpus)} GPUs without fault"
-    return Finding(not broken, detail, "; ".join(worries))
+    if broken:
+        return failed("health", "; ".join(broken), warning="; ".join(worries))
+    if worries:
+        return warned("health", "; ".join(worries))
+    return passed("health", f"{len(gpus)} GPUs without fault")
 
 
 def _broken(pynvml: Any, handle: Any) -> Iterator[str]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from allranks.doctor import run_evidence
 from allranks.doctor.catalogue import load
 from allranks.doctor.failure_facts import FailureFacts
-from allranks.doctor.finding import Confidence, Evidence, Finding
-from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate, shown_path
+from allranks.doctor.finding import Confidence, Evidence, Finding, shown_path
+from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate
 from allranks.doctor.kernel_messages import Kernel
 from allranks.doctor.run_evidence import MemoryCurve
 from allranks.run.folder import RunDir

@@ -26,16 +26,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.doctor.connectivity import Directory, Listener, reach_all
 from allranks.doctor.node_checks import (
-    Finding,
     free_disk,
     free_tmp,
     gpu_health,
     visible_gpus,
     write_test,
 )
-from allranks.machine.hardware import address_towards
+from allranks.machine.network import address_towards
 from allranks.run.folder import write_atomically
 from allranks.slurm.nodelist import expand
 
@@ -63,7 +63,7 @@ class Preflight:
     gpus: int
     seconds: float
     start: float = field(default_factory=time.monotonic)
-    findings: dict[str, Finding] = field(default_factory=dict)
+    checks: dict[str, Check] = field(default_factory=dict)
     begun: dict[str, float] = field(default_factory=dict)
     took: dict[str, float] = field(default_factory=dict)
     store: dist.TCPStore | None = None
@@ -90,29 +90,30 @@ class Preflight:
         """When nodes that have not come are given up."""
         return self.start + max(MEETING_SHARE * self.seconds, self.seconds - ALL_REDUCE_SECONDS)
 
-    def check(self, name: str, function: Callable[..., Finding], *args: Any) -> Finding:
-        """Make one check; whatever it raises is its finding."""
+    def check(self, name: str, function: Callable[..., Check], *args: Any) -> Check:
+        """Make one check; whatever it raises is its outcome."""
         begun = self.begun[name] = time.monotonic()
         try:
-            finding = function(*args)
+            check = function(*args)
         except Exception as error:  # a check must not take the others down
-            finding = Finding(False, _words(error))
+            check = failed(name, _words(error))
         self.took[name] = time.monotonic() - begun
-        self.findings[name] = finding
-        return finding
+        self.checks[name] = check
+        return check
 
     def record(self) -> dict[str, Any]:
         """What is known now, as it is written."""
         checks = []
         for name, begun in list(self.begun.items()):
-            finding = self.findings.get(name)
+            check = self.checks.get(name)
             took = self.took.get(name, time.monotonic() - begun)
-            if finding is None:
-                ok = False if name in NOT_ENDED else None
-                finding = Finding(ok, f"had not ended after {took:.1f} s")
-                finding.warning = _slow_import(took) if name == "torch" else ""
-            outcome = {"ok": finding.ok, "detail": finding.detail, "warning": finding.warning}
-            checks.append({"name": name, **outcome, "seconds": round(took, 4), **finding.more})
+            if check is None:
+                outcome = failed if name in NOT_ENDED else not_here
+                warning = _slow_import(took) if name == "torch" else ""
+                check = outcome(name, f"had not ended after {took:.1f} s", warning=warning)
+            warning = check.value if check.status == "warn" else ""
+            said = {"ok": check.ok, "detail": check.value, "warning": warning}
+            checks.append({"name": name, **said, "seconds": round(took, 4), **check.more})
         spent = time.monotonic() - self.start
         return {
             "v": 1,
@@ -212,7 +213,7 @@ def _check_network(preflight: Preflight, directory: Directory, port: int) -> Non
     preflight.check("reach", _reach, preflight, directory, port)
 
 
-def _reach(preflight: Preflight, directory: Directory, port: int) -> Finding:
+def _reach(preflight: Preflight, directory: Directory, port: int) -> Check:
     entry = _entry(preflight, port)
     with suppress(OSError):  # the write test says so; the store will tell the others
         directory.publish(preflight.node, entry)
@@ -225,19 +226,23 @@ def _reach(preflight: Preflight, directory: Directory, port: int) -> Finding:
         preflight.check("clock", _skew, reached.answered.get(first), first)
     more = {"silent": reached.silent, "addresses": entry["addresses"]}
     if not reached.silent:
-        return Finding(True, f"reaches all {len(preflight.others)} other nodes", more=more)
+        return passed("reach", f"reaches all {len(preflight.others)} other nodes", **more)
     words = [f"{node} ({why})" for node, why in reached.silent.items()]
-    return Finding(False, f"cannot reach {', '.join(words)}", more=more)
+    return failed("reach", f"cannot reach {', '.join(words)}", **more)
 
 
-def _skew(clock: Any, first: str) -> Finding:
+def _skew(clock: Any, first: str) -> Check:
     if clock is None:
-        return Finding(None, f"not known: {first} did not answer")
+        return not_here("clock", f"not known: {first} did not answer")
     sign = "behind" if clock.offset > 0 else "ahead of"
     detail = f"{abs(clock.offset):.3f} s {sign} {first}, give or take {clock.round_trip / 2:.3f} s"
     more = {"offset": clock.offset, "round_trip": clock.round_trip}
     is_off = abs(clock.offset) - clock.round_trip / 2 > MOST_SKEW_SECONDS
-    return Finding(True, detail, f"the clock is {detail}" if is_off else "", more)
+    return (
+        warned("clock", f"the clock is {detail}", **more)
+        if is_off
+        else passed("clock", detail, **more)
+    )
 
 
 def _meet(
@@ -249,7 +254,7 @@ def _meet(
     if time.monotonic() > preflight.meeting_deadline:
         # Nobody's fault: a machine this busy, or a disk this slow, trains all the same.
         words = _slow_import(preflight.took["torch"])
-        preflight.check("rendezvous", Finding, None, "not made", words)
+        preflight.check("rendezvous", lambda: not_here("rendezvous", "not made", warning=words))
         return
     # Torch may be imported before the GPU checks are done; their result decides on NCCL.
     before[0].join(max(0.0, preflight.start + preflight.seconds / 2 - time.monotonic()))
@@ -265,17 +270,17 @@ def _meet(
             _leave(preflight, preflight.store, came)
 
 
-def _import_torch() -> Finding:
+def _import_torch() -> Check:
     import torch.distributed
 
-    return Finding(True, f"torch {torch.__version__}")
+    return passed("torch", f"torch {torch.__version__}")
 
 
 def _slow_import(seconds: float) -> str:
     return f"torch took over {seconds:.0f} s to import: rendezvous and all-reduce were not checked"
 
 
-def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Finding:
+def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
     """Meet in a store on the first node; the first decides whether all are there in time."""
     import torch
     import torch.distributed as dist
@@ -296,11 +301,12 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Findin
         verb = "serve at" if is_first else "reach the store at"
         # That the port is taken is not the node's fault: another port will do.
         fault = "port" if "EADDRINUSE" in str(error) else ""
-        more = {"missing": [], "store": False, "fault": fault}
-        return Finding(False, f"cannot {verb} {where}: {_words(error)}", more=more)
+        value = f"cannot {verb} {where}: {_words(error)}"
+        return failed("rendezvous", value, missing=[], store=False, fault=fault)
     preflight.store = store
-    gpus = preflight.findings.get("gpus", Finding(None, ""))
-    own = _entry(preflight, port) | {"cuda": bool(gpus.ok) and torch.cuda.is_available()}
+    gpus = preflight.checks.get("gpus")
+    has_gpus = gpus is not None and gpus.ok is True
+    own = _entry(preflight, port) | {"cuda": has_gpus and torch.cuda.is_available()}
     store.set(f"came/{preflight.node}", json.dumps(own))
     came: dict[str, dict[str, Any]] = {}
     while time.monotonic() < preflight.meeting_deadline and len(came) < len(preflight.nodes):
@@ -316,11 +322,12 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Findin
         usable = "nccl" if all(entry["cuda"] for entry in came.values()) else "gloo"
         store.set("backend", "" if missing else usable)
     backend = store.get("backend").decode()
-    more = {"missing": [] if backend else missing, "store": True}
+    more: dict[str, Any] = {"missing": [] if backend else missing, "store": True}
     if backend:
         more["backend"] = backend
-        return Finding(True, f"all {len(preflight.nodes)} nodes met at {where}", more=more)
-    return Finding(False, f"{', '.join(missing) or 'a node'} did not come to {where}", more=more)
+        return passed("rendezvous", f"all {len(preflight.nodes)} nodes met at {where}", **more)
+    late = ", ".join(missing) or "a node"
+    return failed("rendezvous", f"{late} did not come to {where}", **more)
 
 
 def _wait_for_port(preflight: Preflight) -> None:
@@ -337,11 +344,11 @@ def _wait_for_port(preflight: Preflight) -> None:
         time.sleep(preflight.poll_seconds)
 
 
-def _all_reduce(preflight: Preflight) -> Finding:
+def _all_reduce(preflight: Preflight) -> Check:
     from allranks.doctor.allreduce import all_reduce
 
     assert preflight.store is not None
-    backend = preflight.findings["rendezvous"].more["backend"]
+    backend = preflight.checks["rendezvous"].more["backend"]
     left = preflight.deadline - time.monotonic()
     return all_reduce(preflight.store, preflight.rank, len(preflight.nodes), backend, left)
 

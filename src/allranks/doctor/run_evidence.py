@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.failure_facts import End
-from allranks.doctor.finding import Evidence
+from allranks.doctor.finding import Evidence, shown_path
 from allranks.doctor.flight_recorder import is_ours
-from allranks.doctor.judge import shown_path
 from allranks.doctor.log_search import Source
 from allranks.run import claims, files
 from allranks.run.events import read_events, read_last_events

@@ -250,9 +250,18 @@ def _describe(module: _Module, node: ast.ClassDef, hops: int) -> TaskSource:
             defaults = _literal_defaults(module, node, value)
         if "num_samples" in names and isinstance(value, ast.Constant):
             num_samples = value.value if isinstance(value.value, int) else None
-    own_init = any(getattr(statement, "name", "") == "__init__" for statement in node.body)
+    methods = {
+        statement.name: statement.lineno
+        for statement in node.body
+        if isinstance(statement, ast.FunctionDef)
+    }
+    if "stages" in methods:
+        raise AllranksError(
+            f"{module.file}:{methods['stages']}: `stages` of {node.name} is now called `blocks`",
+            fix="write `def blocks(self, model)`",
+        )
     options = base.options
-    if own_init:
+    if "__init__" in methods:
         options = None
     elif any(_last_name(decorator) == "dataclass" for decorator in node.decorator_list):
         options = None if options is None else tuple(dict.fromkeys([*options, *_fields(node)]))

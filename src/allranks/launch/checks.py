@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.layout import Layout
-from allranks.machine import hardware
-from allranks.machine.hardware import ONEDNN_LIMIT, Setting
+from allranks.machine import allotted
+from allranks.machine.allotted import ONEDNN_LIMIT
+from allranks.machine.gpus import local_gpus
+from allranks.machine.processes import Setting
 
 if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
@@ -58,7 +60,7 @@ def _user(number: int) -> str:
 
 def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:
     """Refuse `here` ranks that this machine cannot hold; remarks on those it holds badly."""
-    gpus = hardware.local_gpus()
+    gpus = local_gpus()
     if gpus and here > len(gpus) and not oversubscribe:
         raise AllranksError(
             f"layout {layout} needs {here} GPUs here, but this machine has {len(gpus)}",
@@ -68,7 +70,7 @@ def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str
     if gpus:
         shared = f"{here} ranks share {len(gpus)} GPU(s): timings are meaningless"
         return [shared] if here > len(gpus) else []
-    cpus = hardware.cpus_allotted()
+    cpus = allotted.cpus_allotted()
     if here > RUN_PER_CPU * cpus and not oversubscribe:
         raise AllranksError(
             f"layout {layout} is larger than this machine: {here} ranks would take turns on "
@@ -81,9 +83,9 @@ def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str
 
 def check_measurable(layout: Layout) -> list[str]:
     """The same for all ranks of a measurement: of too many it would tell nothing, and take long."""
-    cpus = hardware.cpus_allotted()
+    cpus = allotted.cpus_allotted()
     most = MEASURED_PER_CPU * cpus
-    if not hardware.local_gpus() and layout.ranks > most:
+    if not local_gpus() and layout.ranks > most:
         raise AllranksError(
             f"layout {layout} is larger than this machine: {layout.ranks} ranks would take turns "
             f"on {cpus} CPU core(s), and that is not how they scale",
@@ -100,14 +102,14 @@ def settle_precision(prepared: Prepared) -> list[str]:
     job = prepared.job
     given = {**os.environ, **prepared.variables, **job.env}
     may_matter = job.command is not None or job.precision in ("bf16", "fp16")
-    if not may_matter or {ONEDNN_LIMIT, "DNNL_MAX_CPU_ISA"} & set(given) or hardware.local_gpus():
+    if not may_matter or {ONEDNN_LIMIT, "DNNL_MAX_CPU_ISA"} & set(given) or local_gpus():
         return []
-    limit = hardware.usable_instructions()
+    limit = allotted.usable_instructions()
     dies = "this CPU lists AMX but does not let it run: bf16 would be killed by SIGILL (tested)"
     if limit is None and job.command is None:
         raise AllranksError(
             f"precision: {job.precision} cannot be computed on this machine: {dies}, "
-            f"even with {ONEDNN_LIMIT}={hardware.INSTRUCTION_SETS[-1]}",
+            f"even with {ONEDNN_LIMIT}={allotted.INSTRUCTION_SETS[-1]}",
             fix="write precision: fp32",
         )
     if not limit:

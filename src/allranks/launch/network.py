@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.machine.gpus import local_gpus, peer_access
-from allranks.machine.hardware import Setting
-from allranks.machine.interfaces import (
+from allranks.machine.network import (
     SYS,
     Interface,
     Port,
@@ -28,14 +27,8 @@ from allranks.machine.interfaces import (
     infiniband_ports,
     up_interfaces,
 )
+from allranks.machine.processes import Setting
 from allranks.slurm.nodelist import expand
-
-# NCCL looks at the same files to find out whether a network card may read a GPU's memory.
-PEER_MEMORY = (
-    "module/nvidia_peermem",
-    "module/nv_peer_mem",
-    "kernel/mm/memory_peers/nv_mem/version",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +39,6 @@ class NodeNetwork:
     address: str | None = None  # of this node, as the peers see it
     interfaces: tuple[Interface, ...] = ()  # all that are up and have an address
     ports: tuple[Port, ...] = ()
-    has_peer_memory: bool = False  # nvidia_peermem is loaded: GPUDirect RDMA without DMA-BUF
     num_gpus: int = 0
     # What NVML says of GPUs reading each other's memory: None where it does not say, or of 1 GPU.
     gpus_reach_each_other: bool | None = None
@@ -108,7 +100,6 @@ def describe_node(peers: Sequence[str], sys_root: Path = SYS) -> NodeNetwork:
         address=address,
         interfaces=interfaces,
         ports=tuple(infiniband_ports(sys_root)),
-        has_peer_memory=any((sys_root / path).exists() for path in PEER_MEMORY),
         num_gpus=len(gpus),
         gpus_reach_each_other=peer_access(gpus),
     )

@@ -21,7 +21,7 @@ from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
-from allranks.machine.hardware import memory_kills
+from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, listening, quick_imports
 from allranks.run import claims
 from allranks.run.events import append_event

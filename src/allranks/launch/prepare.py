@@ -24,8 +24,8 @@ from allranks.launch import withheld
 from allranks.launch.checks import check_owner
 from allranks.launch.launchers import find_launcher, spell, with_layout
 from allranks.layout import Layout
-from allranks.machine import hardware
-from allranks.machine.hardware import Setting
+from allranks.machine import allotted, inventory
+from allranks.machine.processes import Setting
 from allranks.run import claims, commits, stacks
 from allranks.run.folder import RunDir, create_run, find_run, no_readable_checkpoint
 
@@ -247,7 +247,7 @@ def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
 
     def start(info: dict[str, Any]) -> None:
         info |= describe_run(prepared, run, info)
-        info |= {"backend": backend, "queued": False, "hardware": hardware.inventory()}
+        info |= {"backend": backend, "queued": False, "hardware": inventory.inventory()}
         info.pop("ended", None)
         # With what was changed when the job was sent, where that was not now.
         attempt["changes"] = [*info.pop("changes", []), *prepared.changes]
@@ -270,9 +270,9 @@ def describe_run(prepared: Prepared, run: RunDir, info: dict[str, Any]) -> dict[
         "layout": str(prepared.layout),
         "jobs": info.get("jobs", []),
         "cwd": os.getcwd(),
-        "code": hardware.code_version(Path.cwd()),
+        "code": inventory.code_version(Path.cwd()),
         "allranks": __version__,
-        "packages": hardware.package_versions(),
+        "packages": inventory.package_versions(),
         **({"bench": prepared.bench} if prepared.bench else {}),
     }
 
@@ -371,7 +371,7 @@ def ranks_environment(
         env["ALLRANKS_STAGE"] = json.dumps(job.stage)
     if oversubscribe:
         env["ALLRANKS_OVERSUBSCRIBE"] = "1"
-    threads = prepared.threads or max(1, hardware.cpus_allotted() // here)
+    threads = prepared.threads or max(1, allotted.cpus_allotted() // here)
     defaults = {"OMP_NUM_THREADS": str(threads)}
     if here > 1:
         # Threads that spin while they wait make every rank many times slower as soon as another

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from allranks.errors import AllranksError
+from allranks.machine.data_copies import stage_together
 from allranks.machine.processes import STOP_SIGNALS, die_with_parent
-from allranks.machine.stage import stage_together
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 

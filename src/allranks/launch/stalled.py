@@ -17,15 +17,15 @@ from allranks.job.values import Duration
 from allranks.run import stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
+from allranks.run.progress import LEAST_SECONDS, patience_to_end
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
-    LEAST_SECONDS,
     PROGRESS,
     Blame,
     RankState,
     blame,
     in_seconds,
-    is_worth_saying,
+    is_stalled,
     patience,
     rank_names,
     read_states,
@@ -35,8 +35,6 @@ from allranks.run.stalls import (
 )
 
 LOOK_SECONDS, SOON_SECONDS = 5.0, 1.0  # the second while something is shown that may be over
-FIRST_STEP_SECONDS = 300.0  # at least, for what comes before: imports, data, compiling
-SCRIPT_FIRST_SECONDS = 3600.0  # a script may prepare its data first
 LIFE_SECONDS = 60.0  # many times the pause between two heartbeats
 GRACE_SECONDS = 5.0  # for the launchers of other nodes, which see the same, to print their stacks
 MOST_FRAMES = 30
@@ -129,9 +127,8 @@ class StallWatch:
             self._looked = time.monotonic()  # stacks may take as long as they like
 
     def _is_over(self, now: float, attempt: int, processes: Sequence[int]) -> bool:
-        limit = self.limit
-        if self._stepped != attempt:
-            limit = max(limit, SCRIPT_FIRST_SECONDS if self._is_script else FIRST_STEP_SECONDS)
+        has_stepped = self._stepped == attempt
+        limit = patience_to_end(self.limit, has_stepped=has_stepped, is_script=self._is_script)
         if now - self._moved < limit:
             return False
         if self._printed is None:
@@ -173,7 +170,7 @@ class StallWatch:
             logs = (self.run.log(attempt, state.rank) for state in states)
             written = max((log.stat().st_mtime for log in logs if log.exists()), default=0.0)
             seconds = min(seconds, time.time() - written)
-        if is_worth_saying(states, found, seconds, usual) and seconds >= usual:
+        if is_stalled(states, found, seconds):
             self._said = (now - seconds, who_is_where(states, found))
             self._due, self._again = now + self._again, min(2 * self._again, SELDOM_SECONDS)
         else:

@@ -1,21 +1,68 @@
-"""The GPUs of this machine through NVML, and where they stand in the catalogue. No torch."""
+"""The GPUs of this machine, through NVML, and what their vendors say of them, from gpus.yaml."""
 
 import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
-
-from allranks.machine.gpu_catalogue import CATALOGUE, GPU
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 # pynvml takes 25 ms to import: look for a driver (Linux, WSL) before paying that.
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 MEMORY_TOLERANCE = 0.12  # between a board's memory as sold and as NVML or a site's SLURM says it
 READ = 0  # pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake, which NVML does not take
 LINKS = ("NVLink", "PCIe", "PCIe across sockets", "unknown")  # from the strongest to the weakest
+
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How one GPU reaches the others of its node."""
+
+    kind: Literal["nvlink", "pcie", "infinity fabric"]
+    bytes_per_second: float  # of one GPU, all its links together, one direction
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What the boards with one chip at one clock have in common."""
+
+    compute_capability: str  # as CUDA counts: "9.0"; AMD's target name: "gfx90a"
+    source: str  # title and address of the datasheet
+    peak_flops: Mapping[Precision, float] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """One board of the catalogue."""
+
+    name: str
+    pattern: str  # fits the whole name as `plain_name` writes it, of NVML or of SLURM
+    memory_bytes: int  # as sold; the driver keeps some of it, so NVML shows up to 8% less
+    memory_bandwidth: float  # bytes per second
+    chip: Chip = field(repr=False)
+    link: Link  # what every such board has
+    bridge: Link | None = None  # NVLink or Infinity Fabric where a bridge joins 2 to 4 cards
+
+    @property
+    def peak_flops(self) -> Mapping[Precision, float]:
+        """Dense FLOP per second by precision; one that the chip lacks, or is unsure, is absent."""
+        return self.chip.peak_flops
+
+    @property
+    def compute_capability(self) -> str:
+        return self.chip.compute_capability
+
+    @property
+    def source(self) -> str:
+        return self.chip.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +87,35 @@ def plain_name(name: str) -> str:
     return " ".join(itertools.dropwhile(lambda word: word in vendors, words))
 
 
+@cache
+def catalogue() -> tuple[GPU, ...]:
+    """The boards of gpus.yaml, in their order."""
+    import yaml  # 15 ms that a machine without GPUs need not pay
+
+    content = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
+    chips = {
+        name: Chip(
+            chip["compute_capability"],
+            chip["source"],
+            {precision: number * 1e12 for precision, number in chip["teraflops"].items()},
+        )
+        for name, chip in content["chips"].items()
+    }
+    return tuple(
+        GPU(
+            board["name"],
+            board["matches"],
+            board["memory"]["gib"] * GIB,
+            board["memory"]["terabytes_per_second"] * 1e12,
+            chips[board["chip"]],
+            Link(board["link"]["kind"], board["link"]["rate"] / 2 * 1e9),
+            Link(bridge["kind"], bridge["rate"] / 2 * 1e9) if bridge else None,
+        )
+        for board in content["boards"]
+        for bridge in [board.get("bridge")]
+    )
+
+
 def find_gpu(name: str, memory_bytes: int | None = None) -> GPU | None:
     """The catalogue's row for a name of NVML or SLURM, or None: a MIG slice, an unknown board.
 
@@ -48,7 +124,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU | None:
     safe side of running out of memory.
     """
     plain = plain_name(name)
-    found = [gpu for gpu in CATALOGUE if re.fullmatch(gpu.pattern, plain)]
+    found = [gpu for gpu in catalogue() if re.fullmatch(gpu.pattern, plain)]
     if memory_bytes is None:
         return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
 

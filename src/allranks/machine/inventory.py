@@ -1,20 +1,44 @@
-"""What the machine itself has for training: GPUs, CUDA, NCCL, MPI, UCX and its links. No torch.
+"""What a machine has for training: its hardware, packages, code, CUDA, NCCL, MPI, UCX and links.
 
 Programs that are missing, or do not answer soon, leave None.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import platform
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from allranks.machine.hardware import inventory, package_versions
+import allranks
+from allranks.machine.allotted import PROC, cpus_allotted, memory_allotted, memory_total
+from allranks.machine.gpus import driver_versions, gpu_link, local_gpus, nvml
+from allranks.machine.network import SYS, infiniband_ports, names_in, network
 
-SYS = Path("/sys")
+GIT_SECONDS = 5.0  # a status on a busy network disk can take minutes
+PACKAGES = (
+    "torch",
+    "numpy",
+    "torchvision",
+    "lightning",
+    "pytorch-lightning",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "xgboost",
+    "lightgbm",
+    "scikit-learn",
+    "nvidia-nccl-cu11",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-ml-py",
+)
 PROGRAM_SECONDS = 5.0  # a module's wrapper on a busy network disk can take long
 TOOLKIT_FOLDERS = (Path("/usr/local/cuda"),)
 LIBRARY_FOLDERS = (
@@ -24,8 +48,6 @@ LIBRARY_FOLDERS = (
     Path("/usr/local/lib"),
     Path("/usr/local/cuda/lib64"),
 )
-LOOPBACK = "772"  # ARPHRD_LOOPBACK in /sys/class/net/*/type
-INFINIBAND = "32"
 
 
 def describe_machine(sys: Path = SYS, env: Mapping[str, str] = os.environ) -> dict[str, object]:
@@ -142,69 +164,106 @@ def newest_nccl(names: Iterable[str]) -> str | None:
 
 def infiniband(sys: Path = SYS) -> list[dict[str, object]]:
     """Every port of every RDMA device, with its rate; RoCE ports have the link layer Ethernet."""
-    ports: list[dict[str, object]] = []
-    root = sys / "class/infiniband"
-    for device in names_in(root):
-        for port in names_in(root / device / "ports"):
-            folder = root / device / "ports" / port
-            rate = read(folder / "rate")
-            ports.append(
-                {
-                    "device": device,
-                    "port": int(port) if port.isdecimal() else port,
-                    "state": state_word(read(folder / "state")),
-                    "rate": rate,
-                    "bits_per_second": parse_rate(rate),
-                    "link_layer": read(folder / "link_layer"),
-                    "interfaces": names_in(root / device / "device/net"),
-                }
-            )
-    return ports
+    return [
+        {
+            "device": port.device,
+            "port": port.number,
+            "state": None if port.state == "unknown" else port.state.lower(),
+            "rate": port.rate or None,
+            "bits_per_second": port.bits_per_second,
+            "link_layer": None if port.link_layer == "unknown" else port.link_layer,
+            "interfaces": list(port.interfaces),
+        }
+        for port in infiniband_ports(sys)
+    ]
 
 
-def state_word(text: str | None) -> str | None:
-    """'active' out of sysfs's '4: ACTIVE'."""
-    return text.rpartition(":")[2].strip().lower() if text else None
-
-
-def parse_rate(text: str | None) -> float | None:
-    """Bits per second of sysfs's '200 Gb/sec (4X HDR)'."""
-    match = re.match(r"(\d{1,6}(?:\.\d{1,6})?) Gb/sec", text or "")
-    return float(match[1]) * 1e9 if match else None
-
-
-def network(sys: Path = SYS) -> list[dict[str, object]]:
-    """The network interfaces but loopback. The speed is None where the driver does not know it."""
-    interfaces: list[dict[str, object]] = []
-    root = sys / "class/net"
-    for name in names_in(root):
-        kind = read(root / name / "type")
-        if kind is None or kind == LOOPBACK:  # without a type it is a file: bonding_masters
-            continue
-        megabits = read(root / name / "speed") or ""
-        known = re.fullmatch(r"[0-9]{1,9}", megabits) and int(megabits) > 0
-        interfaces.append(
+def inventory() -> dict[str, object]:
+    """What is recorded of the machine in run.json; plain values only."""
+    with nvml():  # one start of NVML for the three below
+        gpus = local_gpus()
+        link = gpu_link(gpus)
+        versions = driver_versions()
+    return {
+        "host": socket.gethostname(),
+        "os": _system(),
+        "kernel": platform.release(),
+        "cpu": _cpu_model(),
+        "cpus": os.cpu_count() or 1,
+        "cpus_allotted": cpus_allotted(),
+        "memory_bytes": memory_total(),
+        "memory_allotted_bytes": memory_allotted(),
+        "gpus": [
             {
-                "name": name,
-                "state": read(root / name / "operstate"),
-                "kind": "infiniband" if kind == INFINIBAND else "ethernet",
-                "bits_per_second": int(megabits) * 1e6 if known else None,
-                "physical": (root / name / "device").exists(),
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "memory_bytes": gpu.memory_bytes,
+                "compute_capability": gpu.compute_capability,
+                "catalogue": gpu.catalogue.name if gpu.catalogue else None,
             }
-        )
-    return interfaces
+            for gpu in gpus
+        ],
+        "gpu_link": link,
+        **versions,
+    }
 
 
-def names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+def package_versions() -> dict[str, str]:
+    """The versions of Python, allranks and what matters to training, without importing them."""
+    from importlib import metadata  # 20 ms that --help need not pay
+
+    versions = {"python": platform.python_version(), "allranks": allranks.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
-def read(path: Path) -> str | None:
-    """One value of sysfs; None where it is missing, or the driver refuses (EINVAL when down)."""
-    try:
-        return path.read_text(errors="replace").strip() or None
-    except OSError:
+def code_version(folder: Path) -> dict[str, object] | None:
+    """The git commit of `folder`, and whether tracked files were changed since; None without git.
+
+    `dirty` is None where git did not answer in time.
+    """
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
         return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes.strip())}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # GIT_DIR and the like of a surrounding git hook would name another repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = (PROC / "cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(itertools.chain(names, [platform.processor() or platform.machine()]))
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.platform()

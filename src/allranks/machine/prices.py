@@ -1,4 +1,4 @@
-"""What an hour of a GPU costs: list prices with their source and date, and the user's own."""
+"""What an hour of a GPU costs: list prices, from prices.yaml, and the user's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +28,10 @@ class Price:
     date: str | None  # when it was read there; None where nobody says
 
 
-_LAMBDA = "Lambda on demand, https://lambda.ai/instances"
-_RUNPOD = "RunPod secure cloud, https://www.runpod.io/pricing"
-_SKYPILOT = "https://github.com/skypilot-org/skypilot-catalog"
-_RUNPOD_LISTED = f"RunPod secure cloud, as listed in {_SKYPILOT}"
-_AWS = "on demand in us-east-1, as listed in " + _SKYPILOT
-
-# On demand, without tax, one GPU of the largest instance on offer. Boards are named as in
-# gpu_catalogue.py; one that is missing here has no public list price that we have seen.
-LIST_PRICES: tuple[Price, ...] = (
-    Price("V100 SXM2 16GB", 0.79, _LAMBDA, "2026-09-20"),
-    Price("V100 SXM2 32GB", 3.9015, f"AWS p3dn.24xlarge {_AWS}", "2026-08-22"),
-    Price("T4", 0.526, f"AWS g4dn.xlarge {_AWS}", "2026-08-22"),
-    Price("A10", 1.29, _LAMBDA, "2026-09-20"),
-    Price("A10G", 1.006, f"AWS g5.xlarge {_AWS}", "2026-08-22"),
-    Price("A40", 0.44, _RUNPOD_LISTED, "2026-08-22"),
-    Price("A100 SXM4 40GB", 1.99, _LAMBDA, "2026-09-20"),
-    Price("A100 SXM4 80GB", 2.79, _LAMBDA, "2026-09-20"),
-    Price("A100 PCIe 80GB", 1.79, _RUNPOD, "2026-11-09"),
-    Price("RTX A6000", 1.09, _LAMBDA, "2026-09-20"),
-    Price("RTX 3090", 0.50, _RUNPOD_LISTED, "2026-08-22"),
-    Price("RTX 4090", 0.74, _RUNPOD_LISTED, "2026-08-22"),
-    Price("RTX 5090", 0.99, _RUNPOD_LISTED, "2026-08-22"),
-    Price("RTX 6000 Ada", 0.84, _RUNPOD_LISTED, "2026-08-22"),
-    Price("L4", 0.49, _RUNPOD_LISTED, "2026-08-22"),
-    Price("L40", 0.82, _RUNPOD_LISTED, "2026-08-22"),
-    Price("L40S", 0.99, _RUNPOD_LISTED, "2026-08-22"),
-    Price("H100 SXM5", 3.99, _LAMBDA, "2026-09-20"),
-    Price("H100 PCIe", 3.29, _LAMBDA, "2026-09-20"),
-    Price("H100 NVL", 3.19, _RUNPOD, "2026-11-09"),
-    Price("H200 SXM5", 4.59, _RUNPOD_LISTED, "2026-08-22"),
-    Price("B200", 6.69, _LAMBDA, "2026-09-20"),
-    Price("MI300X", 2.39, _RUNPOD_LISTED, "2026-08-22"),
-)
+@cache
+def list_prices() -> tuple[Price, ...]:
+    """The prices of prices.yaml, each with where it was read and when."""
+    return tuple(read_prices(Path(__file__).with_name("prices.yaml")))
 
 
 def find_price(
@@ -73,7 +45,7 @@ def find_price(
     fitting = [price for price in own if _fits(price.gpu, name, gpu.name if gpu else "")]
     if fitting:
         return max(fitting, key=lambda price: len(_words(price.gpu)))
-    return next((price for price in LIST_PRICES if gpu and price.gpu == gpu.name), None)
+    return next((price for price in list_prices() if gpu and price.gpu == gpu.name), None)
 
 
 def _fits(key: str, name: str, catalogue_name: str) -> bool:

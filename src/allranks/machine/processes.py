@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,15 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
     *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable for the ranks of this machine, and why."""
+
+    name: str
+    value: str
+    reason: str
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from allranks.probe.loading import hook_loader
-from allranks.probe.models import watch_model
-from allranks.probe.passes import Arrival, Hook, hook_backward
+from allranks.probe.backward_pass import Arrival, Hook, hook_backward
+from allranks.probe.compilers import hide_from_compilers, unless_compiled, unseen_by_compilers
+from allranks.probe.data_loaders import hook_loader
+from allranks.probe.model_inputs import watch_model
 from allranks.probe.recorder import Recorder
-from allranks.probe.traced import hide_from_compilers, unless_compiled, unseen_by_compilers
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
 SYNCHRONOUS = (

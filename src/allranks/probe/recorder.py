@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from allranks.probe.one_process import claim_rank
+from allranks.probe.rank_claim import claim_rank
 from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
 from allranks.run.events import EventLog, WhatIsLate, is_ready
 from allranks.timing.timeline import Timeline

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from allranks.probe import hooks
+from allranks.probe.device_sampler import DeviceSampler
 from allranks.probe.profile import profile_if_asked
 from allranks.probe.recorder import Recorder
-from allranks.probe.surroundings import Surroundings
 from allranks.probe.window import Window
 from allranks.timing import timeline
 
@@ -25,7 +25,7 @@ def start() -> None:
     timeline.current = recorder.timeline
     hooks.install(recorder)
     os.register_at_fork(after_in_child=recorder.forget)
-    Surroundings(recorder, env).begin_with_steps()
+    DeviceSampler(recorder, env).begin_with_steps()
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
     profile_if_asked(recorder, env)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.run import stacks
+from allranks.run import progress, stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.stacks import Stack
@@ -21,12 +21,7 @@ from allranks.show.text import clean
 
 RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
-LEAST_SECONDS = 10.0
-SURE_SECONDS = 60.0  # an evaluation or a checkpoint may well take less
-FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
-LONGEST_GAPS = 3.0  # times the longest pause between two steps so far
-USUAL_STEPS = 20.0  # times the usual step
 # Events that tell of getting on.
 PROGRESS = ("start", "step", "metric", "checkpoint")
 MOST_NAMES, MOST_PLACES = 5, 3
@@ -131,13 +126,13 @@ def with_stacks(
     ]
 
 
-def patience(states: Sequence[RankState]) -> float:
-    """Seconds without a step that are nothing unusual for this run, by its own steps."""
-    usual = [state.usual for state in states if state.usual is not None]
-    if not usual:
-        return FIRST_STEP_SECONDS
-    longest = [state.longest for state in states if state.longest is not None]
-    return max(LEAST_SECONDS, USUAL_STEPS * max(usual), LONGEST_GAPS * max(longest, default=0.0))
+def patience(
+    states: Sequence[RankState], *, stands_out: bool = True, asked: float | None = None
+) -> float:
+    """Seconds without a step after which these ranks are stalled, by run/progress.py."""
+    usual = max((state.usual for state in states if state.usual is not None), default=None)
+    longest = max((state.longest for state in states if state.longest is not None), default=0.0)
+    return progress.patience(usual, longest, stands_out=stands_out, asked=asked)
 
 
 def silence(states: Sequence[RankState], now: float) -> float:
@@ -232,16 +227,12 @@ def wait_apart(states: Sequence[RankState]) -> bool:
     return len(places) == len(states) > 1 and len(set(places)) > 1
 
 
-def is_worth_saying(
-    states: Sequence[RankState], found: Blame | None, seconds: float, usual: float
+def is_stalled(
+    states: Sequence[RankState], found: Blame | None, seconds: float, asked: float | None = None
 ) -> bool:
-    """Whether ranks that have made no step for so long, longer than usual, may be called stuck.
-
-    Ranks that are alike may be at an evaluation: they have longer than one that others wait for.
-    """
-    if found is not None or wait_apart(states) or all(map(is_waiting, states)):
-        return True
-    return seconds >= max(SURE_SECONDS, 2 * usual)
+    """Whether ranks that have made no step for so long are stuck; `found`: who is to blame."""
+    stands_out = found is not None or wait_apart(states) or all(map(is_waiting, states))
+    return seconds >= patience(states, stands_out=stands_out, asked=asked)
 
 
 def ended_for(run: RunDir, attempt: int) -> str | None:

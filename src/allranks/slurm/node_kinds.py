@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allranks.machine.gpu_catalogue import CATALOGUE, GIB, GPU
-from allranks.machine.gpus import find_gpu, plain_name
+from allranks.machine.gpus import GIB, GPU, catalogue, find_gpu, plain_name
 
 MIG = re.compile(r"[_-]?\d+g\.(\d{1,4})gb.*", re.IGNORECASE)  # a100_1g.5gb
 GPU_MEMORY = re.compile(r"(?:gpu|vram)[_-]?(?:mem|ram)?[:=_-]?(\d{1,3})(?:gi?b?)?", re.IGNORECASE)
@@ -86,7 +85,7 @@ def resolve_gpus(type: str | None, count: int, features: Sequence[str]) -> Gpus:
 def fitting_boards(name: str) -> list[GPU]:
     """Every board of the catalogue that a name may mean, the likeliest of each memory first."""
     plain = plain_name(name)
-    return [board for board in CATALOGUE if re.fullmatch(board.pattern, plain)]
+    return [board for board in catalogue() if re.fullmatch(board.pattern, plain)]
 
 
 def _boards_of_features(features: Sequence[str]) -> list[GPU]:
@@ -166,6 +165,6 @@ def board_of(kind: Gpus) -> GPU | None:
     """The catalogue's row of these GPUs; the least memory where it is not settled."""
     if kind.model is None:
         return None
-    family = [board for board in CATALOGUE if board.name.startswith(kind.model)]
+    family = [board for board in catalogue() if board.name.startswith(kind.model)]
     fits = (board for board in family if board.memory_bytes == kind.memory_bytes)
     return next(fits, None)

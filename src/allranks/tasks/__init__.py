@@ -54,7 +54,7 @@ class Task:
     def stage(self, local: Callable[[Path], Path]) -> None:
         """Replace each path of the data by `local(path)`: `data.stage: local` asks for it."""
 
-    def stages(self, model: nn.Module) -> list[nn.Module] | None:
+    def blocks(self, model: nn.Module) -> list[nn.Module] | None:
         """The model as a chain of modules, each fed the one before; None if it is not a chain."""
         return None
 

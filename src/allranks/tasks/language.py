@@ -103,7 +103,7 @@ class Language(Task):
     def stage(self, local: Callable[[Path], Path]) -> None:
         self.tokens = local(self._token_file())
 
-    def stages(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         # The first and the last share one Parameter, the token embedding. Who puts them on
         # different ranks gives each its own copy: they start equal, so they stay equal if the
         # sum of their two gradients goes to both before every optimizer step (and the matrix

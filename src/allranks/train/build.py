@@ -21,8 +21,9 @@ from torch.utils.data import Dataset
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.layout import Layout
-from allranks.machine.hardware import cpus_allotted, gpu_link, local_gpus
-from allranks.machine.stage import local_copy, own_folder
+from allranks.machine.allotted import cpus_allotted
+from allranks.machine.data_copies import local_copy, own_folder
+from allranks.machine.gpus import gpu_link, local_gpus
 from allranks.run import claims, commits
 from allranks.run.events import EventLog
 from allranks.run.folder import RunDir, no_readable_checkpoint

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from allranks.job.job import Job, load_job
 from allranks.machine import disks
-from allranks.machine.hardware import cpus_allotted
+from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import EventLog, to_json
 from allranks.run.folder import write_atomically
 from allranks.tasks import Task

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.machine import disks
-from allranks.machine.stage import own_folder
+from allranks.machine.data_copies import own_folder
 
 DISK_BYTES, DISK_SECONDS = 1 << 28, 3.0
 FORGET_SECONDS = 10.0

@@ -13,7 +13,7 @@ from allranks.watch.live import Watcher
 from allranks.watch.views import RunView
 
 DIAGNOSE_SECONDS = 60.0
-STALLED_SECONDS = 600.0
+DIAGNOSE_STALLED_SECONDS = 600.0
 
 Diagnose = Callable[[RunDir], list[dict[str, Any]]]
 
@@ -55,7 +55,7 @@ class Findings:
         before, asked = self._asked.get(name, (None, 0.0))
         now = time.monotonic()
         # One that stands still is looked at with stack dumps, on its nodes: seldom.
-        pause = STALLED_SECONDS if view.stalled else DIAGNOSE_SECONDS
+        pause = DIAGNOSE_STALLED_SECONDS if view.stalled else DIAGNOSE_SECONDS
         if sign == before and (view.state != "running" or now - asked < pause):
             return False
         self._asked[name] = (sign, now)

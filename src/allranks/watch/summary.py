@@ -9,6 +9,7 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run import claims
 from allranks.run.folder import RunDir
+from allranks.run.progress import patience
 from allranks.run.record import final_step
 from allranks.run.run_state import RUNNING, Queue, reason_of, state_of
 from allranks.watch.reader import RunReader
@@ -17,12 +18,6 @@ from allranks.watch.words import duration
 
 if TYPE_CHECKING:
     from allranks.watch.live import Followed
-
-# Without a step for this long, and for so many times the longest pause there was, a run is stalled.
-STALLED_SECONDS = 120.0
-STALLED_TIMES = 10.0
-# Before the first step: imports from a network disk, compilation, staging of data.
-FIRST_STEP_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +144,13 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
     if lead is None or lead.first_time is None:
         return None
     if not lead.recent:
-        passed, limit = now - lead.first_time, stalled or FIRST_STEP_SECONDS
+        passed, limit = now - lead.first_time, patience(None, 0.0, stands_out=False, asked=stalled)
         return f"stalled: no first step for {duration(passed)}" if passed > limit else None
     passed = now - lead.recent[-1]["t"]
-    limit = stalled or max(STALLED_SECONDS, STALLED_TIMES * reader.longest_pause)
-    if passed <= limit:
+    took = lead.mean("seconds")
+    if passed <= patience(took or 0.0, reader.longest_pause, stands_out=False, asked=stalled):
         return None
-    before = f"; steps before took {duration(took)}" if (took := lead.mean("seconds")) else ""
+    before = f"; steps before took {duration(took)}" if took else ""
     return f"stalled: no step for {duration(passed)}{before}"
 
 

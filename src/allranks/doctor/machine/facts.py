@@ -21,20 +21,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.doctor.check import Check
 from allranks.doctor.machine.disk import FolderFacts, look_at
-from allranks.doctor.node_checks import Finding, gpu_health
+from allranks.doctor.node_checks import gpu_health
 from allranks.errors import AllranksError
-from allranks.machine import hardware
+from allranks.machine import allotted
 from allranks.machine import inventory as machine
 from allranks.machine.gpus import (
     DRIVER_FILES,
     LocalGPU,
     driver_versions,
     gpu_link,
+    local_gpus,
     nvml,
     peer_access,
 )
-from allranks.machine.interfaces import Interface, Port, infiniband_ports, up_interfaces
+from allranks.machine.network import (
+    Interface,
+    Port,
+    infiniband_ports,
+    names_in,
+    read,
+    up_interfaces,
+)
 from allranks.slurm.nodelist import expand
 
 TORCH_SECONDS = 20.0
@@ -90,7 +99,7 @@ class MachineFacts:
     num_gpus_in_all: int = 0  # CUDA_VISIBLE_DEVICES apart
     gpu_link: str = "none"
     peer_access: bool | None = None
-    health: Finding | None = None
+    health: Check | None = None
     torch: TorchFacts = TorchFacts()
     other_nccl: tuple[str, ...] = ()  # libraries that LD_LIBRARY_PATH puts before torch's own
     interfaces: tuple[Interface, ...] = ()
@@ -140,12 +149,12 @@ def collect(
             "host": socket.gethostname(),
             "default_port_taken": is_taken(DEFAULT_PORT),
             "interfaces": tuple(up_interfaces()),
-            "names": tuple(machine.names_in(at.sys / "class/net")),
+            "names": tuple(names_in(at.sys / "class/net")),
             "ports": tuple(infiniband_ports(at.sys)),
             "cpus": os.cpu_count() or 1,
-            "cpus_allotted": hardware.cpus_allotted(),
-            "memory_bytes": hardware.memory_total(),
-            "memory_allotted": hardware.memory_allotted(),
+            "cpus_allotted": allotted.cpus_allotted(),
+            "memory_bytes": allotted.memory_total(),
+            "memory_allotted": allotted.memory_allotted(),
             "limits": limits(),
             "shm_bytes": shm and shm[0],
             "shm_free": shm and shm[1],
@@ -166,7 +175,7 @@ def gpu_facts(env: Mapping[str, str]) -> dict[str, Any]:
     with nvml() as pynvml:
         if pynvml is None:
             return {"nvml_answers": False}
-        gpus, in_all = hardware.local_gpus(), 0
+        gpus, in_all = local_gpus(), 0
         with suppress(pynvml.NVMLError):
             in_all = int(pynvml.nvmlDeviceGetCount())
         versions = driver_versions()
@@ -185,15 +194,15 @@ def gpu_facts(env: Mapping[str, str]) -> dict[str, Any]:
 def has_nvidia_card(sys_root: Path) -> bool:
     """A display or 3D controller of NVIDIA's, whether or not a driver knows it."""
     for folder in (sys_root / "bus/pci/devices").glob("*"):
-        kind = machine.read(folder / "class") or ""
-        if machine.read(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
+        kind = read(folder / "class") or ""
+        if read(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
             return True
     return False
 
 
 def torch_facts(*, ask: bool) -> TorchFacts:
     """From torch's files; where there are GPUs, also from a process that imports it."""
-    packages = hardware.package_versions()
+    packages = machine.package_versions()
     found = machine.nccl(packages, {})
     nccl = found["version"] if found else None
     version, cuda = packages.get("torch"), machine.torch_cuda()
@@ -294,7 +303,7 @@ def other_nccl(env: Mapping[str, str]) -> tuple[str, ...]:
         str(folder / name)
         for folder in folders
         if "nvidia/nccl" not in str(folder)  # torch's own
-        for name in machine.names_in(folder)
+        for name in names_in(folder)
         if name.startswith("libnccl.so.")
     ]
     preloaded = [name for name in env.get("LD_PRELOAD", "").replace(":", " ").split()]

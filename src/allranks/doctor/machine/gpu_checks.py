@@ -133,11 +133,11 @@ def health(facts: MachineFacts) -> Check:
         return not_here("gpu health", "no GPU to look at")
     if not found.ok:
         fix = "use other GPUs (#SBATCH --exclude=NODE), and tell the site"
-        return failed("gpu health", found.detail, fix)
-    if found.warning:
+        return failed("gpu health", found.value, fix)
+    if found.status == "warn":
         fix = "nvidia-smi -q -d ECC,PERFORMANCE,TEMPERATURE; end what is left over, or tell the "
-        return warned("gpu health", found.warning, f"{fix}site: this node will be slow")
-    return passed("gpu health", f"{found.detail}: no ECC error, no slowdown")
+        return warned("gpu health", found.value, f"{fix}site: this node will be slow")
+    return passed("gpu health", f"{found.value}: no ECC error, no slowdown")
 
 
 def peers(facts: MachineFacts) -> Check:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.machine.interfaces import Interface, up_interfaces
-from allranks.machine.inventory import read
+from allranks.machine.network import Interface, read, up_interfaces
 
 SYS = Path("/sys")
 IP_MTU = 14  # Linux's socket option: what the kernel believes the whole route carries

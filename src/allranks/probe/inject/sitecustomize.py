@@ -157,7 +157,7 @@ def note_exits(tell):
 def hide_probe(rules):
     """torch.compile has been imported: it need not look at the probe."""
     if "allranks.probe.hooks" in sys.modules:
-        sys.modules["allranks.probe.traced"].hide_from_compilers()
+        sys.modules["allranks.probe.compilers"].hide_from_compilers()
 
 
 def impose_timeout(c10d):

@@ -18,7 +18,7 @@ from allranks.job.job import Job
 from allranks.launch import prepare
 from allranks.launch.backends.slurm.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
-from allranks.machine.hardware import parse_tasks_per_node
+from allranks.machine.allotted import parse_tasks_per_node
 from allranks.machine.processes import blocked_signals
 from allranks.run.claims import Claim
 from allranks.run.folder import RunDir

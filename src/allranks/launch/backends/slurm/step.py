@@ -30,7 +30,7 @@ from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
 from allranks.launch.twice import TwiceWatch
 from allranks.layout import Layout
-from allranks.machine.hardware import local_gpus
+from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
 from allranks.run.events import append_event

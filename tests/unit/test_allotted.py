@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.machine import hardware
-from allranks.machine.gpu_catalogue import GIB
-from allranks.machine.gpus import LocalGPU, find_gpu
-from allranks.machine.hardware import cgroup_folders, slurm_cpus
+from allranks.machine import allotted, inventory
+from allranks.machine.allotted import cgroup_folders, slurm_cpus
+from allranks.machine.gpus import GIB, LocalGPU, find_gpu
 
 
 @pytest.mark.parametrize(
@@ -51,14 +50,14 @@ def test_slurm_share(env: dict[str, str], cpus: int | None) -> None:
 
 
 def test_tasks_per_node() -> None:
-    assert hardware.parse_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert hardware.parse_tasks_per_node("4") == [4]
-    assert hardware.parse_tasks_per_node("") == []
+    assert allotted.parse_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert allotted.parse_tasks_per_node("4") == [4]
+    assert allotted.parse_tasks_per_node("") == []
 
 
 def test_cpu_max() -> None:
-    assert hardware.parse_cpu_max("max 100000\n") is None
-    assert hardware.parse_cpu_max("150000 100000\n") == 1.5
+    assert allotted.parse_cpu_max("max 100000\n") is None
+    assert allotted.parse_cpu_max("150000 100000\n") == 1.5
 
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -97,7 +96,7 @@ def fake_cgroup(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str, path: 
     line = f"0::{path}\n" if kind == "cgroup2" else f"3:cpu:{path}\n2:memory:{path}\n"
     (proc / "self/cgroup").write_text(line)
     (proc / "self/mountinfo").write_text(f"1 0 0:1 / {mount} rw - {kind} x rw,cpu,memory\n")
-    monkeypatch.setattr(hardware, "PROC", proc)
+    monkeypatch.setattr(allotted, "PROC", proc)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
@@ -112,10 +111,10 @@ def test_the_smallest_v2_limit_on_the_way_up(
     (mount / "job/cpu.max").write_text("250000 100000\n")
     (mount / "job/step/memory.max").write_text("max\n")
     (mount / "job/memory.max").write_text("1048576\n")
-    assert hardware.cpus_allotted() == 3
-    assert hardware.memory_allotted() == 1048576
+    assert allotted.cpus_allotted() == 3
+    assert allotted.memory_allotted() == 1048576
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "2")
-    assert hardware.cpus_allotted() == 2
+    assert allotted.cpus_allotted() == 2
 
 
 def test_v1_limits_and_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,33 +122,33 @@ def test_v1_limits_and_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (mount / "job/cpu.cfs_quota_us").write_text("-1\n")
     (mount / "job/cpu.cfs_period_us").write_text("100000\n")
     (mount / "job/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert hardware.cpus_allotted() == 16
-    assert hardware.memory_allotted() == hardware.memory_total() > 2**20
+    assert allotted.cpus_allotted() == 16
+    assert allotted.memory_allotted() == allotted.memory_total() > 2**20
     (mount / "job/cpu.cfs_quota_us").write_text("20000\n")
-    assert hardware.cpus_allotted() == 1  # a fifth of a CPU is one to a thread pool
-    monkeypatch.setattr(hardware, "PROC", tmp_path / "nowhere")
-    assert hardware.cpus_allotted() == 16
+    assert allotted.cpus_allotted() == 1  # a fifth of a CPU is one to a thread pool
+    monkeypatch.setattr(allotted, "PROC", tmp_path / "nowhere")
+    assert allotted.cpus_allotted() == 16
 
 
 def test_inventory_is_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = LocalGPU(0, "GPU-a", "NVIDIA H200", 141 * GIB, "9.0", find_gpu("h200"))
     mystery = LocalGPU(1, "GPU-b", "Mystery", GIB, "9.9", None)
     versions = {"driver": "580.65.06", "cuda_driver": "13.1"}
-    monkeypatch.setattr(hardware, "local_gpus", lambda: [gpu, mystery])
-    monkeypatch.setattr(hardware, "gpu_link", lambda gpus: f"{len(gpus)} by NVLink")
-    monkeypatch.setattr(hardware, "driver_versions", lambda: versions)
-    inventory = json.loads(json.dumps(hardware.inventory()))
-    assert inventory["gpu_link"] == "2 by NVLink"
-    assert inventory.items() >= versions.items()
-    assert [gpu["catalogue"] for gpu in inventory["gpus"]] == ["H200 SXM5", None]
-    assert 1 <= inventory["cpus_allotted"] <= inventory["cpus"]
-    assert inventory["memory_allotted_bytes"] <= inventory["memory_bytes"]
-    assert all(inventory[key] for key in ("host", "os", "kernel", "cpu"))
+    monkeypatch.setattr(inventory, "local_gpus", lambda: [gpu, mystery])
+    monkeypatch.setattr(inventory, "gpu_link", lambda gpus: f"{len(gpus)} by NVLink")
+    monkeypatch.setattr(inventory, "driver_versions", lambda: versions)
+    recorded = json.loads(json.dumps(inventory.inventory()))
+    assert recorded["gpu_link"] == "2 by NVLink"
+    assert recorded.items() >= versions.items()
+    assert [gpu["catalogue"] for gpu in recorded["gpus"]] == ["H200 SXM5", None]
+    assert 1 <= recorded["cpus_allotted"] <= recorded["cpus"]
+    assert recorded["memory_allotted_bytes"] <= recorded["memory_bytes"]
+    assert all(recorded[key] for key in ("host", "os", "kernel", "cpu"))
 
 
 def test_package_versions_import_nothing() -> None:
     code = (
-        "import sys; from allranks.machine.hardware import package_versions as v; found = v();"
+        "import sys; from allranks.machine.inventory import package_versions as v; found = v();"
         "assert {'python', 'allranks', 'torch', 'numpy'} <= set(found), found;"
         "assert not {'torch', 'numpy', 'pynvml'} & set(sys.modules)"
     )
@@ -163,10 +162,10 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def test_code_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "GIT_SECONDS", 60.0)
-    assert hardware.code_version(tmp_path / "absent") is None
+    monkeypatch.setattr(inventory, "GIT_SECONDS", 60.0)
+    assert inventory.code_version(tmp_path / "absent") is None
     git(tmp_path, "init", "-q")
-    assert hardware.code_version(tmp_path) is None  # nothing committed yet
+    assert inventory.code_version(tmp_path) is None  # nothing committed yet
     (tmp_path / "train.py").write_text("1\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "x", "--no-gpg-sign")
@@ -174,13 +173,13 @@ def test_code_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/log").write_text("untracked files are no change of the code\n")
     monkeypatch.setenv("GIT_DIR", "/elsewhere")
-    assert hardware.code_version(tmp_path / "runs") == {"commit": commit, "dirty": False}
+    assert inventory.code_version(tmp_path / "runs") == {"commit": commit, "dirty": False}
     (tmp_path / "train.py").write_text("2\n")
-    assert hardware.code_version(tmp_path) == {"commit": commit, "dirty": True}
-    monkeypatch.setattr(hardware, "GIT_SECONDS", 1e-9)
-    assert hardware.code_version(tmp_path) is None
+    assert inventory.code_version(tmp_path) == {"commit": commit, "dirty": True}
+    monkeypatch.setattr(inventory, "GIT_SECONDS", 1e-9)
+    assert inventory.code_version(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert hardware.code_version(tmp_path) is None
+    assert inventory.code_version(tmp_path) is None
 
 
 # --- AMX that is listed, and may not be used ----------------------------------------------------
@@ -207,7 +206,7 @@ def lists_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "sys/kernel/random").mkdir(parents=True)
     (proc / "sys/kernel/random/boot_id").write_text("first\n")
     (proc / "cpuinfo").write_text("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n")
-    monkeypatch.setattr(hardware, "PROC", proc)
+    monkeypatch.setattr(allotted, "PROC", proc)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return proc
 
@@ -229,12 +228,12 @@ def test_what_works_is_tried_once_for_each_boot(
     tried: int,
 ) -> None:
     trials = Trials(**ends)
-    monkeypatch.setattr(hardware, "_try_half_precision", trials)
+    monkeypatch.setattr(allotted, "_try_half_precision", trials)
     for _ in range(2):
-        assert hardware.usable_instructions() == usable
+        assert allotted.usable_instructions() == usable
     assert len(trials.tried) == tried
     (lists_amx / "sys/kernel/random/boot_id").write_text("second\n")
-    assert hardware.usable_instructions() == usable
+    assert allotted.usable_instructions() == usable
     assert len(trials.tried) == 2 * tried
 
 
@@ -243,16 +242,16 @@ def test_a_trial_that_says_nothing_about_the_cpu_is_not_kept(
     lists_amx: Path, monkeypatch: pytest.MonkeyPatch, end: int | None
 ) -> None:
     trials = Trials(**{"": end})
-    monkeypatch.setattr(hardware, "_try_half_precision", trials)
-    assert hardware.usable_instructions() == hardware.usable_instructions() == ""
+    monkeypatch.setattr(allotted, "_try_half_precision", trials)
+    assert allotted.usable_instructions() == allotted.usable_instructions() == ""
     assert trials.tried == ["", ""]
 
 
 def test_a_cpu_without_amx_is_not_tried(lists_amx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (lists_amx / "cpuinfo").write_text("flags\t\t: fpu avx2\n")
-    monkeypatch.setattr(hardware, "_try_half_precision", lambda limit: pytest.fail("tried"))
-    assert hardware.usable_instructions() == ""
+    monkeypatch.setattr(allotted, "_try_half_precision", lambda limit: pytest.fail("tried"))
+    assert allotted.usable_instructions() == ""
 
 
 def test_a_child_process_computes_in_bf16_and_fp16() -> None:
-    assert hardware._try_half_precision("AVX2") == 0
+    assert allotted._try_half_precision("AVX2") == 0

@@ -14,7 +14,10 @@ from typing import Any
 from torch.compiler import is_compiling
 
 # Of the probe, that hooks call.
-PARTS = ("hooks", "loading", "models", "passes", "recorder", "samples", "surroundings", "window")
+PARTS = (
+    *("backward_pass", "data_loaders", "device_sampler", "hooks", "model_inputs", "recorder"),
+    *("samples", "window"),
+)
 
 
 def unless_compiled(original: Callable[..., Any], timed: Callable[..., Any]) -> Callable[..., Any]:

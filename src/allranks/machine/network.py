@@ -1,21 +1,24 @@
-"""This machine's network: its interfaces, the routes to others, InfiniBand's ports. No torch."""
+"""This machine's network: its interfaces, the routes to others, InfiniBand's ports and counters."""
 
 from __future__ import annotations
 
 import ctypes
 import ipaddress
+import os
+import re
 import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.machine.hardware import address_towards
-
 SYS = Path("/sys")
 MOST_PEERS = 16  # whose routes are looked up; the nodes of one job sit in one network
+LOOPBACK = "772"  # ARPHRD_LOOPBACK in /sys/class/net/*/type
+INFINIBAND = "32"
 RESOLVE_SECONDS = 3.0  # a name server that does not answer keeps a look-up for 10 s and more
 
 
@@ -37,6 +40,13 @@ class Port:
     state: str  # ACTIVE, DOWN, INIT, ARMED
     link_layer: str  # InfiniBand or Ethernet
     rate: str  # in the kernel's words: "200 Gb/sec (4X HDR)"
+    interfaces: tuple[str, ...] = ()  # of the same device
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The rate as a number; None where the kernel's words have none."""
+        match = re.match(r"(\d{1,6}(?:\.\d{1,6})?) Gb/sec", self.rate)
+        return float(match[1]) * 1e9 if match else None
 
     @property
     def name(self) -> str:
@@ -59,6 +69,20 @@ def common_route(
         return None, None
     interface, address = (outward or routes)[0]
     return interface.name, address
+
+
+def address_towards(host: str) -> str | None:
+    """The address from which this machine would talk to another; nothing is sent."""
+    try:
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, target in targets:
+        # Connecting a datagram socket only asks the kernel for the route.
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    return None
 
 
 def addresses_towards(peers: Sequence[str]) -> list[str]:
@@ -134,19 +158,64 @@ def _address(entry: Any) -> str | None:
 
 def infiniband_ports(sys_root: Path = SYS) -> list[Port]:
     """Ports of all InfiniBand and RoCE devices, as the kernel shows them."""
-    ports = []
-    for folder in (sys_root / "class/infiniband").glob("*/ports/*"):
-        if not folder.name.isdecimal():
-            continue
-        state = _read(folder / "state").rpartition(":")[2].strip() or "unknown"  # "4: ACTIVE"
-        device, number = folder.parent.parent.name, int(folder.name)
-        layer, rate = _read(folder / "link_layer") or "unknown", _read(folder / "rate")
-        ports.append(Port(device, number, state, layer, rate))
+    ports = [
+        Port(
+            device=folder.parent.parent.name,
+            number=int(folder.name),
+            state=(read(folder / "state") or "").rpartition(":")[2].strip() or "unknown",
+            link_layer=read(folder / "link_layer") or "unknown",
+            rate=read(folder / "rate") or "",
+            interfaces=tuple(names_in(folder.parent.parent / "device/net")),
+        )
+        for folder in (sys_root / "class/infiniband").glob("*/ports/*")
+        if folder.name.isdecimal()
+    ]
     return sorted(ports, key=lambda port: (len(port.device), port.device, port.number))
 
 
-def _read(path: Path) -> str:
+def infiniband_bytes(sys_root: Path = SYS) -> tuple[int, int] | None:
+    """Bytes that all ports have sent and received so far; None where nothing counts them."""
+    folders = [*(sys_root / "class/infiniband").glob("*/ports/*/counters")]
+    try:  # in words of four bytes
+        sent = sum(int((folder / "port_xmit_data").read_text()) * 4 for folder in folders)
+        received = sum(int((folder / "port_rcv_data").read_text()) * 4 for folder in folders)
+    except (OSError, ValueError):
+        return None
+    return (sent, received) if folders else None
+
+
+def network(sys: Path = SYS) -> list[dict[str, object]]:
+    """The network interfaces but loopback. The speed is None where the driver does not know it."""
+    interfaces: list[dict[str, object]] = []
+    root = sys / "class/net"
+    for name in names_in(root):
+        kind = read(root / name / "type")
+        if kind is None or kind == LOOPBACK:  # without a type it is a file: bonding_masters
+            continue
+        megabits = read(root / name / "speed") or ""
+        known = re.fullmatch(r"[0-9]{1,9}", megabits) and int(megabits) > 0
+        interfaces.append(
+            {
+                "name": name,
+                "state": read(root / name / "operstate"),
+                "kind": "infiniband" if kind == INFINIBAND else "ethernet",
+                "bits_per_second": int(megabits) * 1e6 if known else None,
+                "physical": (root / name / "device").exists(),
+            }
+        )
+    return interfaces
+
+
+def names_in(folder: Path) -> list[str]:
     try:
-        return path.read_text(errors="replace").strip()
+        return sorted(os.listdir(folder))
     except OSError:
-        return ""
+        return []
+
+
+def read(path: Path) -> str | None:
+    """One value of sysfs; None where it is missing, or the driver refuses (EINVAL when down)."""
+    try:
+        return path.read_text(errors="replace").strip() or None
+    except OSError:
+        return None

@@ -8,9 +8,9 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+from allranks.probe.compilers import unseen_by_compilers
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
-from allranks.probe.traced import unseen_by_compilers
 from allranks.timing.timeline import AFTER, BACKWARD, COUNT_AFTER, WAIT
 
 Hook = Callable[..., Any]

@@ -1,10 +1,8 @@
-"""What this machine has, and what of it this process may use. No torch, nothing slow to import."""
+"""The CPUs and the memory that this process may use, and which instructions the CPUs really run."""
 
-import itertools
 import json
 import math
 import os
-import platform
 import re
 import signal
 import socket
@@ -12,49 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import allranks
-from allranks.machine.gpu_catalogue import GPU
-from allranks.machine.gpus import LocalGPU, driver_versions, find_gpu, gpu_link, local_gpus, nvml
-
-__all__ = [
-    "GPU",
-    "LocalGPU",
-    "Setting",
-    "code_version",
-    "cpus_allotted",
-    "find_gpu",
-    "gpu_link",
-    "inventory",
-    "local_gpus",
-    "memory_allotted",
-    "memory_kills",
-    "package_versions",
-    "usable_instructions",
-]
-
 PROC = Path("/proc")
-GIT_SECONDS = 5.0  # a status on a busy network disk can take minutes
-PACKAGES = (
-    "torch",
-    "numpy",
-    "torchvision",
-    "lightning",
-    "pytorch-lightning",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "xgboost",
-    "lightgbm",
-    "scikit-learn",
-    "nvidia-nccl-cu11",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-ml-py",
-)
 
 # The most that oneDNN, which computes for torch on a CPU, may use; empty: all that it finds.
 ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
@@ -67,15 +25,6 @@ for kind in (torch.bfloat16, torch.float16):
     one @ one
 """
 TRIAL_SECONDS = 300.0  # importing torch from a busy network disk takes minutes
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A variable for the ranks of this machine, and why."""
-
-    name: str
-    value: str
-    reason: str
 
 
 def cpus_allotted() -> int:
@@ -236,7 +185,7 @@ def usable_instructions() -> str | None:
     """
     if "amx_tile" not in _cpu_flags():
         return ""
-    tried_for = [_boot(), package_versions().get("torch")]
+    tried_for = [_boot(), _torch_version()]
     home = os.path.expanduser("~/.cache")  # unlike Path.home, for users without a home, too
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home) / "allranks"
     path = cache / f"cpu-{socket.gethostname()}.json"
@@ -274,112 +223,15 @@ def _cpu_flags() -> list[str]:
     return []
 
 
-def _boot() -> str | None:
-    with suppress(OSError):
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+def _torch_version() -> str | None:
+    from importlib import metadata  # 20 ms that --help need not pay
+
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("torch")
     return None
 
 
-def inventory() -> dict[str, object]:
-    """What is recorded of the machine in run.json; plain values only."""
-    with nvml():  # one start of NVML for the three below
-        gpus = local_gpus()
-        link = gpu_link(gpus)
-        versions = driver_versions()
-    return {
-        "host": socket.gethostname(),
-        "os": _system(),
-        "kernel": platform.release(),
-        "cpu": _cpu_model(),
-        "cpus": os.cpu_count() or 1,
-        "cpus_allotted": cpus_allotted(),
-        "memory_bytes": memory_total(),
-        "memory_allotted_bytes": memory_allotted(),
-        "gpus": [
-            {
-                "index": gpu.index,
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "memory_bytes": gpu.memory_bytes,
-                "compute_capability": gpu.compute_capability,
-                "catalogue": gpu.catalogue.name if gpu.catalogue else None,
-            }
-            for gpu in gpus
-        ],
-        "gpu_link": link,
-        **versions,
-    }
-
-
-def package_versions() -> dict[str, str]:
-    """The versions of Python, allranks and what matters to training, without importing them."""
-    from importlib import metadata  # 20 ms that --help need not pay
-
-    versions = {"python": platform.python_version(), "allranks": allranks.__version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def code_version(folder: Path) -> dict[str, object] | None:
-    """The git commit of `folder`, and whether tracked files were changed since; None without git.
-
-    `dirty` is None where git did not answer in time.
-    """
-    commit = _git(folder, "rev-parse", "--verify", "HEAD")
-    if not commit:
-        return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes.strip())}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    # GIT_DIR and the like of a surrounding git hook would name another repository.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = (PROC / "cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(itertools.chain(names, [platform.processor() or platform.machine()]))
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return platform.platform()
-
-
-def address_towards(host: str) -> str | None:
-    """The address from which this machine would talk to another; nothing is sent."""
-    try:
-        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return None
-    for family, kind, protocol, _, target in targets:
-        # Connecting a datagram socket only asks the kernel for the route.
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0]).partition("%")[0]
+def _boot() -> str | None:
+    with suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return None

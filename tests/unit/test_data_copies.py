@@ -9,7 +9,7 @@ import pytest
 from tests.commandline import Allranks
 
 from allranks.errors import AllranksError
-from allranks.machine.stage import local_copy, own_folder, stage_together
+from allranks.machine.data_copies import local_copy, own_folder, stage_together
 from allranks.run.folder import list_runs
 
 

@@ -1,4 +1,4 @@
-"""What surrounds the steps: the rank's GPU, CPUs and memory, and its node's network. Sampled."""
+"""The rank's GPU, CPUs and memory, and its node's network, sampled every two seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from allranks.machine.network import infiniband_bytes, infiniband_ports
 from allranks.probe.recorder import Recorder
 from allranks.run.crash import is_worker, record, where_now
 
@@ -18,10 +19,9 @@ SAMPLE_SECONDS = 2.0
 FIRST_LOOK_SECONDS = 0.25
 MAX_PROCESSES = 256  # that a sample names
 LIST_SECONDS = 30.0  # between looks at their children: every thread has some of its own
-IB_WORD_BYTES = 4  # InfiniBand counts its data in words
 
 
-class Surroundings:
+class DeviceSampler:
     """Writes a `device` event every two seconds, from a thread of its own, once steps are made."""
 
     def __init__(self, recorder: Recorder, env: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class Surroundings:
         at = where_now(sys._getframe())
         if at is not None and not self.recorder.timeline.is_taken:
             self.recorder.write_past("place", step=step, at=at)
-        threading.Thread(target=self._run, name="surroundings", daemon=True).start()
+        threading.Thread(target=self._run, name="device_sampler", daemon=True).start()
 
     def _run(self) -> None:
         with self.recorder.guarded:
@@ -172,14 +172,9 @@ def host_memory() -> int | None:
 
 def network_bytes() -> dict[str, int]:
     """Bytes that this node has sent and received: over InfiniBand if there is any, else in all."""
-    ports = [*Path("/sys/class/infiniband").glob("*/ports/*/counters")]
+    if (counted := infiniband_bytes()) is not None:
+        return {"sent": counted[0], "received": counted[1]}
     sums = {"sent": 0, "received": 0}
-    with suppress(OSError, ValueError):
-        for port in ports:
-            sums["sent"] += int((port / "port_xmit_data").read_text()) * IB_WORD_BYTES
-            sums["received"] += int((port / "port_rcv_data").read_text()) * IB_WORD_BYTES
-        if ports:
-            return sums
     with suppress(OSError):
         for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
             name, _, counters = line.partition(":")
@@ -192,10 +187,7 @@ def network_bytes() -> dict[str, int]:
 
 def link_bytes() -> int | None:
     """Bytes a second that the same links carry each way, as far as the system says; else None."""
-    bits = 0.0
-    for rate in Path("/sys/class/infiniband").glob("*/ports/*/rate"):  # 200 Gb/sec (4X HDR)
-        with suppress(OSError, ValueError, IndexError):
-            bits += float(rate.read_text().split()[0]) * 1e9
+    bits = sum(port.bits_per_second or 0.0 for port in infiniband_ports())
     if not bits:
         for speed in Path("/sys/class/net").glob("*/speed"):  # megabits; -1 where it has none
             with suppress(OSError, ValueError):  # a link that is down cannot be read
