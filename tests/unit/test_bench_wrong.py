@@ -117,6 +117,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
     done = series.here(repeat_of)
     assert [str(layout) for layout in begun] == ["1x1", "1x2"]
     assert done[0].problem == "no port is free" and series.is_interrupted
+    assert series.how_far(done) == "0 of 3 runs were measured"
     ended = result_of(as_json(done), is_interrupted=True)
     with pytest.raises(typer.Exit) as left:
         cli_bench.finish(ended, None, silent(), as_json=True)
@@ -212,7 +213,7 @@ def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(
         cli_bench.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
     assert left.value.exit_code == 130
     told = capsys.readouterr()
-    assert "measured by then" in told.err
+    assert "stopped: 1 of " in told.err
     found = json.loads(told.out)
     assert found["interrupted"] and found["rows"][0]["samples_per_second"] == 100.0
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -34,7 +34,15 @@ class Result:
     found: dict[str, Any]
     error: AllranksError | None = None  # why something that was asked for is not in it
     is_interrupted: bool = False
+    how_far: str = "this is what had been measured by then"
     notes: tuple[str, ...] = ()
+
+
+class Measured(Protocol):
+    """What was read of a run."""
+
+    @property
+    def problem(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,10 @@ class Series:
                 if self.is_interrupted:
                     break
         return done
+
+    def how_far(self, done: Sequence[Measured]) -> str:
+        measured = sum(not one.problem for one in done)
+        return f"{measured} of {len(self.planned)} runs were measured"
 
     def _begin(self, number: int, name: str) -> None:
         if self.console.is_terminal and len(self.planned) > 1:

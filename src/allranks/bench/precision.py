@@ -123,10 +123,11 @@ def measure(
         return trial
 
     trials = [Trial(name, problem=why, is_refused=True) for name, why in refused.items() if why]
-    trials += series.here(read)
+    done = series.here(read)
+    trials += done
     found = as_json(trials, steps=steps) | {"interrupted": series.is_interrupted}
     error = None if series.is_interrupted else error_in(trials)
-    return Result(found, error, series.is_interrupted)
+    return Result(found, error, series.is_interrupted, series.how_far(done))
 
 
 def trial_of(ended: Ended) -> Trial:

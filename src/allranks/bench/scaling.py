@@ -131,7 +131,8 @@ def measure(
             "interrupted": series.is_interrupted,
         },
     )
-    return result_of(found, is_interrupted=series.is_interrupted)
+    result = result_of(found, is_interrupted=series.is_interrupted)
+    return replace(result, how_far=series.how_far(done))
 
 
 def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
@@ -141,7 +142,8 @@ def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
         for row in found["rows"]
         if row["added"] and row["problem"]
     )
-    return Result(found, None if is_interrupted else error_in(found), is_interrupted, notes)
+    error = None if is_interrupted else error_in(found)
+    return Result(found, error, is_interrupted, notes=notes)
 
 
 def dollars_an_hour(device: str, memory: int | None, own: Sequence[Price]) -> float | None:

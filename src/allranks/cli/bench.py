@@ -217,5 +217,5 @@ def finish(
     if as_json:
         print(to_json(result.found))
     if result.is_interrupted:
-        print("stopped: this is what had been measured by then", file=sys.stderr)
+        print(f"stopped: {result.how_far}", file=sys.stderr)
         raise typer.Exit(130)
