@@ -168,5 +168,6 @@ def test_an_earlier_run_is_shown(allranks: Allranks, tmp_path: Path) -> None:
     (folder / "comm.json").write_text(json.dumps(made_up()))
     done = allranks("bench", "comm", "--show", "comm", "--json")
     assert done.returncode == 0
-    assert json.loads(done.stdout) == json.loads((folder / "comm.json").read_text())
+    written = json.loads((folder / "comm.json").read_text())
+    assert json.loads(done.stdout) == {**written, "run_dir": str(folder)}  # where it is now
     assert "fit of all sizes" in done.stderr
