@@ -14,7 +14,8 @@ import pytest
 from tests.commandline import run_allranks
 from tests.rank_states import WRITE_DOWN, differences, states
 
-from allranks.launch.node import Place, run_here
+from allranks.launch.backends.local import run_here
+from allranks.launch.node import Place
 from allranks.launch.prepare import Request, prepare
 from allranks.launch.screen import QuietScreen
 from allranks.run.folder import RunDir

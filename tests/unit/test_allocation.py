@@ -16,6 +16,7 @@ import pytest
 import allranks.launch.prepare
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
+from allranks.launch.attempt import read
 from allranks.launch.backends.slurm import allocation, submit
 from allranks.launch.backends.slurm.allocation import (
     STEP_TRIES,
@@ -43,6 +44,7 @@ from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
+from allranks.slurm.reasons import waiting_reason
 
 DOWN = "Unable to contact slurm controller (connect failure)"
 RACER = Racer.parse("1x2")
@@ -529,7 +531,10 @@ def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
     said = capsys.readouterr().out
     assert f"attempt 0 is lost (srun: {code})\nallranks: {lost}\n" in said
     assert "failed" not in said
-    queue = run_state.Queue({"100": run_state.QueuedJob("100", "PENDING", "BeginTime", None, ())})
+    job = run_state.QueuedJob(
+        "100", "PENDING", "BeginTime", None, (), why=waiting_reason("BeginTime")
+    )
+    queue = run_state.Queue({"100": job})
     held.run.update_info(lambda info: info.update(jobs=["100"]))
     listed = run_state.describe(held.run, queue)
     assert listed["state"] == "queued"
@@ -687,7 +692,12 @@ class Steps:
         self.run, self.ends, self.num_run = run, ends, 0
 
     def run_step(
-        self, command: Sequence[str], *, attempt: int, variables: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        *,
+        attempt: int,
+        variables: Mapping[str, str],
+        judge: Callable[[], bool | None] = bool,
     ) -> int:
         assert command[0] == "srun"
         code, end = self.ends[min(self.num_run, len(self.ends) - 1)]
@@ -770,10 +780,11 @@ class CheckedSteps(Steps):
         variables: Mapping[str, str],
         judge: Callable[[], bool | None] = bool,
     ) -> int:
-        if "--check" not in command:
+        check = read(Path(command[-1])).check
+        if not check:
             return super().run_step(command, attempt=attempt, variables=variables)
         assert judge() is None and self.run.info().get("attempts") is None
-        folder = Path(command[command.index("--folder") + 1])
+        folder = Path(check[check.index("--folder") + 1])
         write = {"name": "write", "ok": self.well, "detail": "cannot write"}
         (folder / "n1.json").write_text(json.dumps({"checks": [write]}))
         (folder / ENDED).touch()

@@ -22,6 +22,7 @@ from allranks.cli import bench as cli_bench
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
 from allranks.launch import node, screen
+from allranks.launch.backends import local
 from allranks.launch.prepare import Prepared, Request, open_run, prepare
 from allranks.layout import Layout
 from allranks.machine.processes import Signals
@@ -112,7 +113,7 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
             raise AllranksError("stopped before all nodes were there", fix="", exit_code=130)
         raise AllranksError("no port is free", fix="", exit_code=1)
 
-    monkeypatch.setattr(node, "run_here", run_here)
+    monkeypatch.setattr(local, "run_here", run_here)
     series = series_of(tmp_path, "1x1", "1x2", "1x4")
     done = series.here(repeat_of)
     assert [str(layout) for layout in begun] == ["1x1", "1x2"]
@@ -132,7 +133,7 @@ def test_a_name_that_was_left_out_is_not_run_again(
     def run_here(*_: Any) -> Any:
         raise AllranksError("no port is free", fix="", exit_code=1)
 
-    monkeypatch.setattr(node, "run_here", run_here)
+    monkeypatch.setattr(local, "run_here", run_here)
     series = series_of(tmp_path, "1x1", "1x2", "1x1", "1x2")
 
     def read(ended: Ended) -> str:
@@ -148,7 +149,7 @@ def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
     def run_here(*_: Any) -> Any:
         raise AllranksError("cannot write runs: Permission denied", fix="use --runs")
 
-    monkeypatch.setattr(node, "run_here", run_here)
+    monkeypatch.setattr(local, "run_here", run_here)
     with pytest.raises(AllranksError, match="Permission denied"):
         series_of(tmp_path, "1x1").here(repeat_of)
 
@@ -160,7 +161,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, run: GrowingRun) -> None:
         signals.received.append(signal.SIGINT)
         return node.Outcome(run.run, {"state": "stopped"}, 75)
 
-    monkeypatch.setattr(node, "run_here", run_here)
+    monkeypatch.setattr(local, "run_here", run_here)
 
 
 def test_data_that_were_measured_until_a_ctrl_c_are_shown(
@@ -226,7 +227,7 @@ def test_a_precision_that_failed_is_an_error_for_programs_too(
         return Trial(ended.name, "b", None if is_bad else 100.0, problem="lost" if is_bad else None)
 
     run = GrowingRun(tmp_path, "1x1").run
-    monkeypatch.setattr(node, "run_here", lambda *_: node.Outcome(run, {"state": "finished"}, 0))
+    monkeypatch.setattr(local, "run_here", lambda *_: node.Outcome(run, {"state": "finished"}, 0))
     monkeypatch.setattr(precision, "trial_of", trial_of)
     asked = {"overrides": ["task=spiral"], "precisions": "fp32,bf16", "runs": tmp_path}
     with pytest.raises(typer.Exit) as left:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.launch import follow
+from allranks.launch import backends
+from allranks.launch.backends import local
 from allranks.machine.processes import listening, outlive_terminal
 from allranks.run.folder import RunDir
 
@@ -85,22 +86,22 @@ def test_only_a_runs_own_launcher_is_signalled(
 ) -> None:
     """A lock file may name any process: one that got the number, or that somebody wrote there."""
     run = RunDir(tmp_path)
-    monkeypatch.setattr(follow, "AT_ONCE_SECONDS", 0.3)
+    monkeypatch.setattr(local, "AT_ONCE_SECONDS", 0.3)
     with holder(run, "deaf") as launcher, subprocess.Popen(["sleep", "300"]) as other:
         lock = tmp_path / ".lock"
         said = lock.read_text()
         lock.write_text(said.replace(str(launcher.pid), str(other.pid)))
         for now in (False, True):
             with pytest.raises(AllranksError, match=f"not through process {other.pid}"):
-                follow.stop([run], now=now)
+                backends.stop([run], now=now)
         assert other.poll() is None and launcher.poll() is None
         lock.write_text(said)
         with pytest.raises(AllranksError, match=f"process {launcher.pid} still holds it"):
-            follow.stop([run], now=True)
-        assert follow.stop([run])[0]["done"] == "saves a checkpoint and stops"
+            backends.stop([run], now=True)
+        assert backends.stop([run])[0]["done"] == "saves a checkpoint and stops"
         launcher.wait(60)
-        assert follow.stop([run])[0]["done"] == "is failed already"
+        assert backends.stop([run])[0]["done"] == "is failed already"
         other.kill()
     with holder(run, "hears") as launcher:
-        assert follow.stop([run], now=True)[0]["done"] == "stopped at once"
+        assert backends.stop([run], now=True)[0]["done"] == "stopped at once"
         assert launcher.wait(60) != 0

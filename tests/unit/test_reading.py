@@ -9,6 +9,7 @@ import pytest
 
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord
 from allranks.timing.samples_seen import APART, fingerprints, remarks
 from allranks.timing.steps import timing
 
@@ -86,7 +87,9 @@ def test_ranks_that_exchange_nothing(run: RunDir) -> None:
 
 
 def test_a_loader_for_every_epoch_is_another_loader() -> None:
-    events = [{"event": "batch", **batch(number, 1, 0, number)} for number in range(3)]
-    assert list(fingerprints(events)) == [(1, 0)]
-    without = [{"event": "batch", "epoch": 1, "batch": 0, "content": one} for one in (1, 2)]
-    assert fingerprints(without) == {}  # of an earlier version: they cannot be told apart
+    events = [{"event": "batch", "t": 1.0, **batch(number, 1, 0, number)} for number in range(3)]
+    assert list(fingerprints(RankRecord(0, events))) == [(1, 0)]
+    without = [{"event": "batch", "t": 1.0, "epoch": 1, "batch": 0, "content": n} for n in (1, 2)]
+    assert (
+        fingerprints(RankRecord(0, without)) == {}
+    )  # of an earlier version: they cannot be told apart

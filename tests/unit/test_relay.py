@@ -19,10 +19,13 @@ import pytest
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.launch import network
+from allranks.launch import node as node_module
+from allranks.launch.attempt import Attempt, describe
 from allranks.launch.backends.slurm import relay, step
 from allranks.launch.backends.slurm.inside import Place, check_command, step_command, stop_signal
 from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay
 from allranks.launch.prepare import Prepared, Request
+from allranks.layout import Layout
 from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims
 from allranks.run.claims import Claim
@@ -33,6 +36,15 @@ from allranks.slurm import commands as slurm
 GRACE = 120  # of a limit of an hour
 HOUR = 3600
 PLACE = Place(job="100", restart=0, nodes=("n1", "n2"), cpus_per_node=4)
+TOLD = Attempt(
+    number=0,
+    layout="2x1",
+    checkpoint="",
+    threads=None,
+    claim=0,
+    nodes=PLACE.nodes,
+    port=20000,
+)
 
 
 class Clock:
@@ -383,17 +395,10 @@ def test_a_step_finds_no_options_of_the_batch_script(
 
 def test_the_ranks_of_a_node_follow_each_other(make: Callable[..., Relay]) -> None:
     told = make()
-    prepared = Prepared(request=Request(), job=told.job, run=told.run, attempt=3)
-    claim = Claim(number=5, job="100")
-    words = step_command(told.job, PLACE, prepared, claim)
+    words = step_command(told.job, PLACE, Path("x/attempts/3/attempt.json"))
     assert "--distribution=block" in words
     assert "--distribution=block" in check_command(PLACE, Path("x"), 1, 0, 9)
-    assert words[words.index("--layout") + 1] == "2x1"
-    assert words[words.index("--claim") + 1] == "5"
-    assert words[words.index("--attempt") + 1] == "3"
-    assert "--check" not in words
-    checked = step_command(told.job, PLACE, prepared, claim, ["--folder", "x"])
-    assert checked == [*words, "--check", "--folder", "x"]  # last: the rest is the preflight's
+    assert words[-1] == "x/attempts/3/attempt.json"
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(words)
     assert "--wait=0" in words  # whatever a site's WaitTime is
 
@@ -405,12 +410,16 @@ def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
     seen: list[Prepared] = []
     monkeypatch.setattr(network, "variables", lambda nodes: {})
     monkeypatch.setattr(step, "end_with_claim", lambda run, number, seconds: None)
-    monkeypatch.setattr(step, "run_node", lambda prepared, master, port: seen.append(prepared))
-    words = ["--attempt", "1", "--claim", "5", "--layout", "2x2", "--nodes", "n1,n2"]
-    monkeypatch.setattr("sys.argv", ["step", str(told.run.path), *words, "--port", "20000"])
+    monkeypatch.setattr(step, "run_node", lambda prepared, told: seen.append(prepared))
+    job = told.job.model_copy(update={"layout": Layout(2, 2)})
+    sent = Prepared(request=Request(), job=job, run=told.run, attempt=1, claim=5)
+    sent.checkpoint = "step-7"
+    path = describe(sent, nodes=("n1", "n2"), port=20000).write(told.run)
+    monkeypatch.setattr("sys.argv", ["step", str(path)])
     step.main()
-    assert str(seen[0].layout) == "2x2"
-    assert seen[0].claim == 5
+    (one,) = seen
+    assert (str(one.layout), one.claim, one.attempt, one.checkpoint) == ("2x2", 5, 1, "step-7")
+    assert told.run.attempts() == []  # none has begun before it has a rank
 
 
 @pytest.mark.parametrize(
@@ -442,9 +451,9 @@ def test_a_launcher_speaks_of_its_own_ranks_alone(
     told = make()
     prepared = Prepared(request=Request(), job=told.job, run=told.run, claim=0)
     monkeypatch.setenv("SLURM_NODEID", str(node))
-    monkeypatch.setattr(step, "Launch", Launch)
+    monkeypatch.setattr(node_module, "Launch", Launch)
     monkeypatch.setattr(step, "watching_job", lambda *args: nullcontext())
-    assert step.run_node(prepared, "n1", 20000) == code
+    assert step.run_node(prepared, TOLD) == code
     assert capsys.readouterr().out == ""
 
 
@@ -474,8 +483,8 @@ def test_a_launcher_whose_wait_is_in_vain_fails_only_with_its_ranks(
     told = make()
     prepared = Prepared(request=Request(), job=told.job, run=told.run, claim=0)
     monkeypatch.setenv("SLURM_NODEID", "1")
-    monkeypatch.setattr(step, "Launch", Launch)
-    assert step.run_node(prepared, "n1", 20000) == code
+    monkeypatch.setattr(node_module, "Launch", Launch)
+    assert step.run_node(prepared, TOLD) == code
     assert "node 0 is silent" in capsys.readouterr().out
 
 

@@ -22,6 +22,7 @@ from allranks.run.progress import (
     FIRST_STEP_SECONDS,
     patience_to_end,
 )
+from allranks.run.record import RankRecord
 from allranks.run.stacks import FOLLOW, Stack, from_lines, to_lines
 from allranks.run.stalls import (
     RankState,
@@ -49,6 +50,9 @@ BACKWARD = Stack(
 )
 
 
+START = {"event": "start", "t": 1.0}
+
+
 def states(*changes: dict[str, Any]) -> list[RankState]:
     base = RankState(rank=0, node="n1", progress=100.0, heard=110.0, step=20, usual=0.1)
     return [replace(base, rank=rank, **change) for rank, change in enumerate(changes)]
@@ -61,7 +65,7 @@ def step(t: float, number: int, seconds: float = 0.1) -> dict[str, Any]:
 def test_a_state_is_how_far_a_rank_has_come() -> None:
     beat = {"event": "device", "t": 9.0, "step": 3, "doing": "wait", "collectives": 7}
     start = {"event": "start", "t": 1.0, "host": "n1"}
-    found = state_of(0, [step(5.0, 1), step(6.5, 2), beat, beat], start)
+    found = state_of(RankRecord(0, [start, step(5.0, 1), step(6.5, 2), beat, beat]))
     assert (found.node, found.progress, found.heard, found.step) == ("n1", 6.5, 9.0, 2)
     assert (found.made, found.doing, found.collectives) == (3, "wait", 7)
     assert (found.usual, found.longest) == (0.1, 1.5)
@@ -71,19 +75,19 @@ def test_slow_first_steps_are_no_pauses_and_a_step_may_have_lost_its_time() -> N
     times = [10.0, 20.0, 30.0, *(31.0 + n for n in range(12))]
     events = [step(at, number) for number, at in enumerate(times, start=1)]
     del events[5]["seconds"]  # its device was lost
-    found = state_of(0, events, {"event": "start", "t": 1.0})
+    found = state_of(RankRecord(0, [START, *events]))
     assert (found.usual, found.longest) == (0.1, 1.0)
 
 
 def test_a_count_that_still_grows_cannot_be_compared() -> None:
     beats = [{"event": "device", "t": 8.0 + n, "collectives": 7 + n} for n in range(2)]
-    found = state_of(0, [step(6.0, 4), *beats], {"event": "start", "t": 1.0})
+    found = state_of(RankRecord(0, [START, step(6.0, 4), *beats]))
     assert found.collectives is None  # an evaluation that exchanges something
 
 
 def test_a_sign_of_life_from_before_the_last_step_tells_nothing() -> None:
     beat = {"event": "device", "t": 5.0, "step": 3, "doing": "data", "collectives": 7}
-    found = state_of(0, [beat, step(6.0, 4)], {"event": "start", "t": 1.0})
+    found = state_of(RankRecord(0, [START, beat, step(6.0, 4)]))
     assert (found.doing, found.collectives) == (None, None)
 
 

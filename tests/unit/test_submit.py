@@ -24,10 +24,10 @@ from allranks.bench.measure import Series
 from allranks.bench.scaling import Repeat, repeat_of
 from allranks.cli import cluster as cli_slurm
 from allranks.errors import AllranksError
-from allranks.launch import follow
-from allranks.launch.backends.slurm import move, submit
+from allranks.launch import backends
+from allranks.launch.backends import Options, Submitted
+from allranks.launch.backends.slurm import backend, jobs, submit
 from allranks.launch.backends.slurm.sbatch import Racer, racers_of
-from allranks.launch.backends.slurm.submit import Submitted
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.run import claims, run_state
@@ -177,7 +177,8 @@ def send(*racers: str, overrides: list[str] | None = None) -> Submitted:
 def again(run: RunDir, *racers: str, overrides: list[str] | None = None) -> Submitted:
     layout = racers[0].partition("@")[0] if racers else None
     request = Request(resume=str(run.path), layout=layout, overrides=overrides or [])
-    return move.resume(*submit.prepare_resume(request, read(racers)))
+    options = Options(race=",".join(racers) or None)
+    return backend.move(backend.check(request, options), options)
 
 
 def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) -> None:
@@ -198,7 +199,7 @@ def end(run: RunDir, slurm: Slurm, job: str, state: str, *, number: int = 0) -> 
 
 
 def look(run: RunDir) -> dict[str, Any]:
-    return run_state.describe(run, run_state.look_at_queue([run]))
+    return run_state.describe(run, backends.look([run]))
 
 
 # --- Sending ------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def test_a_racer_that_starts_at_once_needs_no_record_of_waiting(slurm: Slurm) ->
 
 def test_one_more_layout_for_a_run_that_waits(slurm: Slurm) -> None:
     run = send("1x4").run
-    done = submit.race(run, [Racer.parse("2x2")])
+    done = jobs.race(run, [Racer.parse("2x2")])
     assert done.jobs == ["101"]
     assert run.info()["jobs"] == ["100", "101"]
     assert (run.path / "submit-2x2.sbatch").read_text() == slurm.script("101")
@@ -338,18 +339,18 @@ def test_one_more_layout_that_is_refused_leaves_the_run_waiting(slurm: Slurm) ->
     run = send("1x4").run
     slurm.set(refuse={"sbatch": QOS})
     with pytest.raises(SlurmError, match="Invalid qos"):
-        submit.race(run, [Racer.parse("2x2")])
+        jobs.race(run, [Racer.parse("2x2")])
     assert "ended" not in run.info()
     assert run.state() == look(run)["state"] == "queued"
 
 
 def test_a_layout_races_once(slurm: Slurm) -> None:
     run = send("1x4").run
-    submit.race(run, [Racer.parse("2x2"), Racer.parse("1x4")])
+    jobs.race(run, [Racer.parse("2x2"), Racer.parse("1x4")])
     assert len(slurm.read()["jobs"]) == 2
     assert run.info()["layout"] == "1x4,2x2"
     with pytest.raises(AllranksError, match="waits in 1x4 and 2x2 already"):
-        submit.race(run, [Racer.parse("2x2")])
+        jobs.race(run, [Racer.parse("2x2")])
 
 
 def test_a_run_that_runs_takes_no_further_racer(slurm: Slurm) -> None:
@@ -357,7 +358,7 @@ def test_a_run_that_runs_takes_no_further_racer(slurm: Slurm) -> None:
     begin(run, slurm, "100", "1x4")
     end(run, slurm, "100", "finished")
     with pytest.raises(AllranksError, match="does not wait in a queue: it is finished") as error:
-        submit.race(run, [Racer.parse("2x2")])
+        jobs.race(run, [Racer.parse("2x2")])
     assert f"allranks resume {run.name} --layout 2x2" in error.value.fix
     assert len(slurm.read()["jobs"]) == 1
 
@@ -372,7 +373,7 @@ def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
         return {"state": "queued"}
 
     monkeypatch.setattr(run_state, "describe", describe)
-    done = submit.race(run, [Racer.parse("2x2")])
+    done = jobs.race(run, [Racer.parse("2x2")])
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
     assert list(slurm.states()) == ["100"]
 
@@ -394,7 +395,7 @@ def test_a_racer_may_take_the_claim_that_its_sender_saw(slurm: Slurm) -> None:
 def test_a_stopped_run_goes_on_as_its_next_claim(slurm: Slurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    follow.stop([run])
+    backends.stop([run])
     end(run, slurm, "100", "stopped")
     assert look(run)["state"] == "stopped"
     done = again(run, "2x1")
@@ -430,13 +431,13 @@ def test_a_run_that_another_resumption_has_started_is_left_to_it(
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "stopped")
     before, info = run.job_file.read_text(), run.info()
-    found = run_state.look_at_queue([run])
+    found = backends.look([run])
 
     def look_slowly(runs: list[RunDir]) -> run_state.Queue:
         claims.take(run.claims, Claim(number=1, job="101", layout="1x2"))
         return found
 
-    monkeypatch.setattr(run_state, "look_at_queue", look_slowly)
+    monkeypatch.setattr(jobs, "look", look_slowly)
     with pytest.raises(AllranksError, match="has started just now"):
         again(run, "2x1", overrides=["epochs=40"])
     assert list(slurm.states()) == ["100"]
@@ -534,14 +535,14 @@ def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
 ) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    found = run_state.look_at_queue([run])
+    found = backends.look([run])
 
     def look_slowly(runs: list[RunDir]) -> run_state.Queue:
         claims.take(run.claims, Claim(number=1, job="100", restart=1, layout="1x2"))
         slurm.hold(run, 1)
         return found
 
-    monkeypatch.setattr(run_state, "look_at_queue", look_slowly)
+    monkeypatch.setattr(jobs, "look", look_slowly)
     with pytest.raises(AllranksError, match="has started just now"):
         again(run, "2x1")
     assert run.asked_to_stop("100") is None  # nobody would go on with it
@@ -574,7 +575,7 @@ def test_nothing_is_moved_while_the_controller_is_silent(slurm: Slurm) -> None:
     with pytest.raises(AllranksError, match="did not answer"):
         again(run, "2x1")
     with pytest.raises(AllranksError, match="did not answer"):
-        follow.stop([run])
+        backends.stop([run])
     assert look(run)["state"] == "queued"
     assert look(run)["reason"].startswith("SLURM does not answer: squeue: ")
 
@@ -584,17 +585,17 @@ def test_nothing_is_moved_while_the_controller_is_silent(slurm: Slurm) -> None:
 
 def test_a_run_that_waits_is_taken_out_of_the_queue(slurm: Slurm) -> None:
     run = send("1x4", "4x1").run
-    assert follow.stop([run]) == [{"run": run.name, "done": "taken out of the queue"}]
+    assert backends.stop([run]) == [{"run": run.name, "done": "taken out of the queue"}]
     assert slurm.calls("scancel") == [["scancel", "100", "101"]]
     assert run.state() == look(run)["state"] == "stopped"
     assert look(run)["reason"] == "stopped by its user before it started"
-    assert follow.stop([run]) == [{"run": run.name, "done": "is stopped already"}]
+    assert backends.stop([run]) == [{"run": run.name, "done": "is stopped already"}]
 
 
 def test_a_running_run_saves_first(slurm: Slurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    assert follow.stop([run])[0]["done"] == "saves a checkpoint and stops"
+    assert backends.stop([run])[0]["done"] == "saves a checkpoint and stops"
     assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
     word = {"why": "stopped by its user", "jobs": ["100"], "moves": False}
     assert run.asked_to_stop("100") == word
@@ -605,7 +606,7 @@ def test_a_script_is_not_said_to_save_anything(slurm: Slurm) -> None:
     prepared = prepare(Request(command=["python", "train.py"], layout="1x2"))
     run = submit.submit(prepared, racers_of(prepared.job, [])).run
     begin(run, slurm, "100", "1x2")
-    assert follow.stop([run])[0]["done"] == "its script was asked to stop"
+    assert backends.stop([run])[0]["done"] == "its script was asked to stop"
     end(run, slurm, "100", "CANCELLED")
     (remark,) = again(run).remarks
     assert remark.startswith("the script starts from its beginning")
@@ -613,7 +614,7 @@ def test_a_script_is_not_said_to_save_anything(slurm: Slurm) -> None:
 
 def test_a_stopped_run_whose_script_is_sent_by_hand_is_not_stopped(slurm: Slurm) -> None:
     run = send("1x2").run
-    follow.stop([run])
+    backends.stop([run])
     jobs = slurm.read()["jobs"]
     slurm.set(jobs={**jobs, "555": {**jobs["100"], "state": "RUNNING"}})
     claims.take(run.claims, Claim(number=0, job="555", layout="1x2"))
@@ -638,7 +639,7 @@ def test_runs_that_were_on_this_machine_are_slurms_once_a_job_is_sent(slurm: Slu
         assert taken.claim == 1  # job 100 will find the run taken
         assert run.is_held
     assert not run.is_held
-    assert follow.stop([run])[0]["done"] == "taken out of the queue"
+    assert backends.stop([run])[0]["done"] == "taken out of the queue"
 
 
 def test_a_job_whose_answer_got_lost_is_found(slurm: Slurm) -> None:
@@ -654,7 +655,7 @@ def test_all_runs_are_stopped_but_the_one_that_cannot_be(slurm: Slurm) -> None:
     (run.path / ".lock").write_text("process 1 on elsewhere")
     with (run.path / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = [one["done"] for one in follow.stop([run, other])]
+        done = [one["done"] for one in backends.stop([run, other])]
     assert done == [
         f"could not be stopped: run {run.name} is on elsewhere, not on this machine",
         "taken out of the queue",
@@ -665,7 +666,7 @@ def test_a_job_in_a_state_that_nobody_has_heard_of_waits(slurm: Slurm) -> None:
     run = send("1x2").run
     slurm.change("100", state="RESV_DEL_HOLD")
     assert look(run)["state"] == "queued"
-    assert follow.stop([run])[0]["done"] == "taken out of the queue"
+    assert backends.stop([run])[0]["done"] == "taken out of the queue"
     assert slurm.states()["100"].startswith("CANCELLED")
 
 
@@ -683,36 +684,36 @@ def test_a_run_that_slurm_has_requeued_takes_another_racer(slurm: Slurm) -> None
     begin(run, slurm, "100", "1x2")
     slurm.let_go()
     slurm.change("100", state="PENDING")
-    assert submit.race(run, read(["2x1"])).jobs == ["101"]
+    assert jobs.race(run, read(["2x1"])).jobs == ["101"]
 
 
 def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: Slurm) -> None:
     run = send("1x2", "2x1").run
     begin(run, slurm, "100", "1x2")
     slurm.change("101", state="RUNNING")  # has just started, and will find the run taken
-    follow.stop([run])
+    backends.stop([run])
     assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
-    jobs = run_state.look_at_queue([run]).jobs
-    assert follow.holder_of(run, [jobs["100"], jobs["101"]]) == "100"
-    assert follow.holder_of(run, [jobs["101"]]) == "101"  # no claim: it has none yet
+    active = backends.look([run]).jobs
+    assert jobs.holder_of(run, [active["100"], active["101"]]) == "100"
+    assert jobs.holder_of(run, [active["101"]]) == "101"  # no claim: it has none yet
 
 
 def test_one_run_that_cannot_be_stopped_does_not_keep_the_others(slurm: Slurm) -> None:
     runs = [send("1x1").run for _ in range(3)]
     slurm.set(refuse={"scancel": [None, DENIED]})
-    done = [one["done"] for one in follow.stop(runs)]
+    done = [one["done"] for one in backends.stop(runs)]
     assert done[0] == done[2] == "taken out of the queue"
     assert done[1].startswith("could not be stopped: scancel: ")
     assert list(slurm.states().values()) == ["CANCELLED by 1000", "PENDING", "CANCELLED by 1000"]
     slurm.set(refuse={"scancel": DENIED})
     with pytest.raises(SlurmError):
-        follow.stop([runs[1]])
+        backends.stop([runs[1]])
 
 
 def test_a_running_run_is_stopped_at_once_if_that_is_asked(slurm: Slurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
-    assert follow.stop([run], now=True)[0]["done"] == "stopped at once"
+    assert backends.stop([run], now=True)[0]["done"] == "stopped at once"
     assert slurm.calls("scancel") == [["scancel", "100"]]
     slurm.let_go()
     assert look(run)["state"] == "stopped"
@@ -723,7 +724,7 @@ def test_a_job_that_was_cancelled_by_hand_waits_no_more(slurm: Slurm) -> None:
     slurm.change("100", state="CANCELLED by 0")
     assert look(run)["state"] == "failed"
     assert look(run)["reason"] == "cancelled by root (the administrators or SLURM)"
-    assert follow.stop([run])[0]["done"] == "is failed already"
+    assert backends.stop([run])[0]["done"] == "is failed already"
 
 
 # --- Following ----------------------------------------------------------------------------------
@@ -780,7 +781,7 @@ def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: Slurm) -> Non
     slurm.change("101", state="FAILED", code="1:0")
     slurm.change("102", state="TIMEOUT")
     before = len(slurm.calls())
-    run_state.look_at_queue(runs)
+    backends.look(runs)
     asked = slurm.calls()[before:]
     assert [call[0] for call in asked] == ["squeue", "sacct"]
     assert asked[0][1:4] == ["-h", "-u", str(os.getuid())]
@@ -799,7 +800,7 @@ def test_a_layout_that_would_start_earlier_is_suggested(slurm: Slurm) -> None:
     run = send("1x4").run
     slurm.change("100", start="2026-11-16T09:00:00")
     slurm.set(starts={"1": "2026-11-15T01:00:00", "2": "2026-11-16T08:00:00", "4": "2026-11-17"})
-    (line,) = follow.suggest_racers(run, look(run))
+    (line,) = submit.suggest_racers(run, look(run))
     assert line.startswith("2x2 would start at 2026-11-16T08:00:00: allranks race ")
     assert [path.name for path in run.path.glob(".test-*")] == []
 
@@ -810,9 +811,9 @@ def test_a_list_is_whole_at_any_width(slurm: Slurm, width: int) -> None:
     console = Console(width=width, file=io.StringIO(), color_system=None)
     show_runs(console, [look(run) for run in runs], [])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]  # a StringIO
-    for run, jobs in zip(runs, ("100,101", "102,103"), strict=True):
+    for run, sent in zip(runs, ("100,101", "102,103"), strict=True):
         (named, *_) = [number for number, line in enumerate(lines) if line.startswith(run.name)]
-        assert jobs in "".join(lines[named : named + 2])
+        assert sent in "".join(lines[named : named + 2])
 
 
 # --- The command line ---------------------------------------------------------------------------
@@ -899,9 +900,9 @@ def test_what_is_wrong_with_a_race_is_said_of_the_race(slurm: Slurm, allranks: A
     assert done.returncode == 2 and 'layout "nonsense"' in done.stderr
     assert "--layout" not in done.stderr
     run = send("1x2").run
-    follow.stop([run])
+    backends.stop([run])
     with pytest.raises(AllranksError, match="it is stopped") as refusal:
-        submit.race(run, read(["2x1"]))
+        jobs.race(run, read(["2x1"]))
     assert refusal.value.fix.startswith("go on with it: allranks resume")
 
 
@@ -958,11 +959,11 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
 def bench(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> list[Repeat]:
     """Runs of these layouts, sent by bench scaling; a Ctrl-C when all are in the queue."""
 
-    def interrupt(runs: list[RunDir]) -> run_state.Queue:
+    def interrupt(run: RunDir, queue: run_state.Queue) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     prepared = [prepare(Request(overrides=["task=spiral"], layout=layout)) for layout in layouts]
-    monkeypatch.setattr(run_state, "look_at_queue", interrupt)
+    monkeypatch.setattr(run_state, "describe", interrupt)
     planned = list(zip(layouts, prepared, strict=True))
     series = Series(planned, Console(file=io.StringIO()), {"kind": "scaling"})
     done = series.in_slurm(repeat_of, "1x1")

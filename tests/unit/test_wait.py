@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allranks.job.job import parse_job
-from allranks.launch import agent, link, node, waiting
+from allranks.launch import agent, backends, link, node, waiting
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import Signals
 from allranks.run import run_state
@@ -37,7 +37,7 @@ def wait(run: RunDir, monkeypatch: pytest.MonkeyPatch, lines: Sequence[dict[str,
     """What was said, and how it ended."""
     coming = iter(lines)
     said: list[str] = []
-    monkeypatch.setattr(run_state, "look_at_queue", lambda runs: None)
+    monkeypatch.setattr(backends, "look", lambda runs: None)
     monkeypatch.setattr(run_state, "describe", lambda run, queue: next(coming))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return waiting.wait_for_end(run, said.append)["state"], said

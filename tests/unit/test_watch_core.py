@@ -277,12 +277,12 @@ def slurm_run(tmp_path: Path) -> GrowingRun:
 
 def test_a_run_that_waits_says_why_and_until_when(tmp_path: Path) -> None:
     slurm_run(tmp_path)
-    job = QueuedJob("7", "PENDING", "Priority", "2026-11-15T16:40:00", ())
+    job = QueuedJob("7", "PENDING", "Priority", "2026-11-15T16:40:00", (), why="others first")
     watcher = Watcher(tmp_path, ask=lambda runs: Queue(jobs={"7": job}))
     watcher.poll(budget=math.inf)
     run = watcher.runs()[0]
     assert (run.state, run.expected_start, run.jobs) == ("queued", "2026-11-15T16:40:00", ("7",))
-    assert run.reason is not None and "Priority" not in run.reason
+    assert run.reason == "others first"
     watcher.close()
 
 

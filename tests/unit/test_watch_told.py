@@ -17,6 +17,7 @@ from tests.watch_runs import GrowingRun
 from allranks.cli.watch import resources
 from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
+from allranks.slurm.reasons import waiting_reason
 from allranks.watch import sampler
 from allranks.watch.job_screen import job_lines, times
 from allranks.watch.jobs import (
@@ -156,7 +157,8 @@ def made_runs(folder: Path) -> None:
 
 def test_the_status_page(tmp_path: Path) -> None:
     made_runs(tmp_path)
-    job = QueuedJob("77", "PENDING", "Priority", "2026-11-15T16:40:00", ())
+    why = waiting_reason("Priority")
+    job = QueuedJob("77", "PENDING", "Priority", "2026-11-15T16:40:00", (), why=why)
     watcher = Watcher(tmp_path, old=True, ask=lambda runs: Queue(jobs={"77": job}))
     found = gather(watcher)
     watcher.close()
@@ -170,16 +172,16 @@ def test_the_status_page(tmp_path: Path) -> None:
 
 
 def test_what_was_ended_by_a_benchmark_or_cannot_go_on_is_not_to_be_resumed() -> None:
-    assert "run --resume" in next_steps(RunStatus(view=view("stopped")))[0]
+    assert "allranks resume" in next_steps(RunStatus(view=view("stopped")))[0]
     assert next_steps(RunStatus(view=view("stopped"), info={"bench": {"id": "b"}})) == []
-    assert "run --resume" in next_steps(RunStatus(view=view("failed")))[0]
+    assert "allranks resume" in next_steps(RunStatus(view=view("failed")))[0]
     (said,) = next_steps(RunStatus(view=view("failed"), job={"command": ["python", "train.py"]}))
     assert "doctor" in said and "resume" not in said
     script = {"command": ["python", "train.py"]}
     assert next_steps(RunStatus(view=view("stopped"), job=script)) == []
     for state in ("failed", "stopped"):
         saves = RunStatus(view=view(state), job={**script, "last": "last.pt"})
-        assert "run --resume" in next_steps(saves)[0]
+        assert "allranks resume" in next_steps(saves)[0]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def found_in_script(ended: Ended) -> dict[str, Any]:
             fix=f"see {run.log(0, 0)}: the script must train, with torch's optimizers and loaders",
             exit_code=1,
         )
-    events = read_events(run.events(max(run.attempts()), 0))
-    seen = [event.get("num_workers", 0) for event in events if event["event"] == "device"]
+    events = read_events(run.events(max(run.attempts()), 0), kind="device")
+    seen = [event.get("num_workers", 0) for event in events]
     cpus = max(1, cpus_allotted() // timed.ranks)
     return script_as_json(run, timed, max(seen, default=None), cpus)
 

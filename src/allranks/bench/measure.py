@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from allranks.errors import AllranksError
-from allranks.launch import checks, follow, held_nodes, node, screen
-from allranks.launch.backends.slurm import submit
+from allranks.launch import backends, checks, node, screen
+from allranks.launch.backends import local
+from allranks.launch.backends.slurm import held_nodes, submit
 from allranks.launch.backends.slurm.sbatch import racers_of
 from allranks.launch.prepare import Prepared
 from allranks.machine.processes import listening
@@ -98,7 +99,7 @@ class Series:
                 try:
                     # A repeat is a run of its own: what one has settled is not the next one's.
                     one = replace(prepared, bench=self.record)
-                    outcome = node.run_here(one, place, quiet, signals)
+                    outcome = local.run_here(one, place, quiet, signals)
                     ended = Ended(name, outcome.run, outcome.error)
                 except AllranksError as error:
                     if not done and error.exit_code == 2:  # it is wrong with all of them
@@ -130,7 +131,7 @@ class Series:
         try:
             done += map(read, self._send(waiting, optional))
             while waiting:
-                queue = run_state.look_at_queue([run for _, run in waiting])
+                queue = backends.look([run for _, run in waiting])
                 for name, run in list(waiting):
                     if run_state.describe(run, queue)["state"] not in ("queued", "running"):
                         waiting.remove((name, run))
@@ -181,7 +182,7 @@ def taken_back(error: AllranksError, name: str, runs: list[RunDir]) -> AllranksE
     what, fix = f"{name}: {error.what}", error.fix
     names = " ".join(run.name for run in runs)
     try:
-        done = [*dict.fromkeys(one["done"] for one in follow.stop(runs))] if runs else []
+        done = [*dict.fromkeys(one["done"] for one in backends.stop(runs))] if runs else []
     except AllranksError as silent:
         done = [f"could not be stopped: {silent.what}"]
     if runs:

@@ -23,8 +23,8 @@ from allranks.job.job import Job
 from allranks.launch.prepare import Prepared
 from allranks.machine.allotted import usable_instructions
 from allranks.machine.gpus import LocalGPU, local_gpus
-from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
+from allranks.run.record import read_rank
 from allranks.timing.steps import timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -144,8 +144,8 @@ def trial_of(ended: Ended) -> Trial:
     elif end.get("state") != "finished" or measured is None:
         problem = "it was stopped before its last step"
     on_device, on_host = end.get("memory_peak"), end.get("host_memory")
-    events = [event for event in read_events(run.events(attempt, 0)) if "loss" in event]
-    lost = next((event["step"] for event in events if event["loss"] is None), None)
+    losses = read_rank(run, attempt, 0).losses
+    lost = next((step for step, loss in losses.items() if loss is None), None)
     if lost is not None and problem is None:
         problem = f"its loss is not a number from step {lost} on"
     return Trial(
@@ -154,7 +154,7 @@ def trial_of(ended: Ended) -> Trial:
         samples_per_second=measured.samples_per_second if measured and not problem else None,
         memory_bytes=on_device or on_host,
         memory_of="device" if on_device else "host" if on_host else None,
-        losses={event["step"]: event["loss"] for event in events if event["loss"] is not None},
+        losses={step: loss for step, loss in losses.items() if loss is not None},
         problem=problem,
     )
 

@@ -48,7 +48,7 @@ def events_of(run: RunDir) -> Iterator[Fields]:
     """What the ranks of its last attempt said of their traces."""
     attempt = max(run.attempts(), default=0)
     for rank in run.ranks(attempt):
-        yield from (e for e in read_events(run.events(attempt, rank)) if e["event"] == "profile")
+        yield from read_events(run.events(attempt, rank), kind="profile")
 
 
 def why_none(run: RunDir) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -24,7 +24,6 @@ from allranks.cli.options import (
 if TYPE_CHECKING:
     from allranks.launch.backends.slurm.ladder import Ladder
     from allranks.launch.backends.slurm.sbatch import Racer
-    from allranks.launch.backends.slurm.submit import Submitted
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -35,6 +34,10 @@ Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the run has ended; exit with its code.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")]
+To = Annotated[
+    Literal["local", "slurm"] | None,
+    typer.Option("--backend", help="Where to go on; else where it was last."),
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
 
 
@@ -134,11 +137,11 @@ def race(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.backends.slurm import submit as sending
+    from allranks.launch.backends.slurm import jobs
     from allranks.launch.backends.slurm.sbatch import parse_race
     from allranks.run.folder import find_run
 
-    show_submitted(sending.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
+    show_submitted(jobs.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
 
 
 def resume(
@@ -146,6 +149,7 @@ def resume(
     overrides: Overrides = None,
     layout: LayoutText = None,
     race: Race = None,
+    backend: To = None,
     force: Force = False,
     wait: Wait = False,
     dry_run: DryRun = False,
@@ -153,16 +157,23 @@ def resume(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.backends.slurm import move
-    from allranks.launch.backends.slurm import submit as sending
+    from allranks.cli.train import train
+    from allranks.launch import backends
+    from allranks.launch.backends import Options
+    from allranks.run.folder import find_run
 
-    rivals, first = read_layouts(race, layout)
+    _, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
-    prepared, racers = sending.prepare_resume(request, rivals)
+    name = backend or ("slurm" if race else backends.of(find_run(runs, run)))
+    place, options = backends.named(name), Options(race=race)
+    prepared = place.check(request, options)
     if dry_run:
-        show_draft(sending.draft(prepared, racers), as_json=as_json)
+        show_draft(place.draft(prepared, options), as_json=as_json)
         return
-    show_submitted(move.resume(prepared, racers), as_json=as_json, wait=wait)
+    if place.is_queue:
+        show_submitted(place.move(prepared, options), as_json=as_json, wait=wait)
+        return
+    train(place.move, prepared, options, as_json=as_json, debug=debug)
 
 
 def list_(
@@ -171,19 +182,21 @@ def list_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch import follow
+    from allranks.launch import backends
     from allranks.launch.list_screen import show_runs
     from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
-    queue = run_state.look_at_queue(found)
+    queue = backends.look(found)
     described = [run_state.describe(one, queue) for one in found]
     if as_json:
         print(to_json(described))
         return
-    suggestions = follow.suggest_racers(found[0], described[0]) if run else []
+    from allranks.launch.backends.slurm.submit import suggest_racers
+
+    suggestions = suggest_racers(found[0], described[0]) if run else []
     show_runs(people_console(False), described, suggestions)
 
 
@@ -200,6 +213,7 @@ def logs(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
+    from allranks.launch import backends
     from allranks.launch.logs import show
     from allranks.launch.waiting import EXIT_CODES, in_words
     from allranks.run import run_state
@@ -215,7 +229,7 @@ def logs(
     now: dict[str, Any] = {"state": "running"}
 
     def has_ended() -> bool:
-        now.update(run_state.describe(found, run_state.look_at_queue([found])))
+        now.update(run_state.describe(found, backends.look([found])))
         waits = clean(f"{found.name} waits: {now['reason'] or 'not started yet'}")
         if now["state"] == "queued" and told[-1:] != [waits]:
             told.append(waits)
@@ -262,7 +276,7 @@ def stop(
     debug: Debug = False,
 ) -> None:
     from allranks.errors import AllranksError
-    from allranks.launch import follow
+    from allranks.launch import backends
     from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
@@ -276,10 +290,10 @@ def stop(
     found = [find_run(runs, name) for name in run or []]
     if all_:
         known = list_runs(runs)
-        queue = run_state.look_at_queue(known)
+        queue = backends.look(known)
         active = ("queued", "running")
         found = [one for one in known if run_state.describe(one, queue)["state"] in active]
-    done = follow.stop(found, now=now)
+    done = backends.stop(found, now=now)
     if as_json:
         print(to_json(done))
         return
@@ -289,7 +303,7 @@ def stop(
         print("no run waits or runs")
 
 
-def show_submitted(done: Submitted, *, as_json: bool, wait: bool = False) -> None:
+def show_submitted(done: Any, *, as_json: bool, wait: bool = False) -> None:
     """What was sent, and where to look; `wait`: also what came of it."""
     from allranks.run.events import to_json
 

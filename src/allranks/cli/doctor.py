@@ -110,9 +110,10 @@ def diagnosis_of(
     """What is wrong with one run: why it failed, hangs or is slow."""
     from allranks.doctor import diagnose
     from allranks.doctor.diagnose import diagnose_run
+    from allranks.launch import backends
     from allranks.run import run_state
 
-    state = run_state.describe(run, run_state.look_at_queue([run]))["state"]
+    state = run_state.describe(run, backends.look([run]))["state"]
     stalls = diagnose.stalled(run, state, after=stalled_after)
     slowness = diagnose.slowed(run, state, limits) if not stalls else []
     return [*diagnose.together(diagnose_run(run), stalls, slowness), *diagnose.odd_folder(run)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -23,6 +25,11 @@ from allranks.cli.options import (
     print_error,
     typed_request,
 )
+
+if TYPE_CHECKING:
+    from allranks.launch.backends import Options
+    from allranks.launch.node import Outcome
+    from allranks.launch.prepare import Prepared
 
 NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
 Master = Annotated[
@@ -65,15 +72,9 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.bench.profile import VARIABLE
-    from allranks.bench.profile_screen import show_profile
     from allranks.job.values import Duration
-    from allranks.launch.echo import read_ranks
-    from allranks.launch.node import Place, ranks_here, run_here
-    from allranks.launch.prepare import prepare
-    from allranks.launch.screen import Screen
-    from allranks.machine.processes import listening
-    from allranks.run.events import to_json
+    from allranks.launch import backends
+    from allranks.launch.node import Place
 
     if idle_timeout is not None:
         overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
@@ -85,17 +86,49 @@ def run(
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
     )
-    prepared = prepare(request)
-    first, num_ranks = (node_rank or 0) * prepared.layout.gpus, ranks_here(prepared, place)
-    console = people_console(as_json)
-    screen = Screen(console, debug=debug, show=read_ranks(show, range(first, first + num_ranks)))
+    backend, options = backends.named("local"), backends.Options(place=place)
+    prepared = backend.check(request, options)
     if profile is not None:
+        from allranks.bench.profile import VARIABLE
+
         prepared.variables[VARIABLE] = str(profile)
-    with listening() as signals:  # one that comes after the ranks have ended changes nothing
-        outcome = run_here(prepared, place, screen, signals)
+
+    def add_profile(outcome: Outcome) -> None:
         if profile is not None:
-            found = show_profile(outcome.run, console)
+            from allranks.bench.profile_screen import show_profile
+
+            found = show_profile(outcome.run, people_console(as_json))
             outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
+
+    train(
+        backend.start, prepared, options, show=show, as_json=as_json, debug=debug, ended=add_profile
+    )
+
+
+def train(
+    start: Callable[[Prepared, Options], Any],
+    prepared: Prepared,
+    options: Options,
+    *,
+    as_json: bool,
+    debug: bool,
+    show: str | None = None,
+    ended: Callable[[Outcome], None] = lambda outcome: None,
+) -> NoReturn:
+    """Start a run on a screen of its own, follow it to its end, and exit with its code."""
+    from allranks.launch.echo import read_ranks
+    from allranks.launch.screen import Screen
+    from allranks.machine.processes import listening
+    from allranks.run.events import to_json
+
+    layout = prepared.layout
+    node = None if options.place is None else options.place.node_rank
+    first, here = (0, layout.ranks) if node is None else (node * layout.gpus, layout.gpus)
+    ranks = read_ranks(show, range(first, first + here))
+    screen = Screen(people_console(as_json), debug=debug, show=ranks)
+    with listening() as signals:  # one that comes after the ranks have ended changes nothing
+        outcome: Outcome = start(prepared, replace(options, screen=screen, signals=signals))
+        ended(outcome)
         if outcome.error is not None:
             print_error(outcome.error, as_json=as_json, more=outcome.result)
             raise typer.Exit(outcome.exit_code)

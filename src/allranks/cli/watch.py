@@ -255,10 +255,10 @@ def stopper(watcher: Watcher) -> Any:
     """What stops a run by its name, and says what was done."""
 
     def stop(name: str) -> str:
-        from allranks.launch import follow
+        from allranks.launch import backends
 
         run = watcher.run_dir(name)
-        return follow.stop([run])[0]["done"] if run is not None else "is gone"
+        return backends.stop([run])[0]["done"] if run is not None else "is gone"
 
     return stop
 

@@ -22,10 +22,10 @@ from allranks.doctor.run_evidence import Starts, error_file
 from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import read_slow_facts
 from allranks.errors import AllranksError
+from allranks.launch import backends
 from allranks.run import claims, missing, run_state
 from allranks.run.events import to_json
 from allranks.run.folder import ODD, RunDir, State
-from allranks.slurm.reasons import waiting_reason
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 MAX_FILES = 10_000
@@ -116,7 +116,7 @@ STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-ca
 
 def diagnose_run(run: RunDir) -> list[Finding]:
     """What is wrong with a run; nothing where it is running or finished well."""
-    queue = run_state.look_at_queue([run])
+    queue = backends.look([run])
     row = run_state.describe(run, queue)
     attempts = run.attempts()
     if row["state"] == "queued" and not attempts:
@@ -229,7 +229,7 @@ def _waiting(run: RunDir, row: dict[str, Any], queue: run_state.Queue) -> list[F
     jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
     found = []
     for job in jobs[:1]:
-        words = waiting_reason(job.reason)
+        words = job.why
         fields = {"reason": words}
         title = cause.words({"reason": f": {words}"})
         line = Evidence("squeue", 0, f"{job.job} {job.state} ({job.reason})")

@@ -8,10 +8,10 @@ from typing import Any
 from allranks.doctor.catalogue import load
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.run.folder import RunDir
+from allranks.run.record import EARLY_EVENTS, read_ranks
 from allranks.timing.samples_seen import (
     Fingerprints,
     fingerprints,
-    first_events,
     same_order,
     same_samples,
 )
@@ -19,8 +19,8 @@ from allranks.timing.samples_seen import (
 
 def data_findings(run: RunDir, attempt: int) -> list[Finding]:
     """Ranks or epochs that read the same samples."""
-    ranks = run.ranks(attempt)
-    seen = {rank: fingerprints(first_events(run, attempt, rank)) for rank in ranks}
+    records = read_ranks(run, attempt, EARLY_EVENTS)
+    seen = {rank: fingerprints(record) for rank, record in records.items()}
     return [*_same_data(run, attempt, seen), *_same_order(run, attempt, seen)]
 
 
@@ -86,10 +86,9 @@ def _step_facts(run: RunDir) -> dict[str, Any] | None:
     if not attempts:
         return None
     samples = ranks = 0
-    for rank in run.ranks(attempts[-1]):
-        steps = [one for one in first_events(run, attempts[-1], rank) if one["event"] == "step"]
-        if steps:
-            samples, ranks = samples + int(steps[0].get("samples") or 0), ranks + 1
+    for record in read_ranks(run, attempts[-1], EARLY_EVENTS).values():
+        if record.steps:
+            samples, ranks = samples + int(record.steps[0].get("samples") or 0), ranks + 1
     job = run.job()
     rate = (job.get("optimizer") or {}).get("lr")
     seed = job.get("seed") if job.get("task") else None

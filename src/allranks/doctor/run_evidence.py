@@ -16,9 +16,10 @@ from allranks.doctor.finding import Evidence, shown_path
 from allranks.doctor.flight_recorder import is_ours
 from allranks.doctor.log_search import Source
 from allranks.run import claims, files
-from allranks.run.events import read_events, read_last_events
+from allranks.run.events import read_last_events
 from allranks.run.failures import failed_ranks, is_echo
 from allranks.run.folder import RunDir
+from allranks.run.record import read_ends
 from allranks.run.run_state import EndedJob
 from allranks.slurm import commands as slurm
 
@@ -151,8 +152,7 @@ def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
 
 def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
     """Processes that the kernel killed for memory, as the launcher counted when a rank ended."""
-    count = (run.end(attempt, rank) or {}).get("memory_kills")
-    return count if isinstance(count, int) else 0
+    return int((run.end(attempt, rank) or {}).get("memory_kills", 0))
 
 
 def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
@@ -191,13 +191,10 @@ def node_states(nodes: Sequence[str]) -> list[Source]:
 
 def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
     """When an attempt began and when it was last heard of."""
-    first, last = time.time(), 0.0
-    for rank in run.ranks(attempt):
-        begin = next(read_events(run.events(attempt, rank)), None)
-        end = read_last_events(run.events(attempt, rank))
-        first = min([first, *([begin["t"]] if begin else [])])
-        last = max([last, *([end[-1]["t"]] if end else [])])
-    return first, last or time.time()
+    records = [read_ends(run, attempt, rank) for rank in run.ranks(attempt)]
+    now = time.time()
+    first = min((each.first_time for each in records if each.first_time), default=now)
+    return first, max((each.last_time for each in records if each.last_time), default=now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +228,8 @@ def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
         path = run.events(attempt, rank)
         points = [
             (float(event["t"]), int(event["host_memory"]))
-            for event in read_last_events(path, TAIL_BYTES)
-            if event["event"] == "device" and isinstance(event.get("host_memory"), int)
+            for event in read_last_events(path, TAIL_BYTES, kind="device")
+            if event.get("host_memory") is not None
         ]
         if points:
             yield MemoryCurve(rank, path, points)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from allranks.doctor.finding import Evidence
 from allranks.doctor.log_lines import num_lines
 from allranks.run import files
-from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord, newest_window, read_ends
 from allranks.timing.steps import Timing, timing_of
 from allranks.timing.timeline import DATA
 
@@ -67,63 +66,39 @@ def read_slow_facts(run: RunDir) -> SlowFacts | None:
     if not attempts:
         return None
     attempt = attempts[-1]
-    events = {
-        rank: read_last_events(run.events(attempt, rank), RECENT_BYTES)
-        for rank in run.ranks(attempt)
-    }
-    steps = {
-        rank: {e["step"]: e for e in of_rank if e["event"] == "step" and "seconds" in e}
-        for rank, of_rank in events.items()
-    }
-    windows = [e for of_rank in events.values() for e in of_rank if e["event"] == "window"]
-    measured = timing_of(steps, windows[-1] if windows else None)
+    records = {rank: read_ends(run, attempt, rank, RECENT_BYTES) for rank in run.ranks(attempt)}
+    steps = {rank: record.timed_steps for rank, record in records.items()}
+    measured = timing_of(steps, newest_window(records.values()))
     if measured is None:
         return None
-    starts = {rank: run.start(attempt, rank) or {} for rank in events}
-    ranks = [
-        rank_facts(
-            rank,
-            events[rank],
-            [steps[rank][n] for n in steps[rank] if measured.first_step <= n],
-            starts[rank],
-            run.events(attempt, rank),
-        )
-        for rank in sorted(events)
-    ]
+    first = measured.first_step
+    ranks = [rank_facts(records[n], first, run.events(attempt, n)) for n in sorted(records)]
     return SlowFacts(
         timing=measured,
         ranks=tuple(ranks),
         cpus_allotted=(run.info().get("hardware") or {}).get("cpus_allotted"),
-        is_task=any("rank_batch" in start for start in starts.values()),
-        nccl=tuple(nccl_lines(run.log(attempt, rank) for rank in events)),
+        is_task=any("rank_batch" in record.start for record in records.values()),
+        nccl=tuple(nccl_lines(run.log(attempt, rank) for rank in records)),
     )
 
 
-def rank_facts(
-    rank: int,
-    events: Sequence[Mapping[str, Any]],
-    steps: Sequence[Mapping[str, Any]],
-    start: Mapping[str, Any],
-    path: Path,
-) -> RankFacts:
-    devices = [event for event in events if event["event"] == "device"]
-    means = {}
-    for name in NUMBERS:
-        values = [float(e[name]) for e in devices if isinstance(e.get(name), int | float)]
-        if values:
-            means[name] = statistics.fmean(values)
-    workers = start.get("num_workers")
+def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
+    """One rank from that step on."""
+    steps = [event for number, event in record.timed_steps.items() if number >= first_step]
+    devices = record.devices
+    found = {name: record.mean(name, of=devices) for name in NUMBERS}
+    workers = record.start.get("num_workers")
     if workers is None and devices:
         # A script's: the processes that it has started, most of the time.
         workers = round(statistics.median(int(e.get("num_workers", 0)) for e in devices))
     return RankFacts(
-        rank=rank,
-        node=start.get("host"),
+        rank=record.rank,
+        node=record.start.get("host"),
         events=str(path),
         last_line=num_lines(path),
-        step_samples=statistics.fmean(e.get("samples", 0) for e in steps) if steps else 0.0,
-        data_seconds=statistics.fmean(e.get(DATA, 0.0) for e in steps) if steps else 0.0,
-        means=means,
+        step_samples=record.mean("samples", of=steps) or 0.0,
+        data_seconds=record.mean(DATA, of=steps) or 0.0,
+        means={name: mean for name, mean in found.items() if mean is not None},
         num_workers=workers,
     )
 

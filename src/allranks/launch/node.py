@@ -8,26 +8,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
-from allranks.launch import checks, door, link, prepare
-from allranks.launch.held_nodes import check_allocation
+from allranks.launch import door, link, prepare
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.machine.allotted import memory_kills
-from allranks.machine.processes import Signals, blocked_signals, listening, quick_imports
+from allranks.machine.processes import Signals, blocked_signals, quick_imports
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
+from allranks.show.console import PeopleConsole
 from allranks.timing.steps import result
 
 if TYPE_CHECKING:
@@ -57,53 +57,6 @@ class Outcome:
     exit_code: int
     error: AllranksError | None = None
     can_go_on: bool = False  # in a later attempt, from where it is or from a checkpoint
-
-
-def run_here(
-    prepared: Prepared, place: Place, screen: Screen, signals: Signals | None = None
-) -> Outcome:
-    """Run a prepared job to its end on this machine. `signals`: to see those that came."""
-    here = ranks_here(prepared, place)
-    checks.check_supported(prepared.job)
-    remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
-    if place.node_rank is None and prepared.layout.nodes > 1:
-        remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
-    remarks += prepare.environment_warnings(prepared.job)
-    extends = any(change["key"] != "layout" for change in prepared.changes)
-    if prepared.run is not None and prepared.run.state() == "finished" and not extends:
-        screen.remark(f"run {prepared.run.name} is finished already")
-        return Outcome(prepared.run, result(prepared.run), 0)
-    checks.check_command(prepared.job)
-    remarks += checks.settle_precision(prepared)
-    with ExitStack() as held:
-        signals = signals or held.enter_context(listening())
-        if prepared.request.leads:
-            prepared = prepare.hold_run(prepared, held)
-            prepare.open_run(prepared)  # before the seconds that importing torch takes
-        launch = Launch(prepared, place, here, signals, screen)
-        for remark in [*remarks, *prepared.remarks]:
-            screen.remark(remark)
-        return launch.run_to_end()
-
-
-def ranks_here(prepared: Prepared, place: Place) -> int:
-    layout = prepared.layout
-    if place.node_rank is None:
-        if place.master is not None:
-            raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
-        check_allocation(layout, prepared.request, os.environ)
-        return layout.ranks
-    if place.master is None and layout.nodes > 1:
-        raise AllranksError(
-            "--node-rank is given without --master",
-            fix="add --master HOST:29500, HOST being the machine of node 0",
-        )
-    if not 0 <= place.node_rank < layout.nodes:
-        raise AllranksError(
-            f"--node-rank {place.node_rank} is not a node of layout {layout}",
-            fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
-        )
-    return layout.gpus
 
 
 class Launch:
@@ -371,6 +324,27 @@ class Launch:
         if prepare.has_checkpoint(self.prepared, self.run):
             return STOPPED_AT_CHECKPOINT
         return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
+
+
+def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:
+    """The ranks of one node beside those of others, for whom somebody else speaks of the run.
+
+    0 unless ranks of its own failed by themselves. Ranks have logs: nothing is shown twice.
+    """
+    screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
+    if place.node_rank:
+        screen.mute()
+    launch = None
+    try:
+        launch = Launch(prepared, place, prepared.layout.gpus, signals, screen)
+        states = launch.run_ranks()
+    except AllranksError as error:  # other nodes did not come, or node 0 is silent
+        print(error.shown, flush=True)
+        states = launch.own_states() if launch is not None else {"failed"}
+        return error.exit_code if "failed" in states and not signals.received else 0
+    if launch.disk_error is not None:
+        print(launch.disk_error.shown, flush=True)
+    return 1 if "failed" in states and not signals.received else 0
 
 
 def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     held.enter_context(run.held())
     jobs = run.info().get("jobs")
     if jobs:
-        check_not_in_slurm(run)
+        check_not_in_queue(run)
     unseen = run.refuse_if_held_unseen()
     try:
         # Jobs of this run that wait in a queue, and processes that see no lock, find it taken.
@@ -217,14 +217,14 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
     return now
 
 
-def check_not_in_slurm(run: RunDir) -> None:
+def check_not_in_queue(run: RunDir) -> None:
     """Refuse to take a run from a job that trains it: locks are not seen on every file system."""
-    from allranks.run import run_state
+    from allranks.launch import backends
 
-    queue = run_state.look_at_queue([run])
+    queue = backends.look([run])
     holder = claims.newest(run.claims)
     job = queue.jobs.get(holder.job) if holder is not None else None
-    if job is not None and job.state in run_state.RUNNING:
+    if job is not None and not job.waits:
         raise AllranksError(
             f"run {run.name} is trained by job {job.job} on {', '.join(job.nodes)}",
             fix=f"stop it first: allranks stop {run.name}",

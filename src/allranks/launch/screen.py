@@ -20,6 +20,7 @@ from allranks.launch.status_line import NotedProgress, Notes, StatusLine
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord
 from allranks.run.results import steps_by_rank
 from allranks.show.numbers import count, duration
 
@@ -185,8 +186,7 @@ class Screen:
 
     def _show_progress(self) -> None:
         if self._start is None:
-            found = (e for e in read_events(self._events) if e["event"] == "start")
-            self._start = next(found, None)
+            self._start = next(read_events(self._events, kind="start"), None)
             if self._start is None:
                 return
             assert self._run is not None and self._job is not None
@@ -229,7 +229,7 @@ class Bar:
             self._progress.start()
 
     def show(self, events: list[dict[str, Any]]) -> None:
-        steps = [event for event in events if event["event"] == "step"]
+        steps = RankRecord(0, events).steps
         if not steps:
             return
         losses = [event["loss"] for event in steps if event.get("loss") is not None]

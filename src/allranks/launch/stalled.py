@@ -18,9 +18,9 @@ from allranks.run import stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.progress import LEAST_SECONDS, patience_to_end
+from allranks.run.record import RankRecord
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
-    PROGRESS,
     Blame,
     RankState,
     blame,
@@ -183,12 +183,11 @@ class StallWatch:
     def _has_moved(self, attempt: int, num_ranks: int) -> bool:
         newest = dict(self._newest)
         for rank in range(self.first_rank, self.first_rank + num_ranks):
-            events = read_last_events(self.run.events(attempt, rank))
-            times = [float(event["t"]) for event in events if event["event"] in PROGRESS]
-            if any(event["event"] == "step" for event in events):
+            record = RankRecord(rank, read_last_events(self.run.events(attempt, rank)))
+            if record.steps:
                 self._stepped = attempt
-            if times:  # a long silence fills the end of the file with signs of life
-                newest[rank] = (attempt, max(times))
+            if record.moves:  # a long silence fills the end of the file with signs of life
+                newest[rank] = (attempt, max(record.moves))
         has_moved = newest != self._newest
         self._newest = newest
         return has_moved

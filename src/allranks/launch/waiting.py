@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.launch import backends
 from allranks.run import claims, missing, run_state
 from allranks.run.folder import RunDir
 
-FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to SLURM
+FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to a queue
 SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
 ENDING_SECONDS = 15.0  # for what other nodes' launchers write at the end
 EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 75}
@@ -22,7 +23,7 @@ def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
     told, pause = "", FIRST_PAUSE
     had_ended = False
     while True:
-        now = run_state.describe(run, run_state.look_at_queue([run]))
+        now = run_state.describe(run, backends.look([run]))
         now["attempt"] = attempt_of_job(run)
         words = in_words(now)
         is_over = now["state"] in EXIT_CODES

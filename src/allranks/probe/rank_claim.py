@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import socket
 from contextlib import suppress
@@ -14,7 +13,7 @@ from allranks.run.events import append_event, read_events, to_json
 from allranks.run.folder import TWICE, write_atomically
 
 STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever that rank then starts
-EARLY_EVENTS = 200
+EARLY_BYTES = 1 << 16
 MOST_PARENTS = 100
 
 
@@ -36,8 +35,7 @@ def claim_rank(path: Path, rank: int) -> IO[bytes]:
         pass  # a disk without locks
     if is_free:
         append_event(path, "recorder", **own)
-    events = itertools.islice(read_events(path), EARLY_EVENTS)
-    before = [event for event in events if event["event"] == "recorder"]
+    before = [*read_events(path, EARLY_BYTES, kind="recorder")]
     others = [one for one in before if (one["pid"], one["host"]) != (own["pid"], own["host"])]
     # A script may train one thing after another, each in a process of its own.
     if is_free and all(one["of"] == own["of"] for one in others):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,11 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord, newest_window, read_ranks
 from allranks.run.results import outcome, samples_per_epoch
-from allranks.run.run_state import unreadable
+from allranks.run.run_state import KILLED, NEVER_STARTED, unreadable
 from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
 from allranks.timing.samples_seen import remarks
 from allranks.timing.steps import Timing, timing
@@ -88,14 +87,15 @@ def _read_run(run: RunDir) -> RunFacts:
     info, job = run.info(), run.job()
     attempts = run.attempts()
     found = outcome(run)
-    start = first_start(run, attempts)
     layout = parse_layout(found["layout"])
-    seen = read_ranks(run, attempts)
-    measured = timing(run)
-    odd = remarks(run, measured)
+    seen = AllRanks(run, attempts)
+    start = seen.last[min(seen.last)].start if seen.last else {}
+    measured = timing(run, records=seen.last)
+    odd = remarks(run, measured, seen.last)
     device, memory = device_of(start, info, seen)
     layouts = {one.get("layout") for one in info.get("attempts", []) if isinstance(one, dict)}
     state = found["state"]
+    said = {name: value for name, value in found["metrics"].items() if value is not None}
     return RunFacts(
         run=run.name,
         run_dir=str(run.path),
@@ -115,24 +115,14 @@ def _read_run(run: RunDir) -> RunFacts:
         samples=found["samples"] or seen.samples or None,
         target_samples=target_samples({**job, **bench_of(info).get("job", {})}, start),
         samples_per_epoch=samples_per_epoch(run),
-        is_complete=state == "finished" and not seen.has_window,
-        # A script's start and end have its imports between them, a task's measured time has not.
-        seconds=(seen.seconds if job.get("command") else found["seconds"]) or None
-        if len(layouts) <= 1
-        else None,
+        is_complete=state == "finished" and newest_window(seen.last.values()) is None,
+        seconds=found["seconds"] or None if len(layouts) <= 1 else None,
         timing=measured,
         remarks=tuple(odd),
-        metrics=numbers(found["metrics"]) | seen.metrics | numbers(found["metrics"]),
-        loss=thinned(sorted(seen.losses.items())),
+        metrics=said | seen.metrics | said,
+        loss=thinned([(step, loss) for step, loss in sorted(seen.losses.items())]),
         utilization=seen.utilization(),
     )
-
-
-def first_start(run: RunDir, attempts: Sequence[int]) -> dict[str, Any]:
-    """What the first rank of the last attempt said of itself when it began."""
-    if not attempts:
-        return {}
-    return run.start(attempts[-1], min(run.ranks(attempts[-1]), default=0)) or {}
 
 
 def parse_layout(text: Any) -> Layout | None:
@@ -143,11 +133,12 @@ def parse_layout(text: Any) -> Layout | None:
 
 
 def device_of(
-    start: Mapping[str, Any], info: Mapping[str, Any], seen: RankEvents
+    start: Mapping[str, Any], info: Mapping[str, Any], seen: AllRanks
 ) -> tuple[str, int | None]:
     """What a rank computes on, and its memory."""
-    device = device_name(start, info, uses_gpu=bool(seen.percents))
-    memory = gpu_memory(info).get(device) or seen.memory_total
+    device = device_name(start, info, uses_gpu=bool(seen.of_devices("utilization")))
+    totals = [total for _, total in seen.of_devices("memory_total")]
+    memory = gpu_memory(info).get(device) or (totals[-1] if totals else None)
     return device, int(memory) if memory else None
 
 
@@ -170,7 +161,7 @@ def problem_of(
             return str(given_up["reason"])
         if failed:
             return failure_in_words(failed)
-        return "it was killed" if run.attempts() else "it never started"
+        return KILLED if run.attempts() else NEVER_STARTED
     if layout is None:
         return "it has not started yet"
     if measured is None:
@@ -180,51 +171,34 @@ def problem_of(
     return None
 
 
-class RankEvents:
-    """What is gathered from the events of all ranks in one pass."""
+class AllRanks:
+    """What the ranks of all attempts have recorded, one attempt in memory at a time.
 
-    def __init__(self) -> None:
+    Later attempts take the place of what they trained again; utilisation is of the last one.
+    """
+
+    def __init__(self, run: RunDir, attempts: Sequence[int]) -> None:
         self.samples = 0
-        self.seconds = 0.0  # from the first step to the last, of all attempts
-        self._begin, self._end = math.inf, -math.inf
-        self.losses: dict[float, float] = {}
+        self.losses: dict[int, float] = {}
         self.metrics: dict[str, float] = {}
-        self.percents: list[tuple[float, float]] = []
-        self.cpus: list[tuple[float, float]] = []
-        self.memory_total: int | None = None
-        self.has_window = False
+        self.last: dict[int, RankRecord] = {}  # of the last attempt
+        for attempt in attempts:
+            self.last = {}  # first: those of a long attempt take much memory
+            self.last = read_ranks(run, attempt)
+            for record in self.last.values():
+                self.samples += sum(event.get("samples", 0) for event in record.steps)
+                known = record.losses.items()
+                self.losses |= {step: loss for step, loss in known if loss is not None}
+                self.metrics |= record.metrics
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "step":
-            self._span(_number(event.get("t")), _number(event.get("seconds")))
-            self.samples += int(_number(event.get("samples")) or 0)
-            loss, step = _number(event.get("loss")), _number(event.get("step"))
-            if loss is not None and step is not None:
-                self.losses[step] = loss
-        elif kind == "metric" and _number(event.get("value")) is not None:
-            self.metrics[str(event.get("name"))] = float(event["value"])
-        elif kind == "window":
-            self.has_window = True
-        elif kind == "device":
-            when = _number(event.get("t"))
-            for field_name, points in (("utilization", self.percents), ("cpu", self.cpus)):
-                value = _number(event.get(field_name))
-                if value is not None and when is not None:
-                    points.append((when, value))
-            self.memory_total = event.get("memory_total") or self.memory_total
-
-    def _span(self, end: float | None, seconds: float | None) -> None:
-        if end is not None and seconds is not None:
-            self._begin, self._end = min(self._begin, end - seconds), max(self._end, end)
-
-    def next_attempt(self) -> None:
-        self.seconds += max(0.0, self._end - self._begin)
-        self._begin, self._end = math.inf, -math.inf
+    def of_devices(self, name: str) -> list[tuple[float, float]]:
+        """A field of all ranks' `device` events, with their times."""
+        events = [event for record in self.last.values() for event in record.devices]
+        return [(event["t"], event[name]) for event in events if event.get(name) is not None]
 
     def utilization(self) -> Curve | None:
         """The mean over the ranks as time goes by, in as many steps as a chart can show."""
-        points = sorted(self.percents or self.cpus)
+        points = sorted(self.of_devices("utilization") or self.of_devices("cpu"))
         if len(points) < 2:
             return None
         begin, end = points[0][0], points[-1][0]
@@ -236,34 +210,12 @@ class RankEvents:
         return thinned(rounded)
 
 
-def read_ranks(run: RunDir, attempts: Sequence[int]) -> RankEvents:
-    """Later attempts take the place of what they trained again; utilisation is of the last one."""
-    seen = RankEvents()
-    for attempt in attempts:
-        seen.percents, seen.cpus, seen.has_window = [], [], False
-        for rank in run.ranks(attempt):
-            for event in read_events(run.events(attempt, rank)):
-                seen.take(event)
-        seen.next_attempt()
-    return seen
-
-
-def thinned(points: list[tuple[float, float]]) -> Curve | None:
+def thinned(points: Sequence[tuple[float, float]]) -> Curve | None:
     """Evenly, with the last one kept; None for fewer than two points."""
     if len(points) < 2:
         return None
     stride = -(-len(points) // MAX_POINTS)
-    chosen = points[::stride]
+    chosen = [*points[::stride]]
     if chosen[-1] != points[-1]:
         chosen.append(points[-1])
     return Curve([x for x, _ in chosen], [y for _, y in chosen])
-
-
-def numbers(values: Any) -> dict[str, float]:
-    items = values.items() if isinstance(values, dict) else ()
-    return {str(name): value for name, value in items if _number(value) is not None}
-
-
-def _number(value: Any) -> float | None:
-    """A number of JSON; NaN was written as null."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

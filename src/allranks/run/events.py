@@ -174,18 +174,19 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(
-    path: Path, most: int | None = None, *, word: bytes = b""
+    path: Path, most: int | None = None, *, kind: str = "", word: bytes = b""
 ) -> Iterator[dict[str, Any]]:
     """The events of a file, checked; `most`: only of its first `most` bytes.
 
     A torn line (a killed rank) is skipped; a missing file has none. With `word` only lines that
-    contain it are parsed: a rare event costs little to look for.
+    contain it are parsed, with `kind` only events of that name: a rare one costs little to find.
     """
+    word = word or (f'"{kind}"'.encode() if kind else b"")
     try:
         with files.open_file(path) as file:
             for line in _lines(file, most):
                 event = parse_line(line, path) if word in line else None
-                if event is not None:
+                if event is not None and kind in ("", event["event"]):
                     yield event
     except FileNotFoundError:
         return
@@ -205,9 +206,13 @@ def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
 
 
 def read_last_events(
-    path: Path, num_bytes: int = 16384, *, word: bytes = b""
+    path: Path, num_bytes: int = 16384, *, kind: str = "", word: bytes = b""
 ) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file: what a progress display needs, at any size."""
+    """The events in the last `num_bytes` of a file: what a progress display needs, at any size.
+
+    `kind` and `word` as in `read_events`.
+    """
+    word = word or (f'"{kind}"'.encode() if kind else b"")
     try:
         with files.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -221,7 +226,7 @@ def read_last_events(
     if size > num_bytes:
         lines = lines[1:]  # the first is most likely cut
     found = [parse_line(line, path) for line in lines if line and word in line]
-    return [event for event in found if event is not None]
+    return [event for event in found if event is not None and kind in ("", event["event"])]
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from allranks.run import crash, files, stacks
-from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.frames import Frame, place_of, read_tracebacks, short_path, source_lines
+from allranks.run.record import read_ends
 from allranks.show.text import clean
 
 LAST_WORDS = 160  # characters
@@ -46,12 +46,8 @@ def failure(run: RunDir) -> dict[str, Any] | None:
 
 def _ended_early(run: RunDir, attempt: int, ranks: Sequence[int]) -> str:
     """Ranks that finished while others still needed them: mostly they ran out of data."""
-    steps = [
-        event["step"]
-        for event in read_last_events(run.events(attempt, ranks[0]), 1 << 16, word=b'"step"')
-        if event["event"] == "step"
-    ]
-    after = f" after step {steps[-1]}" if steps else ""
+    step = read_ends(run, attempt, ranks[0]).last_step
+    after = f" after step {step}" if step else ""
     return f"{ranks_in_words(ranks)} had ended by then{after}, without an error"
 
 
@@ -325,17 +321,14 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
     if found.get("error"):
         return {}
     more: dict[str, Any] = {"is_last_seen": True}
-    events = read_last_events(run.events(attempt, rank), 1 << 18)
-    steps = [event["step"] for event in events if event["event"] == "step"]
-    if steps:
-        more["steps"] = steps[-1]
-    places = [event["at"] for event in events if event.get("at")]
-    if places:
-        more |= dict(zip(("file", "line", "function"), places[-1], strict=True))
-        more["frames"] = [[*places[-1], ""]]
-    times = [event["t"] for event in events if event["event"] != "end"]
-    if times:  # the launcher wrote its end, some time after others had reported theirs
-        more["t"] = min(found["t"], times[-1])
+    record = read_ends(run, attempt, rank, 1 << 18)
+    if record.last_step:
+        more["steps"] = record.last_step
+    if record.place:
+        more |= dict(zip(("file", "line", "function"), record.place, strict=True))
+        more["frames"] = [[*record.place, ""]]
+    if record.heard:  # the launcher wrote its end, some time after others had reported theirs
+        more["t"] = min(found["t"], record.heard)
     if "signal" not in found:
         more["said"] = last_words(Path(found["log"]))
         line = _only_exit(more.get("file", ""))

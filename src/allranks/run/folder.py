@@ -51,8 +51,7 @@ class RunDir:
     @property
     def resume_command(self) -> str:
         """What to type to go on with the run."""
-        word = "resume" if self.info().get("backend") == "slurm" else "run --resume"
-        return f"allranks {word} {self.reference}"
+        return f"allranks resume {self.reference}"
 
     @property
     def reference(self) -> str:
@@ -86,7 +85,11 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""
-        return files.numbers_in(self.path / "attempts")
+        found = files.numbers_in(self.path / "attempts")
+        # One that was described, but has no rank yet, has not begun.
+        while found and not (self.ranks(found[-1]) or self.logs(found[-1])):
+            found.pop()
+        return found
 
     def ranks(self, attempt: int) -> list[int]:
         """Ranks that wrote events in an attempt."""
@@ -97,8 +100,8 @@ class RunDir:
         return files.numbers_in(self.attempt(attempt), "rank-", ".log")
 
     def job_logs(self) -> list[Path]:
-        """What SLURM's jobs have said, the newest last."""
-        named = [e for e in files.entries(self.folder) if re.fullmatch(r"slurm-.*\.log", e.name)]
+        """What the place where it ran has said besides its ranks, the newest last."""
+        named = [e for e in files.entries(self.folder) if re.fullmatch(r"[\w-].*\.log", e.name)]
         found = [(e.stat().st_mtime, e.name) for e in named if e.is_file(follow_symlinks=False)]
         return [self.path / name for _, name in sorted(found)]
 
@@ -163,10 +166,7 @@ class RunDir:
 
     def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
         """The start event of a rank, if it came that far."""
-        for event in read_events(self.events(attempt, rank), HEAD_BYTES):
-            if event["event"] == "start":
-                return event
-        return None
+        return next(read_events(self.events(attempt, rank), HEAD_BYTES, kind="start"), None)
 
     def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
         """The end event of a rank, if it has ended in order."""
@@ -180,16 +180,14 @@ class RunDir:
         """Events of a kind that is written near the end of a file."""
         path = self.events(attempt, rank)
         for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
-            last = read_last_events(path, num_bytes, word=f'"{kind}"'.encode())
-            events = [event for event in last if event["event"] == kind]
+            events = read_last_events(path, num_bytes, kind=kind)
             if events or not files.is_regular(path) or path.stat().st_size <= num_bytes:
                 break
         return events
 
     def window(self, attempt: int) -> dict[str, Any] | None:
         """The steps that the probe was to measure, if it came so far: first, last, steady."""
-        events = read_events(self.events(attempt, 0))
-        return next((event for event in events if event["event"] == "window"), None)
+        return next(read_events(self.events(attempt, 0), kind="window"), None)
 
     def state(self) -> State:
         """One word for the whole run, from its folder alone (SLURM may know better).

@@ -2,121 +2,80 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.errors import AllranksError
 from allranks.run import claims
-from allranks.run.events import read_last_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
-from allranks.run.record import final_step
+from allranks.run.record import RankRecord, final_step, read_lead
 from allranks.show.text import plain
-from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
-from allranks.slurm.reasons import end_reason, waiting_reason
 
-QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
-ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
-# States of a job on its nodes; squeue lists those in any other because they wait.
-RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
-RECENT_STEPS_BYTES = 1 << 15
+KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """One line of squeue."""
+    """A job that waits or runs."""
 
     job: str
-    state: str
-    reason: str
+    state: str  # in the queue's own word
+    reason: str  # why it waits, in the queue's own word
     start: str | None  # when it began, or is expected to
     nodes: tuple[str, ...]
-
-    @property
-    def waits(self) -> bool:
-        return self.state not in RUNNING
+    waits: bool = True
+    why: str = ""  # the reason in our words
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """What sacct remembers of a job."""
+    """What is remembered of a job that has left its queue."""
 
     job: str
-    state: str
+    state: str  # in the queue's own word
     exit_code: str
     nodes: tuple[str, ...] = ()
+    reason: str | None = None  # why it ended; None: it did what it was to do
 
 
 @dataclass(slots=True)
 class Queue:
-    """All of the user's jobs at one moment. `silent`: why SLURM could not be asked."""
+    """What a place knows of its runs' jobs at one moment. `silent`: why it could not be asked."""
 
     jobs: dict[str, QueuedJob] = field(default_factory=dict)
     ended: dict[str, EndedJob] = field(default_factory=dict)
     silent: str | None = None
+    name: str = "the queue"
 
 
-def parse_queue(printed: str) -> dict[str, QueuedJob]:
-    """What `squeue -h -o QUEUE_FORMAT` printed."""
-    found = {}
-    for line in printed.splitlines():
-        job, state, reason, start, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
-        if not job.strip().isdigit():
-            continue  # an array's, or a message of the site's
-        with suppress(AllranksError):
-            found[job] = QueuedJob(
-                job,
-                state,
-                reason,
-                None if start in ("", "N/A", "Unknown") else start,
-                tuple(nodelist.expand(nodes)),
-            )
-    return found
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Whether a run waits, trains or has ended, why, and where."""
+
+    state: State = "queued"
+    reason: str | None = None
+    layout: str = ""
+    expected_start: str | None = None
+    jobs: tuple[str, ...] = ()  # that hold it, or wait to
+    nodes: tuple[str, ...] = ()  # that it trains on
 
 
-def parse_ended(printed: str) -> dict[str, EndedJob]:
-    """What `sacct -n -P -X -o ENDED_FIELDS` printed; the last line on a job counts."""
-    found = {}
-    for line in printed.splitlines():
-        job, state, exit_code, _, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
-        if not job.isdigit():
-            continue
-        found[job] = EndedJob(job, state, exit_code)
-        with suppress(AllranksError):  # "None assigned"
-            found[job] = EndedJob(job, state, exit_code, tuple(nodelist.expand(nodes)))
-    return found
-
-
-def look_at_queue(runs: Sequence[RunDir]) -> Queue:
-    """One squeue for all of the user's jobs, and one sacct for those that have left it."""
-    wanted = {run.name: run.info().get("jobs", []) for run in runs}
-    wanted = {name: jobs for name, jobs in wanted.items() if jobs}
-    if not wanted:
-        return Queue()
-    queue = Queue()
-    try:
-        printed = slurm.call("squeue", "-h", "-u", str(os.getuid()), "-o", QUEUE_FORMAT)
-        queue.jobs = parse_queue(printed)
-    except slurm.SlurmError as error:
-        return Queue(silent=error.what)
-    gone = [
-        job
-        for run in runs
-        if run.name in wanted and run.info().get("ended") is None
-        for job in wanted[run.name]
-        if job not in queue.jobs
-    ]
-    if gone:
-        with suppress(slurm.SlurmError):  # there is no sacct without a database
-            queue.ended = parse_ended(
-                slurm.call("sacct", "-n", "-P", "-X", "-j", ",".join(gone), "-o", ENDED_FIELDS)
-            )
-    return queue
+def look_at_run(run: RunDir, info: dict[str, Any], queue: Queue) -> RunState:
+    """The state of a run by its folder, its run.json and one look at the queue."""
+    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
+    state = state_of(run, info, jobs, queue)
+    holder = claims.newest(run.claims) if state == "running" else None
+    active = [job for job in jobs if not job.waits]
+    starts = [job.start for job in jobs if job.waits and job.start]
+    return RunState(
+        state=state,
+        reason=reason_of(run, info, state, jobs, queue),
+        layout=holder.layout if holder and holder.layout else info.get("layout", ""),
+        expected_start=min(starts, default=None) if state == "queued" else None,
+        jobs=tuple(job.job for job in active or jobs),
+        nodes=tuple(sorted({node for job in active for node in job.nodes})),
+    )
 
 
 def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
@@ -139,53 +98,56 @@ def unreadable(error: Exception) -> str:
 
 def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     info = run.info()
-    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
-    state = state_of(run, info, jobs, queue)
-    active = [job for job in jobs if job.state in RUNNING]
+    now = look_at_run(run, info, queue)
     holder = claims.newest(run.claims)
-    layout = info.get("layout", "")
-    if state == "running" and holder is not None and holder.layout:
-        layout = holder.layout
-    step, steps = _last_step(run), _last_step_to_come(run, info)
+    lead = read_lead(run)
+    is_measured = "bench" in info and lead.start
+    steps = final_step(lead.start, info, run.window(run.attempts()[-1]) if is_measured else None)
     return {
         "run": run.name,
         "run_dir": str(run.path),
-        "state": state,
-        "layout": layout,
-        "jobs": [job.job for job in (active or jobs)] or info.get("jobs", []),
-        "reason": reason_of(run, info, state, jobs, queue),
-        "step": step,
+        "state": now.state,
+        "layout": now.layout,
+        "jobs": [*now.jobs] or info.get("jobs", []),
+        "reason": now.reason,
+        "step": lead.steps_made,
         "steps": steps,
-        "seconds_left": seconds_left(run, state, step, steps),
-        "expected_start": min((job.start for job in jobs if job.waits and job.start), default=None)
-        if state == "queued"
-        else None,
+        "seconds_left": seconds_left(lead, steps) if now.state == "running" else None,
+        "expected_start": now.expected_start,
         "job": holder.job or None if holder is not None else None,  # of the newest attempt
-        "nodes": sorted({node for job in active for node in job.nodes}),
+        "nodes": [*now.nodes],
         "attempt": max(run.attempts(), default=None),
     }
 
 
 def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue: Queue) -> State:
-    """SLURM's word where it has one: a folder cannot tell a lost job from a silent one."""
-    if info.get("backend") != "slurm":
+    """The queue's word where it has one: a folder cannot tell a lost job from a silent one."""
+    if not is_of_jobs(run, info):
         return run.state()
     if queue.silent:
         # The folder shows no sign of life where the file system has no locks.
         is_begun = claims.newest(run.claims) is not None and not _has_ended(run)
         return "running" if is_begun and not info.get("queued") else run.state()
-    if any(job.state in RUNNING for job in jobs):
+    if any(not job.waits for job in jobs):
         if run.is_live():
             return "running"
         if _has_ended(run) and (info.get("ended") or run.ended_state() == "finished"):
             return run.ended_state()
-        # One that has stopped short may be about to be requeued: SLURM has not said yet.
+        # One that has stopped short may be about to be requeued: the queue has not said yet.
         return "queued" if info.get("queued") else "running"
     if jobs:
         return "queued"
     if run.is_live():
         return "running"
     return run.ended_state()
+
+
+def is_of_jobs(run: RunDir, info: dict[str, Any]) -> bool:
+    """Whether jobs in a queue have the run: it was sent after anybody else had it."""
+    jobs, holder = info.get("jobs"), claims.newest(run.claims)
+    if not jobs or holder is None or holder.job:
+        return bool(jobs)
+    return any(one["claim"] > holder.number for one in info.get("racers", {}).values())
 
 
 def _has_ended(run: RunDir) -> bool:
@@ -200,11 +162,11 @@ def reason_of(
     run: RunDir, info: dict[str, Any], state: State, jobs: Sequence[QueuedJob], queue: Queue
 ) -> str | None:
     """Why it waits, or why it ended, in words."""
-    if queue.silent and info.get("backend") == "slurm" and state in ("queued", "running"):
-        return f"SLURM does not answer: {queue.silent}"
+    if queue.silent and is_of_jobs(run, info) and state in ("queued", "running"):
+        return f"{queue.name} does not answer: {queue.silent}"
     lost = [lost_words(run) or ""]
     if state == "queued":
-        waiting = [waiting_reason(job.reason) for job in jobs if job.waits]
+        waiting = [job.why for job in jobs if job.waits]
         return "; ".join(filter(None, dict.fromkeys(lost + waiting))) or None
     if state == "running":
         return "; ".join(filter(None, [*lost, _will_stop(run)])) or None
@@ -216,11 +178,13 @@ def reason_of(
     holder = claims.newest(run.claims)
     concerned = [holder.job] if holder is not None else info.get("jobs", [])
     ended = [queue.ended[job] for job in concerned if job in queue.ended]
-    told = [end_reason(job.state, job.exit_code) for job in ended if "COMPLETED" not in job.state]
+    told = [job.reason for job in ended if job.reason is not None]
     failed = failure(run)
     if failed is None or failed["exit"] is None:
-        return "; ".join(dict.fromkeys(told)) or None
-    # Of a rank that failed by itself, SLURM only knows that something did.
+        if told or state == "stopped":
+            return "; ".join(dict.fromkeys(told)) or None
+        return KILLED if run.attempts() else NEVER_STARTED
+    # Of a rank that failed by itself, the queue only knows that something did.
     told = [text for text in told if not text.startswith("failed")]
     return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
 
@@ -242,30 +206,9 @@ def _will_stop(run: RunDir) -> str | None:
     return f"{stop['why']} after a checkpoint" if stop["moves"] else "was asked to stop"
 
 
-def _last_step_to_come(run: RunDir, info: dict[str, Any]) -> int | None:
-    attempts = run.attempts()
-    start = run.start(attempts[-1]) if attempts else None
-    if start is None:
+def seconds_left(lead: RankRecord, steps: int | None) -> float | None:
+    """Steps that are left, at the pace of the last ones: measured, so only of a run that runs."""
+    made, recent = lead.last_step, lead.clock_seconds()
+    if made is None or steps is None or recent is None:
         return None
-    steps = final_step(start, info, None)
-    if steps is None and start.get("steps"):  # one that is measured
-        steps = final_step(start, info, run.window(attempts[-1]))
-    return steps
-
-
-def _last_step(run: RunDir) -> int | None:
-    for attempt in reversed(run.attempts()):
-        events = read_last_events(run.events(attempt, 0))
-        steps = [event["step"] for event in events if event["event"] == "step"]
-        if steps:
-            return int(steps[-1])
-    return None
-
-
-def seconds_left(run: RunDir, state: State, step: int | None, steps: int | None) -> float | None:
-    """Steps that are left, at the pace of the last ones; measured, so only of a run that runs."""
-    if state != "running" or step is None or steps is None:
-        return None
-    events = read_last_events(run.events(run.attempts()[-1], 0), RECENT_STEPS_BYTES)
-    recent = [e["seconds"] for e in events if e["event"] == "step" and "seconds" in e]
-    return round((steps - step) * statistics.fmean(recent), 1) if recent else None
+    return round((steps - made) * recent, 1)

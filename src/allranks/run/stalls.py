@@ -11,19 +11,16 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from allranks.run import progress, stacks
-from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord, read_ends
 from allranks.run.stacks import Stack
 from allranks.show.text import clean
 
 RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
-# Events that tell of getting on.
-PROGRESS = ("start", "step", "metric", "checkpoint")
 MOST_NAMES, MOST_PLACES = 5, 3
 PLURALS = {"is": "are", "has": "have", "gives": "give", "waits": "wait"}
 
@@ -59,53 +56,41 @@ class Blame:
 def read_states(run: RunDir, attempt: int) -> list[RankState]:
     """All ranks of an attempt that have written anything."""
     begun = run.attempt(attempt).stat().st_mtime  # the ranks' files were made then
-    return [
-        state_of(
-            rank,
-            _last_events(run, attempt, rank),
-            run.start(attempt, rank) or {"event": "start", "t": begun},
-        )
-        for rank in run.ranks(attempt)
-    ]
+    return [state_of(_recent(run, attempt, rank), begun) for rank in run.ranks(attempt)]
 
 
-def _last_events(run: RunDir, attempt: int, rank: int) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
+def _recent(run: RunDir, attempt: int, rank: int) -> RankRecord:
     # Of one rank far back: the pauses of its evaluations are the others' too.
     for num_bytes in RECENT_BYTES[1:] if rank == 0 else RECENT_BYTES:
-        events = read_last_events(run.events(attempt, rank), num_bytes)
-        if sum(event["event"] == "step" for event in events) > 1:
+        record = read_ends(run, attempt, rank, num_bytes)
+        if len(record.steps) > 1:
             break
-    return events
+    return record
 
 
-def state_of(rank: int, events: Sequence[Mapping[str, Any]], start: Mapping[str, Any]) -> RankState:
-    """From a rank's last events, and its first."""
-    steps = [event for event in events if event["event"] == "step"]
-    devices = [event for event in events if event["event"] == "device"]
-    moves = [float(e["t"]) for e in (start, *events) if e.get("event") in PROGRESS]
-    ends = [event for event in events if event["event"] == "end"]
-    progress = max(moves, default=0.0)
+def state_of(record: RankRecord, begun: float = 0.0) -> RankState:
+    """From a rank's start and its last events; `begun`: when its attempt did."""
+    progress = max(record.moves, default=begun)
     # A heartbeat tells where the rank is now only if it has not got on since.
-    beats = [event for event in devices if event["t"] > progress]
+    beats = [event for event in record.devices if event["t"] > progress]
     beat = beats[-1] if beats else {}
     # Ranks beat at different moments: only a count that stands still can be compared.
     stands = len({event.get("collectives") for event in beats[-2:]}) == 1 < len(beats)
-    counts = [int(event["step"]) for event in steps[-1:]]
-    gaps = [after - before for before, after in itertools.pairwise(sorted(moves[1:]))]
+    moves = sorted([*record.moves][1:])
+    gaps = [after - before for before, after in itertools.pairwise(moves)]
     if len(gaps) >= STEADY_GAPS:  # first steps compile, connect, and take as long as they like
         gaps = gaps[WARM_UP_GAPS:]
-    seconds = [float(event["seconds"]) for event in steps if "seconds" in event]
+    seconds = [float(event["seconds"]) for event in record.timed_steps.values()]
     return RankState(
-        rank=rank,
-        node=start.get("host"),
+        rank=record.rank,
+        node=record.start.get("host"),
         progress=progress,
-        heard=max((float(event["t"]) for event in (start, *events) if "t" in event), default=0.0),
-        step=max(counts, default=None),
+        heard=record.last_time or begun,
+        step=record.last_step,
         made=beat.get("step"),
         doing=beat.get("doing"),
         collectives=beat.get("collectives") if stands else None,
-        ended=ends[-1]["state"] if ends else None,
+        ended=record.end["state"] if record.end else None,
         usual=statistics.median(seconds) if seconds else None,
         longest=max(gaps, default=None),
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import signal
 
+# States of a job on its nodes; squeue lists those in any other because they wait.
+RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
+
 WAITING = {
     "none": "not looked at by the scheduler yet",
     "waitingforscheduling": "not looked at by the scheduler yet",

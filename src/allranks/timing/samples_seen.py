@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from allranks.run.events import read_events
 from allranks.run.folder import RunDir
+from allranks.run.record import EARLY_EVENTS, RankRecord, read_ranks
 from allranks.timing.steps import Timing
 
-MAX_EVENTS = 4000  # of a rank: the first batches and steps
 FEWEST_BATCHES = 2  # that must be alike before it is no chance
 UNEVEN = 0.02  # of the samples of a step
 LEAST_EXCHANGED = 1e-5  # of a step
@@ -20,13 +18,9 @@ APART = "no exchange between its ranks was seen"
 Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
 
 
-def first_events(run: RunDir, attempt: int, rank: int) -> list[dict[str, Any]]:
-    return [*itertools.islice(read_events(run.events(attempt, rank)), MAX_EVENTS)]
-
-
-def fingerprints(events: Sequence[Mapping[str, Any]]) -> Fingerprints:
-    """Of the loader that is trained on; of several that cannot be told apart, none."""
-    seen = [e for e in events if e["event"] == "batch" and e.get("trained", True)]
+def fingerprints(record: RankRecord) -> Fingerprints:
+    """Of the loader that a rank trains on; of several that cannot be told apart, none."""
+    seen = [event for event in record.others["batch"] if event.get("trained", True)]
     loader = min((e["loader"] for e in seen if "loader" in e), default=None)
     found: Fingerprints = {}
     for event in seen:
@@ -67,11 +61,11 @@ def same_order(seen: Mapping[int, Fingerprints]) -> bool:
     return len(alike) > 1 and all(alike)
 
 
-def samples_by_rank(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
     """Samples of a step, in the mean of the steps that all ranks have made."""
     steps = {
-        rank: {e["step"]: e["samples"] for e in those if e["event"] == "step" and "samples" in e}
-        for rank, those in events.items()
+        rank: {event["step"]: event["samples"] for event in record.steps if "samples" in event}
+        for rank, record in records.items()
     }
     common = set.intersection(*map(set, steps.values())) if steps else set()
     if not common:
@@ -86,13 +80,19 @@ def exchanges(timing: Timing) -> bool:
     return timing.parts["comm"] + timing.parts["straggler"] > LEAST_EXCHANGED * timing.step_seconds
 
 
-def remarks(run: RunDir, timing: Timing | None) -> list[str]:
-    """What makes a run's pace another one than that of a training by all ranks together."""
+def remarks(
+    run: RunDir, timing: Timing | None, records: Mapping[int, RankRecord] | None = None
+) -> list[str]:
+    """What makes a run's pace another one than that of a training by all ranks together.
+
+    `records`: of its last attempt, if they are read.
+    """
     attempts = run.attempts()
     if not attempts or timing is None or timing.ranks < 2:
         return []
-    events = {rank: first_events(run, attempts[-1], rank) for rank in run.ranks(attempts[-1])}
-    seen = {rank: fingerprints(those) for rank, those in events.items()}
+    if records is None:
+        records = read_ranks(run, attempts[-1], EARLY_EVENTS)
+    seen = {rank: fingerprints(record) for rank, record in records.items()}
     found = []
     if not exchanges(timing):
         found.append(
@@ -104,7 +104,7 @@ def remarks(run: RunDir, timing: Timing | None) -> list[str]:
         found.append(f"ranks {ranks} read the same samples: give the loader a DistributedSampler")
     if same_order(seen):
         found.append("every epoch has the same order: call sampler.set_epoch(epoch)")
-    samples = samples_by_rank(events)
+    samples = samples_by_rank(records)
     if samples:
         least, most = (choose(samples, key=lambda rank: samples[rank]) for choose in (min, max))
         if samples[most] - samples[least] > UNEVEN * samples[most]:

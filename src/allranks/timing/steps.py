@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allranks.run.events import read_events
 from allranks.run.folder import RunDir, State
+from allranks.run.record import RankRecord, newest_window, read_ranks
 from allranks.run.results import outcome
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
@@ -63,27 +63,24 @@ class Timing:
         return self.last_step - self.first_step + 1
 
 
-def timing(run: RunDir, attempt: int | None = None) -> Timing | None:
-    """The measured window of a run's attempt, the last by default.
+def timing(
+    run: RunDir, attempt: int | None = None, records: Mapping[int, RankRecord] | None = None
+) -> Timing | None:
+    """The measured window of a run's attempt, the last by default; `records`: if they are read.
 
     None unless every rank has made the same two steps at least.
     """
     attempts = run.attempts()
     if not attempts:
         return None
-    number = attempts[-1] if attempt is None else attempt
-    steps: dict[int, dict[int, Event]] = {rank: {} for rank in run.ranks(number)}
-    window: Event | None = None
-    for rank in steps:
-        for event in read_events(run.events(number, rank)):
-            if event["event"] == "step" and "seconds" in event:
-                steps[rank][event["step"]] = event
-            elif event["event"] == "window" and event["first"] >= (window or event)["first"]:
-                window = event  # of ranks that never meet, each has its own
-            elif event["event"] == "end" and (event.get("error") or {}).get("own_ranks"):
-                return None  # of an unknown number of trainings
+    if records is None:
+        records = read_ranks(run, attempts[-1] if attempt is None else attempt)
+    ends = [record.end or {} for record in records.values()]
+    if any((end.get("error") or {}).get("own_ranks") for end in ends):
+        return None  # of an unknown number of trainings
     layout = str(run.info().get("layout", ""))
-    return timing_of(steps, window, one_clock=layout.startswith("1x"))
+    steps = {rank: record.timed_steps for rank, record in records.items()}
+    return timing_of(steps, newest_window(records.values()), one_clock=layout.startswith("1x"))
 
 
 def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:

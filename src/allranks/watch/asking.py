@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from allranks.launch.backends import look
 from allranks.run.folder import RunDir
-from allranks.run.run_state import Queue, look_at_queue
+from allranks.run.run_state import Queue
 
 ASK_SECONDS = 10.0
 MAX_SECONDS = 120.0
@@ -21,7 +22,7 @@ Ask = Callable[[Sequence[RunDir]], Queue]
 class Asking:
     """The newest answer of SLURM. One thread asks; whoever wants to know never waits for it."""
 
-    def __init__(self, ask: Ask = look_at_queue, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, ask: Ask = look, clock: Callable[[], float] = time.monotonic):
         self.answer = Queue()
         self.has_answered = False
         self._ask = ask

@@ -82,9 +82,7 @@ class Bases:
         if not all([self.measure(one) for one in runs]):
             return None
         return compare(
-            Pace(
-                one.run.name, layout_of(one), pace_of(one), one.standing.state, timing=one.measured
-            )
+            Pace(one.run.name, layout_of(one), pace_of(one), one.status.state, timing=one.measured)
             for one in runs
         )
 
@@ -134,7 +132,7 @@ def pace_of(one: Followed) -> float | None:
     if one.is_measured:
         return one.pace
     lead, ranks = one.reader.lead, ranks_of(layout_of(one)) or 1
-    return one.reader.steady_pace(ranks) if lead and (lead.step or 0) >= MIN_STEPS else None
+    return one.reader.steady_pace(ranks) if lead and (lead.last_step or 0) >= MIN_STEPS else None
 
 
 def measure(one: Followed, max_bytes: int) -> None:

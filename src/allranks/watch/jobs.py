@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.run.run_state import RUNNING
 from allranks.show.secrets import redact, redact_all
 from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
-from allranks.slurm.reasons import waiting_reason
+from allranks.slurm.reasons import RUNNING, waiting_reason
 from allranks.watch.sampler import MARK
 
 SAMPLER = Path(__file__).with_name("sampler.py")

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.launch.backends import look
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.run_state import look_at_queue, unreadable
+from allranks.run.run_state import RunState, look_at_run, unreadable
 from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
 from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
 from allranks.watch.bases import Bases, Comparison, Key, sets_of
 from allranks.watch.reader import RunReader
-from allranks.watch.summary import Standing, judge, run_view
+from allranks.watch.summary import run_view
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView
 
 LOOK_SECONDS = 2.0  # between looks at a run that nobody has selected
@@ -51,7 +52,7 @@ class Followed:
     is_measured: bool = False  # it has ended, and its pace was read
     measured: Timing | None = None
     pace: float | None = None
-    standing: Standing = field(default_factory=Standing)
+    status: RunState = field(default_factory=RunState)
     view: RunView | None = None
     due: float = 0.0
     is_read: bool = False
@@ -63,7 +64,7 @@ class Followed:
 
     @property
     def is_active(self) -> bool:
-        return self.standing.state in ACTIVE
+        return self.status.state in ACTIVE
 
     @property
     def is_hidden(self) -> bool:
@@ -100,7 +101,7 @@ class Watcher:
         *,
         old: bool = False,
         stalled: float | None = None,
-        ask: Ask = look_at_queue,
+        ask: Ask = look,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder = runs
@@ -235,7 +236,7 @@ class Watcher:
             if is_changed:
                 one.problem = one.run.problem()
         except Exception as error:  # what nobody foresaw costs this run its line, not others theirs
-            one.standing, one.problem = Standing("failed"), unreadable(error)
+            one.status, one.problem = RunState("failed"), unreadable(error)
             one.is_read, one.due = True, now + SLEEP_SECONDS
         return is_changed or one.problem != before
 
@@ -244,7 +245,7 @@ class Watcher:
         was_active = one.is_active
         if is_changed or was_active or not one.is_settled:
             one.is_settled = not was_active and one.is_read  # judged again when all is written
-            one.standing = judge(one.run, one.info, self._asking.answer)
+            one.status = look_at_run(one.run, one.info, self._asking.answer)
         one.is_old = not self.shows_old and self._is_old(one)
         one.due = now + (self.look_seconds if one.is_active else SLEEP_SECONDS)
         is_wanted = all_ranks or not one.is_hidden

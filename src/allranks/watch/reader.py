@@ -7,19 +7,18 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.run.folder import RunDir
+from allranks.run.record import Event, RankRecord, lead_rank
 from allranks.timing.steps import split_waits
 from allranks.timing.timeline import DATA, PHASES, WAIT
 from allranks.watch.series import Points, Series
-from allranks.watch.tail import Event, EventTail
+from allranks.watch.tail import EventTail
 from allranks.watch.views import History, Parts, RankView
 
 RECENT_STEPS = 32
 MOMENTS, MOMENT_SECONDS = 120, 5.0  # ten minutes of a run, by which its time left is told
-MIN_CLOCK_SECONDS = 20.0
 MIN_ROWS = 4  # steps, to tell a slow rank from chance
 WORTH_A_MARK = 0.02  # of a step
 CLEARLY = 4.0  # standard errors: the last of 64 equal ranks is seldom so far off
@@ -30,35 +29,29 @@ DEVICE_KEYS = (
 )
 
 
-@dataclass(slots=True)
-class RankReader:
+class RankReader(RankRecord):
     """What one rank of one attempt has said so far, in bounded memory."""
 
-    rank: int
-    tail: EventTail
-    start: Event = field(default_factory=dict)
-    end: Event | None = None
-    window: Event | None = None  # of steps that are measured
-    device: Event = field(default_factory=dict)
-    network: Mapping[str, float] = field(default_factory=dict)
-    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    curves: dict[str, Series] = field(default_factory=dict)
-    moments: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOMENTS))
-    first_time: float | None = None
-    last_time: float | None = None
-    longest_pause: float = 0.0  # seconds between two steps
-    _past: Iterator[list[Event]] | None = None  # places in what was written before
+    def __init__(self, rank: int, tail: EventTail) -> None:
+        super().__init__(rank, most=RECENT_STEPS)
+        self.tail = tail
+        self.losses_of_run: Points | None = None  # where the lead rank adds its losses
+        self.curves: dict[str, Series] = {}
+        self.network: Mapping[str, float] = {}
+        self.moments: deque[tuple[float, int]] = deque(maxlen=MOMENTS)
+        self.longest_pause = 0.0  # seconds between two steps
+        self._past: Iterator[list[Event]] | None = None  # places in what was written before
 
-    def look(self) -> list[Event]:
-        """Read what is new."""
+    def look(self) -> bool:
+        """Read what is new; whether there was anything."""
         # A lead's losses are wanted from its whole file; of the others the last steps come first.
         if self.tail.offset == 0 and self.rank:
             events, self._past = self.tail.read_ends()
         else:
             events = self.tail.read()
         for event in events:
-            self._take(event)
-        return events
+            self.take(event)
+        return bool(events)
 
     def look_back(self, deadline: float) -> bool:
         """Read more of what was written before the first look, until that time; whether any."""
@@ -67,44 +60,40 @@ class RankReader:
             events = next(self._past, None)
             if events is None:
                 self._past = None
-            step = None  # at which a device was seen: the last one in the same place
-            for event in events or ():
-                if event["event"] == "step" and isinstance(event.get("step"), int):
-                    step = event["step"]
-                    self._draw(event)
-                elif event["event"] == "device" and step is not None:
-                    self._draw_use(step, event)
+            place = RankRecord(self.rank, events or ())
+            for event in place.steps:
+                self._draw(event)
+            for event in place.devices if place.last_step else ():  # at the last step there
+                self._draw_use(place.last_step or 1, event)
         return has_more
 
-    def _take(self, event: Event) -> None:
-        moment = event.get("t")
-        if isinstance(moment, int | float):
-            self.first_time = moment if self.first_time is None else self.first_time
-            self.last_time = moment
-        kind = event["event"]
-        if kind == "step" and isinstance(event.get("step"), int):
-            self._take_step(event)
-        elif kind == "device":
-            self.device = event
-            self.network = event.get("network") or self.network
-            self._draw_use(self.step or 1, event)
-        elif kind == "start":
-            self.start = event
-        elif kind == "end":
-            self.end = event
-        elif kind == "window":
-            self.window = event
+    @property
+    def device(self) -> Event:
+        """What it last said of its device."""
+        return self.devices[-1] if self.devices else {}
 
-    def _take_step(self, event: Event) -> None:
-        before = self.recent[-1] if self.recent else {}
+    def take_device(self, event: Event) -> None:
+        super().take_device(event)
+        self.network = event.get("network") or self.network
+        self._draw_use(self.last_step or 1, event)
+
+    def take_start(self, event: Event) -> None:
+        super().take_start(event)
+        if self.losses_of_run is not None and event.get("step") is not None:
+            self.losses_of_run.go_back(event["step"])
+
+    def take_step(self, event: Event) -> None:
+        before = self.steps[-1] if self.steps else {}
         # Between steps of a thinned file lies more than one step. The way to the first step is no
         # pause: whoever waits for it waits for imports and compilers.
         if event["step"] - before.get("step", event["step"]) == 1:
             self.longest_pause = max(self.longest_pause, event["t"] - before["t"])
-        self.recent.append(event)
+        super().take_step(event)
         if not self.moments or event["t"] - self.moments[-1][0] >= MOMENT_SECONDS:
             self.moments.append((event["t"], event["step"]))
         self._draw(event)
+        if self.losses_of_run is not None and "loss" in event:
+            self.losses_of_run.add(event["step"], event["loss"])
 
     def _draw(self, event: Event) -> None:
         for key in ("seconds", DATA, WAIT, "samples"):
@@ -120,29 +109,16 @@ class RankReader:
                 self.curves[key] = Series()
             self.curves[key].add(step, value)
 
-    @property
-    def step(self) -> int | None:
-        return int(self.recent[-1]["step"]) if self.recent else None
-
-    def clock_seconds(self) -> float | None:
-        """Of a step by the clock, over ten minutes: with what lies between steps, as validation."""
-        if not self.moments or not self.recent:
-            return None
-        (begin, first), last = self.moments[0], self.recent[-1]
-        passed, steps = last["t"] - begin, last["step"] - first
-        return passed / steps if steps > 0 and passed >= MIN_CLOCK_SECONDS else self.mean("seconds")
-
-    def mean(self, key: str) -> float | None:
-        """Of the last steps."""
-        values = [event[key] for event in self.recent if key in event]
-        return statistics.fmean(values) if values else None
+    def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
+        """Of a step by the clock, over ten minutes."""
+        return super().clock_seconds(since or (self.moments[0] if self.moments else None))
 
     def view(self, *, slowest: bool) -> RankView:
         return RankView(
             rank=self.rank,
             node=self.start.get("host"),
             state=self.end.get("state") if self.end else None,
-            step=self.step,
+            step=self.last_step,
             step_seconds=self.mean("seconds"),
             data=self.mean(DATA),
             wait=self.mean(WAIT),
@@ -162,13 +138,13 @@ class RunReader:
         self.run = run
         self.losses = Points()
         self.metrics: dict[str, float] = {}
-        self.checkpoint: int | None = None
         self.attempt: int | None = None
         self.attempts: list[int] = []
         self.ranks: dict[int, RankReader] = {}
         self.lead: RankReader | None = None
         self._past_hours = 0.0  # of attempts that are over
         self._past_pause = 0.0
+        self._past_checkpoint: int | None = None
         self._parts: Parts | None = None
         self._has_parts = False
 
@@ -190,7 +166,7 @@ class RunReader:
                     self._add(rank)
             for reader in self.ranks.values():
                 if reader is not self.lead:
-                    is_new |= bool(reader.look())
+                    is_new |= reader.look()
             deadline = time.monotonic() + seconds
             for reader in self.ranks.values():
                 is_new |= reader.look_back(deadline)
@@ -199,6 +175,7 @@ class RunReader:
 
     def _begin(self, number: int) -> None:
         self._past_hours, self._past_pause = self.rank_hours(None), self.longest_pause
+        self._past_checkpoint = self.checkpoint
         self.attempt, self.ranks, self.lead = number, {}, None
 
     def _add(self, rank: int) -> RankReader:
@@ -209,31 +186,20 @@ class RunReader:
     def _look_at_lead(self) -> bool:
         assert self.attempt is not None
         if self.lead is None:
-            # Usually 0; of a node's part of a run that was copied, the first there is.
-            if self.run.events(self.attempt, 0).exists():
-                self.lead = self._add(0)
-            elif ranks := self.run.ranks(self.attempt):
-                self.lead = self.ranks.get(ranks[0]) or self._add(ranks[0])
-            else:
+            ranks = self.run.ranks(self.attempt)
+            if not ranks:
                 return False
-        events = self.lead.look()
-        for event in events:
-            self._take(event)
-        return bool(events)
+            rank = lead_rank(self.run, self.attempt)
+            self.lead = self.ranks.get(rank) or self._add(rank)
+            self.lead.losses_of_run, self.lead.metrics = self.losses, self.metrics
+        return self.lead.look()
 
-    def _take(self, event: Event) -> None:
-        kind = event["event"]
-        if kind == "step" and "loss" in event:
-            self.losses.add(event["step"], event["loss"])
-        elif kind == "metric" and isinstance(event.get("value"), int | float):
-            self.metrics[str(event.get("name"))] = event["value"]
-        elif kind == "checkpoint":
-            self.checkpoint = event.get("step")
-        elif kind == "start" and event.get("step") is not None:
-            self.losses.go_back(event["step"])
-        elif kind == "end":
-            metrics = event.get("metrics", {})
-            self.metrics |= {name: value for name, value in metrics.items() if value is not None}
+    @property
+    def checkpoint(self) -> int | None:
+        """The step of the last one that was committed."""
+        if self.lead is None or not self.lead.checkpoints:
+            return self._past_checkpoint
+        return int(self.lead.checkpoints[-1]["step"])
 
     @property
     def longest_pause(self) -> float:
@@ -257,7 +223,7 @@ class RunReader:
         """Of all ranks: as the run said when it ended, else over the last steps of the lead."""
         if (said := self._said_pace()) is not None:
             return said
-        steps = self.lead.recent if self.lead else ()
+        steps = self.lead.steps if self.lead else ()
         # The first step compiles, opens files and fills caches: it counts if it is alone.
         counted = [e for e in steps if "seconds" in e and (e["step"] > 1 or len(steps) == 1)]
         seconds = sum(event["seconds"] for event in counted)
@@ -292,7 +258,7 @@ class RunReader:
             return None
         longest = max(means, key=lambda rank: means[rank])
         usual = statistics.median(mean for rank, mean in means.items() if rank != longest)
-        steps = [e["seconds"] for e in self.ranks[longest].recent if "seconds" in e]
+        steps = [e["seconds"] for e in self.ranks[longest].steps if "seconds" in e]
         return longest if stands_out([took - usual for took in steps], usual) else None
 
     def parts(self) -> Parts | None:
@@ -303,7 +269,7 @@ class RunReader:
 
     def _split(self) -> Parts | None:
         ranks = sorted(self.ranks)
-        rows = common_rows([self.ranks[rank].recent for rank in ranks])
+        rows = common_rows([self.ranks[rank].steps for rank in ranks])
         if not rows or not all(key in event for row in rows for event in row for key in PHASES):
             return None
         split = split_waits(rows)

@@ -217,21 +217,21 @@ def next_lines(runs: Sequence[RunStatus]) -> list[str]:
 def next_steps(one: RunStatus) -> list[str]:
     """What to do about a run, as far as its numbers tell."""
     view, name = one.view, in_markdown(one.view.run)
-    word = "resume" if one.info.get("backend") == "slurm" else "run --resume"
     typed = {
-        what: as_code(f"allranks {what} {shlex.quote(view.run)}") for what in ("doctor", "ls", word)
+        what: as_code(f"allranks {what} {shlex.quote(view.run)}")
+        for what in ("doctor", "ls", "resume")
     }
     # A script whose job does not say where it saves: only itself knows whether it can go on.
     can_go_on = not one.job.get("command") or bool(one.job.get("last"))
     if view.stalled:
         return [f"{name} makes no steps: {typed['doctor']} says where it is."]
     if view.state == "failed":
-        again = f", then {typed[word]}" if can_go_on else ""
+        again = f", then {typed['resume']}" if can_go_on else ""
         return [f"{name} failed: {typed['doctor']}{again}."]
     if view.state == "stopped" and one.info.get("bench"):
         return []  # it was ended when it had been measured
     if view.state == "stopped":
-        return [f"{name} was stopped: {typed[word]} goes on."] if can_go_on else []
+        return [f"{name} was stopped: {typed['resume']} goes on."] if can_go_on else []
     if view.state == "queued":
         return [f"{name} waits: {typed['ls']} names layouts that would start earlier."]
     found = []

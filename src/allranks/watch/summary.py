@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.run import claims
-from allranks.run.folder import RunDir
 from allranks.run.progress import patience
 from allranks.run.record import final_step
-from allranks.run.run_state import RUNNING, Queue, reason_of, state_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 from allranks.watch.words import duration
@@ -20,49 +16,14 @@ if TYPE_CHECKING:
     from allranks.watch.live import Followed
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How a run stands, in SLURM's words and ours."""
-
-    state: str = "queued"
-    reason: str | None = None
-    layout: str = ""
-    expected_start: str | None = None
-    jobs: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-
-
-def judge(run: RunDir, info: dict[str, Any], queue: Queue) -> Standing:
-    """The state, why, and where."""
-    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
-    layout = str(info.get("layout", ""))
-    state = state_of(run, info, jobs, queue)
-    reason = reason_of(run, info, state, jobs, queue)
-    holder = claims.newest(run.claims) if state == "running" else None
-    if state == "failed" and reason is None:
-        reason = "it was killed: it has no end" if run.attempts() else "it never started"
-    if holder is not None and holder.layout:
-        layout = holder.layout
-    active = [job for job in jobs if job.state in RUNNING]
-    starts = [job.start for job in jobs if job.waits and job.start]
-    return Standing(
-        state=state,
-        reason=reason,
-        layout=layout,
-        expected_start=min(starts, default=None) if state == "queued" else None,
-        jobs=tuple(job.job for job in active or jobs),
-        nodes=tuple(sorted({node for job in active for node in job.nodes})),
-    )
-
-
 def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     """Everything that a line about a run says."""
-    reader, standing = one.reader, one.standing
+    reader, status = one.reader, one.status
     start, lead = reader.start, reader.lead
-    is_running = standing.state == "running"
-    layout = str(start.get("layout") or standing.layout) if not is_running else standing.layout
+    is_running = status.state == "running"
+    layout = str(start.get("layout") or status.layout) if not is_running else status.layout
     world = start.get("world_size") or ranks_of(layout)
-    step = lead.step if lead else None
+    step = lead.steps_made if lead else None
     steps = final_step(start, one.info, lead.window if lead else None)
     took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
@@ -73,18 +34,18 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         run=one.run.name,
         run_dir=str(one.run.path),
         job=one.run.job_name,
-        state=standing.state,
-        reason="; ".join(filter(None, [standing.reason or silence, one.problem])) or None,
+        state=status.state,
+        reason="; ".join(filter(None, [status.reason or silence, one.problem])) or None,
         stalled=silence is not None,
-        expected_start=standing.expected_start,
-        jobs=standing.jobs,
-        nodes=standing.nodes,
+        expected_start=status.expected_start,
+        jobs=status.jobs,
+        nodes=status.nodes,
         layout=layout,
         device=device_of(start, one.info, reader),
         world_size=world,
         attempt=reader.attempt,
         attempts=len(reader.attempts),
-        epoch=lead.recent[-1].get("epoch") if lead and lead.recent else None,
+        epoch=lead.steps[-1].get("epoch") if lead and lead.steps else None,
         epochs=epochs_of(one.job, steps, start),
         step=step,
         steps=steps,
@@ -107,7 +68,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         rank_hours=reader.rank_hours(now if is_running else None),
         checkpoint=reader.checkpoint,
         started=lead.first_time if lead else None,
-        last_step=lead.recent[-1].get("t") if lead and lead.recent else None,
+        last_step=lead.steps[-1].get("t") if lead and lead.steps else None,
         heartbeat=lead.last_time if lead else None,
     )
 
@@ -133,7 +94,7 @@ def step_seconds(one: Followed) -> float | None:
     lead = one.reader.lead
     if one.is_measured and one.measured is not None:
         return one.measured.step_seconds
-    if lead is None or one.standing.state == "running" or "seconds" not in lead.curves:
+    if lead is None or one.status.state == "running" or "seconds" not in lead.curves:
         return lead.mean("seconds") if lead else None
     return lead.curves["seconds"].mean()
 
@@ -143,10 +104,10 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
     lead = reader.lead
     if lead is None or lead.first_time is None:
         return None
-    if not lead.recent:
+    if not lead.steps:
         passed, limit = now - lead.first_time, patience(None, 0.0, stands_out=False, asked=stalled)
         return f"stalled: no first step for {duration(passed)}" if passed > limit else None
-    passed = now - lead.recent[-1]["t"]
+    passed = now - lead.steps[-1]["t"]
     took = lead.mean("seconds")
     if passed <= patience(took or 0.0, reader.longest_pause, stands_out=False, asked=stalled):
         return None

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
-from typing import Any
 
 from allranks.run import files
 from allranks.run.events import MAX_LINE_BYTES, check_event, parse_line
+from allranks.run.record import Event
 
 CHUNK_BYTES = 4 << 20
 # Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those
@@ -36,8 +36,6 @@ TORN = b'{"v":?'  # a line that begins so is passed over
 NO_EVENT = b"?"
 
 _decode = json.JSONDecoder(parse_constant=lambda _: None).decode
-
-Event = dict[str, Any]
 
 
 @dataclass(slots=True)

@@ -1,1 +1,118 @@
-"""Where runs execute: one file or folder for each kind of place."""
+"""Where runs execute: one protocol and one table. A new kind of place is a module and a row here.
+
+A backend is a module with the functions of `Backend`. Whoever has a run asks `of(run)` for its
+place, and calls `look` and `stop` for runs in any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from allranks.errors import AllranksError
+from allranks.run.folder import RunDir
+from allranks.run.run_state import Queue
+
+if TYPE_CHECKING:
+    from allranks.launch.node import Outcome, Place
+    from allranks.launch.prepare import Prepared, Request
+    from allranks.launch.screen import Screen
+    from allranks.machine.processes import Signals
+
+TABLE = {
+    "local": "allranks.launch.backends.local",
+    "slurm": "allranks.launch.backends.slurm.backend",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to start a run, beyond its job; each backend takes what it knows."""
+
+    place: Place | None = None  # of these ranks, where the user starts every node
+    hosts: tuple[str, ...] = ()
+    race: str | None = None  # layouts of which the first to start wins, as typed
+    screen: Screen | None = None  # None: nothing is shown
+    signals: Signals | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What would be started: a text for each layout, and a table of what they ask for."""
+
+    scripts: dict[str, str]
+    table: dict[str, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A run that others start later: the jobs that may."""
+
+    run: RunDir
+    jobs: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+class Backend(Protocol):
+    """A kind of place. In a queue runs are handed over; elsewhere the user's process holds them."""
+
+    is_queue: bool
+
+    def check(self, request: Request, options: Options) -> Prepared:
+        """The run to start, once everything that can be refused was. Writes nothing."""
+
+    def draft(self, prepared: Prepared, options: Options) -> Draft:
+        """What `start` would start. Writes nothing."""
+
+    def start(self, prepared: Prepared, options: Options) -> Outcome | Submitted:
+        """Run it to its end, or hand it to whoever does."""
+
+    def move(self, prepared: Prepared, options: Options) -> Outcome | Submitted:
+        """Go on with a run, in another layout if one was asked for; one that runs is moved."""
+
+    def look(self, runs: Sequence[RunDir]) -> Queue:
+        """What is known of these runs besides what their folders say."""
+
+    def stop(self, run: RunDir, queue: Queue, *, now: bool) -> str:
+        """Stop a run at a checkpoint (`now`: at once); what was done, in words."""
+
+
+def named(name: str) -> Backend:
+    return cast(Backend, import_module(TABLE[name]))
+
+
+def of(run: RunDir) -> str:
+    """The name of the place where a run lives."""
+    name = run.info().get("backend")
+    return name if name in TABLE else "local"
+
+
+def look(runs: Iterable[RunDir]) -> Queue:
+    """What the places of these runs know of them: each is asked once for all of its runs."""
+    places: dict[str, list[RunDir]] = {}
+    for run in runs:
+        places.setdefault(of(run), []).append(run)
+    found = Queue()
+    for name, those in places.items():
+        one = named(name).look(those)
+        silent, says = (one.silent, one.name) if one.silent else (found.silent, found.name)
+        found = Queue(found.jobs | one.jobs, found.ended | one.ended, silent, says)
+    return found
+
+
+def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:
+    """Stop runs at a checkpoint (`now`: at once), wherever they are; what was done to each."""
+    runs = list(runs)
+    queue = look(runs)
+    done = []
+    for run in runs:
+        try:
+            said = named(of(run)).stop(run, queue, now=now)
+        except AllranksError as error:
+            if len(runs) == 1:
+                raise
+            said = f"could not be stopped: {error.what}"
+        done.append({"run": run.name, "done": said})
+    return done

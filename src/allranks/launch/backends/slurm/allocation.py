@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
+from allranks.launch.attempt import describe
 from allranks.launch.backends.slurm import ladder, node_checks, submit
 from allranks.launch.backends.slurm.gate import Gate
 from allranks.launch.backends.slurm.inside import (
@@ -194,20 +195,28 @@ class Allocation:
         """An attempt; how it was prepared, and the code with which srun ended."""
         prepared = prepared or self._open()
         for _ in range(STEP_TRIES):
-            command = step_command(self.job, self.place, prepared, self.claim)
-            code = self.relay.run_step(
-                command, attempt=prepared.attempt, variables=self._variables()
-            )
+            code = self._run_step(prepared)
             if self._is_over(prepared, code):
                 break
         return prepared, code
 
-    def _variables(self) -> dict[str, str]:
-        """What ranks on a rung of a ladder are told: how many steps to measure."""
+    def _run_step(
+        self,
+        prepared: Prepared,
+        check: Sequence[str] = (),
+        judge: Callable[[], bool | None] = lambda: True,
+    ) -> int:
+        """Have srun run the ranks; `check`: what launchers tell the preflight, if they are to."""
+        port = free_port(self.place.job)
+        told = describe(prepared, nodes=self.place.nodes, port=port, check=tuple(check))
         climbing = ladder.read(self.run)
-        if climbing is None or climbing.chosen is not None:
-            return {}
-        return {MEASURE: str(climbing.steps)}
+        on_rung = climbing is not None and climbing.chosen is None
+        return self.relay.run_step(
+            step_command(self.job, self.place, told.write(self.run)),
+            attempt=prepared.attempt,
+            variables={MEASURE: str(climbing.steps)} if climbing and on_rung else {},
+            judge=judge,
+        )
 
     def _is_over(self, prepared: Prepared, code: int) -> bool:
         """Whether a step was all of an attempt; else srun could not start its ranks."""
@@ -228,10 +237,7 @@ class Allocation:
                 opens=lambda verdict: (self._hear(verdict), self._open(prepared)),
             )
             check = check_words(self.place, folder, *self._check_settings(0))
-            command = step_command(self.job, self.place, prepared, self.claim, check)
-            code = self.relay.run_step(
-                command, attempt=prepared.attempt, variables=self._variables(), judge=gate.judge
-            )
+            code = self._run_step(prepared, check, gate.judge)
             if gate.is_open:
                 is_over = self._is_over(prepared, code)
                 return (prepared, code) if is_over else self._train(prepared)
@@ -489,8 +495,9 @@ class Allocation:
         from allranks.timing.steps import result
 
         attempt = max(self.run.attempts())
-        if lost is None:
-            self._record_silent(attempt)
+        # Ranks that could not write their end: another one failed, and their launcher was killed.
+        for rank in self._silent(attempt) if lost is None else ():
+            append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
         state, stalled = self.run.ended_state(), ended_for(self.run, attempt)
         say(f"attempt {attempt} is {'lost' if lost else state} (srun: {code})")
         if lost or stalled:
@@ -546,11 +553,6 @@ class Allocation:
     def _silent(self, attempt: int) -> list[int]:
         """Ranks that have begun, and whose end nobody has written."""
         return [rank for rank in self.run.ranks(attempt) if self.run.end(attempt, rank) is None]
-
-    def _record_silent(self, attempt: int) -> None:
-        """Write an end for ranks that could not: another one failed, and theirs was killed."""
-        for rank in self._silent(attempt):
-            append_event(self.run.events(attempt, rank), "end", state="failed", exit=None)
 
     def _continue(self, *, may_requeue: bool = True) -> None:
         """Have SLURM run this job again; where it may not, send another."""

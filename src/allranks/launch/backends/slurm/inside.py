@@ -20,7 +20,6 @@ from allranks.launch.backends.slurm.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
 from allranks.machine.allotted import parse_tasks_per_node
 from allranks.machine.processes import blocked_signals
-from allranks.run.claims import Claim
 from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
@@ -205,22 +204,10 @@ def has_launchers(job: Job) -> bool:
     return job.command is None or job.launcher != "srun"
 
 
-def step_command(
-    job: Job, place: Place, prepared: Prepared, claim: Claim, check: Sequence[str] = ()
-) -> list[str]:
-    """What srun starts: a launcher on every node, or every rank by itself.
-
-    `check`: what launchers tell the preflight of their node, if they are to check it.
-    """
+def step_command(job: Job, place: Place, attempt: Path) -> list[str]:
+    """What srun starts: a launcher on every node, or every rank by itself."""
     tasks = 1 if has_launchers(job) else job.layout.gpus
-    assert prepared.run is not None
-    words = [sys.executable, "-m", "allranks.launch.backends.slurm.step", str(prepared.run.path)]
-    words += ["--attempt", str(prepared.attempt), "--checkpoint", prepared.checkpoint]
-    words += ["--threads", str(prepared.threads or 0), "--claim", str(claim.number)]
-    words += ["--layout", str(job.layout)]
-    words += ["--nodes", ",".join(place.nodes)]
-    words += ["--port", str(free_port(place.job))]
-    words += ["--check", *check] if check else []
+    words = [sys.executable, "-m", "allranks.launch.backends.slurm.step", str(attempt)]
     return [*srun(place, tasks_per_node=tasks, ends_together=True), *words]
 
 

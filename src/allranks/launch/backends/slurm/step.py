@@ -1,6 +1,6 @@
 """What srun starts in an allocation: the launcher of a node, or (`launcher: srun`) one rank.
 
-    srun python -m allranks.launch.backends.slurm.step RUN_DIR --attempt 0 --nodes a,b ...
+    srun python -m allranks.launch.backends.slurm.step RUN_DIR/attempts/0/attempt.json
 
 It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
 tasks at any other. What the run came to is the job's to say, once all tasks have ended.
@@ -23,19 +23,18 @@ from pathlib import Path
 from types import FrameType
 
 from allranks.errors import AllranksError
+from allranks.launch import attempt as attempts
 from allranks.launch import checks, network, prepare
+from allranks.launch.attempt import Attempt
 from allranks.launch.backends.slurm import gate
-from allranks.launch.node import Launch, Place, end_of
-from allranks.launch.prepare import Prepared, Request
-from allranks.launch.screen import Screen
+from allranks.launch.node import Place, end_of, run_beside
+from allranks.launch.prepare import Prepared
 from allranks.launch.twice import TwiceWatch
-from allranks.layout import Layout
 from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
-from allranks.show.console import PeopleConsole
 
 CLAIM_SECONDS = 5.0
 REQUEUE_SECONDS = 60.0  # that asking for it may take; SLURM ends this process sooner
@@ -44,33 +43,14 @@ PASS_ON_SECONDS = 2.0  # srun signals the ranks too: this is for those it has mi
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--checkpoint", default="")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--claim", type=int, required=True)
-    parser.add_argument("--layout", type=Layout.parse, required=True)
-    parser.add_argument("--nodes", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--check", nargs=argparse.REMAINDER, help="first; as doctor/preflight.py")
-    wanted = parser.parse_args()
-    nodes = wanted.nodes.split(",")
-    variables = network.variables(nodes)
-    if wanted.check:
+    parser.add_argument("attempt", type=Path, help="its attempt.json")
+    path: Path = parser.parse_args().attempt
+    told, run = attempts.read(path), RunDir(path.parents[2])
+    variables = network.variables(told.nodes)
+    if told.check:
         node_rank = int(os.environ["SLURM_NODEID"])
-        gate.pass_gate(wanted.check, variables, node_rank=node_rank, num_nodes=len(nodes))
-    run = RunDir(wanted.run_dir)
-    prepared = Prepared(
-        request=Request(runs=run.path.parent, leads=False),
-        # Not the file's: a run that is being moved has its next layout there already.
-        job=prepare.load_resolved(run).model_copy(update={"layout": wanted.layout}),
-        run=run,
-        attempt=wanted.attempt,
-        checkpoint=wanted.checkpoint,
-        threads=wanted.threads or None,
-        claim=wanted.claim,
-        variables=variables,
-    )
+        gate.pass_gate(told.check, variables, node_rank=node_rank, num_nodes=len(told.nodes))
+    prepared = attempts.prepared_for(told, run, variables)
     try:
         network.say_once(checks.settle_precision(prepared))
     except AllranksError as error:
@@ -78,10 +58,10 @@ def main() -> int:
         return error.exit_code
     # Of many tasks on a node, srun ends the others when one ends: they need not all look so often.
     seconds = CLAIM_SECONDS if os.environ.get("SLURM_LOCALID", "0") == "0" else 12 * CLAIM_SECONDS
-    watch(end_with_claim, run, wanted.claim, seconds)
+    watch(end_with_claim, run, told.claim, seconds)
     if prepared.job.command is not None and prepared.job.launcher == "srun":
-        return run_rank(prepared, run, nodes[0], wanted.port)
-    return run_node(prepared, nodes[0], wanted.port)
+        return run_rank(prepared, run, told)
+    return run_node(prepared, told)
 
 
 def watch(look: Callable[..., None], *args: object) -> threading.Thread:
@@ -158,33 +138,19 @@ def is_holder(process: int, run: RunDir) -> bool:
     return False
 
 
-def run_node(prepared: Prepared, master: str, port: int) -> int:
+def run_node(prepared: Prepared, told: Attempt) -> int:
     """All ranks of this node, through torch's agent."""
     node_rank = int(os.environ["SLURM_NODEID"])
-    place = Place(node_rank=node_rank, master=f"{master}:{port}")
-    # Ranks have logs of their own: `allranks logs` would show every line twice.
-    screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
-    if node_rank:
-        screen.mute()
+    place = Place(node_rank=node_rank, master=told.master)
     with ExitStack() as held:
         signals = held.enter_context(listening(PASS_ON_SECONDS))
         assert prepared.run is not None
         watched = (prepared.run, prepared.claim, node_rank == 0, lambda: bool(signals.received))
         held.enter_context(watching_job(*watched))
-        launch = None
-        try:
-            launch = Launch(prepared, place, prepared.layout.gpus, signals, screen)
-            states = launch.run_ranks()
-        except AllranksError as error:  # other nodes did not come, or node 0 is silent
-            print(error.shown, flush=True)
-            states = launch.own_states() if launch is not None else {"failed"}
-            return error.exit_code if "failed" in states and not signals.received else 0
-    if launch.disk_error is not None:  # of the ranks' failures, the job speaks
-        print(launch.disk_error.shown, flush=True)
-    return 1 if "failed" in states and not signals.received else 0
+        return run_beside(prepared, place, signals)
 
 
-def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
+def run_rank(prepared: Prepared, run: RunDir, told: Attempt) -> int:
     """One rank of a user's script, beside those that srun starts by itself."""
     rank, layout = int(os.environ["SLURM_PROCID"]), prepared.layout
     # srun gave every rank its own CPUs, and started as many as the layout has.
@@ -192,8 +158,8 @@ def run_rank(prepared: Prepared, run: RunDir, master: str, port: int) -> int:
     env.update(
         RANK=str(rank),
         WORLD_SIZE=str(layout.ranks),
-        MASTER_ADDR=master,
-        MASTER_PORT=str(port),
+        MASTER_ADDR=told.nodes[0],
+        MASTER_PORT=str(told.port),
         ALLRANKS_ATTEMPT=str(prepared.attempt),
         ALLRANKS_RANKS_HERE=str(layout.gpus),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.job.task_source import find_task
 from allranks.launch import checks, prepare, withheld
+from allranks.launch.backends import Draft, Submitted
 from allranks.launch.backends.slurm import ladder
-from allranks.launch.backends.slurm.sbatch import Racer, racers_of, sbatch_script, summary
+from allranks.launch.backends.slurm.sbatch import Racer, sbatch_script, summary
 from allranks.launch.prepare import Prepared
+from allranks.layout import Layout
 from allranks.machine.gpus import find_gpu
 from allranks.run import claims
 from allranks.run.events import read_events
@@ -28,23 +31,6 @@ from allranks.slurm.reasons import waiting_reason
 
 # Reasons of waiting that time does not mend.
 HOPELESS = r"Partition(Time|Node)Limit|PartitionConfig|BadConstraints|MaxWall|Invalid(Account|QOS)"
-
-
-@dataclass(slots=True)
-class Submitted:
-    """What became of a request."""
-
-    run: RunDir
-    jobs: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What would be sent: one script for each racer, and a table of what they ask for."""
-
-    scripts: dict[str, str]
-    table: dict[str, dict[str, Any]]
 
 
 def check(prepared: Prepared, racers: Sequence[Racer]) -> None:
@@ -221,39 +207,9 @@ def script_of(job: Job, racer: Racer, run: RunDir, **options: Any) -> str:
 def grace_needed(run: RunDir) -> int:
     """Seconds that stopping may take: three times what checkpoints of the last attempt took."""
     attempts = run.attempts()
-    events = read_events(run.events(attempts[-1], 0)) if attempts else iter(())
-    seconds = [event["seconds"] for event in events if event["event"] == "checkpoint"]
+    path = run.events(attempts[-1] if attempts else 0, 0)
+    seconds = [event["seconds"] for event in read_events(path, kind="checkpoint")]
     return round(3 * statistics.median(seconds)) if seconds else 0
-
-
-def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
-    """One more layout for a run that still waits."""
-    from allranks.run import run_state
-
-    prepare.check_owners(run)
-    claim = claims.next_number(run.claims)  # before its state: see send_all
-    job = prepare.load_resolved(run)
-    state = run_state.describe(run, run_state.look_at_queue([run]))["state"]
-    if state != "queued":
-        move = "move it" if state == "running" else "go on with it"
-        raise AllranksError(
-            f"run {run.name} does not wait in a queue: it is {state}",
-            fix=f"{move}: allranks resume {run.name} --layout {racers[0].layout}",
-        )
-    for racer in racers:
-        checks.check_supported(with_layout(job, racer))
-    sent = run.info().get("racers", {}).values()
-    known = {record["layout"] for record in sent if record["claim"] == claim}
-    wanted = [racer for racer in resolve_types(racers, job)[0] if str(racer) not in known]
-    if not wanted:
-        raise AllranksError(
-            f"run {run.name} waits in {' and '.join(sorted(known))} already",
-            fix="name another layout, or wait",
-        )
-    done = send_all(job, wanted, run, claim=claim)
-    layouts = ",".join([*sorted(known), *(str(racer) for racer in wanted)])
-    run.update_info(lambda info: info.update(layout=layouts) if info.get("queued") else None)
-    return done
 
 
 def resume(
@@ -284,15 +240,6 @@ def resume(
         known = earlier.get("overrides", [])
         run.update_info(lambda info: info.update(overrides=known, changes=pending))
         raise
-
-
-def prepare_resume(request: prepare.Request, race: Sequence[Racer]) -> tuple[Prepared, list[Racer]]:
-    """The run's next attempt and the layouts it may take, those of the last one by default."""
-    prepared = prepare.prepare(replace(request, leads=False))
-    assert prepared.run is not None
-    if prepared.run.info().get("backend") != "slurm":
-        prepared.remarks.append("this run was on one machine so far")
-    return prepared, racers_of(prepared.job, race)
 
 
 def gpu_types() -> list[str]:
@@ -367,3 +314,35 @@ def samples_per_epoch(job: Job, runs: Path) -> int | None:
         if (earlier.task, earlier.options) == (job.task, job.options):
             return int(start["samples_per_epoch"])
     return None
+
+
+def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
+    """Layouts of as many ranks that SLURM expects to start earlier than any of this run's jobs."""
+    if described["state"] != "queued":
+        return []
+    known = {record["layout"] for record in run.info().get("racers", {}).values()}
+    job = prepare.load_resolved(run)
+    ranks = job.layout.ranks
+    expected = described["expected_start"] or "9999"
+    better = []
+    for nodes in (number for number in range(1, ranks + 1) if ranks % number == 0):
+        racer = Racer(Layout(nodes, ranks // nodes))
+        if str(racer) in known or job.layout.ranks != job.layout.dp:
+            continue
+        start = expected_start(script_of(job, racer, run), run.path)
+        if start is not None and start < expected:
+            better.append(f"{racer} would start at {start}: allranks race {run.name} {racer}")
+    return better
+
+
+def expected_start(script: str, folder: Path) -> str | None:
+    """When SLURM would start this, by its own estimate; None if it does not say."""
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".test-", suffix=".sbatch") as file:
+        file.write(script)
+        file.flush()
+        try:
+            said = slurm.call("sbatch", "--test-only", file.name, both=True)
+        except slurm.SlurmError:
+            return None
+    match = re.search(r"to start at (\S+)", said)
+    return match[1] if match else None

@@ -1,0 +1,195 @@
+"""Runs on this machine: held by the process that the user started, which runs their ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+from allranks.errors import AllranksError
+from allranks.launch import checks, prepare
+from allranks.launch.attempt import FILE, describe, read
+from allranks.launch.backends import Draft, Options
+from allranks.launch.backends.slurm.held_nodes import check_allocation
+from allranks.launch.link import split_master
+from allranks.launch.node import Launch, Outcome, Place
+from allranks.launch.prepare import Prepared, Request
+from allranks.launch.screen import Screen
+from allranks.machine.processes import Signals, listening
+from allranks.run.folder import RunDir
+from allranks.run.run_state import Queue
+from allranks.show.text import clean
+from allranks.timing.steps import result
+
+is_queue = False
+AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
+
+
+def check(request: Request, options: Options) -> Prepared:
+    """The run to start, if this machine can hold its ranks."""
+    prepared = prepare.prepare(request)
+    place = options.place or (last_place(prepared.run) if prepared.run else Place())
+    here = ranks_here(prepared, place)
+    checks.check_supported(prepared.job)
+    checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
+    return prepared
+
+
+def draft(prepared: Prepared, options: Options) -> Draft:
+    """The command of each rank."""
+    run = prepared.run or RunDir(prepared.request.runs.absolute() / f"{prepared.job.name}-RUN")
+    words = [sys.executable, "-m", "allranks.launch.rank_env"]
+    if prepared.job.command is not None:
+        words = prepare.fill_command(prepared, run, prepared.attempt)
+    layout = prepared.layout
+    row = {"ranks": layout.ranks, "from": prepared.checkpoint or "step 0"}
+    return Draft({str(layout): shlex.join(words) + "\n"}, {str(layout): row})
+
+
+def start(prepared: Prepared, options: Options) -> Outcome:
+    """Run it to its end."""
+    assert options.screen is not None
+    return run_here(prepared, options.place or Place(), options.screen, options.signals)
+
+
+def move(prepared: Prepared, options: Options) -> Outcome:
+    """Go on as it was started; one that runs was refused when this was prepared."""
+    if options.place is None and prepared.run is not None:
+        options = replace(options, place=last_place(prepared.run))
+    return start(prepared, options)
+
+
+def last_place(run: RunDir) -> Place:
+    """How the run's last attempt was started."""
+    for number in reversed(run.attempts()):
+        with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
+            last = read(run.attempt(number) / FILE)
+            return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
+    return Place()
+
+
+def look(runs: Sequence[RunDir]) -> Queue:
+    """Nothing: the folders of runs here say it all."""
+    return Queue()
+
+
+def run_here(
+    prepared: Prepared, place: Place, screen: Screen, signals: Signals | None = None
+) -> Outcome:
+    """Run a prepared job to its end on this machine. `signals`: to see those that came."""
+    here = ranks_here(prepared, place)
+    checks.check_supported(prepared.job)
+    remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
+    if place.node_rank is None and prepared.layout.nodes > 1:
+        remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
+    remarks += prepare.environment_warnings(prepared.job)
+    extends = any(change["key"] != "layout" for change in prepared.changes)
+    if prepared.run is not None and prepared.run.state() == "finished" and not extends:
+        screen.remark(f"run {prepared.run.name} is finished already")
+        return Outcome(prepared.run, result(prepared.run), 0)
+    checks.check_command(prepared.job)
+    remarks += checks.settle_precision(prepared)
+    with ExitStack() as held:
+        signals = signals or held.enter_context(listening())
+        if prepared.request.leads:
+            prepared = prepare.hold_run(prepared, held)
+            run = prepare.open_run(prepared)  # before the seconds that importing torch takes
+            more = {"max_restarts": place.max_restarts, "oversubscribe": place.oversubscribe}
+            host, port = split_master(place.master)
+            describe(prepared, nodes=(host,), port=port, **more).write(run)
+        launch = Launch(prepared, place, here, signals, screen)
+        for remark in [*remarks, *prepared.remarks]:
+            screen.remark(remark)
+        return launch.run_to_end()
+
+
+def ranks_here(prepared: Prepared, place: Place) -> int:
+    layout = prepared.layout
+    if place.node_rank is None:
+        if place.master is not None:
+            raise AllranksError("--master is given without --node-rank", fix="add --node-rank N")
+        check_allocation(layout, prepared.request, os.environ)
+        return layout.ranks
+    if place.master is None and layout.nodes > 1:
+        raise AllranksError(
+            "--node-rank is given without --master",
+            fix="add --master HOST:29500, HOST being the machine of node 0",
+        )
+    if not 0 <= place.node_rank < layout.nodes:
+        raise AllranksError(
+            f"--node-rank {place.node_rank} is not a node of layout {layout}",
+            fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
+        )
+    return layout.gpus
+
+
+def will_stop(run: RunDir) -> str:
+    """What a run does when it is told to stop, in words."""
+    with suppress(AllranksError):  # it is only about a word
+        if prepare.load_resolved(run).command is not None:
+            # The signal is sent to the user's script: what it makes of it is its own affair.
+            return "its script was asked to stop"
+    return "saves a checkpoint and stops"
+
+
+def stop(run: RunDir, queue: Queue, *, now: bool) -> str:
+    """Signal the process that holds a run, on this machine."""
+    if not run.is_live():
+        return f"is {run.state()} already"
+    process, host = run.holder()
+    if host != socket.gethostname():
+        raise AllranksError(
+            f"run {run.name} is on {clean(host)}, not on this machine",
+            fix=f"run the same command on {clean(host)}",
+        )
+    if not _signal(run, process, signal.SIGINT if now else signal.SIGTERM):
+        return f"is {run.ended_state()} already"
+    if not now:
+        return will_stop(run)
+    time.sleep(0.5)
+    _signal(run, process, signal.SIGINT)  # a second one: at once
+    if not comes_true(lambda: not run.is_live()):
+        raise AllranksError(
+            f"run {run.name} was told to stop at once, but process {process} still holds it after "
+            f"{AT_ONCE_SECONDS:.0f} s",
+            fix=f"kill -9 {process} ends it and its ranks",
+            exit_code=1,
+        )
+    return "stopped at once"
+
+
+def _signal(run: RunDir, process: int, number: signal.Signals) -> bool:
+    """Signal the run's launcher; False if it has ended. Raises if that process is another one."""
+    try:
+        is_launcher = run.is_open_in(process)
+        if is_launcher:
+            os.kill(process, number)
+    except ProcessLookupError:
+        is_launcher = False
+    except PermissionError:
+        raise AllranksError(
+            f"run {run.name} is another user's", fix="ask its user to stop it", exit_code=1
+        ) from None
+    if not is_launcher and run.is_live():
+        raise AllranksError(
+            f"run {run.name} is live, but not through process {process}, which its folder names: "
+            "nothing was stopped",
+            fix=f"see who holds it: fuser -v {run.path}/.lock",
+            exit_code=1,
+        )
+    return is_launcher
+
+
+def comes_true(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + AT_ONCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
