@@ -17,6 +17,7 @@ from allranks.job.job import Job
 from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
+from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.results import samples_per_epoch, steps_by_rank
 from allranks.timing.comparison import (
@@ -184,7 +185,9 @@ def repeat_of(ended: Ended) -> Repeat:
     kept = measured if measured is not None and measured.samples else None
     info, attempts = run.info(), run.attempts()
     start = (run.start(attempts[-1]) if attempts else None) or {}
-    device = device_name(start, info, uses_gpu=False)
+    seen = read_events(run.events(attempts[-1], 0), kind="device") if attempts else ()
+    uses_gpu = any(event.get("utilization") is not None for event in seen)
+    device = device_name(start, info, uses_gpu=uses_gpu)
     return Repeat(
         run=run.name,
         layout=ended.name,
