@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from allranks.bench.comm_calls import join, memory_for_buffers
-from allranks.bench.comm_counts import parse_sizes, size_text, sizes_between
+from allranks.bench.comm_counts import parse_sizes, sizes_between
 from allranks.bench.comm_ranks import SHARE_BY_CHOICE, Series
+from allranks.show.numbers import size as num_bytes
 
 LARGE = 1 << 20
 LIMITS = {"large": 0.05, "small": 0.15}
@@ -75,7 +76,7 @@ def run_rank(sizes: list[int], num_blocks: int, block_seconds: float) -> None:
         calls = round(statistics.median(num_calls))
         found.append({"bytes": size, "calls": calls, **blocks})
         if world.rank == 0:
-            print(f"{size_text(size)} is done", flush=True)
+            print(f"{num_bytes(size)} is done", flush=True)
     if world.rank == 0:
         path = Path(os.environ["ALLRANKS_RUN_DIR"]) / "agreement.json"
         path.write_text(json.dumps(found))
@@ -135,7 +136,7 @@ def main() -> int:
         agrees = abs(ratio - 1) <= limit
         holds = holds and agrees
         print(
-            f"{size_text(size):>8}  {blocks['calls']:>6}  {by_hand_us:>8.1f} µs"
+            f"{num_bytes(size):>8}  {blocks['calls']:>6}  {by_hand_us:>8.1f} µs"
             f"  {ratio:8.3f}x  {noise:8.3f}x  {limit:.0%}: {'yes' if agrees else 'NO'}"
         )
     return 0 if holds else 1

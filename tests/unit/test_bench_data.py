@@ -189,7 +189,7 @@ def test_a_slow_first_epoch_and_a_faster_disk() -> None:
     measured = found({0: 5000}, {0: 1990}, 2000, {0: 700}, disks=FASTER_COPY)
     verdict = data.as_json(measured, RUN)["verdict"]
     assert "the data keep up with the step. From the disk they come at 700 samples/s" in verdict
-    assert "data.stage=local reads a copy 4.0x as fast" in verdict
+    assert "data.stage=local reads a copy 4.00x as fast" in verdict
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_tables_fit(width: int) -> None:
     files = {"count": 2000, "bytes": 5e9, "is_all": False, "why_not_cold": None}
     measured = found(paces, paces, 523456.0, paces, disks=disks, files=files, is_direct=True)
     text = drawn(data.as_json(measured, RUN), width)
-    tables = [line for line in text.splitlines() if line.startswith(" ")]
+    tables = [line for line in text.splitlines() if "  " in line.strip()]
     assert tables and max(map(len, tables)) <= width
     assert "323,456" in text
-    assert "data: 2,000 files at least, 5.0 GB" in text
-    assert "data on / (nfs4, network): 500 MB/s from the disk, over 4.0 MB" in text
+    assert "data: 2,000 files at least, 4.66 GiB" in text
+    assert "data on / (nfs4, network): 500 MB/s from the disk, over 3.81 MiB" in text
     assert "the same disk" in text and "no space left" in text
     assert "50.0%" in drawn(data.script_as_json(RUN, timing(0.05), None, 2), width)

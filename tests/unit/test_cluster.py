@@ -635,7 +635,7 @@ def words_of(text: str) -> str:
 def test_the_tables_fit_and_say_it(width: int) -> None:
     text = shown(show_cluster, whole_view(), width)
     assert max(map(len, text.splitlines())) <= width
-    for words in ("alpha", "2/8", "A100 SXM4 80 GB", "milan", "12.4", "mlx5_0:1", "bio", "1d00h"):
+    for words in ("alpha", "2/8", "A100 SXM4, 80 GiB", "milan", "12.4", "mlx5_0:1", "bio", "1d"):
         assert words in text, words
 
 

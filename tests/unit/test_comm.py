@@ -224,11 +224,6 @@ def test_the_peak_is_that_of_the_link_in_use() -> None:
     assert comm.link_peak(None, "NVLink") is None
 
 
-def test_sizes_in_words() -> None:
-    texts = [comm.size_text(size) for size in (16, 1024, 1008, 4 << 20, 1 << 30, 3 << 29)]
-    assert texts == ["16 B", "1 KiB", "1008 B", "4 MiB", "1 GiB", "1.5 GiB"]
-
-
 # NCCL's log.
 
 NVLINK = """\

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.launch import logs
-from allranks.launch.logs import Tail, show
+from allranks.launch.logs import show
+from allranks.run import log_tail
 from allranks.run.folder import RunDir
+from allranks.run.log_tail import LogTail
 
 
 def write(path: Path, text: str) -> None:
@@ -46,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tail_gives_each_line_once_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = LogTail(path)
     assert list(tail.lines()) == []  # there is no file yet
     write(path, "one\ntw")
     assert list(tail.lines()) == ["one"]
@@ -59,7 +60,7 @@ def test_a_tail_gives_each_line_once_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_a_letter_that_is_cut_in_two_by_a_look_is_one_letter(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = LogTail(path)
     path.write_bytes(b"caf\xc3")
     assert list(tail.lines()) == []
     with path.open("ab") as file:
@@ -68,10 +69,10 @@ def test_a_letter_that_is_cut_in_two_by_a_look_is_one_letter(tmp_path: Path) -> 
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(log_tail, "CHUNK_BYTES", 7)
     lines = [f"line {number}" for number in range(50)]
     (tmp_path / "log").write_text("\n".join(lines))
-    tail = Tail(tmp_path / "log")
+    tail = LogTail(tmp_path / "log")
     assert [*tail.lines(), *tail.last()] == lines
 
 
@@ -189,6 +190,6 @@ def test_slurm_is_asked_less_and_less_often(run: RunDir, monkeypatch: pytest.Mon
 def test_a_line_of_100_megabytes_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(b"x" * 100_000_000 + b"\nlast")
-    tail = Tail(path)
+    tail = LogTail(path)
     assert [len(line) for line in tail.lines()] == [100_000_000]
     assert list(tail.last()) == ["last"]

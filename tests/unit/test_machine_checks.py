@@ -15,10 +15,10 @@ from rich.console import Console
 from allranks.cli import doctor_machine as cli_doctor_machine
 from allranks.doctor.check import Check, failed, passed, warned
 from allranks.doctor.machine import env_checks, gpu_checks, screen, system_checks
-from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
 from allranks.launch.backends.slurm.node_checks import Verdict
+from allranks.machine.disks import FolderFacts, look_at
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.network import Interface, Port
 

@@ -39,10 +39,10 @@ from allranks.errors import AllranksError
 from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import unreadable
 from allranks.slurm.commands import SlurmError
-from allranks.watch import loglines
+from allranks.watch import logs
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
-from allranks.watch.picture import METRICS, Wish
+from allranks.watch.page_data import METRICS, Wish
 
 GOOD = ("digits-20261115-120000-0000", "digits-20261115-120001-0001")
 UNFORESEEN = unreadable(ValueError()).partition("(")[0]
@@ -117,8 +117,8 @@ def look_with_page(runs: Path) -> None:
             seen = hub._pictures[wish]
             assert seen["problem"] is None
             assert set(GOOD) <= set(seen["order"])
-            for path in loglines.files(run).values():
-                loglines.read(path)
+            for path in logs.log_files(run).values():
+                logs.read_lines(path)
     finally:
         watcher.close()
 

@@ -178,7 +178,7 @@ def test_the_verdict_names_the_greatest_loss_and_what_to_try(
     parts: dict[str, float], words: str
 ) -> None:
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)])  # type: ignore[arg-type]
-    assert "1x2 is 1.25x as fast as 1x1 (62% efficient, measured)" in found["verdict"]
+    assert "1x2 is 1.25x as fast as 1x1 (62.5% efficient, measured)" in found["verdict"]
     assert words in found["verdict"]
     assert "Predicted for 4 ranks: " in found["verdict"]
 
@@ -264,7 +264,7 @@ def test_the_screen_shows_every_layout_and_every_column_at_any_width(width: int)
     runs = [repeat("1x1", 0.1), repeat("1x2", 0.06, comm=0.02)]
     found = as_json(runs, price_of=lambda device, memory: 2.5)
     printed = shown(found, width)
-    assert "1.67x" in printed and "83%" in printed and "communication" in printed
+    assert "1.67x" in printed and "83.3%" in printed and "communication" in printed
     assert "strong scaling (same global batch), measured" in printed.replace(" \n", " ")
     for word in ("ranks", "samples/s", "95%", "efficiency", "step", "rank-hours/epoch", "$0.0300"):
         assert word in printed

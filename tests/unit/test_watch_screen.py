@@ -13,10 +13,9 @@ from rich.text import Text
 from allranks.errors import AllranksError
 from allranks.show.text import clean, shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
-from allranks.watch.lines import rank_cells
-from allranks.watch.loglines import MAX_REST_BYTES
-from allranks.watch.logs import KEPT_BYTES, LogPage
+from allranks.watch.logs import KEPT_BYTES, MAX_REST_BYTES, LogPage
 from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
+from allranks.watch.table_cells import rank_cells
 from allranks.watch.terminal import OpenLog
 from allranks.watch.views import Parts, RankView, RunView
 from allranks.watch.words import count, duration, sparkline
@@ -277,11 +276,11 @@ def test_a_log_in_the_terminal_has_no_secrets_and_no_endless_lines(tmp_path: Pat
     for _ in range(3):
         page.look()
     assert page.page(2) == ["kept", " 10%| bar"]
-    assert len(page._rest) < 100
+    assert len(b"".join(page._tail.begun)) < 100
     with path.open("a") as file:
         file.write("x" * 300_000)
     page.look()
-    assert len(page._rest) <= MAX_REST_BYTES
+    assert len(b"".join(page._tail.begun)) <= MAX_REST_BYTES
 
 
 def test_ranks_that_take_turns_have_no_slowest_among_them() -> None:

@@ -28,11 +28,11 @@ from tests.page_runs import LiveRun, held
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
 from allranks.watch import app, server, uplot
-from allranks.watch.app import FOLDER, Place, make_app
+from allranks.watch.app import FOLDER, ServerHead, make_app
 from allranks.watch.gate import prompt_protocol
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
-from allranks.watch.picture import Wish
+from allranks.watch.page_data import Wish
 from allranks.watch.views import RunView
 
 TOKEN = "a-token-that-nobody-knows"
@@ -63,7 +63,7 @@ def hub(live: LiveRun) -> Iterator[Hub]:
 
 
 def client(hub: Hub, stop: Callable[[str], str] | None = None, **options: Any) -> TestClient:
-    place = Place("me", "login1.example", "/home/me/runs")
+    place = ServerHead("me", "login1.example", "/home/me/runs")
     return TestClient(make_app(hub, TOKEN, place, stop), base_url=HOME, **options)
 
 
@@ -101,7 +101,7 @@ def test_a_wrong_token_is_none(hub: Hub) -> None:
 
 
 def make_gate(hub: Hub) -> Any:
-    return make_app(hub, TOKEN, Place("me", "here", "runs"))
+    return make_app(hub, TOKEN, ServerHead("me", "here", "runs"))
 
 
 def test_the_address_lets_a_browser_in_once_and_for_all(hub: Hub) -> None:
@@ -187,7 +187,7 @@ def test_scripts_import_only_what_there_is() -> None:
 
 
 def test_names_in_the_page_are_text(hub: Hub) -> None:
-    place = Place("me", "<script>alert(1)</script>", '"><img src=x>')
+    place = ServerHead("me", "<script>alert(1)</script>", '"><img src=x>')
     with TestClient(make_app(hub, TOKEN, place), base_url=HOME) as browser:
         text = browser.get("/", params={"token": TOKEN}).text
     assert "<script>alert" not in text and "<img" not in text
@@ -510,7 +510,7 @@ def test_strangers_who_send_no_request_are_shown_the_door(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uvicorn = pytest.importorskip("uvicorn")
-    app_ = make_app(hub, TOKEN, Place("me", "here", "runs"))
+    app_ = make_app(hub, TOKEN, ServerHead("me", "here", "runs"))
     protocol = prompt_protocol(seconds=1.0, most=8)
     listener = server.listen(0)
     port = listener.getsockname()[1]

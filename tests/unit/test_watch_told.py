@@ -31,7 +31,7 @@ from allranks.watch.jobs import (
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.notify import Changes, News, Notifier, call
-from allranks.watch.plain import follow, plain_line
+from allranks.watch.plain_lines import follow, plain_line
 from allranks.watch.settings import job_setting, typed
 from allranks.watch.status import (
     RunStatus,

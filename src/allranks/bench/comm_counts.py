@@ -274,11 +274,3 @@ def link_peak(gpu: GPU | None, link: str) -> float | None:
     offers = [offer for offer in (gpu.link, gpu.bridge) if offer is not None]
     rates = [offer.bytes_per_second for offer in offers if offer.kind == kind]
     return rates[0] / 1e9 if rates else None
-
-
-def size_text(num_bytes: int) -> str:
-    """Powers of 1024: 4 KiB, 1 GiB, 1.33 MiB."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.4g} {unit}"
-    return f"{num_bytes} B"

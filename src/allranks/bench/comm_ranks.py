@@ -42,6 +42,8 @@ from allranks.errors import AllranksError
 from allranks.machine import gpus
 from allranks.run.events import append_event, to_json
 from allranks.run.folder import RunDir, write_atomically
+from allranks.show.numbers import duration, size
+from allranks.show.numbers import size as num_bytes
 
 TIMING = "median of calls one behind the other, mean over ranks; with a root, the slowest rank's"
 LOST_PEER = r"gloo|nccl|connection (closed|reset)|broken pipe"
@@ -182,7 +184,7 @@ def wrong_result(collective: str, size: int, members: int, wrong: list[int]) -> 
     names = ", ".join(str(rank) for rank in wrong)
     noun = "rank" if len(wrong) == 1 else "ranks"
     error = WrongResult(
-        f"{collective} of {comm.size_text(size)} over {members} ranks gave a wrong result on "
+        f"{collective} of {num_bytes(size)} over {members} ranks gave a wrong result on "
         f"{noun} {names}",
         fix="measure again; if it is wrong again, train nothing there: a link, a driver or the "
         "memory of that rank's node is at fault",
@@ -193,7 +195,7 @@ def wrong_result(collective: str, size: int, members: int, wrong: list[int]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OwnFiles:
     """Where this rank writes."""
 
     run: RunDir
@@ -201,7 +203,7 @@ class Place:
     rank: int
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> OwnFiles:
         run = RunDir(Path(os.environ["ALLRANKS_RUN_DIR"]))
         return cls(run, int(os.environ["ALLRANKS_ATTEMPT"]), int(os.environ["RANK"]))
 
@@ -213,7 +215,7 @@ class Place:
 class Bench:
     """All series, and what is known of the way the bytes took."""
 
-    def __init__(self, world: World, place: Place, wanted: argparse.Namespace) -> None:
+    def __init__(self, world: World, place: OwnFiles, wanted: argparse.Namespace) -> None:
         self.world = world
         self.place = place
         self.wanted = wanted
@@ -344,8 +346,8 @@ def progress(series: Series, seconds: float) -> str:
         return f"{where}: not supported by {series.world.library}"
     if not series.rows:
         return f"{where}: nothing fits"
-    span = " to ".join(comm.size_text(series.rows[end]["bytes"]) for end in (0, -1))
-    return f"{where}: {span}, {seconds:.1f} s"
+    span = " to ".join(size(series.rows[end]["bytes"]) for end in (0, -1))
+    return f"{where}: {span}, {duration(seconds)}"
 
 
 def read_from(path: Path, start: int) -> str:
@@ -353,7 +355,7 @@ def read_from(path: Path, start: int) -> str:
     return path.read_text(errors="replace")[start:] if path.exists() else ""
 
 
-def fail(error: BaseException, place: Place) -> None:
+def fail(error: BaseException, place: OwnFiles) -> None:
     """Say why in the end event and in the log, and leave without waiting for the other ranks."""
     if isinstance(error, KeyboardInterrupt):
         os._exit(130)  # the launcher says that it was stopped
@@ -381,7 +383,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=comm.DEFAULT_SIZES)
     parser.add_argument("--seconds", type=float, default=120.0)
     wanted = parser.parse_args()
-    place = Place.from_environment()
+    place = OwnFiles.from_environment()
     # For this run alone, and before NCCL is first called: that is when it reads them.
     os.environ |= {**transport.NCCL_LOG, "NCCL_DEBUG_FILE": str(place.nccl_log)}
     try:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from allranks.bench.comm_counts import SCOPES, size_text
+from allranks.bench.comm_counts import SCOPES
 from allranks.errors import AllranksError
+from allranks.show.numbers import duration, number, percent, size
+from allranks.show.tables import Table, show_table, without_empty
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -27,11 +28,11 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
             console.print(Text(f"{found['library']}, {route}", style="dim"))
         for name in dict.fromkeys(row["collective"] for row in rows):
             console.print()
-            console.print(sizes_table([row for row in rows if row["collective"] == name]))
+            show_table(console, sizes_table([r for r in rows if r["collective"] == name]))
         fits = [fit for fit in found["fits"] if fit["scope"] == scope]
         if fits:
             console.print()
-            console.print(fits_table(fits))
+            show_table(console, fits_table(fits))
     console.print()
     for line in remarks(found):
         console.print(Text(line, style="dim"))
@@ -50,36 +51,35 @@ def show_files(console: Console, found: Mapping[str, Any]) -> None:
 
 def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Measured times and bandwidths of one collective by size."""
-    has_peak = any(row.get("of_peak") for row in rows)
-    table = _table(rows[0]["collective"], "median", "p99", "alg GB/s", "bus GB/s")
-    if has_peak:
-        table.add_column("peak", justify="right", no_wrap=True)
-    for row in rows:
-        cells = [size_text(row["bytes"]), *(time_text(row[key]) for key in ("median_us", "p99_us"))]
-        cells += [number(row["algbw_GBps"]), number(row["busbw_GBps"])]
-        table.add_row(*cells, *([percent(row["of_peak"])] if has_peak else []))
-    return table
+    cells = [
+        (
+            size(row["bytes"]),
+            duration(row["median_us"] / 1e6),
+            duration(row["p99_us"] / 1e6),
+            number(row["algbw_GBps"]),
+            number(row["busbw_GBps"]),
+            percent(row["of_peak"], 0),
+        )
+        for row in rows
+    ]
+    columns = (f"{rows[0]['collective']:<14}", "median", "p99", "alg GB/s", "bus GB/s", "peak")
+    return without_empty(Table("", columns, cells))
 
 
 def fits_table(fits: Sequence[Mapping[str, Any]]) -> Table:
     """time = latency + size / bandwidth, fitted to what was measured."""
-    has_peak = any(fit["of_peak"] for fit in fits)
-    table = _table("fit of all sizes", "latency", "bus GB/s", "off by")
-    if has_peak:
-        table.add_column("peak", justify="right", no_wrap=True)
-    for fit in fits:
-        cells = [fit["collective"], time_text(fit["latency_us"]), number(fit["busbw_GBps"])]
-        cells.append(percent(fit["error"]))
-        table.add_row(*cells, *([percent(fit["of_peak"])] if has_peak else []))
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True, min_width=14)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    cells = [
+        (
+            fit["collective"],
+            duration(fit["latency_us"] / 1e6),
+            number(fit["busbw_GBps"]),
+            percent(fit["error"], 0),
+            percent(fit["of_peak"], 0),
+        )
+        for fit in fits
+    ]
+    columns = ("fit of all sizes", "latency", "bus GB/s", "off by", "peak")
+    return without_empty(Table("", columns, cells))
 
 
 def remarks(found: Mapping[str, Any]) -> Iterator[str]:
@@ -92,15 +92,16 @@ def remarks(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"peak {SCOPES[scope]}: {number(peak)} GB/s a rank, by the datasheets"
     for each in found["not_supported"]:
         yield f"{each['collective']}: not supported by {found['library']} ({each['why']})"
+    limit = duration(found["seconds"], whole=True)
     for why, text in STOPPED.items():
         for where, names in _where_stopped(found, why).items():
-            yield f"{text.format(seconds=found['seconds'])} {where}: {', '.join(names)}"
+            yield f"{text.format(seconds=limit)} {where}: {', '.join(names)}"
     if not found["complete"]:
         yield "not all was measured: a rank ended before"
 
 
 STOPPED = {
-    "time": "to end within {seconds:g} s (--seconds), nothing",
+    "time": "to end within {seconds} (--seconds), nothing",
     "memory": "for lack of memory, nothing",
 }
 
@@ -111,26 +112,10 @@ def _where_stopped(found: Mapping[str, Any], why: str) -> dict[str, list[str]]:
     for each in found["stopped"]:
         if each["why"] == why:
             last = each["after_bytes"]
-            size = f"above {size_text(last)}" if last else "at all"
+            end = f"above {size(last)}" if last else "at all"
             scope = f", {SCOPES[each['scope']]}" if len(found["transport"]) > 1 else ""
-            ended.setdefault(size + scope, []).append(each["collective"])
+            ended.setdefault(end + scope, []).append(each["collective"])
     return ended
-
-
-def time_text(microseconds: float) -> str:
-    """Three or four digits: 84.2 µs, 12.6 ms, 1.62 s."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
-            return f"{microseconds / size:.4g} {unit}"
-    return f"{microseconds:.1f} µs"
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.0f}%"
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
@@ -147,20 +132,20 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         return
     figure = Figure(figsize=(11, 4.2 * len(scopes)), layout="constrained")
     grid = figure.subplots(len(scopes), 2, squeeze=False)
-    for (bandwidth, duration), scope in zip(grid, scopes, strict=True):
+    for (bandwidth, times), scope in zip(grid, scopes, strict=True):
         rows = [row for row in found["rows"] if row["scope"] == scope]
         for name in dict.fromkeys(row["collective"] for row in rows):
             own = [row for row in rows if row["collective"] == name]
             sizes = [row["bytes"] for row in own]
             bandwidth.plot(sizes, [row["busbw_GBps"] for row in own], marker="o", label=name)
-            duration.plot(sizes, [row["median_us"] for row in own], marker="o", label=name)
+            times.plot(sizes, [row["median_us"] for row in own], marker="o", label=name)
         peak = found["peak_GBps"].get(scope)
         if peak:
             bandwidth.axhline(peak, color="grey", linestyle="--", label="peak (datasheet)")
         title = f"{SCOPES[scope]}: {rows[0]['ranks']} ranks, {found['library']}"
         bandwidth.set(title=title, ylabel="bus bandwidth, GB/s", xscale="log", xlabel="bytes")
-        duration.set(title="median time", ylabel="µs", xscale="log", yscale="log", xlabel="bytes")
-        for axes in (bandwidth, duration):
+        times.set(title="median time", ylabel="µs", xscale="log", yscale="log", xlabel="bytes")
+        for axes in (bandwidth, times):
             axes.set_xscale("log", base=2)
             axes.grid(alpha=0.3)
         bandwidth.legend(fontsize="small")

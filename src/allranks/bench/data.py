@@ -23,6 +23,7 @@ from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import read_events
 from allranks.run.folder import RunDir
 from allranks.run.results import steps_by_rank
+from allranks.show.numbers import number, percent, ratio
 from allranks.timing.steps import Timing, timing
 
 KNEE_GAIN = 0.10  # what more workers must add to be worth having
@@ -305,8 +306,8 @@ def chosen_row(rows: Sequence[Row]) -> Row | None:
 def knee_of(rows: Sequence[Row]) -> int | None:
     """The fewest workers from which on more of them add less than a tenth to the data alone."""
     known = [(row.workers, row.warm.median) for row in rows if row.warm is not None]
-    for number, (workers, pace) in enumerate(known):
-        if all(more <= (1 + KNEE_GAIN) * pace for _, more in known[number + 1 :]):
+    for at, (workers, pace) in enumerate(known, start=1):
+        if all(more <= (1 + KNEE_GAIN) * pace for _, more in known[at:]):
             return workers
     return None
 
@@ -319,7 +320,7 @@ def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, s
         named += [(f"loading with {count_of(row.workers)}", row.warm)] if row.warm else []
     for name, pace in named:
         if pace.is_wide:
-            span = f"{pace.low:,.0f} to {pace.high:,.0f}"
+            span = f"{number(pace.low)} to {number(pace.high)}"
             yield pace, f"repeats of {name} range from {span} samples/s"
 
 
@@ -328,12 +329,12 @@ def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
     for row in rows:
         if row.training is None:
             continue
-        reached = f"{row.training.median:,.0f} samples/s"
+        reached = f"{number(row.training.median)} samples/s"
         said = f"training with {count_of(row.workers)} was faster ({reached})"
         if step is not None and row.training.median > DISTURBED * step.median:
-            yield f"{said} than the step alone ({step.median:,.0f})"
+            yield f"{said} than the step alone ({number(step.median)})"
         if row.warm is not None and row.training.low > (1 + KNEE_GAIN) * row.warm.high:
-            yield f"{said} than its data come ({row.warm.median:,.0f})"
+            yield f"{said} than its data come ({number(row.warm.median)})"
 
 
 def count_of(workers: int) -> str:
@@ -351,18 +352,18 @@ def reason(judged: Judgement) -> str:
         if (pace := one.training if kind == "training" else one.warm) is not None
     }
     here = paces[row.workers]
-    words = f"{kind} makes {here.median:,.0f} samples/s with {count_of(row.workers)}"
+    words = f"{kind} makes {number(here.median)} samples/s with {count_of(row.workers)}"
     fewer = [workers for workers in paces if workers < row.workers]
     if fewer:
-        words += f", {paces[fewer[-1]].median:,.0f} with {count_of(fewer[-1])}"
+        words += f", {number(paces[fewer[-1]].median)} with {count_of(fewer[-1])}"
     more = [workers for workers in paces if workers > row.workers]
     if more:
         best = max(more, key=lambda workers: paces[workers].median)
-        words += f", {paces[best].median:,.0f} with {count_of(best)}"
+        words += f", {number(paces[best].median)} with {count_of(best)}"
         if paces[best].median > here.median / (1 - AS_GOOD):
             words += " (repeats differ as much)" if kind == "training" else ""
     if judged.step is not None:
-        words += f"; the step alone makes {judged.step.median:,.0f}"
+        words += f"; the step alone makes {number(judged.step.median)}"
     return words
 
 
@@ -380,7 +381,7 @@ def verdict(found: Found, judged: Judgement) -> str:
     words = f"data.num_workers={row.workers}{now} ({reason(judged)})"
     if judged.limit is None or step is None or row.training is None:
         return f"{words}; the training itself was not measured"
-    lost = f"{1 - row.training.median / step.median:.0%} of the step's pace is lost"
+    lost = f"{percent(1 - row.training.median / step.median, 0)} of the step's pace is lost"
     if judged.limit == "step":
         words += ": the data keep up with the step"
     elif judged.limit == "data":
@@ -398,10 +399,10 @@ def alone(judged: Judgement) -> str:
     row, step = judged.row, judged.step
     assert row is not None and step is not None
     if row.warm is not None and row.warm.reaches(step):
-        return f" ({row.warm.median:,.0f})"
+        return f" ({number(row.warm.median)})"
     enough = next(one for one in judged.rows if one.warm is not None and one.warm.reaches(step))
     assert enough.warm is not None
-    return f" with {count_of(enough.workers)} ({enough.warm.median:,.0f})"
+    return f" with {count_of(enough.workers)} ({number(enough.warm.median)})"
 
 
 def more_data(found: Found, judged: Judgement) -> str:
@@ -427,15 +428,15 @@ def from_disk(found: Found, judged: Judgement) -> str:
         return ""
     if row.warm is not None and row.cold.reaches(row.warm):
         return ""  # it is not the disk that they wait for
-    words = f". From the disk they come at {row.cold.median:,.0f} samples/s: the first epoch, "
+    words = f". From the disk they come at {number(row.cold.median)} samples/s: the first epoch, "
     words += "or every one of data larger than the memory, waits for it"
     best = max((one for one in judged.rows if one.cold), key=lambda one: _median(one.cold))
     if best.cold is not None and best.cold.low > (1 + KNEE_GAIN) * row.cold.high:
-        words += f" ({best.cold.median:,.0f} with {count_of(best.workers)})"
+        words += f" ({number(best.cold.median)} with {count_of(best.workers)})"
     disks = {disk["role"]: disk for disk in found["disks"]}
     data, staging = (disks.get(role, {}).get("bytes_per_second") for role in ("data", "staging"))
     if data and staging and staging > FASTER_DISK * data:
-        words += f"; data.stage=local reads a copy {staging / data:.1f}x as fast"
+        words += f"; data.stage=local reads a copy {ratio(staging / data)} as fast"
     return words
 
 
@@ -449,7 +450,7 @@ def script_verdict(
     """Of a script, measured as it is: its number of workers cannot be changed from outside."""
     if share is None:
         return "the time waiting for data is not known: the script's phases were not measured"
-    said = f"steps wait {share:.1%} of their time for data"
+    said = f"steps wait {percent(share)} of their time for data"
     if num_workers is not None:
         said += f" with {count_of(num_workers)} a rank, of {cpus} CPU{'' if cpus == 1 else 's'}"
     said += "" if is_steady else " (the steps were not steady)"

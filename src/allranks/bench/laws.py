@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from allranks.show.numbers import number, percent, ratio
 from allranks.timing.comparison import Compared, unsure
 
 ALIKE = 2 / 3  # of the fastest repeat, at least: the others
@@ -99,22 +100,22 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
         return None, f"no larger layout is faster than {base.layout}"
     if fit.speedup(top.ranks) >= (1 - SHOWN) * top.ranks / base.ranks:
         return None, (
-            f"{top.layout} is {top.speedup:.2f}x as fast as {base.layout}: nothing is lost whose "
+            f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout}: nothing is lost whose "
             "growth a law could tell"
         )
     error = serial_error(base, larger)
     if error > UNSURE:
         low, high = max(0.0, fit.serial - error), min(1.0, fit.serial + error)
         return None, (
-            f"the measurements are too noisy: by their 95% intervals {low:.0%} to {high:.0%} of "
-            "the work could be serial"
+            f"the measurements are too noisy: by their 95% intervals {percent(low, 0)} to "
+            f"{percent(high, 0)} of the work could be serial"
         )
     fit = replace(fit, serial_error=error or None)
     missed = next((row for row in larger if is_far(fit.speedup(row.ranks), row, base)), None)
     if missed is not None:
         return None, (
-            f"the closest law misses {missed.layout}: {fit.speedup(missed.ranks):.2f}x by the law, "
-            f"{missed.speedup:.2f}x measured"
+            f"the closest law misses {missed.layout}: {ratio(fit.speedup(missed.ranks))} by the "
+            f"law, {ratio(missed.speedup)} measured"
         )
     if not is_amdahl(fit, larger, base):
         fit = replace(fit, serial=None, serial_error=None)
@@ -141,7 +142,7 @@ def differ_too_much(row: Compared) -> str | None:
         return None
     return (
         f"the repeats of {row.layout} differ too much to compare it with anything "
-        f"({paces.min:,.0f} to {paces.max:,.0f} samples/s)"
+        f"({number(paces.min)} to {number(paces.max)} samples/s)"
     )
 
 

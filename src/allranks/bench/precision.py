@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from allranks.bench.measure import Ended, Result, Series
@@ -25,10 +23,11 @@ from allranks.machine.allotted import usable_instructions
 from allranks.machine.gpus import LocalGPU, local_gpus
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.record import read_rank
+from allranks.show.numbers import NOTHING, between, metric, number, ratio, size
+from allranks.show.tables import Table, show_table
 from allranks.timing.steps import timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-WIDE = 90
 AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
 
 
@@ -117,7 +116,7 @@ def measure(
         if trial.problem:
             series.left_out.add(ended.name)
         pace = trial.samples_per_second
-        said = trial.problem if pace is None else f"{pace:,.1f} samples/s"
+        said = trial.problem if pace is None else f"{number(pace)} samples/s"
         run = f"  ({trial.run})" if trial.run else ""
         console.print(f"{trial.precision}: {said}{run}", style="dim", soft_wrap=True, markup=False)
         return trial
@@ -237,13 +236,13 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
         )
     memory = ""
     if best["memory_bytes"] and base["memory_bytes"] and best["memory_of"] == "device":
-        memory = f", with {best['memory_bytes'] / base['memory_bytes']:.2f}x the memory"
+        memory = f", with {ratio(best['memory_bytes'] / base['memory_bytes'])} the memory"
     difference = ""
     if best["loss_difference"] is not None:
         apart = f"{best['loss_difference']:+.2g} (from {base['loss']:.4g})"
         difference = f"; after {steps} steps its loss differs by {apart}"
     return (
-        f"precision={best['precision']} is {best['speedup']:.2f}x as fast as {base['precision']}"
+        f"precision={best['precision']} is {ratio(best['speedup'])} as fast as {base['precision']}"
         f"{memory}{difference}"
     )
 
@@ -252,7 +251,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     """For people, drawn from what `as_json` made alone."""
     measured = [row for row in found["rows"] if row["samples_per_second"] is not None]
     if measured:
-        console.print(table_of(found, measured, is_wide=console.width >= WIDE))
+        show_table(console, table_of(found, measured))
     for row in found["rows"]:
         if row["problem"]:
             console.print(Text(f"{row['precision']}: {row['problem']}"), soft_wrap=True)
@@ -262,38 +261,27 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
 
 
-def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]], *, is_wide: bool) -> Table:
-    title = f"{found['steps']} steps each, measured"
-    table = Table(box=box.SIMPLE_HEAD, title=title, padding=(0, 1, 0, 0))
-    names = ["precision", "samples/s", *(["range"] if is_wide else []), "speedup", "memory"]
-    for name in [*names, "loss", "differs\nby", *(["at most\non the way"] if is_wide else [])]:
-        table.add_column(name, justify="left" if name == "precision" else "right")
+def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Table:
+    cells = []
     for row in rows:
-        low, high = row["range"]
-        cells = [row["precision"], f"{row['samples_per_second']:,.1f}"]
-        cells += [f"{low:,.0f} - {high:,.0f}"] if is_wide else []
-        cells += [
-            f"{row['speedup']:.2f}x",
-            memory_text(row["memory_bytes"]),
-            loss_text(row["loss"]),
-        ]
+        differs = (
+            number(row["loss_difference"], 2, signed=True),
+            number(row["largest_loss_difference"], 2),
+        )
         is_base = row["precision"] == found["baseline"]
-        cells += ["-" if is_base else difference(row["loss_difference"], "+")]
-        if is_wide:
-            cells += ["-" if is_base else difference(row["largest_loss_difference"], "")]
-        table.add_row(*cells)
-    return table
-
-
-def memory_text(count: int | None) -> str:
-    if count is None:
-        return "-"
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
-
-
-def loss_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def difference(value: float | None, sign: str) -> str:
-    return "-" if value is None else f"{value:{sign}.1e}"
+        cells.append(
+            (
+                row["precision"],
+                number(row["samples_per_second"]),
+                between(row["range"]),
+                ratio(row["speedup"]),
+                size(row["memory_bytes"]),
+                metric(row["loss"]),
+                *((NOTHING, NOTHING) if is_base else differs),
+            )
+        )
+    columns = (
+        *("precision", "samples/s", "range", "speedup", "memory", "loss"),
+        *("differs by", "at most on the way"),
+    )
+    return Table(f"{found['steps']} steps each, measured", columns, cells)

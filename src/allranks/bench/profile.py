@@ -17,6 +17,7 @@ from allranks.bench import trace as traces
 from allranks.bench.trace import Exchange, Span, Trace
 from allranks.run.events import read_events
 from allranks.run.folder import RunDir
+from allranks.show.numbers import percent
 
 TOP = 10
 TOP_GAPS = 5
@@ -330,8 +331,12 @@ def verdict(ranks: Sequence[Mapping[str, Any]]) -> str:
             ("idle", "idle_seconds"),
         )
     }
-    said = ", ".join(f"{share:.0%} {name}" for name, share in parts.items() if share >= 0.005)
+    said = ", ".join(
+        f"{percent(share, 0)} {name}" for name, share in parts.items() if share >= 0.005
+    )
     hidden = [rank["hidden_share"] for rank in ranks if rank["hidden_share"] is not None]
     if not hidden:
         return f"of a step, {said}; nothing is exchanged"
-    return f"of a step, {said}; {statistics.fmean(hidden):.0%} of the communication is hidden"
+    return (
+        f"of a step, {said}; {percent(statistics.fmean(hidden), 0)} of the communication is hidden"
+    )

@@ -2,98 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from allranks.bench import profile
 from allranks.run.events import to_json
 from allranks.run.folder import RunDir, write_atomically
+from allranks.show import tables
+from allranks.show.numbers import NOTHING, count, duration, number, percent, size
+from allranks.show.tables import Table, show_table
 
 Found = Mapping[str, Any]
-NARROW = 80
 TERMINAL_ROWS = 6  # of a table; profile.md has all
+MOST_NAME = 44  # characters of a kernel's name in the terminal; profile.md has it whole
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A table. The first column is text, the others are numbers."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def parts(found: Found) -> Iterator[Part]:
+def parts(found: Found) -> Iterator[Table]:
     """Every table that has something to say."""
     whole = mean(found, "step_seconds")
-    yield Part(
+    yield Table(
         "ranks (a step, in the mean)",
         ("rank", "step", "compute", "comm", "exposed", "hidden", "idle"),
         [rank_row(rank) for rank in found["ranks"]],
     )
     columns = ("", "calls", "time", "share")
-    kernels = [[*timed(row), share(row["seconds"], whole)] for row in found["kernels"]]
-    yield Part("kernels of the device", columns, kernels)
-    operators = [[*timed(row), share(row["seconds"], whole)] for row in found["operators"]]
-    yield Part("operators of the host, their own time", columns, operators)
-    yield Part(
+    yield Table("kernels of the device", columns, [timed(row, whole) for row in found["kernels"]])
+    operators = [timed(row, whole) for row in found["operators"]]
+    yield Table("operators of the host, their own time", columns, operators)
+    yield Table(
         "communication of a step",
         ("collective", "calls", "bytes", "time"),
         [
-            [row["name"], calls(row["count"]), in_bytes(row["bytes"]), duration(row["seconds"])]
+            [row["name"], calls(row["count"]), size(row["bytes"]), duration(row["seconds"])]
             for row in found["communication"]
         ],
     )
-    yield Part(
+    yield Table(
         f"every collective of one step of rank {found['ranks'][0]['rank']}",
         ("collective", "size", "type", "ranks", "calls", "time"),
         [collective_row(row) for row in found["collectives_of_a_step"]],
     )
-    yield Part(
+    yield Table(
         "copies of a step",
         ("copy", "calls", "bytes", "time"),
         [
-            [row["name"], calls(row["count"]), in_bytes(row["bytes"]), duration(row["seconds"])]
+            [row["name"], calls(row["count"]), size(row["bytes"]), duration(row["seconds"])]
             for row in found["copies"]
         ],
     )
-    yield Part(
+    yield Table(
         "idle: nothing computed, exchanged or copied",
         ("the host in", "until", "gaps", "time"),
         [
             [row["during"], row["before"], calls(row["count"]), duration(row["seconds"])]
             for row in found["gaps"]
         ],
+        texts=("until",),
     )
 
 
 def rank_row(rank: Found) -> list[str]:
-    hidden = rank["hidden_share"]
     times = ("step", "compute", "communication", "exposed")
     return [
         str(rank["rank"]),
         *(duration(rank[f"{name}_seconds"]) for name in times),
-        "-" if hidden is None else f"{hidden:.0%}",
+        percent(rank["hidden_share"]),
         duration(rank["idle_seconds"]),
     ]
 
 
-def timed(row: Found) -> list[str]:
-    return [row["name"], calls(row["count"]), duration(row["seconds"])]
+def timed(row: Found, whole: float) -> list[str]:
+    share = percent(row["seconds"] / whole if whole else None)
+    return [row["name"], calls(row["count"]), duration(row["seconds"]), share]
 
 
 def collective_row(row: Found) -> list[str]:
-    group = "-" if row["group_size"] is None else str(row["group_size"])
+    group = count(row["group_size"])
     if row["group"] and row["group"] not in ("default_pg", "undefined"):
         group += f" ({row['group']})"
     numbers = [calls(row["count"]), duration(row["seconds"])]
-    return [row["name"], in_bytes(row["bytes"]), row["dtype"] or "-", group, *numbers]
+    return [row["name"], size(row["bytes"]), row["dtype"] or NOTHING, group, *numbers]
 
 
 def remarks(found: Found) -> list[str]:
@@ -118,19 +110,21 @@ def remarks(found: Found) -> list[str]:
 def where(found: Found) -> list[str]:
     """Where the traces are, and what opens them."""
     ranks = found["ranks"]
-    size = in_bytes(sum(rank["trace_bytes"] for rank in ranks))
+    whole = size(sum(rank["trace_bytes"] for rank in ranks))
     first, last = ranks[0]["first_step"], ranks[0]["last_step"]
     return [
-        f"traces of steps {first} to {last} ({size} in all); https://ui.perfetto.dev opens each:",
+        f"traces of steps {first} to {last} ({whole} in all); https://ui.perfetto.dev opens each:",
         *(rank["trace"] for rank in ranks),
     ]
 
 
 def show(console: Console, found: Found) -> None:
     """The summary at the end of a run."""
-    for part in parts(found):
-        if part.rows:
-            console.print(table_of(part, console.width))
+    for table in parts(found):
+        if table.rows:
+            console.print()
+            show_table(console, shortened(table))
+    console.print()
     for line in remarks(found):
         console.print(Text(line, style="bold" if line == found["verdict"] else ""), soft_wrap=True)
     head, *files = where(found)
@@ -157,49 +151,29 @@ def show_profile(run: RunDir, console: Console) -> Found | None:
     return found
 
 
-def table_of(part: Part, width: int) -> Table:
-    """At most `width` columns wide: it is the texts that are cut."""
-    rows = part.rows if part.columns[0] == "rank" else part.rows[:TERMINAL_ROWS]
-    columns, cells = list(part.columns), [list(row) for row in rows]
-    if part.columns[0] == "rank" and width < NARROW:
-        gone = columns.index("comm")  # with what is exposed and what is hidden it is told
-        columns, cells = without(columns, gone), [without(row, gone) for row in cells]
-    texts = 2 if "until" in columns else 1
-    numbers = zip(*(row[texts:] for row in cells), strict=True)
-    taken = sum(max(map(len, column)) + 2 for column in numbers)
-    room = max(12, (width - taken - 8) // texts)
-    table = Table(box=box.SIMPLE_HEAD, title=part.title, title_justify="left", padding=(0, 1, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number < texts else "right", no_wrap=True)
-    for row in cells:
-        table.add_row(*(Text(cut(cell, room)) for cell in row[:texts]), *map(Text, row[texts:]))
-    if len(rows) < len(part.rows):
-        table.caption = f"and {len(part.rows) - len(rows)} more in profile.md"
-        table.caption_justify = "left"
-    return table
+def shortened(table: Table) -> Table:
+    """For the terminal: the first rows, and long names cut. All ranks are shown."""
+    if table.columns[0] == "rank":
+        return table
+    rows = [[cut(str(cell)) for cell in row] for row in table.rows[:TERMINAL_ROWS]]
+    more = len(table.rows) - len(rows)
+    title = f"{table.title} (and {more} more in profile.md)" if more else table.title
+    return replace(table, title=title, rows=rows)
 
 
-def without(cells: list[str], number: int) -> list[str]:
-    return [cell for place, cell in enumerate(cells) if place != number]
-
-
-def cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 1] + "…"
+def cut(text: str) -> str:
+    return text if len(text) <= MOST_NAME else text[: MOST_NAME - 1] + "…"
 
 
 def markdown(found: Found) -> str:
-    """The same, whole, as profile.md."""
-    lines = [f"# Profile of {found['run']}", "", *(f"- {line}" for line in remarks(found))]
-    for part in parts(found):
-        if not part.rows:
-            continue
-        lines += ["", f"## {part.title[0].upper()}{part.title[1:]}", ""]
-        lines += ["| " + " | ".join(part.columns) + " |", "|---" * len(part.columns) + "|"]
-        lines += [
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in part.rows
-        ]
+    """Everything, as profile.md."""
+    lines = [f"# Profile of {found['run']}", "", *(f"- {line}" for line in remarks(found)), ""]
+    for table in parts(found):
+        if table.rows:
+            heading = f"{table.title[0].upper()}{table.title[1:]}"
+            lines += tables.markdown(replace(table, title=heading), "##")
     head, *files = where(found)
-    return "\n".join([*lines, "", head, "", *(f"- `{file}`" for file in files), ""])
+    return "\n".join([*lines, head, "", *(f"- `{file}`" for file in files), ""])
 
 
 def mean(found: Found, key: str) -> float:
@@ -207,26 +181,5 @@ def mean(found: Found, key: str) -> float:
     return sum(values) / len(values)
 
 
-def share(seconds: float, whole: float) -> str:
-    return f"{seconds / whole:.1%}" if whole else "-"
-
-
-def calls(count: float) -> str:
-    return f"{count:,.0f}" if count == int(count) else f"{count:,.1f}"
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
-
-
-def in_bytes(count: float | None) -> str:
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            is_whole = unit == "B" and count == int(count)
-            return f"{count:,.0f} B" if is_whole else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
+def calls(value: float) -> str:
+    return count(value) if value == int(value) else number(value)

@@ -20,6 +20,7 @@ from allranks.machine.prices import Price, find_price
 from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.results import samples_per_epoch, steps_by_rank
+from allranks.show.numbers import number, percent, ratio
 from allranks.timing.comparison import (
     CPU,
     SCALING,
@@ -207,7 +208,7 @@ def repeat_words(repeat: Repeat) -> Text:
     timing = repeat.timing
     steady = "" if timing.steady else ", not steady"
     return Text(
-        f"{repeat.layout}: {timing.samples_per_second:,.1f} samples/s "
+        f"{repeat.layout}: {number(timing.samples_per_second)} samples/s "
         f"over {timing.num_steps} steps{steady}  ({repeat.run})"
     )
 
@@ -369,15 +370,15 @@ def verdict(
     base = next(row for row in measured if row.layout == row.baseline)
     if len(measured) == 1:
         others = ", ".join(problems)
-        said = f"{top.layout} makes {top.pace:,.0f} samples/s; "
+        said = f"{top.layout} makes {number(top.pace)} samples/s; "
         return said + (f"{others} could not be measured" if others else "name more layouts")
     for row in (base, top):
         if differs := differ_too_much(row):
             return f"{differs}: measure again when nothing else runs, with more --steps"
     assert top.efficiency is not None and top.speedup is not None
     said = (
-        f"{top.layout} is {top.speedup:.2f}x as fast as {base.layout} "
-        f"({top.efficiency:.0%} efficient, measured)"
+        f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
+        f"({percent(top.efficiency)} efficient, measured)"
     )
     if any(remark.startswith(APART) for remark in seen):
         return f"{said}, but {APART}: it is one training only if they join"
@@ -400,7 +401,7 @@ def verdict(
         elif part == top.slowest_part:
             where = f" (longest on rank {top.slowest_rank})"
     return (
-        f"{said}; {top.lost[part]:.0%} is lost to {WORDS[part]}{where}: "
+        f"{said}; {percent(top.lost[part])} is lost to {WORDS[part]}{where}: "
         f"{NEXT[part]}{_beyond(fit, top)}"
     )
 
@@ -418,4 +419,4 @@ def _beyond(fit: Fit | None, top: Compared) -> str:
     if fit is None or top.ranks < 2:
         return ""
     twice = 2 * top.ranks
-    return f". Predicted for {twice} ranks: {fit.speedup(twice):.1f}x"
+    return f". Predicted for {twice} ranks: {ratio(fit.speedup(twice))}"

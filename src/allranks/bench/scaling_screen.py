@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.show.numbers import NOTHING
+from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.steps import PART_WORDS, PARTS
 
@@ -56,13 +56,13 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
             (
                 name_of(row, rows),
                 str(row["ranks"]),
-                f"{row['samples_per_second']:,.1f}",
-                NOTHING if row["ci95"] is None else "{:,.0f}-{:,.0f}".format(*row["ci95"]),
-                f"{row['speedup']:.2f}x",
-                f"{row['efficiency']:.0%}",
-                milliseconds(row["step_seconds"]),
-                NOTHING if hours is None else small(hours),
-                NOTHING if cost is None else f"${small(cost)}",
+                number(row["samples_per_second"]),
+                between(row["ci95"]),
+                ratio(row["speedup"]),
+                percent(row["efficiency"]),
+                duration(row["step_seconds"]),
+                number(hours),
+                dollars(cost),
             )
         )
     return Table(title, columns, tuple(cells))
@@ -90,13 +90,13 @@ def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells = []
     for row in rows:
         slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
-        cells.append((name_of(row, rows), *(milliseconds(row["parts"][p]) for p in PARTS), slowest))
+        cells.append((name_of(row, rows), *(duration(row["parts"][p]) for p in PARTS), slowest))
     return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells = [
-        (name_of(row, rows), *(f"{row['lost'][part]:.1%}" for part in PARTS))
+        (name_of(row, rows), *(percent(row["lost"][part]) for part in PARTS))
         for row in rows
         if row["lost"]
     ]
@@ -111,24 +111,15 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
         return f"no law fits: {found['fit_problem']}" if len(layouts) > 1 else ""
     if fit["serial_fraction"] is not None:
         error = fit["serial_fraction_error"]
-        between = f" ± {error:.1%}" if error else ""
-        words = [f"serial fraction {fit['serial_fraction']:.1%}{between} (Amdahl, fitted)"]
+        margin = f" ± {percent(error)}" if error else ""
+        words = [f"serial fraction {percent(fit['serial_fraction'])}{margin} (Amdahl, fitted)"]
     else:
         words = [
-            f"contention {fit['contention']:.1%}, coherence {fit['coherence']:.2%} "
+            f"contention {percent(fit['contention'])}, coherence {percent(fit['coherence'], 2)} "
             "(Universal Scalability Law, fitted)"
         ]
     limits = {"fastest_at_ranks": "no faster than", "half_efficient_at_ranks": "half efficient"}
     for key, what in limits.items():
         if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
-            words.append(f"predicted: {what} at {fit[key]:,.0f} ranks")
+            words.append(f"predicted: {what} at {count(fit[key])} ranks")
     return "; ".join(words)
-
-
-def small(value: float) -> str:
-    """Four decimals, or of less than a hundredth three digits that count."""
-    return f"{value:,.4f}" if value >= 0.01 or not value else f"{value:.3g}"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"

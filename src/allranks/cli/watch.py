@@ -217,7 +217,7 @@ def refuse_stacks() -> None:
 
 def look_once(watcher: Watcher, marks: dict[str, Mark], *, ranks: bool, as_json: bool) -> None:
     from allranks.run.events import to_json
-    from allranks.watch.plain import snapshot
+    from allranks.watch.plain_lines import snapshot
 
     watcher.poll(budget=float("inf"))
     names = [run.run for run in watcher.runs()]
@@ -265,7 +265,7 @@ def stopper(watcher: Watcher) -> Any:
 
 def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float) -> None:
     from allranks.show.text import clean
-    from allranks.watch.plain import follow
+    from allranks.watch.plain_lines import follow
 
     def write(line: str) -> None:
         print(clean(line), flush=True)

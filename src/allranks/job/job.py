@@ -22,7 +22,7 @@ from allranks.job.text import (
     EXCLUSIVE,
     Dumper,
     Layer,
-    Place,
+    Origin,
     Problem,
     error_of,
     merge,
@@ -239,10 +239,10 @@ def load_job(
     if command is not None:
         if not command:
             raise AllranksError("there is no command after --", fix="write -- python train.py")
-        place = Place("the command after --")
+        place = Origin("the command after --")
         layers.append(Layer({"command": list(command)}, {("command",): place}))
     if layout is not None:
-        layers.append(Layer({"layout": layout}, {("layout",): Place(f"--layout {layout}")}))
+        layers.append(Layer({"layout": layout}, {("layout",): Origin(f"--layout {layout}")}))
     return _resolve(layers, resolved)
 
 
@@ -273,7 +273,7 @@ def _resolve(layers: Sequence[Layer], resolved: bool) -> Job:
                 place = said.place(("task",))
                 problems.append(Problem(place, f"task: {error.what}", error.fix))
             else:
-                origin = Place(f"defaults of {source.path}")
+                origin = Origin(f"defaults of {source.path}")
                 below.append(Layer(source.defaults, {(key,): origin for key in source.defaults}))
                 option_names = source.options
     merged = merge([] if resolved else below, SECTIONS)

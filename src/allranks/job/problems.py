@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from allranks.job.text import COMMAND_LINE, Layer, Place, Problem
+from allranks.job.text import COMMAND_LINE, Layer, Origin, Problem
 
 Schema = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ def problems_of(error: ValidationError, schema: Schema, layer: Layer) -> list[Pr
     return list(found.values())
 
 
-def unknown_key(path: Sequence[str], known: Sequence[str], place: Place) -> Problem:
+def unknown_key(path: Sequence[str], known: Sequence[str], place: Origin) -> Problem:
     """`known` are dotted paths: a key that stands in the wrong section is told its own."""
     key, parent = path[-1], ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
@@ -149,7 +149,7 @@ def _number_in_words(schema: Schema, noun: str) -> str:
     return f"{article} {noun}" + (f", {' and '.join(limits)}" if limits else "")
 
 
-def _wrong_value(path: Sequence[str], value: Any, root: Schema, place: Place) -> Problem:
+def _wrong_value(path: Sequence[str], value: Any, root: Schema, place: Origin) -> Problem:
     schema = _at(root, path)
     words = in_words(schema)
     example = _example(schema, value)
@@ -159,7 +159,7 @@ def _wrong_value(path: Sequence[str], value: Any, root: Schema, place: Place) ->
     return Problem(place, f"{'.'.join(path)}: expected {words}, got {_got(value)}", fix + allowed)
 
 
-def _assignment(path: Sequence[str], value: str, place: Place) -> str:
+def _assignment(path: Sequence[str], value: str, place: Origin) -> str:
     if place.text.endswith(COMMAND_LINE):
         return f"{'.'.join(path)}={value}"
     return f"{'.'.join(path)}: {value}"

@@ -26,7 +26,7 @@ MAX_NODES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Origin:
     """Where a value was written, in words, and its line if it has one (to sort by)."""
 
     text: str
@@ -42,21 +42,21 @@ class Layer:
     """Values from one source, and the place of each key path among them."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    places: dict[KeyPath, Origin] = field(default_factory=dict)
 
-    def place(self, path: Sequence[str]) -> Place:
+    def place(self, path: Sequence[str]) -> Origin:
         """The place of the key, or of the nearest one that holds it."""
         for length in range(len(path), -1, -1):
             if (found := self.places.get(tuple(path[:length]))) is not None:
                 return found
-        return Place("job")
+        return Origin("job")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing wrong with a job, where it is, and what to write instead."""
 
-    place: Place
+    place: Origin
     what: str
     fix: str
 
@@ -204,8 +204,8 @@ def read_file(path: Path, *, resolved: bool = False) -> Layer:
             f"{path}:1: a job file holds keys and values, not {kind}",
             fix="write `key: value` lines, or let `allranks init` write a file to start from",
         )
-    places = {key: Place(f"{path}:{line}", line) for key, line in lines}
-    return Layer(values, {(): Place(str(path)), **places})
+    places = {key: Origin(f"{path}:{line}", line) for key, line in lines}
+    return Layer(values, {(): Origin(str(path)), **places})
 
 
 def _read_text(path: Path, opened: Callable[[Path], BinaryIO]) -> str:
@@ -263,7 +263,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
     layer = Layer()
     problems: list[Problem] = []
     for text in overrides:
-        place = Place(text + COMMAND_LINE)
+        place = Origin(text + COMMAND_LINE)
         key, equals, written = text.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         if not equals or not all(path):

@@ -14,9 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.launch.logs import Tail, Together
+from allranks.launch.logs import Together
 from allranks.launch.terminal import RankTerminal, ScreenLines
 from allranks.run.folder import RunDir
+from allranks.run.log_tail import LogTail
 from allranks.run.stacks import without_dumps
 
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look
@@ -60,7 +61,7 @@ class Echo:
         self._terminal: RankTerminal | None = None
         self._log: Path | None = None
         self._position = 0
-        self._tails: dict[int, Tail] = {}
+        self._tails: dict[int, LogTail] = {}
         self._lock = threading.Lock()
         self._drawing = threading.Lock()  # which the terminal's thread and another may do
         self._has_bar = has_bar
@@ -86,7 +87,7 @@ class Echo:
             self._look(wait=False)
             ranks = [self._rank] if self._show is None else self._show
             self._log, self._position = run.log(attempt, self._rank), 0
-            self._tails = {rank: Tail(run.log(attempt, rank)) for rank in ranks}
+            self._tails = {rank: LogTail(run.log(attempt, rank)) for rank in ranks}
             self._together = Together(len(ranks))
             if self._terminal is not None:
                 self._terminal.begin(self._log)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from allranks.show import tables
+from allranks.show.numbers import NOTHING, duration, moment, progress
+from allranks.show.tables import Table
 from allranks.show.text import clean
 
 COLUMNS = ("run", "state", "layout", "job", "step", "left")
-NAMED = ("job", "step", "left")  # cells that need their column's name to be understood
 COLOURS = {
     "running": "green",
     "finished": "blue",
@@ -26,23 +26,12 @@ COLOURS = {
 def show_runs(
     console: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
 ) -> None:
-    """One line a run, two where that is too wide; the reasons below."""
+    """One line a run, more where that is too wide; the reasons below."""
     if not runs:
         console.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, overflow="fold")
-    for run in runs:
-        table.add_row(Text(clean(run["run"])), *cells(run))
-    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
-        for run in runs:
-            named = zip(COLUMNS[1:], cells(run), strict=True)
-            words = [Text(f"{n} ") + c if n in NAMED else c for n, c in named if c.plain != "-"]
-            console.print(Text(clean(run["run"]), style="bold"), soft_wrap=True)
-            console.print(Text("  ") + Text("  ").join(words), soft_wrap=True)
-    else:
-        console.print(table)
+    rows = [[Text(clean(run["run"])), *cells(run)] for run in runs]
+    tables.show_table(console, Table("", COLUMNS, rows, texts=COLUMNS))
     for run in runs:
         name = f"{run['run']}: " if len(runs) > 1 else ""
         if run["reason"]:
@@ -57,37 +46,19 @@ def cells(run: Mapping[str, Any]) -> list[Text]:
     """What the columns after the name say."""
     job = ",".join(run["jobs"]) if run["state"] == "queued" else run["job"]
     state = Text(run["state"], style=COLOURS[run["state"]])
-    said = (run["layout"], job, progress(run), left(run))
-    return [state, *(Text(clean(text or "-")) for text in said)]
-
-
-def progress(run: Mapping[str, Any]) -> str:
-    if run["step"] is None:
-        return "-"
-    if not run["steps"]:
-        return str(run["step"])
-    return f"{run['step']}/{run['steps']}"
+    said = (run["layout"], job, progress(run["step"], run["steps"]), left(run))
+    return [state, *(Text(clean(text or NOTHING)) for text in said)]
 
 
 def left(run: Mapping[str, Any]) -> str:
     if run["state"] == "queued" and run["expected_start"]:
-        day, _, clock = run["expected_start"].partition("T")
-        day = "" if day == time.strftime("%Y-%m-%d") else day[5:] + " "
-        return f"starts {day}{clock[:5]}"
-    if run["seconds_left"] is None:
-        return "-"
-    minutes, seconds = divmod(round(run["seconds_left"]), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+        return f"starts {moment(run['expected_start'])}"
+    return duration(run["seconds_left"], whole=True)
 
 
 def show_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """What each layout asks for, one column each."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("layout")
-    for racer in columns:
-        table.add_column(Text(racer), overflow="fold")
-    for name in next(iter(columns.values()), {}):
-        table.add_row(name, *(str(column[name]) for column in columns.values()))
-    console.print(table)
+    names = next(iter(columns.values()), {})
+    rows = [(name, *(str(column[name]) for column in columns.values())) for name in names]
+    tables.show_table(console, Table("", ("layout", *columns), rows, texts=tuple(columns)))
     console.print()

@@ -5,55 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.run import files
 from allranks.run.folder import RunDir
-from allranks.show.text import last_state
+from allranks.run.log_tail import LogTail
 from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3
 ALIKE_SECONDS = 1.0  # within which ranks that print the same line do so
-CHUNK_BYTES = 1 << 16
 MOST_WAITING = 100_000  # lines
-
-
-@dataclass(slots=True)
-class Tail:
-    """Reads the lines that were added to a file since the last look."""
-
-    path: Path
-    offset: int = 0
-    begun: list[bytes] = field(default_factory=list)  # of a line, in pieces: it may be very long
-
-    def lines(self) -> Iterator[str]:
-        """Whole lines; the beginning of one waits for its end."""
-        try:
-            with files.open_file(self.path) as file:
-                file.seek(self.offset)
-                while chunk := file.read(CHUNK_BYTES):
-                    self.offset += len(chunk)
-                    whole, newline, begun = chunk.rpartition(b"\n")
-                    if newline:
-                        lines = b"".join([*self.begun, whole]).split(b"\n")
-                        self.begun.clear()
-                        for line in lines:
-                            yield last_state(line).decode(errors="replace")
-                    self.begun.append(begun)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            files.note(self.path, error.strerror or str(error))
-
-    def last(self) -> Iterator[str]:
-        """What was never ended by a newline."""
-        line = b"".join(self.begun)
-        self.begun.clear()
-        if line:
-            yield last_state(line).decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -115,7 +78,7 @@ class Logs:
     def __init__(self, run: RunDir, rank: int | None) -> None:
         self.run = run
         self.rank = rank
-        self._tails: dict[Path, Tail] = {}
+        self._tails: dict[Path, LogTail] = {}
         self._together = Together()
 
     def check_rank(self) -> None:
@@ -136,7 +99,7 @@ class Logs:
     def look(self) -> Iterator[str]:
         """Lines that are new, of the newest attempt and of the job around it."""
         for path in self._files():
-            self._tails.setdefault(path, Tail(path))
+            self._tails.setdefault(path, LogTail(path))
         for path, tail in self._tails.items():
             yield from self._with_rank(path, tail.lines())
         yield from self._together.ready()

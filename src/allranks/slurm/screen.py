@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from allranks.show.numbers import count, duration
+from allranks.show.numbers import NOTHING, bit_rate, count, duration, moment, size
+from allranks.show.tables import Cell, Table, facts, show_table
 
-GIB = 2**30
-WIDE_NODES = 110  # columns from which what a node suits has room beside it
-WIDE_QUEUE = 76
 MAX_JOBS = 20  # of the queue; --json has all
 STATES = ("idle", "mixed", "allocated", "reserved", "down")
 STYLES = {"idle": "green", "mixed": "yellow", "down": "red"}
@@ -27,19 +22,19 @@ def show_cluster(console: Console, view: Mapping[str, Any]) -> None:
     """What `describe_cluster()` found."""
     if view["slurm"] is not None:
         _line(console, headline(view), style="bold")
-        console.print(partition_table(view["partitions"], wide=console.width >= WIDE_NODES))
+        show_table(console, partition_table(view["partitions"]))
         if any(kind["nodes"]["down"] for part in view["partitions"] for kind in part["types"]):
             _line(console, "down: takes no new job (down, draining or failed)", style="dim")
         if view["accounts"]:
-            console.print(account_table(view["accounts"]))
+            show_table(console, account_table(view["accounts"]))
         if view["qos"]:
-            console.print(qos_table(view["qos"]))
+            show_table(console, qos_table(view["qos"]))
         if view["accounts"] == []:
             _line(console, f"{view['user']} has no account on this cluster", style="yellow")
     for note in view["notes"]:
         _line(console, f"note: {note}", style="yellow")
     _line(console, f"this machine: {view['machine']['host']}", style="bold")
-    console.print(machine_table(view["machine"]))
+    show_table(console, facts(machine_rows(view["machine"])))
 
 
 def show_queue(console: Console, view: Mapping[str, Any]) -> None:
@@ -50,7 +45,7 @@ def show_queue(console: Console, view: Mapping[str, Any]) -> None:
     _line(console, f"running: {sums(running)}")
     _line(console, f"waiting: {sums(waiting)}")
     if view["jobs"]:
-        console.print(queue_table(view, wide=console.width >= WIDE_QUEUE))
+        show_table(console, queue_table(view))
     if len(view["jobs"]) > MAX_JOBS:
         _line(console, f"and {len(view['jobs']) - MAX_JOBS} more (--json has all)", style="dim")
     for job in view["mine"][:MAX_JOBS]:
@@ -68,29 +63,19 @@ def headline(view: Mapping[str, Any]) -> str:
     )
 
 
-def partition_table(partitions: Sequence[Mapping[str, Any]], *, wide: bool) -> Table:
-    """One row for each type of node; a narrow table has what it suits below the node."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), leading=1)
-    table.add_column("partition", overflow="fold", max_width=16)
-    table.add_column("each node has", overflow="fold")
-    table.add_column("nodes", no_wrap=True)
-    table.add_column("GPUs\nfree", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("suits")
+def partition_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each type of node."""
+    rows: list[list[Cell]] = []
     for partition in partitions:
         name = partition_name(partition)
         for kind in partition["types"]:
-            suits = kind["suits"] or "unknown"
-            node = node_words(kind)
-            if not wide:
-                node.append(f"\n{suits}", style="cyan")
-            gpus = f"{kind['gpus_free']}/{kind['gpus_total']}" if kind["gpus_total"] else "-"
-            row = [name, node, state_words(kind["nodes"]), Text(gpus)]
-            table.add_row(*row, *([Text(suits, style="cyan")] if wide else []))
+            gpus = f"{kind['gpus_free']}/{kind['gpus_total']}" if kind["gpus_total"] else NOTHING
+            rows.append([name, gpus, state_words(kind["nodes"]), node_words(kind)])
             name = Text()
         if not partition["types"]:
-            table.add_row(name, Text("no nodes", style="dim"), Text("-"), Text("-"))
-    return table
+            rows.append([name, NOTHING, NOTHING, Text("no nodes", style="dim")])
+    columns = ("partition", "GPUs\nfree", "nodes", "each node has")
+    return Table("", columns, rows, texts=("nodes", "each node has"))
 
 
 def partition_name(partition: Mapping[str, Any]) -> Text:
@@ -107,25 +92,24 @@ def partition_name(partition: Mapping[str, Any]) -> Text:
 def node_words(kind: Mapping[str, Any]) -> Text:
     words = Text(" + ".join(gpu_words(gpu) for gpu in kind["gpus"]) or "no GPU")
     model = f" ({kind['cpu_model']})" if kind["cpu_model"] else ""
-    words.append(f"\n{count(kind['cpus'], 'CPU')}{model}, {gigabytes(kind['memory_bytes'])}")
+    words.append(f"\n{count(kind['cpus'], 'CPU')}{model}, {size(kind['memory_bytes'])}")
     for name, number in kind["other_gres"].items():
         words.append(f", {name} {number}")
     if kind["features"]:
         words.append(f"\n{', '.join(kind['features'])}", style="dim")
     if kind["some_features"]:
         words.append(f"\nsome: {', '.join(kind['some_features'])}", style="dim")
-    return words
+    return words.append(f"\n{kind['suits'] or 'unknown'}", style="cyan")
 
 
 def gpu_words(gpu: Mapping[str, Any]) -> str:
-    """'4 x A100 SXM4 80GB (a100)': the board, and in brackets what SLURM calls it."""
+    """'4 x A100 SXM4, 80 GiB (a100)': the board, and in brackets what SLURM calls it."""
     if gpu["slice_of"]:
-        return f"{gpu['count']} x {gpu['type']} (slice, {gigabytes(gpu['memory_bytes'])})"
-    options = [f"{size / GIB:.0f}" for size in gpu["memory_options"]]
-    memory = f"{' or '.join(options)} GB" if options else ""
+        return f"{gpu['count']} x {gpu['type']} (slice, {size(gpu['memory_bytes'])})"
+    memory = " or ".join(map(size, gpu["memory_options"]))
     if gpu["model"] is None:
         return f"{gpu['count']} x {gpu['type'] or 'GPU'}{f', {memory}' if memory else ''}"
-    model = f"{re.sub(r' [0-9]+GB$', '', gpu['model'])} {memory}"
+    model = f"{re.sub(r' [0-9]+GB$', '', gpu['model'])}, {memory}" if memory else gpu["model"]
     return f"{gpu['count']} x {model}" + (f" ({gpu['type']})" if gpu["type"] else "")
 
 
@@ -140,27 +124,18 @@ def state_words(counts: Mapping[str, int]) -> Text:
 
 
 def account_table(accounts: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("account", "QOS", "limits"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for row in accounts:
         where = f" (in {row['partition']})" if row["partition"] else ""
         default = row["default_qos"]
         qos = [f"{name} (default)" if name == default else name for name in row["qos"]]
-        table.add_row(
-            Text(row["account"] + where), Text(", ".join(qos) or "-"), Text(limit_words(row))
-        )
-    return table
+        rows.append((row["account"] + where, ", ".join(qos) or NOTHING, limit_words(row)))
+    return Table("", ("account", "QOS", "limits"), rows, texts=("QOS", "limits"))
 
 
-def qos_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("QOS", overflow="fold")
-    table.add_column("priority", justify="right")
-    table.add_column("limits", overflow="fold")
-    for row in rows:
-        table.add_row(Text(row["qos"]), Text(f"{row['priority']:,}"), Text(limit_words(row)))
-    return table
+def qos_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [(row["qos"], count(row["priority"]), limit_words(row)) for row in found]
+    return Table("", ("QOS", "priority", "limits"), rows, texts=("limits",))
 
 
 def limit_words(row: Mapping[str, Any]) -> str:
@@ -168,15 +143,6 @@ def limit_words(row: Mapping[str, Any]) -> str:
     words = [f"time: {duration(row['max_seconds'])}"] if row["max_seconds"] else []
     words += [f"{what}: {limit.replace('gres/', '')}" for what, limit in row["limits"].items()]
     return "\n".join(words) or "none"
-
-
-def machine_table(machine: Mapping[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in machine_rows(machine):
-        table.add_row(name, Text(value))
-    return table
 
 
 def machine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -195,7 +161,7 @@ def machine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("system", f"{machine['os']}, Linux {machine['kernel']}"),
         ("CPU", f"{count(machine['cpus'], 'CPU')}{allotted if cpus else ''}, {machine['cpu']}"),
-        ("memory", gigabytes(machine["memory_bytes"])),
+        ("memory", size(machine["memory_bytes"])),
         ("GPUs", local_gpu_words(machine)),
         ("CUDA", ", ".join(found) or "none"),
         ("NCCL", f"{nccl['version']} ({nccl['from']})" if nccl else "none"),
@@ -216,7 +182,7 @@ def machine_rows(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
 def local_gpu_words(machine: Mapping[str, Any]) -> str:
     gpus = [
         f"{gpu['index']}: {gpu['name']}"
-        + (f", {gigabytes(gpu['memory_bytes'])}" if gpu["memory_bytes"] else "")
+        + (f", {size(gpu['memory_bytes'])}" if gpu["memory_bytes"] else "")
         for gpu in machine["gpus"]
     ]
     if len(gpus) > 1:
@@ -228,35 +194,36 @@ def interface_words(interface: Mapping[str, Any]) -> str:
     speed = interface["bits_per_second"]
     words = [interface["name"], interface["state"] or "?"]
     if speed:
-        words.append(f"{speed / 1e9:g} Gb/s")
+        words.append(bit_rate(speed))
     if interface["kind"] == "infiniband":
         words.append("IP over InfiniBand")
     return " ".join(words[:2]) + "".join(f", {word}" for word in words[2:])
 
 
-def queue_table(view: Mapping[str, Any], *, wide: bool) -> Table:
+def queue_table(view: Mapping[str, Any]) -> Table:
     """The jobs that wait, the next first; the user's own are marked."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("job", overflow="fold", max_width=16)
-    table.add_column("user", overflow="fold", max_width=12)
-    for name in ("nodes", "GPUs"):
-        table.add_column(name, justify="right")
-    if wide:
-        for name in ("time", "priority", "waits"):
-            table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("starts", no_wrap=True)
-    table.add_column("reason", overflow="fold")
+    rows = []
     for job in view["jobs"][:MAX_JOBS]:
-        limit, since = job["seconds"], job["waiting_since"]
+        since = job["waiting_since"]
         each = "" if job["tasks"] == 1 else f"{job['tasks']} x "
-        cells = [job["job"], job["user"], f"{each}{job['nodes']}", f"{each}{job['gpus']}"]
-        if wide:
-            waits = duration(max(0, time.time() - since)) if since else "-"
-            cells += [duration(limit) if limit else "-", f"{job['priority']}", waits]
-        cells += [moment(job["expected_start"]), job["reason"]]
+        cells = (
+            job["job"],
+            job["user"],
+            f"{each}{job['nodes']}",
+            f"{each}{job['gpus']}",
+            duration(job["seconds"] or None),
+            f"{job['priority']}",
+            duration(max(0, time.time() - since) if since else None, whole=True),
+            moment(job["expected_start"]),
+            job["reason"],
+        )
         style = "bold cyan" if job["user"] == view["user"] else ""
-        table.add_row(*(Text(cell, style=style) for cell in cells))
-    return table
+        rows.append([Text(cell, style=style) for cell in cells])
+    columns = (
+        *("job", "user", "nodes", "GPUs", "time", "priority", "waits", "starts"),
+        "reason",
+    )
+    return Table("", columns, rows, texts=("user", "reason"))
 
 
 def standing(job: Mapping[str, Any]) -> str:
@@ -274,21 +241,6 @@ def sums(totals: Mapping[str, int]) -> str:
     mine = f" ({totals['mine']} yours)" if totals.get("mine") else ""
     nodes, gpus = count(totals["nodes"], "node"), count(totals["gpus"], "GPU")
     return f"{count(totals['jobs'], 'job')}{mine} on {nodes} with {gpus}"
-
-
-def moment(unix_seconds: float | None) -> str:
-    """The time of today, or the day and time; local, as SLURM's."""
-    if unix_seconds is None:
-        return "-"
-    when = datetime.fromtimestamp(unix_seconds)
-    today = when.date() == datetime.now().date()
-    return f"{when:%H:%M}" if today else f"{when:%d %b %H:%M}"
-
-
-def gigabytes(size: int) -> str:
-    if size >= 1000 * GIB:
-        return f"{size / GIB / 1024:.1f} TB"
-    return f"{size / GIB:.0f} GB"
 
 
 def _line(console: Console, text: str, *, style: str = "") -> None:

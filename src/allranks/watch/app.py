@@ -25,10 +25,10 @@ from starlette.types import ASGIApp
 from allranks.errors import AllranksError
 from allranks.run.events import to_json
 from allranks.show.secrets import redact
-from allranks.watch import loglines, uplot
+from allranks.watch import logs, uplot
 from allranks.watch.gate import Gate
 from allranks.watch.hub import Hub
-from allranks.watch.picture import METRICS, Wish
+from allranks.watch.page_data import METRICS, Wish
 
 FOLDER = Path(__file__).parent / "page"
 SCRIPTS = (
@@ -52,7 +52,7 @@ Stop = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerHead:
     """Where the page's server runs, as the page's head says it."""
 
     user: str
@@ -60,7 +60,7 @@ class Place:
     folder: str
 
 
-def make_app(hub: Hub, token: str, place: Place, stop: Stop | None = None) -> ASGIApp:
+def make_app(hub: Hub, token: str, place: ServerHead, stop: Stop | None = None) -> ASGIApp:
     """Everything behind the gate. `stop` takes a run's name and says what came of it."""
 
     @asynccontextmanager
@@ -85,7 +85,7 @@ def make_app(hub: Hub, token: str, place: Place, stop: Stop | None = None) -> AS
 class Answers:
     """One method for each path."""
 
-    def __init__(self, hub: Hub, place: Place, stop: Stop | None) -> None:
+    def __init__(self, hub: Hub, place: ServerHead, stop: Stop | None) -> None:
         self.hub = hub
         self._place = place
         self._stop = stop
@@ -136,14 +136,14 @@ class Answers:
         run = self.hub.watcher.run_dir(words.get("run", ""))
         if run is None:
             return _problem(404, "there is no such run")
-        path = (await run_in_threadpool(loglines.files, run)).get(words.get("file", ""))
+        path = (await run_in_threadpool(logs.log_files, run)).get(words.get("file", ""))
         if path is None:
             return _problem(404, "this run has no such log")
         after, line = (_count(words.get(key)) for key in ("after", "line"))
         query = words.get("query", "")[:MAX_QUERY]
 
         def read() -> dict[str, Any]:
-            return loglines.read(path, query=query, after=after, line=line or 0)
+            return logs.read_lines(path, query=query, after=after, line=line or 0)
 
         return JSONResponse(await run_in_threadpool(read))
 

@@ -12,7 +12,8 @@ from rich.text import Text
 from allranks.show.tables import fit, header, join
 from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
-from allranks.watch.lines import (
+from allranks.watch.marks import Mark, mark_in_words
+from allranks.watch.table_cells import (
     RANK_COLUMNS,
     RUN_COLUMNS,
     STATE_STYLES,
@@ -26,7 +27,6 @@ from allranks.watch.lines import (
     summary,
     takes_reason,
 )
-from allranks.watch.marks import Mark, mark_in_words
 from allranks.watch.views import Parts, RankView, RunView
 from allranks.watch.words import duration, hours, sparkline
 

@@ -12,11 +12,11 @@ from functools import cache, partial
 from typing import Any
 
 from allranks.show.secrets import redact
-from allranks.watch import loglines, picture
+from allranks.watch import logs, page_data
 from allranks.watch.findings import Diagnose, Findings
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark
-from allranks.watch.picture import Wish
+from allranks.watch.page_data import Wish
 from allranks.watch.views import RunView
 
 TICK_SECONDS = 0.5
@@ -102,7 +102,7 @@ class Hub:
                 news = self._news
                 now = self._pictures.get(wish)
                 if now is not None and now is not sent:
-                    step = {} if sent is None else picture.change(sent, now)
+                    step = {} if sent is None else page_data.change(sent, now)
                     if sent is None:
                         yield "all", {"state": now}
                     elif step is not None:
@@ -177,7 +177,7 @@ class Hub:
     def _show(self, wishes: set[Wish]) -> None:
         self._pasts_due = math.inf
         views = {view.run: view for view in self.watcher.runs()}
-        runs = {name: picture.run_line(view) for name, view in views.items()}
+        runs = {name: page_data.run_line(view) for name, view in views.items()}
         for line in runs.values():
             line["reason"] = line["reason"] and redact(line["reason"])
         self._pictures = {wish: self._picture(wish, views, runs) for wish in wishes}
@@ -200,7 +200,7 @@ class Hub:
         for name in (chosen, *wish.beside):
             if name in views:
                 pace = self._past(name)["pace"]
-                state["curves"][name] = {"loss": picture.loss(views[name]), "pace": pace}
+                state["curves"][name] = {"loss": page_data.loss(views[name]), "pace": pace}
         if chosen in views:
             state |= {"files": self._log_files(chosen), "findings": self.findings.of(chosen)}
         if chosen is None or chosen not in self._read or chosen not in views:
@@ -210,10 +210,10 @@ class Hub:
             "heat": past["heat"](wish.metric),
             "use": past["use"],
             "ranks": {
-                str(view.rank): picture.rank_line(view, self.marks)
+                str(view.rank): page_data.rank_line(view, self.marks)
                 for view in watcher.ranks(chosen)
             },
-            "parts": picture.parts_line(watcher.parts(chosen)),
+            "parts": page_data.parts_line(watcher.parts(chosen)),
         }
 
     def _past(self, name: str) -> dict[str, Any]:
@@ -222,9 +222,9 @@ class Hub:
         if time.monotonic() >= due:
             history = self.watcher.history(name)
             past = {
-                "pace": picture.pace(history),
-                "use": picture.use(history),
-                "heat": cache(partial(picture.heat, history)),
+                "pace": page_data.pace(history),
+                "use": page_data.use(history),
+                "heat": cache(partial(page_data.heat, history)),
             }
             self._pasts[name] = (time.monotonic() + PAST_SECONDS, past)
         else:
@@ -235,7 +235,7 @@ class Hub:
         due, files = self._files.get(name, (0.0, []))
         run = self.watcher.run_dir(name)
         if run is not None and time.monotonic() >= due:
-            files = list(loglines.files(run))
+            files = list(logs.log_files(run))
             self._files[name] = (time.monotonic() + FILES_SECONDS, files)
         return files
 

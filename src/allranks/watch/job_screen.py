@@ -23,9 +23,9 @@ from allranks.watch.jobs import (
     has_ended,
     stack_lines,
 )
-from allranks.watch.lines import marked
 from allranks.watch.marks import Mark, share
 from allranks.watch.screen import LETTERS
+from allranks.watch.table_cells import marked
 from allranks.watch.words import duration, num_bytes, whole_duration
 
 KEYS = "↑↓ scroll  d stack dumps  q quit"

@@ -22,9 +22,9 @@ from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import RunState, look_at_run, unreadable
 from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
-from allranks.watch.asking import FIRST_SECONDS, Ask, Asking
 from allranks.watch.bases import Bases, Comparison, Key, sets_of
 from allranks.watch.reader import RunReader
+from allranks.watch.slurm_polling import FIRST_SECONDS, Ask, Asking
 from allranks.watch.summary import run_view
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView
 

@@ -1,13 +1,143 @@
-"""The end of a log, as it grows: what a screen needs of a file of any size."""
+"""A run's logs: the end as it grows, for a terminal; lines and what a search finds, for a page."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from allranks.run import files
+from allranks.run.files import is_regular, open_file
 from allranks.run.folder import RunDir
-from allranks.show.text import last_state
-from allranks.watch.loglines import MAX_CHARACTERS, last_drawn, shown
+from allranks.run.log_tail import LogTail
+from allranks.show.secrets import redact
+from allranks.show.text import last_state, plain
+
+MAX_LINES = 500
+MAX_CHARACTERS = 2000
+TAIL_BYTES = 128 << 10
+CHUNK_BYTES = 1 << 20
+MAX_REST_BYTES = 64 << 10  # of a line that has no end yet: its last ones
+
+
+def log_files(run: RunDir) -> dict[str, Path]:
+    """The logs of a run by the names that a page may ask for: no other file is ever opened."""
+    found: dict[str, Path] = {}
+    for number in reversed(run.attempts()):
+        for rank in run.logs(number):
+            path = run.log(number, rank)
+            found[f"attempts/{number}/{path.name}"] = path
+    for path in sorted(run.job_logs(), reverse=True):
+        found[path.name] = path
+    return {name: path for name, path in found.items() if is_regular(path)}
+
+
+def read_lines(
+    path: Path, *, query: str = "", after: int | None = None, line: int = 0
+) -> dict[str, Any]:
+    """The last lines, or those after an offset, that hold `query`; and where to go on.
+
+    `lines` are [number, text]; `rest` is what has no end yet; `found` how many fitted in all.
+    """
+    size = _size(path)
+    if after is None or after > size:  # the first look, or the file was begun anew
+        after, line = (0, 0) if query else _tail_start(path, size)
+    kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
+    found, rest, wanted = 0, "", query.casefold()
+    for start, block in _blocks(path, after):
+        if not block.endswith(b"\n"):
+            after, rest = start, shown(block)
+            break
+        # Most of a long file does not fit: whole blocks are passed over.
+        if not wanted or _may_hold(block, wanted):
+            for number, raw in enumerate(block[:-1].split(b"\n"), start=line + 1):
+                if not wanted or _may_hold(raw, wanted):
+                    found += 1
+                    kept.append((number, raw))
+        after = start + len(block)
+        line += block.count(b"\n")
+        if after >= size + CHUNK_BYTES:  # it grows as fast as it is read
+            break
+    # Only now, since this takes longest; what was found in a secret or a colour was not found.
+    lines = [[number, text] for number, raw in kept if wanted in (text := shown(raw)).casefold()]
+    return {
+        "lines": lines,
+        "found": found - len(kept) + len(lines),
+        "offset": after,
+        "line": line,
+        "rest": rest if wanted in rest.casefold() else "",
+    }
+
+
+def _may_hold(text: bytes, wanted: str) -> bool:
+    if wanted.isascii():
+        return wanted.encode() in text.lower()
+    return wanted in text.decode(errors="replace").casefold()
+
+
+def last_drawn(rest: bytes) -> bytes:
+    """Of a line without its end, what a terminal would show: progress bars draw over themselves."""
+    begin = rest.rstrip(b"\r").rfind(b"\r") + 1
+    return rest[max(begin, len(rest) - MAX_REST_BYTES) :]
+
+
+def _blocks(path: Path, after: int) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from an offset on, in blocks; at the end, alone, what has no newline yet.
+
+    Each with its offset; what was drawn over or is too long for a line is passed over.
+    """
+    rest = b""
+    try:
+        with open_file(path) as file:
+            file.seek(after)
+            while chunk := file.read(CHUNK_BYTES):
+                after += len(chunk)
+                head, newline, rest = (rest + chunk).rpartition(b"\n")
+                if newline:
+                    yield after - len(rest) - len(head) - 1, head + newline
+                rest = last_drawn(rest)
+    except OSError:
+        return
+    if rest:
+        yield after - len(rest), rest
+
+
+def _tail_start(path: Path, size: int) -> tuple[int, int]:
+    """Where the last lines begin, and how many lines are before them."""
+    if size <= TAIL_BYTES:
+        return 0, 0
+    try:
+        with open_file(path) as file:
+            file.seek(size - TAIL_BYTES)
+            begin = file.read(TAIL_BYTES).find(b"\n") + 1
+            start = size - TAIL_BYTES + begin
+            file.seek(0)
+            return start, _count_lines(file, start)
+    except OSError:
+        return 0, 0
+
+
+def _count_lines(file: BinaryIO, end: int) -> int:
+    count = 0
+    while end > 0 and (chunk := file.read(min(CHUNK_BYTES, end))):
+        count += chunk.count(b"\n")
+        end -= len(chunk)
+    return count
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def shown(raw: bytes) -> str:
+    """A line as a terminal would leave it: after the last return, no colours, no secrets."""
+    line = last_state(raw)[: 4 * MAX_CHARACTERS]
+    # Redacted before it is cut: half a key would not be known as one.
+    return redact(plain(line.decode(errors="replace")))[:MAX_CHARACTERS]
+
 
 KEPT_BYTES = 4 << 20
 JOB = -1  # in place of a rank: what SLURM, the preflight and the launcher said
@@ -22,31 +152,21 @@ class LogPage:
         self.above: int | None = None  # lines above the last shown; None: follows the end
         self.found: int | None = None  # the line that a search has come to
         self.is_cut = False  # there is more before what is kept
-        self._offset = 0
-        self._rest = b""
+        self._tail = LogTail(path)
         self._num_bytes = 0
 
     def look(self) -> bool:
         """Read what is new; whether there was anything."""
-        try:
-            size = self.path.lstat().st_size
-            if size < self._offset:  # it was begun anew
-                self.__init__(self.path)  # type: ignore[misc]
-            if size <= self._offset:
-                return False
-            with files.open_file(self.path) as file:
-                if size - self._offset > KEPT_BYTES:
-                    self._offset = size - KEPT_BYTES
-                    self._rest, self.lines, self.is_cut = b"", [], True
-                    self._num_bytes = 0
-                file.seek(self._offset)
-                data = file.read(KEPT_BYTES)
-        except OSError:
+        size = _size(self.path)
+        if size < self._tail.offset:  # it was begun anew
+            self.__init__(self.path)  # type: ignore[misc]
+        if size <= self._tail.offset:
             return False
-        self._offset += len(data)
-        *whole, rest = (self._rest + data).split(b"\n")
-        self._rest = last_drawn(rest)
-        new = [readable(line) for line in whole]
+        if size - self._tail.offset > KEPT_BYTES:
+            self._tail = LogTail(self.path, size - KEPT_BYTES)
+            self.lines, self.is_cut, self._num_bytes = [], True, 0
+        new = [line[: 4 * MAX_CHARACTERS] for line in self._tail.lines()]
+        self._tail.begun = [last_drawn(b"".join(self._tail.begun))]
         self.lines += new
         self._num_bytes += sum(map(len, new)) + len(new)
         if self._num_bytes > 2 * KEPT_BYTES:
@@ -59,7 +179,8 @@ class LogPage:
 
     def page(self, rows: int) -> list[str]:
         """So many lines, the last of them where the page was scrolled to; no secrets."""
-        lines = [*self.lines, readable(self._rest)] if self._rest else self.lines
+        rest = b"".join(self._tail.begun)
+        lines = [*self.lines, rest.decode(errors="replace")] if rest else self.lines
         end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
         # Only these: to look for secrets in all that is kept would take seconds.
         return [shown(line.encode()) for line in lines[max(0, end - rows) : end]]
@@ -91,11 +212,6 @@ class LogPage:
         if self.above is None:
             return "following"
         return f"line {self.above} of the last {len(self.lines)}"
-
-
-def readable(line: bytes) -> str:
-    """A line as a terminal would have left it: of a progress bar its last state."""
-    return last_state(line)[: 4 * MAX_CHARACTERS].decode(errors="replace")
 
 
 def log_ranks(run: RunDir) -> list[int]:

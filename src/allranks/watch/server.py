@@ -57,7 +57,7 @@ def serve(
     says what was done, `diagnose` says what is wrong with one, `notify` is shown all at every look.
     """
     uvicorn = _uvicorn()
-    from allranks.watch.app import Place, make_app
+    from allranks.watch.app import ServerHead, make_app
     from allranks.watch.gate import prompt_protocol
     from allranks.watch.hub import Hub
 
@@ -65,7 +65,7 @@ def serve(
     number = int(listener.getsockname()[1])
     token = secrets.token_urlsafe(32)
     hub = Hub(watcher, marks=marks, diagnose=diagnose, notify=notify)
-    place = Place(getpass.getuser(), host_name(), str(watcher.folder.absolute()))
+    place = ServerHead(getpass.getuser(), host_name(), str(watcher.folder.absolute()))
     config = uvicorn.Config(
         make_app(hub, token, place, stop),
         lifespan="on",

@@ -11,10 +11,10 @@ from typing import Any
 
 from allranks.show.secrets import redact
 from allranks.show.text import as_code, in_markdown, plain
-from allranks.watch.lines import day, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
 from allranks.watch.settings import Settings, settings_lines, table
+from allranks.watch.table_cells import day, reason, state_word
 from allranks.watch.views import Parts, RankView, RunView
 from allranks.watch.words import count, duration, hours, num_bytes
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.check import Check
-from allranks.doctor.machine.disk import FolderFacts, look_at
 from allranks.doctor.node_checks import gpu_health
 from allranks.errors import AllranksError
 from allranks.machine import allotted
 from allranks.machine import inventory as machine
+from allranks.machine.disks import FolderFacts, look_at
 from allranks.machine.gpus import (
     DRIVER_FILES,
     LocalGPU,

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Iterator
 
 from allranks.doctor.check import Check, failed, in_bytes, not_here, passed, speed, warned
-from allranks.doctor.machine.disk import FolderFacts
 from allranks.doctor.machine.facts import DEFAULT_PORT, MachineFacts
+from allranks.machine.disks import FolderFacts
 
 
 def network_checks(facts: MachineFacts) -> list[Check]:

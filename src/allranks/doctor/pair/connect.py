@@ -70,6 +70,17 @@ def reason(error: OSError) -> str:
     return known.get(error.errno or 0, error.strerror or str(error))
 
 
+def knock(address: str, port: int) -> str:
+    """Another port, of those that the kernel hands out, as gloo and NCCL use; "" if it answers."""
+    if not 0 < port < 65536:
+        raise ValueError("no port")
+    try:
+        with socket.create_connection((address, port), KNOCK_SECONDS):
+            return ""
+    except OSError as error:
+        return reason(error)
+
+
 def is_neighbour(address: str, arp: Path = ARP) -> bool | None:
     """Whether a machine with this address answers on the local network; None if it is not on it."""
     with suppress(OSError):
@@ -115,7 +126,7 @@ class Test:
             facts.round_trip = times[len(times) // 2]
             facts.jitter = times[-len(times) // 20 or -1] - times[0]
             facts.clock_offset = self._clock()
-            facts.other_port_out = self._knock(int(hello["port"]))
+            facts.other_port_out = knock(self.address, int(hello["port"]))
             facts.other_port_in = str(protocol.hear(control)["knocked"])[:200]
         facts.also = self._other_addresses()
         facts.rate_out = _rate([self._send()])
@@ -134,14 +145,6 @@ class Test:
             took = time.perf_counter() - start
             found.append((took, theirs - (asked + took / 2)))
         return min(found)[1]
-
-    def _knock(self, port: int) -> str:
-        """Another port of theirs, of those that the kernel hands out: gloo and NCCL use such."""
-        try:
-            with socket.create_connection((self.address, port), KNOCK_SECONDS):
-                return ""
-        except OSError as error:
-            return reason(error)
 
     def _other_addresses(self) -> dict[str, str]:
         """Further addresses of the listener that lead to it too, and its interface of each."""

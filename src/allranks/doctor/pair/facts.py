@@ -12,7 +12,6 @@ from allranks.machine.network import Interface, read, up_interfaces
 
 SYS = Path("/sys")
 IP_MTU = 14  # Linux's socket option: what the kernel believes the whole route carries
-LOOPBACKS = ("127.", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.doctor.connectivity import OpenPort
 from allranks.doctor.pair import protocol
-from allranks.doctor.pair.connect import KNOCK_SECONDS, EchoPort, reason
+from allranks.doctor.pair.connect import EchoPort, knock
 from allranks.doctor.pair.facts import (
     PairFacts,
     from_fields,
@@ -141,17 +141,8 @@ class Listening:
             for _ in range(protocol.CLOCKS):
                 protocol.hear(control)  # asks for the time
                 protocol.say(control, time=time.time())
-            protocol.say(control, knocked=self._knock(peer, int(hello["port"])))
+            protocol.say(control, knocked=knock(peer, int(hello["port"])))
             control.settimeout(10 * protocol.TALK_SECONDS)
             told = protocol.hear(control)["report"]
         self._found = from_report(told, here=theirs, there=mine, port=self.port)
         self._done.set()
-
-    def _knock(self, peer: str, port: int) -> str:
-        if not 0 < port < 65536:
-            raise ValueError("no port")
-        try:
-            with socket.create_connection((peer, port), KNOCK_SECONDS):
-                return ""
-        except OSError as error:
-            return reason(error)

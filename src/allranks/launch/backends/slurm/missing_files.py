@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.launch.backends.slurm.inside import Place, srun, step_environment
-from allranks.run.events import read_last_events
 from allranks.run.failures import tail
 from allranks.run.folder import RunDir
 from allranks.run.missing import found_on, missing_path
+from allranks.run.record import RankRecord, read_ends
 
 LOOK_SECONDS = 30.0
 MOST_RANKS = 64  # whose last words are read
@@ -50,21 +50,17 @@ def path_of_failure(run: RunDir, attempt: int) -> str | None:
         if end is not None and end["state"] == "failed":
             failed.append((end["t"], rank))
     for _, rank in sorted(failed):
-        events = read_last_events(run.events(attempt, rank))
-        words = [word for event in events for word in words_of(event)]
+        words = said_by(read_ends(run, attempt, rank))
         path = missing_path(words) or missing_path(tail(run.log(attempt, rank)))
         if path is not None:
             return path
     return None
 
 
-def words_of(event: dict[str, Any]) -> list[str]:
-    """What an event says about an error."""
-    if event["event"] == "end":
-        return [str(event.get("error", {}).get("what", ""))]
-    if event["event"] == "error":
-        return [f"{event.get('type', '')}: {event.get('message', '')}"]
-    return []
+def said_by(record: RankRecord) -> list[str]:
+    """What a rank says about the error that ended it."""
+    errors = [f"{event['type']}: {event['message']}" for event in record.others["error"]]
+    return [*errors, str(((record.end or {}).get("error") or {}).get("what", ""))]
 
 
 def ask_nodes(place: Place, paths: Sequence[str]) -> dict[str, dict[str, bool]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.page_runs import LiveRun, held
 
 from allranks.run.folder import RunDir
-from allranks.watch import loglines, picture
+from allranks.watch import logs, page_data
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.views import History, RankView, RunView
@@ -41,7 +41,7 @@ def changed(before: Any, change: dict[str, Any]) -> Any:
 
 @given(values, values)
 def test_a_change_makes_one_of_the_other(before: Any, after: Any) -> None:
-    change = picture.change(before, after)
+    change = page_data.change(before, after)
     assert (change is None) == (before == after)
     if change is not None:
         assert changed(before, json.loads(json.dumps(change))) == after
@@ -51,7 +51,7 @@ def test_a_curve_that_grows_sends_its_end() -> None:
     before = {"x": [1, 2, 3], "y": [0.5, 0.4, 0.3]}
     after = {"x": [1, 2, 3, 4], "y": [0.5, 0.4, 0.31, 0.2]}
     expected = {"~": {"x": {"+": [3, [4]]}, "y": {"+": [2, [0.31, 0.2]]}}}
-    assert picture.change(before, after) == expected
+    assert page_data.change(before, after) == expected
 
 
 def history(**rows: dict[int, tuple[float | None, ...]]) -> History:
@@ -62,33 +62,33 @@ def test_own_work_is_the_step_without_its_waits() -> None:
     past = history(
         seconds={0: (0.2, 0.2, 0.2), 1: (0.2, None)}, wait={0: (0.05, 0.08, None), 1: (0.01,)}
     )
-    heat = picture.heat(past, "work")
+    heat = page_data.heat(past, "work")
     assert heat is not None and heat["ranks"] == [0, 1] and heat["width"] == 10
     assert heat["columns"] == [[0.15, 0.19], [0.12, None], [0.2, None]]
 
 
 def test_heat_maps_of_what_is_not_known_are_not_drawn() -> None:
     past = history(seconds={0: (0.2,)})
-    assert picture.heat(past, "data") is None and picture.heat(None, "work") is None
-    assert picture.use(past) is None
+    assert page_data.heat(past, "data") is None and page_data.heat(None, "work") is None
+    assert page_data.use(past) is None
 
 
 def test_without_gpus_the_use_is_of_cpus() -> None:
     past = history(cpu={0: (1.0, 2.0), 1: (3.0,)})
-    use = picture.use(past)
+    use = page_data.use(past)
     assert use is not None and use["unit"] == " CPUs"
     assert (use["mean"], use["low"], use["high"]) == ([2.0, 2.0], [1.0, 2.0], [3.0, 2.0])
     assert use["x"] == [5, 15]
 
 
 def test_throughput_has_a_point_where_it_is_known() -> None:
-    assert picture.pace(history()) == {"x": [15, 25], "y": [50.0, 60.0]}
+    assert page_data.pace(history()) == {"x": [15, 25], "y": [50.0, 60.0]}
 
 
 def test_times_are_not_rounded_away() -> None:
     view = RunView(run="a", run_dir="/a", job="a", state="running", started=1_794_714_106.69)
-    assert picture.run_line(view)["started"] == 1_794_714_106.7
-    line = picture.rank_line(RankView(rank=3, utilization=50.0), DEFAULT_MARKS)
+    assert page_data.run_line(view)["started"] == 1_794_714_106.7
+    line = page_data.rank_line(RankView(rank=3, utilization=50.0), DEFAULT_MARKS)
     assert line["marks"]["gpu_util"] == "warn" and "rank" not in line
 
 
@@ -98,7 +98,7 @@ def test_sixty_four_ranks_of_a_long_run_fit_in_a_message(tmp_path: Path) -> None
     with held(run):
         watcher = Watcher(tmp_path)
         watcher.poll(detail={run.run.name}, budget=math.inf)
-        heat = picture.heat(watcher.history(run.run.name), "work")
+        heat = page_data.heat(watcher.history(run.run.name), "work")
         watcher.close()
     assert heat is not None and len(heat["ranks"]) == 64
     assert 128 <= len(heat["columns"]) <= 256
@@ -139,55 +139,55 @@ def texts(read: dict[str, Any]) -> list[str]:
 
 def test_a_long_log_begins_near_its_end_with_true_numbers(log: Path) -> None:
     log.write_text("".join(f"line {i} {'x' * 80}\n" for i in range(1, 20_001)))
-    read = loglines.read(log)
-    assert read["lines"][-1][0] == 20_000 and len(read["lines"]) == loglines.MAX_LINES
+    read = logs.read_lines(log)
+    assert read["lines"][-1][0] == 20_000 and len(read["lines"]) == logs.MAX_LINES
     assert all(text.startswith(f"line {number} ") for number, text in read["lines"])
     assert (read["offset"], read["line"]) == (log.stat().st_size, 20_000)
 
 
 def test_a_search_goes_through_all_of_it_and_keeps_the_last(log: Path) -> None:
     log.write_text("".join(f"step {i}{' NaN' if i % 10 == 0 else ''}\n" for i in range(1, 100_001)))
-    read = loglines.read(log, query="nan")
-    assert read["found"] == 10_000 and len(read["lines"]) == loglines.MAX_LINES
+    read = logs.read_lines(log, query="nan")
+    assert read["found"] == 10_000 and len(read["lines"]) == logs.MAX_LINES
     assert read["lines"][-1] == [100_000, "step 100000 NaN"]
     with log.open("a") as file:
         file.write("step 100001\nstep 100002 nan\n")
-    more = loglines.read(log, query="nan", after=read["offset"], line=read["line"])
+    more = logs.read_lines(log, query="nan", after=read["offset"], line=read["line"])
     assert more["lines"] == [[100_002, "step 100002 nan"]]
 
 
 def test_a_search_finds_letters_beyond_ascii(log: Path) -> None:
     log.write_text("eins\nÄRGER\nzwei\n")
-    assert texts(loglines.read(log, query="ärger")) == ["ÄRGER"]
+    assert texts(logs.read_lines(log, query="ärger")) == ["ÄRGER"]
 
 
 def test_a_line_without_its_end_is_shown_and_read_again(log: Path) -> None:
     log.write_bytes(b"first\nprogress 1%\rprogress 2%")
-    read = loglines.read(log)
+    read = logs.read_lines(log)
     assert texts(read) == ["first"] and read["rest"] == "progress 2%"
     with log.open("ab") as file:
         file.write(b"\rprogress 3%\nlast\n")
-    more = loglines.read(log, after=read["offset"], line=read["line"])
+    more = logs.read_lines(log, after=read["offset"], line=read["line"])
     assert more["lines"] == [[2, "progress 3%"], [3, "last"]]
 
 
 def test_a_log_that_was_begun_anew_is_read_from_its_beginning(log: Path) -> None:
     log.write_text("a long line of the first time\n")
-    read = loglines.read(log)
+    read = logs.read_lines(log)
     log.write_text("new\n")
-    assert texts(loglines.read(log, after=read["offset"], line=1)) == ["new"]
+    assert texts(logs.read_lines(log, after=read["offset"], line=1)) == ["new"]
 
 
 def test_what_a_terminal_would_eat_is_not_shown(log: Path) -> None:
     log.write_bytes(
         b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07x\x00\x08\xff\n" + b"y" * 100_000 + b"\n"
     )
-    red, long = texts(loglines.read(log))
-    assert red == "red x\ufffd" and len(long) == loglines.MAX_CHARACTERS
+    red, long = texts(logs.read_lines(log))
+    assert red == "red x\ufffd" and len(long) == logs.MAX_CHARACTERS
 
 
 def test_a_missing_log_is_empty(tmp_path: Path) -> None:
-    assert loglines.read(tmp_path / "gone.log")["lines"] == []
+    assert logs.read_lines(tmp_path / "gone.log")["lines"] == []
 
 
 def test_logs_of_all_attempts_newest_first(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_logs_of_all_attempts_newest_first(tmp_path: Path) -> None:
         for rank in (0, 2, 10):
             run.log(attempt, rank).write_text("")
     (run.path / "slurm-7.log").write_text("")
-    names = list(loglines.files(run))
+    names = list(logs.log_files(run))
     assert names[:3] == [f"attempts/1/rank-{rank}.log" for rank in (0, 2, 10)]
     assert names[-1] == "slurm-7.log" and len(names) == 7
 
@@ -205,33 +205,33 @@ def test_logs_of_all_attempts_newest_first(tmp_path: Path) -> None:
 def test_a_progress_bar_without_a_newline_is_not_read_again(log: Path) -> None:
     bar = b"".join(b"\r%7d/9999999 [00:01<00:02]" % number for number in range(100_000))
     log.write_bytes(b"first\n" + bar)
-    read = loglines.read(log, after=0)
+    read = logs.read_lines(log, after=0)
     assert read["rest"] == "  99999/9999999 [00:01<00:02]"
     assert log.stat().st_size - read["offset"] < 100
     with log.open("ab") as file:
         file.write(b"\r 100000/9999999\nlast\r\n")
-    more = loglines.read(log, after=read["offset"], line=read["line"])
+    more = logs.read_lines(log, after=read["offset"], line=read["line"])
     assert more["lines"] == [[2, " 100000/9999999"], [3, "last"]]
 
 
 def test_a_line_without_an_end_is_kept_in_bounds(log: Path) -> None:
-    log.write_bytes(b"first\n" + b"x" * (3 * loglines.CHUNK_BYTES))
-    read = loglines.read(log, after=0)
-    assert texts(read) == ["first"] and len(read["rest"]) == loglines.MAX_CHARACTERS
-    assert log.stat().st_size - read["offset"] == loglines.MAX_REST_BYTES
+    log.write_bytes(b"first\n" + b"x" * (3 * logs.CHUNK_BYTES))
+    read = logs.read_lines(log, after=0)
+    assert texts(read) == ["first"] and len(read["rest"]) == logs.MAX_CHARACTERS
+    assert log.stat().st_size - read["offset"] == logs.MAX_REST_BYTES
     with log.open("ab") as file:
         file.write(b"\nlast\n")
-    more = loglines.read(log, after=read["offset"], line=read["line"])
+    more = logs.read_lines(log, after=read["offset"], line=read["line"])
     assert [number for number, _ in more["lines"]] == [2, 3]
 
 
 def test_a_private_key_is_shown_by_no_look_and_found_by_no_search(log: Path) -> None:
     body = "MIIEowIBAAKCAnan" * 4
     log.write_text(f"a\n-----BEGIN PRIVATE KEY-----\n{body}\n")
-    read = loglines.read(log)
+    read = logs.read_lines(log)
     assert texts(read) == ["a", "[redacted]", "[redacted]"]
     with log.open("a") as file:
         file.write(f"{body}\n-----END PRIVATE KEY-----\nstep\n")
-    more = loglines.read(log, after=read["offset"], line=read["line"])
+    more = logs.read_lines(log, after=read["offset"], line=read["line"])
     assert body not in str(more) and texts(more)[-1] == "step"
-    assert loglines.read(log, query="MIIE")["lines"] == []
+    assert logs.read_lines(log, query="MIIE")["lines"] == []

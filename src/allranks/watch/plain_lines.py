@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.text import Text
 
 from allranks.watch.draw import NO_RUNS, Scene, about_run, rank_lines, run_lines
-from allranks.watch.lines import day, reason, run_cells, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier
+from allranks.watch.table_cells import day, reason, run_cells, state_word
 from allranks.watch.views import RunView
 
 PLAIN_SECONDS = 10.0

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from allranks.watch.lines import base_words
 from allranks.watch.marks import Mark, judged
+from allranks.watch.table_cells import base_words
 from allranks.watch.views import History, Parts, RankView, RunView
 
 METRICS = ("work", "seconds", "data", "wait", "utilization")
