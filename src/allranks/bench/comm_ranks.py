@@ -42,7 +42,7 @@ from allranks.errors import AllranksError
 from allranks.machine import gpus
 from allranks.run.events import append_event, to_json
 from allranks.run.folder import RunDir, write_atomically
-from allranks.show.numbers import duration, size
+from allranks.show.numbers import duration
 from allranks.show.numbers import size as num_bytes
 
 TIMING = "median of calls one behind the other, mean over ranks; with a root, the slowest rank's"
@@ -346,7 +346,7 @@ def progress(series: Series, seconds: float) -> str:
         return f"{where}: not supported by {series.world.library}"
     if not series.rows:
         return f"{where}: nothing fits"
-    span = " to ".join(size(series.rows[end]["bytes"]) for end in (0, -1))
+    span = " to ".join(num_bytes(series.rows[end]["bytes"]) for end in (0, -1))
     return f"{where}: {span}, {duration(seconds)}"
 
 
