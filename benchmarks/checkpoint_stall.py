@@ -2,13 +2,13 @@
 
     python benchmarks/checkpoint_stall.py       # 2 to 5 minutes; exit code 1 if it takes more
 
-On a machine without a GPU (`language` 16m, one rank): the time that a save holds the loop up, from
-the second save on. With a GPU (`language` 124m): all training time that is lost to a save, the
-steps that its writing in the background slows down included. Either is compared with torch.save of
-the same tensors (model and optimizer) to the same disk. The newest files of both are kept, as many
-as a run keeps; ours are synced and checksummed, torch.save's need not have reached the disk when it
-returns. What torch.save takes where its file is deleted at once, so that its pages are used again
-and none is ever written, is printed beside it. Blocks of steps with a save, without one, and
+On a machine without a GPU (`language` 16m, one rank): how long a save stalls the loop, from the
+second save on. With a GPU (`language` 124m): all training time lost to a save, including steps that
+are slowed down while it is written in the background. Either is compared with torch.save of the
+same tensors (model and optimizer) to the same disk. Both keep as many files as a run keeps; ours
+are synced and checksummed, while torch.save's need not have reached the disk when it returns. For
+comparison, the time of torch.save when its file is deleted immediately, so that its pages are
+reused and never written, is printed too. Blocks of steps with a save, blocks without one, and
 blocking saves take turns.
 """
 

@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint_writers.py      # a minute; a table, no claim
 
-It is why checkpoints are plain bytes (train/storage.py). Steps of `language` (124m on a GPU, else
-16m) run while one thread writes the staged tensors; `lost` is how much longer these steps took
-than as many undisturbed ones. A thread that only sleeps shows the noise, one that only computes in
-Python shows what holding the interpreter costs.
+The reason why checkpoints are plain bytes (train/storage.py). Steps of `language` (124m on a GPU,
+else 16m) run while a thread writes the copied tensors; `lost` is how much longer these steps took
+than the same number of undisturbed ones. A thread that only sleeps shows the noise, and one that
+only computes in Python shows what holding the interpreter costs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`allranks bench comm` finds the time that a loop of all-reduces written by hand finds.
+"""`allranks bench comm` measures the same times as a hand-written loop of all-reduces.
 
     python benchmarks/comm_agreement.py          # about 6 minutes; exit code 1 if they disagree
     python benchmarks/comm_agreement.py --blocks 5 --sizes 1KiB-1MiB          # a first look
 
-Both measure in the same processes, on CPU over gloo, in alternating blocks: by hand, ours, by
-hand. Ours is what `bench comm` runs for a size: it makes the buffers, checks a result, looks how
-long a call takes, and then times calls. By hand is a tensor, a few calls to warm up, a barrier,
-and a clock around each call; its time is the median of rank 0. A block of ours is compared with
-the mean of the two by hand around it; the ratio of those two is the noise. The claim is on the
-median ratio over the blocks: within 5% from 1 MiB on, 15% below.
+Both run in the same processes, on CPU over gloo, in alternating blocks: hand-written, ours,
+hand-written. Ours is what `bench comm` runs for one size: it makes the buffers, checks a result,
+estimates how long a call takes, and then times calls. The hand-written loop has a tensor, a few
+warm-up calls, a barrier, and a clock around each call; its time is rank 0's median. Each block of
+ours is compared with the mean of the two hand-written blocks around it; the ratio of those two is
+the noise. The claim is about the median ratio over the blocks: within 5% from 1 MiB up, 15% below.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The probe's times of a GPU agree with the profiler's within 3%, and it waits for no stream.
+"""The probe's times on a GPU agree with the profiler's within 3%, and it waits for no stream.
 
     python benchmarks/cuda_timing.py        # with a GPU, half a minute; exit code 1 if they do not
 
-An ordinary loop trains under torch's profiler, without the probe's hooks in torch and with them. At
-each event that the probe records, the profiler's own clocks tell when the host was there, and when
-the device was done with every kernel and copy that had been launched before. The phases between
-those moments are compared with what the probe has read from its events. Calls that wait for the
-device (`cuda*Synchronize`) are counted in both traces: there must be as many.
+An ordinary loop trains under torch's profiler, with and without the probe's hooks in torch. For
+each event that the probe records, the profiler's own clocks show when the host was there, and when
+the device had finished every kernel and copy launched before it. The phases between those moments
+are compared with what the probe reads from its events. Calls that wait for the device
+(`cuda*Synchronize`) are counted in both traces: the numbers must be equal.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/doctor_score.py FOLDER --verbose  # and each log that was missed
 
 The index has the columns id, slugs, cause, fix, culprit. A log's first finding must be one of its
-`slugs` (`none`: nothing may be found). The culprit counts where the index names one rank, as
+`slugs` (`none`: there must be no finding). The culprit is scored if the index names one rank, as
 "rank 2" or "(1)".
 """
 

@@ -2,9 +2,9 @@
 
     python benchmarks/doctor_speed.py         # makes 1 GB in the temporary folder; 1-2 minutes
 
-The log is what a healthy run prints (steps, NCCL's INFO lines, progress), and noise of random words
-and letters. Seconds are of the whole command as a process: CPU and wall clock. The memory is its
-peak. A second log has a failure at its end, which must be found.
+The log has what a healthy run prints (steps, NCCL's INFO lines, progress) and random words and
+letters as noise. CPU and wall-clock seconds and peak memory are those of the whole process. A
+second log has a failure at its end, which must be found.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ On SLURM, `allranks submit --layout 2x1 -- python train.py` against an sbatch fi
 torchrun --nnodes 2`, on the cluster at hand, or else on that of tests/slurm/cluster.sh (as root).
 Its nodes must be free: both sides wait for the same scheduler.
 
-Both train the same script, in turns, each alone. The script notes the time when Python reaches its
-first line, when torch is imported, when the process group is up and after its first optimizer step,
-and when its process and its launcher were started; the last rank counts. The rest comes from the
-timestamps of files that a job leaves. Nothing is measured by allranks itself.
+Both train the same script, in turns, one at a time. The script records when its process and its
+launcher were started, when Python reaches its first line, when torch is imported, when the process
+group is up, and when its first optimizer step is done; the last rank counts. The rest comes from
+the timestamps of files that a job leaves. allranks itself measures nothing.
 """
 
 from __future__ import annotations

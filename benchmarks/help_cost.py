@@ -2,8 +2,8 @@
 
     python benchmarks/help_cost.py              # about 1 minute; exit code 1 if it takes more
 
-The empty app has the same names of commands and nothing else: no options, no bodies, no imports but
-typer. Both are started as an installed command is, in turn; the times are of whole processes.
+The empty app has the same command names and nothing else: no options, no bodies, no imports but
+typer. Both are started as an installed command is, in turns; the times are of whole processes.
 """
 
 from __future__ import annotations

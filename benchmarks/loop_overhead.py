@@ -5,17 +5,17 @@
 
 Both loops train the same MLP on the same data in the same order, in the same processes, on CPU,
 in alternating blocks. Ours is what `allranks run` runs (train() with the parts that build.py
-builds, events, pulse, checkpointer, and the probe), and its progress bar runs beside it; while the
-hand loop has its turn, the process that draws the bar is stopped and the probe is out of torch, so
-that the hand loop does not pay for them. Our events are formatted and written within our block.
-(Bar and pulse go by the clock, which goes on during the hand loop's turns: both work a few times
-more often per step than in a real run.)
+builds, events, pulse, checkpointer, and the probe), with its progress bar beside it. During the
+hand-written loop's turn, the process that draws the bar is stopped and the probe is removed from
+torch, so that the hand-written loop does not pay for them. Our events are formatted and written
+within our block. (Bar and pulse go by the clock, which continues during the other loop's turns:
+both work a few times more often per step than in a real run.)
 
-The hand loop slices tensors in memory that it shuffled once an epoch; it loads, logs and draws
-nothing. `tuned` has a fused AdamW, gradients as views of DDP's buckets, and no DDP around a single
-rank: the claim is against this one. `default` is the same loop with the defaults of torch. A block
-of ours is compared with the mean of the two tuned blocks around it; the ratio of these two is the
-noise.
+The hand-written loop slices tensors in memory that it shuffles once per epoch; it loads, logs and
+draws nothing. `tuned` has a fused AdamW, gradients as views of DDP's buckets, and no DDP around a
+single rank: the claim is about this one. `default` is the same loop with torch's defaults. Each
+block of ours is compared with the mean of the two tuned blocks around it; the ratio of these two is
+the noise.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""The probe's own work takes under 50 us a step, and a step of 5 ms at most 1.01x what it took.
+"""The probe takes under 50 us per step, and a step of 5 ms takes at most 1.01x as long with it.
 
     python benchmarks/probe_cost.py               # 8 minutes a row; exit code 1 if it takes more
     python benchmarks/probe_cost.py --pairs 1000 --ranks 1       # a first look
 
-An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains with the probe and without it, in
-turns, in the same process: without it means that torch has its own functions back, not that hooks
-are idle. A pair is a step of each, and before each of them one that is not counted, in which the
-caches forget the change. Chance decides which comes first: machines have rhythms of their own.
-`ratio` is the median of the ratios, with a 95% interval by drawing rounds of 20 pairs anew, which
-lie within half a second; `nothing/nothing` is the same without the probe in either step: the noise.
-Two ranks are measured where each has two cores: with less, their training, gloo's threads and the
-probe's take turns, and a step is as long as the scheduler makes it; `--ranks 2` shows that too.
+An ordinary loop (DataLoader, AdamW, DDP on two ranks) trains with and without the probe, in turns,
+in the same process. Without it, torch has its own functions back; the hooks are not merely idle. A
+pair is one step of each, and before each of them an uncounted one, in which the caches forget the
+change. Which comes first is random, because machines have rhythms of their own. `ratio` is the
+median of the ratios, with a 95% interval from resampling rounds of 20 pairs, which lie within half
+a second; `nothing/nothing` is the same with no probe in either step: the noise. Two ranks are
+measured if each has two cores: with fewer, their training, gloo's threads and the probe's take
+turns, and the scheduler decides how long a step takes; `--ranks 2` measures that anyway.
 
-Threads do the rest, seldom: every half second one formats and writes the events, every two seconds
-one looks at CPUs, memory and network. That cannot take turns with anything. What it takes is
-measured, the events' between steps of the same loop, and added to the ratio as if the training
+Threads do the rest, rarely: every half second one formats and writes the events, and every two
+seconds one samples CPUs, memory and network. That cannot be measured in turns. Its time is measured
+separately (for events, between steps of the same loop) and added to the ratio as if the training
 stood still for it.
 
-`own time` is what the hooks take of a step, by a stopwatch around each of them less one around the
-function of torch's that it calls: the median over as many steps, in the same loop. A stopwatch that
-comes to its turn after milliseconds of matrices takes microseconds itself: what the same ones show
-around functions that do nothing, in turns with them, is subtracted and printed beside it.
+`own time` is what the hooks take of a step: a stopwatch around each of them, minus one around the
+torch function that it calls; the median over as many steps, in the same loop. A stopwatch that runs
+after milliseconds of matrix products takes microseconds itself, so the time that the same
+stopwatches show around empty functions, in turns with them, is subtracted and printed too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The probe in torch, taken out and put back: for benchmarks with it and without it."""
+"""Removes the probe from torch and puts it back, for benchmarks with and without it."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     python benchmarks/same_speed.py [--rounds 3] [--kinds plain,loader,lightning,task]
 
-Scripts of three kinds and a native task are started in turns by torchrun, by `allranks run` and by
-`allranks bench scaling`, which measures all layouts in one process. A stopwatch in the script reads
-the clock after every step, the same one in all three; what `run` and `bench scaling` report is
-printed beside it. The task's ranks are started by torchrun, too, and their events are the
-stopwatch. All have as many threads per rank as there are cores for it; torchrun must be told that.
+Three kinds of scripts and a task are started in turns by torchrun, by `allranks run` and by
+`allranks bench scaling`, which measures all layouts in one process. The same stopwatch in the
+script reads the clock after every step in all three; what `run` and `bench scaling` report is
+printed too. torchrun also starts the task's ranks, and their events are the stopwatch. Each rank
+has as many threads as it has cores; torchrun must be told that.
 
 Medians must agree within the noise: the spread between repeats that are started the same way.
 """

@@ -1,17 +1,17 @@
-"""The claim: of any training script, samples/s by the probe are within 3% of a stopwatch.
+"""The claim: for any training script, samples/s by the probe are within 3% of a stopwatch.
 
     python benchmarks/stopwatch.py --layout 1x2 --samples 16 -- python train.py …
 
 runs the script unchanged under `allranks run` with a stopwatch in the same processes: a function
-around the `step` of every optimizer class, which looks at the clock when it returns. It is none of
-torch's hooks, which the probe uses, and the probe's own work lies between its looks. `--samples` is
-what one step of one rank trains on, as the script's arguments say; with as many ranks and steps as
-the probe has measured, it makes the samples that the probe must have seen. The steps are those of
-rank 0's first optimizer, the times those of rank 0.
+around the `step` of every optimizer class, which reads the clock when it returns. It does not use
+torch's hooks, as the probe does, and the probe's own work is included in its times. `--samples` is
+what one step of one rank trains on, according to the script's arguments; multiplied by the ranks
+and the steps that the probe measured, it gives the samples that the probe must have seen. The steps
+are those of rank 0's first optimizer, the times those of rank 0.
 
-Also claimed: all phases of a step sum to it within 2%, and so do the parts of the mean step; what
-the probe cannot attribute (`other`) is at most 10%. `--import MODULE` has every rank import a
-module of yours first, where the script needs what this machine has not.
+Also claimed: the phases of each step add up to it within 2%, and so do the parts of the mean step;
+what the probe cannot attribute (`other`) is at most 10%. `--import MODULE` makes every rank import
+a module of yours first, if the script needs something that this machine does not have.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`allranks watch` follows 50 live runs of 64 ranks with at most 5% of a core, SLURM asked seldom.
+"""`allranks watch` follows 50 live runs of 64 ranks with at most 5% of a core and few SLURM calls.
 
     python benchmarks/watch_cost.py              # about 2 minutes; exit code 1 if it takes more
 
-One process lets all event files grow: every rank makes two steps a second, and is sampled every two
-seconds. The command itself runs in a terminal of 160x48, with a run of 64 ranks selected. Its CPU
-time is read from /proc after its first screens, beside that of the same process with no run to
-follow. In place of `squeue` stands a script that counts its calls.
+One process makes all event files grow: every rank makes two steps a second, and is sampled every
+two seconds. The command itself runs in a terminal of 160x48, with a run of 64 ranks selected. Its
+CPU time is read from /proc after its first screens, and compared with that of the same process with
+no run to follow. A script that counts its calls replaces `squeue`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The page of `allranks watch --web` at 64 ranks x 100,000 steps: how late, how smooth, how dear.
+"""The page of `allranks watch --web` at 64 ranks x 100,000 steps: delay, smoothness and cost.
 
     python benchmarks/watch_page.py [--ranks 64] [--steps 100000] [--seconds 20]
 
-Makes a run folder of that size, serves it, opens the page in Debian's Chromium, lets the run go on
-at 5 steps a second, and prints: from an event in a file to its number on the page; the longest task
-of the page's thread and the longest gap between two frames, while idle and while somebody clicks
-through everything; the server's CPU time and memory.
+Makes a run folder of that size, serves it, opens the page in Debian's Chromium, lets the run
+continue at 5 steps a second, and prints the time from an event in a file to its number on the page;
+the longest task of the page's thread and the longest gap between two frames, while idle and while
+everything is clicked; and the server's CPU time and memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one error that is a user's to mend: what is wrong, and the fix to type."""
+"""The one error that users can fix: what is wrong, and what to type."""
 
 import errno
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ class AllranksError(Exception):
     """Printed by the command line without a traceback.
 
     `exit_code` is the process's: 2 for wrong usage or a wrong job file, 1 for a job that failed.
-    `lines`: what is shown between what and fix; `facts`: further fields with `--json`.
+    `lines` are shown between `what` and `fix`; `facts` are further fields with `--json`.
     """
 
     def __init__(
@@ -33,38 +33,38 @@ class AllranksError(Exception):
 
     @property
     def shown(self) -> str:
-        """As people see it."""
+        """The message for people."""
         first = f"error: {self.what}"
-        if len(first) > 80 and self.lines:  # a place that would be cut in two gets its own line
+        if len(first) > 80 and self.lines:  # a location that would wrap gets its own line
             first = "\n  (".join(first.rsplit("  (", 1))
         return "\n".join([first, *self.lines, f"  fix: {self.fix}"])
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As programs see it."""
+        """The fields for programs."""
         return {"what": self.what, "fix": self.fix, **self.facts}
 
 
 def disk_error(error: OSError, path: Path) -> AllranksError:
-    """An OSError of writing to the run folder, in words."""
+    """The error to show when writing to the run folder failed."""
     return AllranksError(
         f"cannot write {path}: {error.strerror or error}",
         fix="free space or get permission to write there, or use another disk with --runs DIR; "
-        "then go on with --resume: committed checkpoints are intact",
+        "then continue with --resume: committed checkpoints are intact",
         exit_code=1,
     )
 
 
 def file_error(error: OSError) -> AllranksError:
-    """An OSError that nobody has put into words: only its number says what it is about."""
+    """The error to show for any other OSError, with the fix chosen by its number."""
     where = str(error.filename) if error.filename else "a file"
     if error.errno in (*FULL, errno.EROFS):
         return disk_error(error, Path(where))
     fixes = {
         errno.ENOENT: "check the path",
-        errno.EACCES: "get permission for it, or name another place",
-        errno.EPERM: "get permission for it, or name another place",
-        errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+        errno.EACCES: "get permission for it, or choose another path",
+        errno.EPERM: "get permission for it, or choose another path",
+        errno.EMFILE: "raise the limit on open files: ulimit -n 4096",
         errno.EIO: "check its disk: the kernel could not read or write it",
         errno.ESTALE: "its network disk has lost it: try again, or check the disk",
         errno.ENAMETOOLONG: "choose a shorter name",

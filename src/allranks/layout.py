@@ -13,7 +13,7 @@ from allranks.errors import AllranksError
 AXES = ("dp", "fsdp", "tp", "pp")
 PATTERN = r"^[0-9]+x[0-9]+(:(dp|fsdp|tp|pp)=[0-9]+(,(dp|fsdp|tp|pp)=[0-9]+)*)?$"
 
-# Far above any machine there is: what is beyond it was mistyped, and would only fail later.
+# Far above any machine there is: larger numbers are typing errors, and would only fail later.
 MAX_NODES = 65_536
 MAX_GPUS_PER_NODE = 1_024
 
@@ -24,7 +24,7 @@ class Layout:
 
     nodes: int = 1
     gpus: int = 1  # per node
-    dp: int = 0  # replicas of the model; 0 = what the other axes leave, and never 0 afterwards
+    dp: int = 0  # replicas of the model; 0 is replaced by what the other axes leave
     fsdp: int = 1  # shards of each parameter
     tp: int = 1  # shards of each matmul; keep inside a node
     pp: int = 1  # stages of layers
@@ -54,7 +54,7 @@ class Layout:
         if match is None:
             known = re.fullmatch(r"[0-9]+", shape)
             example = f"1x{shape} for {shape} ranks on one node" if known else "2x4 or 2x4:tp=4"
-            if "@" in shape:  # a racer's way to name a type of GPU
+            if "@" in shape:  # how --race names a type of GPU
                 example = f"--race {text.strip()}, or the type as slurm.gpu=TYPE"
             raise AllranksError(
                 f'layout "{text}" is not NODESxGPUS, optionally followed by :axis=N,axis=N',
@@ -84,8 +84,8 @@ class Layout:
             if not lowest <= number <= limit:
                 shown = str(number) if number <= limit else f"over {limit}"
                 raise AllranksError(
-                    f"a layout has {field} from 1 to {limit}, but {field} is {shown}",
-                    fix="write NODESxGPUS[:axis=N,...] with such numbers, for example 2x4:tp=4",
+                    f"{field} is {shown}, but a layout's {field} must be from 1 to {limit}",
+                    fix="write NODESxGPUS[:axis=N,...] within these limits, for example 2x4:tp=4",
                 )
 
     def _refuse_axes(self) -> NoReturn:
@@ -105,7 +105,7 @@ class Layout:
         enough = -(-self.ranks // needed) * needed
         raise AllranksError(
             f"layout {shape}{self._axes_text()}: fsdp={self.fsdp} x tp={self.tp} x pp={self.pp} "
-            f"takes {needed} ranks a replica, which does not divide the {self.ranks} of {shape}",
+            f"takes {needed} ranks per replica, which does not divide the {self.ranks} of {shape}",
             fix=f"{fix}, or ask for {enough} ranks",
         )
 
@@ -130,7 +130,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _bounded_int(digits: str) -> int:
-    # Python refuses to convert thousands of digits: cut what is over every limit anyway.
+    # Python refuses to convert thousands of digits; 12 are over every limit anyway.
     return int(digits[:12]) if len(digits) > 12 else int(digits)
 
 

@@ -51,7 +51,7 @@ def test_what_is_commented_out_works_in_place(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: mine\n")
-    with pytest.raises(AllranksError, match="already there") as refusal:
+    with pytest.raises(AllranksError, match="already exist") as refusal:
         write_job(tmp_path, force=False)
     assert "--force" in refusal.value.fix
     assert sorted(file.name for file in tmp_path.iterdir()) == ["job.yaml"]

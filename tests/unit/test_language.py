@@ -298,7 +298,7 @@ def test_a_wrong_token_file_is_answered(
 @pytest.mark.parametrize("array", [np.zeros((10, 10), int), np.zeros(100)])
 def test_an_array_of_something_else_is_answered(tmp_path: Path, array: Any) -> None:
     np.save(tmp_path / "tokens.npy", array)
-    with pytest.raises(AllranksError, match="whole numbers"):
+    with pytest.raises(AllranksError, match="1-D array of integers"):
         Language(tokens=tmp_path / "tokens.npy").datasets()
 
 

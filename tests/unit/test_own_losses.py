@@ -22,9 +22,9 @@ def told(tmp_path: Path, steps: list[float], log_every: int) -> list[tuple[int, 
     log = EventLog(tmp_path / "rank-1.jsonl")
     own = OwnLosses(log)
     for step, loss in enumerate(steps, 1):
-        own.saw(step, torch.tensor([1.0, loss], requires_grad=True))
+        own.keep(step, torch.tensor([1.0, loss], requires_grad=True))
         if step % log_every == 0:
-            own.look(step, torch.tensor([loss]))
+            own.check(step, torch.tensor([loss]))
     own.finish()
     log.close()
     events = read_events(tmp_path / "rank-1.jsonl")
@@ -61,21 +61,21 @@ def test_large_micro_batches_are_not_hoarded(tmp_path: Path) -> None:
     own = OwnLosses(log)
     losses = torch.ones(1 << 18)
     for step in range(1, 20):
-        own.saw(step, losses)
+        own.keep(step, losses)
     log.close()
     assert [step for step, _ in own._kept] == [15, 16, 17, 18, 19]
 
 
 def test_an_answer_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's does: nobody waits for it before the end."""
-    monkeypatch.setattr(own_losses._Asked, "is_ready", lambda self: False)
+    monkeypatch.setattr(own_losses._PendingSum, "is_ready", lambda self: False)
     waited: list[int] = []
 
-    def wait(self: own_losses._Asked) -> None:
+    def wait(self: own_losses._PendingSum) -> None:
         waited.append(self.step)
-        monkeypatch.setattr(own_losses._Asked, "is_ready", lambda self: True)
+        monkeypatch.setattr(own_losses._PendingSum, "is_ready", lambda self: True)
 
-    monkeypatch.setattr(own_losses._Asked, "wait", wait)
+    monkeypatch.setattr(own_losses._PendingSum, "wait", wait)
     assert told(tmp_path, [1.0] * 3 + [NAN] * 8, 5) == [(4, "nan")]
     assert waited == [5]
 
@@ -84,7 +84,7 @@ def test_it_keeps_no_graph_and_not_for_ever(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "rank-1.jsonl")
     own = OwnLosses(log)
     for step in range(2 * MAX_KEPT):
-        own.saw(step, torch.ones(2, requires_grad=True) * 2)
+        own.keep(step, torch.ones(2, requires_grad=True) * 2)
     log.close()
     assert len(own._kept) == MAX_KEPT
     assert not any(losses.requires_grad for _, losses in own._kept)

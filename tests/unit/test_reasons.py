@@ -75,13 +75,18 @@ END_TEXTS = {
     ("FAILED", "1:0"): "failed: exit code 1",
     ("FAILED", "2:0"): "failed: exit code 2, wrong usage or job file",
     ("FAILED", "127:0"): "failed: exit code 127, its command was not found",
-    ("FAILED", "75:0"): "failed: exit code 75, stopped at a checkpoint: resume goes on",
-    ("FAILED", "0:9"): "failed: killed; without a time limit or scancel, mostly for its memory "
+    ("FAILED", "75:0"): "failed: exit code 75, stopped at a checkpoint: resume continues",
+    ("FAILED", "0:9"): "failed: killed; if not by a time limit or scancel, usually for its memory "
     "(SIGKILL)",
-    ("FAILED", "137:0"): "failed: killed; without a time limit or scancel, mostly for its memory "
-    "(SIGKILL)",
+    (
+        "FAILED",
+        "137:0",
+    ): "failed: killed; if not by a time limit or scancel, usually for its memory (SIGKILL)",
     ("FAILED", "0:15"): "failed: told to end (SIGTERM)",
-    ("FAILED", "0:53"): "failed: SLURM could not write the job's output, or not enter its folder",
+    (
+        "FAILED",
+        "0:53",
+    ): "failed: SLURM could not write the job's output, or could not enter its folder",
     ("FAILED", "0:125"): f"failed: {ENDS['OUT_OF_MEMORY']}",
     ("FAILED", "255:0"): "failed: exit code 255",
     ("FAILED", ""): "failed",
@@ -90,7 +95,7 @@ END_TEXTS = {
     ("OUT_OF_MEMORY", "0:125"): ENDS["OUT_OF_MEMORY"],
     ("OUT_OF_ME+", "0:125"): ENDS["OUT_OF_MEMORY"],
     ("NODE_FAIL", "1:0"): "a node failed",
-    ("PREEMPTED", "0:0"): "preempted by a job that comes first",
+    ("PREEMPTED", "0:0"): "preempted by a job with a higher priority",
     ("BOOT_FAIL", "0:0"): "a node did not start",
     ("DEADLINE", "0:0"): "reached its deadline",
     ("REQUEUED", "0:0"): "put back into the queue",

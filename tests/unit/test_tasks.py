@@ -122,7 +122,7 @@ def test_defaults_can_be_read_without_importing_the_task(name: str) -> None:
         (Digits, {"augment": 1}, ["augment", "true or false"]),
         (Language, {"size": "small"}, ["'small'", "tiny, 16m, 124m, 1.5b"]),
         (Language, {"size": ["tiny"]}, ["['tiny']"]),
-        (Language, {"context": 0}, ["context", "whole number from 1"]),
+        (Language, {"context": 0}, ["context", "an integer from 1"]),
         (Language, {"context": 64.0}, ["64.0"]),
         (Language, {"vocabulary": 1}, ["vocabulary"]),
         (Language, {"tokens": 3}, ["tokens", ".npy"]),

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from allranks.doctor import differing_results, kernel_messages, out_of_memory, run_evidence
 from allranks.doctor.catalogue import load
@@ -120,7 +119,7 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     row = run_state.describe(run, queue)
     attempts = run.attempts()
     if row["state"] == "queued" and not attempts:
-        return _waiting(run, row, queue)
+        return _waiting(run, queue)
     if not attempts:
         return _never_started(run)
     attempt = attempts[-1]
@@ -224,7 +223,7 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     return known
 
 
-def _waiting(run: RunDir, row: dict[str, Any], queue: run_state.Queue) -> list[Finding]:
+def _waiting(run: RunDir, queue: run_state.Queue) -> list[Finding]:
     cause = load()["slurm-pending"]
     jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
     found = []

@@ -9,6 +9,7 @@ from allranks.doctor.culprit import absent, first_nonfinite, other_call
 from allranks.doctor.failure_facts import FailureFacts, signal_name
 
 Fields = dict[str, str]
+Refine = Callable[[Fields, FailureFacts], Fields]
 
 
 def more_fields(slug: str, fields: Mapping[str, str], facts: FailureFacts) -> Fields:
@@ -43,10 +44,6 @@ def _port(fields: Fields, facts: FailureFacts) -> Fields:
     return {"other_port": str(int(port) + 1)} if port.isdigit() else {}
 
 
-def _launcher(fields: Fields, facts: FailureFacts) -> Fields:
-    return {"name_words": f": {fields['name']} is not set"} if fields.get("name") else {}
-
-
 def _interface(fields: Fields, facts: FailureFacts) -> Fields:
     name = fields.get("interface", "").rstrip(".,;")
     more = {"interface": name} if name else {}
@@ -68,24 +65,6 @@ def _memory(fields: Fields, facts: FailureFacts) -> Fields:
         "limit_words": f": {used:.1f} GiB where {limit:.1f} GiB were asked for",
         "more_memory": f"{more}G" if more else f"{round(4 * limit * 1024)}M",
     }
-
-
-def _cuda_memory(fields: Fields, facts: FailureFacts) -> Fields:
-    tried = fields.get("tried")
-    return {"tried_words": f": {tried} more do not fit"} if tried else {}
-
-
-def _with_colon(*names: str) -> Callable[[Fields, FailureFacts], Fields]:
-    """Fields that a title appends: `: value`."""
-
-    def refine(fields: Fields, facts: FailureFacts) -> Fields:
-        return {name: f": {fields[name].strip()}" for name in names if fields.get(name)}
-
-    return refine
-
-
-def _path(fields: Fields, facts: FailureFacts) -> Fields:
-    return {"path_words": f": {fields['path']}"} if fields.get("path") else {}
 
 
 def _worker(fields: Fields, facts: FailureFacts) -> Fields:
@@ -115,15 +94,6 @@ def _nan(fields: Fields, facts: FailureFacts) -> Fields:
     return more if own else {**more, "rank": "none"}
 
 
-def _label(fields: Fields, facts: FailureFacts) -> Fields:
-    return {"label_words": f": {fields['label']}"} if fields.get("label") else {}
-
-
-def _keys(fields: Fields, facts: FailureFacts) -> Fields:
-    prefix = fields.get("prefix")
-    return {"prefix_words": f": they begin with {prefix}"} if prefix else {}
-
-
 def _died(fields: Fields, facts: FailureFacts) -> Fields:
     how = fields.get("how", "")
     return {"how": how if how.startswith(" ") or not how else f" ({how})"}
@@ -144,24 +114,38 @@ def _shapes(fields: Fields, facts: FailureFacts) -> Fields:
     return {}
 
 
-_REFINE: Mapping[str, Callable[[Fields, FailureFacts], Fields]] = {
+def _words(name: str, text: str = ": {}", *, field: str | None = None) -> Refine:
+    """A field that a title appends, in words: `path_words` of `path`, say."""
+
+    def refine(fields: Fields, facts: FailureFacts) -> Fields:
+        value = fields.get(name, "").strip()
+        return {field or f"{name}_words": text.format(value)} if value else {}
+
+    return refine
+
+
+def _with_colon(name: str) -> Refine:
+    return _words(name, field=name)
+
+
+_REFINE: Mapping[str, Refine] = {
     "rendezvous-timeout": _rendezvous,
     "master-unreachable": _master,
     "port-in-use": _port,
-    "not-launched-with-launcher": _launcher,
+    "not-launched-with-launcher": _words("name", ": {} is not set"),
     "wrong-network-interface": _interface,
     "gloo-connect-failed": _interface,
     "nccl-connect-failed": _interface,
     "host-out-of-memory": _memory,
-    "cuda-out-of-memory": _cuda_memory,
-    "disk-full": _path,
-    "missing-file": _path,
+    "cuda-out-of-memory": _words("tried", ": could not allocate another {}"),
+    "disk-full": _words("path"),
+    "missing-file": _words("path"),
     "worker-raised": _worker,
     "worker-killed": _with_colon("how"),
     "terminated-by-signal": _signal,
     "nan-loss": _nan,
-    "label-out-of-range": _label,
-    "checkpoint-keys": _keys,
+    "label-out-of-range": _words("label"),
+    "checkpoint-keys": _words("prefix", ": they begin with {}"),
     "rank-died": _died,
     "batch-shape-mismatch": _shapes,
     "collective-mismatch": _mismatch,

@@ -1,1 +1,1 @@
-"""The job file: its keys, the kinds of values they take, and problems in words."""
+"""The job file: its keys, the values they take, and the messages about wrong ones."""

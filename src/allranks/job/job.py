@@ -1,4 +1,4 @@
-"""What to train: the job file's keys, their defaults and rules, and how its layers combine."""
+"""The job file's keys, their defaults and rules, and how the layers of a job combine."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ __all__ = [
 
 DEFAULT_TASK = "spiral"
 
-# Below the task's own defaults. Here, not in the model: a higher layer must be able to clear one
-# of a pair, and to add to `env` without losing what is in it.
+# The lowest layers. Not in the model: a higher layer must be able to clear one key of a pair, and
+# to add to `env` without losing what is in it.
 BUILT_IN = {"env": {"NCCL_DEBUG": "WARN"}}
 BUILT_IN_TASK = {"batch_size": 128, "epochs": 20}
 
@@ -69,7 +69,7 @@ TASK_ONLY = (
     *("seed", "precision", "compile", "optimizer", "checkpoint", "log_every"),
     *("activation_checkpointing", "lr_scaling", "compress"),
 )
-# A change of these between a run and its resumption changes what is being computed.
+# Changing one of these on a resume changes what is computed.
 MATHEMATICS = (
     *("task", "options", "command", "batch_size", "batch_size_per_rank", "seed", "optimizer"),
     *("lr_scaling", "compress"),
@@ -78,7 +78,7 @@ MATHEMATICS = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key that two jobs disagree on, and whether it changes what is computed."""
+    """A key whose value differs between two jobs, and whether it changes what is computed."""
 
     key: str
     ours: Any
@@ -98,14 +98,14 @@ class Job(Section):
         default=None, description="in place of task: your own script, such as python train.py"
     )
     launcher: Literal["torchrun", "srun"] = Field(
-        default="torchrun", description="of a command; srun: one SLURM task per rank"
+        default="torchrun", description="for a command; srun: one SLURM task per rank"
     )
     last: Template | None = Field(default=None, description="where a command saves its checkpoint")
     resume: Template | None = Field(
         default=None, description="what to append to a command on a later attempt"
     )
     stage: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        default=(), description="paths to copy to each node's own disk, which {stage} names"
+        default=(), description="paths to copy to each node's own disk; {stage} is their folder"
     )
     batch_size: PositiveInt | None = Field(
         default=None, description="global; the same on every layout", examples=[128]
@@ -124,10 +124,10 @@ class Job(Section):
     )
     # 32 bits: NumPy takes no more.
     seed: int = Field(
-        default=0, ge=0, lt=2**32, description="of the weights and the order of samples"
+        default=0, ge=0, lt=2**32, description="for the weights and the order of samples"
     )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
-        default="auto", description="auto: bf16 on GPUs with it, else fp32"
+        default="auto", description="auto: bf16 if the GPU can, else fp32"
     )
     compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
     activation_checkpointing: Literal["off", "full", "selective"] = Field(
@@ -135,20 +135,18 @@ class Job(Section):
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="how the weights are updated")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="of lr by ranks; with batch_size_per_rank"
+        default="none", description="scales lr by ranks; with batch_size_per_rank"
     )
     compress: Compress | None = Field(
         default=None, description="gradients: {name, rank}; null: off"
     )
     data: Data = Field(default=Data(), description="how samples reach the ranks")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved")
-    log_every: PositiveInt = Field(
-        default=10, description="steps between events that carry the loss"
-    )
+    log_every: PositiveInt = Field(default=10, description="steps between events with the loss")
     layout: LayoutText = Field(default=Layout(), description="nodes x GPUs; --layout overrides it")
     preflight: bool = Field(default=True, description="check the machine before training")
     max_restarts: NonNegativeInt = Field(
-        default=0, description="restarts of all ranks when one dies"
+        default=0, description="how many times all ranks restart when one dies"
     )
     timeout: DurationText = Field(
         default=Duration(1800),
@@ -158,9 +156,9 @@ class Job(Section):
         default=None,
         description="end the run after this long without a step; --idle-timeout overrides it",
     )
-    slurm: Slurm = Field(default=Slurm(), description="what sbatch is asked for; null: nothing is")
+    slurm: Slurm = Field(default=Slurm(), description="what to ask sbatch for; null: leave it out")
     env: dict[EnvName, EnvText] = Field(
-        default=BUILT_IN["env"], description="environment variables of every rank"
+        default=BUILT_IN["env"], description="environment variables for every rank"
     )
 
     @property
@@ -179,13 +177,13 @@ class Job(Section):
         return {key: value for key, value in values.items() if key not in unused}
 
     def to_yaml(self) -> str:
-        """The job as resolved, with every default: `load_job` reads the same job back."""
+        """The job with every default filled in; `load_job` reads the same job back."""
         return yaml.dump(
             self.to_mapping(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100
         )
 
     def differences(self, other: Job) -> list[Difference]:
-        """Where the other job is not the same, key by key."""
+        """The keys whose values differ in the other job."""
         ours, theirs = dict(_flat(self.to_mapping())), dict(_flat(other.to_mapping()))
         grows = self.batch_size_per_rank is not None and self.layout.ranks != other.layout.ranks
         mathematics = {*MATHEMATICS, *(["layout"] if grows else [])}
@@ -206,15 +204,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 @cache
 def json_schema() -> dict[str, Any]:
-    """The job file's schema, for editors. Do not change it: it is shared."""
+    """The job file's schema, for editors. Shared by all callers: do not modify it."""
     schema = Job.model_json_schema()
     for model in (Job, Optimizer, Data, Checkpoint, Slurm, Compress):
         defaults = model.model_construct().model_dump(mode="json")
         part = schema if model is Job else schema["$defs"][model.__name__]
         for key, value in part["properties"].items():
-            value.pop("title", None)  # the key's name again
+            value.pop("title", None)  # only repeats the key
             if "default" in value:
-                value["default"] = defaults[key]  # as written, where pydantic shows the object
+                value["default"] = defaults[key]  # as written in YAML; pydantic shows the object
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -227,12 +225,11 @@ def load_job(
     layout: str | None = None,
     resolved: bool = False,
 ) -> Job:
-    """A job from its file (None: the bundled one, or `command` alone) and the command line.
+    """A job from its file (None: the bundled one, or only `command`) and the command line.
 
-    `earlier`: overrides that the run was started with, below those that are typed now.
-
-    `resolved`: a file out of a run folder. It has every default, so the task is not looked for.
-    Raises AllranksError that lists all that is wrong.
+    `earlier`: overrides that the run was started with; those typed now win over them.
+    `resolved`: the file is from a run folder. It has every default, so the task is not looked up.
+    Raises an AllranksError that lists everything that is wrong.
     """
     layers = [] if path is None else [read_file(path, resolved=resolved)]
     layers += [read_overrides(earlier), read_overrides(overrides)]
@@ -259,7 +256,7 @@ def _resolve(layers: Sequence[Layer], resolved: bool) -> Job:
     if said.values.get("command") is not None and said.values.get("task") is not None:
         where = said.place(("task",)).text
         what = f"a job has a task or a command, but task is given too ({where})"
-        # Alone: which other keys fit depends on which of the two it is.
+        # Reported alone: which other keys are allowed depends on which of the two is meant.
         raise error_of([Problem(said.place(("command",)), what, "remove the task, or the command")])
     if said.values.get("command") is None:
         below.append(Layer(BUILT_IN_TASK))
@@ -293,7 +290,7 @@ def _resolve(layers: Sequence[Layer], resolved: bool) -> Job:
 
 
 def _pair_problems(layer: Layer) -> Iterator[Problem]:
-    """Both of an exclusive pair in one layer: in two, the higher one would win."""
+    """Report both keys of an exclusive pair in one layer; in two layers the higher one wins."""
     for pair in EXCLUSIVE:
         if all(layer.values.get(key) is not None for key in pair):
             what = f"{pair[0]} and {pair[1]} are both given"
@@ -301,7 +298,7 @@ def _pair_problems(layer: Layer) -> Iterator[Problem]:
 
 
 def _rule_problems(layer: Layer) -> Iterator[Problem]:
-    """What no single key can tell. Keys that do not apply are removed, to be reported once."""
+    """Check rules between keys. Keys that do not apply are removed, to be reported only once."""
     values = layer.values
     is_command = values.get("command") is not None
     unfit = [*(TASK_ONLY if is_command else COMMAND_ONLY)]
@@ -309,7 +306,7 @@ def _rule_problems(layer: Layer) -> Iterator[Problem]:
         if values.pop(key) in (None, []):
             continue
         why = (
-            "a command decides that itself" if is_command else "it is for a command, not for a task"
+            "a command decides that itself" if is_command else "only for a command, not for a task"
         )
         yield Problem(layer.place((key,)), f"{key}: {why}", f"remove {key}")
     if is_command:
@@ -323,7 +320,7 @@ def _rule_problems(layer: Layer) -> Iterator[Problem]:
     if scaling in ("linear", "sqrt") and values.get("batch_size") is not None:
         yield Problem(
             layer.place(("lr_scaling",)),
-            f"lr_scaling: {scaling} has no meaning with batch_size, which no layout changes",
+            f"lr_scaling: {scaling} has no effect with batch_size, which no layout changes",
             "write batch_size_per_rank in place of batch_size, or lr_scaling: none",
         )
 
@@ -342,12 +339,12 @@ def _command_problems(layer: Layer) -> Iterator[Problem]:
     if values.get("stall_timeout") is not None and values.get("launcher") == "srun":
         yield Problem(
             layer.place(("stall_timeout",)),
-            "stall_timeout: with launcher srun nobody is beside the ranks to end them",
+            "stall_timeout: with launcher srun no launcher of allranks can end the ranks",
             "write launcher: torchrun, or remove stall_timeout",
         )
     if "{last}" in str(values.get("resume")) and values.get("last") is None:
         place = layer.place(("resume",))
-        yield Problem(place, "resume: {last} is not given", "write last: PATH of the checkpoint")
+        yield Problem(place, "resume: {last} is not set", "write last: PATH of the checkpoint")
 
 
 def _option_problems(layer: Layer, names: Sequence[str] | None) -> Iterator[Problem]:
@@ -362,7 +359,7 @@ def _option_problems(layer: Layer, names: Sequence[str] | None) -> Iterator[Prob
 
 
 def _default_name(values: Mapping[str, Any]) -> str:
-    """The task's class or the script's file, as far as it can stand in a folder's name."""
+    """The name of the task or the script, without characters that a folder cannot have."""
     command = values.get("command")
     if command is None:
         name = re.split(r"[.:]", str(values["task"]))[-1].lower()

@@ -1,4 +1,4 @@
-"""What is wrong with a job's values, in words: the allowed values come from its JSON schema."""
+"""Messages about wrong values in a job; the allowed values come from its JSON schema."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from allranks.job.text import COMMAND_LINE, Layer, Origin, Problem
 
 Schema = Mapping[str, Any]
 
-# Where a pydantic error comes from one of our own checks, `ctx` holds its words.
+# The type of pydantic errors that come from our own checks; their `ctx` holds the message.
 OWN = "allranks"
 
 
 def problems_of(error: ValidationError, schema: Schema, layer: Layer) -> list[Problem]:
-    """One problem per key: a value that fits none of a union's members is one, not several."""
+    """One problem per key, even where a value fits none of several members of a union."""
     found: dict[tuple[str, ...], Problem] = {}
     for detail in error.errors(include_url=False):
         path = _key_path(schema, [str(part) for part in detail["loc"]])
@@ -41,7 +41,7 @@ def problems_of(error: ValidationError, schema: Schema, layer: Layer) -> list[Pr
 
 
 def unknown_key(path: Sequence[str], known: Sequence[str], place: Origin) -> Problem:
-    """`known` are dotted paths: a key that stands in the wrong section is told its own."""
+    """A key that does not exist; `known` are the dotted paths to suggest from, in any section."""
     key, parent = path[-1], ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     close = difflib.get_close_matches(".".join(path), siblings, n=1)
@@ -60,7 +60,7 @@ def unknown_key(path: Sequence[str], known: Sequence[str], place: Origin) -> Pro
     return Problem(place, f"{'.'.join(path)}: there is no such key", fix)
 
 
-# Words that other tools use for ours, and that are spelled too differently to be guessed.
+# Other tools' names for our keys, which are spelled too differently to be guessed.
 _SYNONYMS = {
     "learning_rate": ("lr",),
     "max_epochs": ("epochs",),
@@ -89,8 +89,7 @@ def keys(schema: Schema, prefix: str = "", root: Schema | None = None) -> list[s
 
 
 def choices(schema: Schema) -> list[str]:
-    """The fixed values that a key allows, as they are written in YAML; empty if it is not only
-    those."""
+    """The fixed values that a key allows, as written in YAML; empty if it allows others too."""
     members = list(_members(schema))
     if not all("enum" in member or "const" in member for member in members):
         return []
@@ -113,7 +112,7 @@ def _members(schema: Schema) -> Iterator[Schema]:
             yield {"enum": [True, False]}
         elif member.get("type") != "null":
             yield member
-        # Where null is the default, leaving the key out says the same.
+        # If null is the default, leaving the key out means the same.
         elif schema.get("default", ...) is not None:
             yield {"const": None}
 
@@ -166,7 +165,7 @@ def _assignment(path: Sequence[str], value: str, place: Origin) -> str:
 
 
 def _example(schema: Schema, value: Any) -> str:
-    """A value that would do: the nearest of the allowed ones, or the default."""
+    """A valid value: the closest of the allowed ones, or the default."""
     fixed = choices(schema)
     if fixed and (close := difflib.get_close_matches(str(value).lower(), fixed, n=1)):
         return close[0]
@@ -182,7 +181,7 @@ def _example(schema: Schema, value: Any) -> str:
 
 
 def _key_path(schema: Schema, location: Sequence[str]) -> tuple[str, ...]:
-    """A pydantic location without what is no key: names of union members, `[key]`, indices."""
+    """The keys in a pydantic location, without names of union members, `[key]` and indices."""
     path: list[str] = []
     below = schema
     for part in location:
@@ -215,7 +214,7 @@ def _at(root: Schema, path: Sequence[str]) -> Schema:
 
 
 def _object(schema: Schema, root: Schema) -> Schema:
-    """The mapping that a key's value may be; empty if it may be none."""
+    """The schema of the mapping that a key's value may be; empty if it may not be one."""
     for member in schema.get("anyOf", [schema]):
         if "$ref" in member:
             found: Schema = root["$defs"][member["$ref"].rpartition("/")[2]]

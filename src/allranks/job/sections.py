@@ -32,14 +32,14 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A frozen mapping that takes no key but its own, and each value as it is."""
+    """A frozen mapping that allows only its own keys, and converts no values."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        defer_build=True,  # sections are built once, as parts of a job: every command starts sooner
+        defer_build=True,  # built once, as part of Job: every command starts sooner
     )
 
 
@@ -51,12 +51,12 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat = Field(
         default=0.01, description="decoupled in adamw, L2 in sgd"
     )
-    momentum: Fraction = Field(default=0.9, description="of sgd; adamw ignores it")
+    momentum: Fraction = Field(default=0.9, description="for sgd; adamw ignores it")
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        default=(0.9, 0.999), description="of adamw; sgd ignores them"
+        default=(0.9, 0.999), description="for adamw; sgd ignores them"
     )
     warmup: float = Field(
-        default=0.05, ge=0, le=1, description="fraction of the steps, from rate 0"
+        default=0.05, ge=0, le=1, description="fraction of the steps in which the rate rises"
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="how the rate falls after the warm-up"
@@ -70,7 +70,7 @@ class Data(Section):
     """How samples reach the ranks."""
 
     num_workers: Literal["auto"] | NonNegativeInt = Field(
-        default="auto", description="loader processes per rank; auto: from the CPUs allotted"
+        default="auto", description="loader processes per rank; auto: from the available CPUs"
     )
     prefetch: PositiveInt = Field(default=4, description="batches loaded ahead")
     stage: Literal["local"] | None = Field(
@@ -84,11 +84,11 @@ class Checkpoint(Section):
     every: PositiveInt | DurationText = Field(
         default=Duration(600), description="a time (30s, 10m, 1h) or a number of steps (500)"
     )
-    keep: PositiveInt = Field(default=3, description="how many of the newest stay")
+    keep: PositiveInt = Field(default=3, description="how many of the newest are kept")
 
 
 class Slurm(Section):
-    """What sbatch is asked for; null: nothing is."""
+    """What to ask sbatch for; null: leave it out."""
 
     account: SlurmName | None = Field(default=None, description="who is billed")
     partition: SlurmName | None = Field(default=None, description="which queue")
@@ -102,25 +102,25 @@ class Slurm(Section):
     exclusive: bool = Field(default=False, description="whole nodes, shared with nobody")
     time: SlurmTime | None = Field(default=None, description="limit, such as 12:00:00 or 2h")
     gpu: SlurmName | Annotated[tuple[SlurmName, ...], Field(strict=False)] | None = Field(
-        default=None, description="type of GPU, or a list of types, each of which will do"
+        default=None, description="type of GPU, or a list of acceptable types"
     )
     gpus: NonNegativeInt | None = Field(
-        default=None, description="per node; null: as the layout says; 0: a job without GPUs"
+        default=None, description="per node; null: from the layout; 0: a job without GPUs"
     )
     gpu_request: Literal["gres", "gpus-per-node"] = Field(
-        default="gres", description="how this site wants GPUs to be asked for"
+        default="gres", description="how to request GPUs at this site"
     )
-    cpus_per_gpu: PositiveInt | None = Field(default=None, description="CPU cores for each GPU")
+    cpus_per_gpu: PositiveInt | None = Field(default=None, description="CPU cores per GPU")
     cpus_per_task: PositiveInt | None = Field(
-        default=None, description="in place of cpus_per_gpu: CPU cores for each rank"
+        default=None, description="in place of cpus_per_gpu: CPU cores per rank"
     )
-    mem: SlurmMemory | None = Field(default=None, description="memory for each node, such as 64G")
+    mem: SlurmMemory | None = Field(default=None, description="memory per node, such as 64G")
     mem_per_gpu: SlurmMemory | None = Field(
-        default=None, description="in place of mem: memory for each GPU, such as 32G"
+        default=None, description="in place of mem: memory per GPU, such as 32G"
     )
     job_name: SlurmName | None = Field(default=None, description="in the queue; null: the run's")
     directives: dict[SlurmName, SlurmText | int | None] = Field(
-        default={}, description="any other directive of sbatch by its name; null: a flag"
+        default={}, description="any other sbatch directive by its name; null: a flag"
     )
     modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(), description="environment modules to load"
@@ -133,21 +133,21 @@ class Slurm(Section):
         default=None, description="tells a script to stop; null: USR2, or USR1 for Lightning"
     )
     requeue: bool = Field(
-        default=True, description="go on in the next job after the limit or a failed node"
+        default=True, description="continue in another job after the limit or a failed node"
     )
-    max_attempts: PositiveInt = Field(default=100, description="of a run, before it gives up")
+    max_attempts: PositiveInt = Field(default=100, description="before the run gives up")
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """Null asks for nothing, for the list and the text too."""
+        """Drop nulls: they ask for nothing, also where the default is a list or a text."""
         if not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if value is not None}
 
 
 class Compress(Section):
-    """Smaller gradients on the wire, at some loss."""
+    """Compress gradients before they are exchanged, at some loss."""
 
     name: Word = Field(description="the method", examples=["powersgd"])
-    rank: PositiveInt | None = Field(default=None, description="of a low-rank method")
+    rank: PositiveInt | None = Field(default=None, description="for a low-rank method")

@@ -1,4 +1,4 @@
-"""A job file to start from, with every key explained, and its schema, for editors."""
+"""Writes a job file to start from, with every key explained, and its schema for editors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from allranks.job.text import Dumper
 SCHEMA_FILE = "job.schema.json"
 HEAD = f"""\
 # yaml-language-server: $schema={SCHEMA_FILE}
-# What to train: `allranks run job.yaml`. These are the defaults: what you do not need can go.
+# What to train: `allranks run job.yaml`. These are the defaults: delete what you do not need.
 """
 COMMENT_COLUMN = 36
 
-# Shown, but commented out: each stands in place of a key above it.
+# Shown, but commented out: each replaces a key above it.
 _INSTEAD = {"batch_size_per_rank": 32, "steps": 1000, "command": "python train.py"}
 _COMMAND_EXAMPLES = {"last": "checkpoints/{run}/last.ckpt", "resume": "--ckpt_path {last}"}
 
 
 def commented_job() -> str:
-    """The bundled job's file as text: it loads to the same job as no file at all."""
+    """The bundled job's file as text; it gives the same job as no file at all."""
     schema = json_schema()
     values = parse_job({}).to_mapping()
     lines = []
@@ -46,7 +46,7 @@ def commented_job() -> str:
 def _key_lines(
     key: str, value: Any, part: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> Iterator[str]:
-    """One line; a section with keys of its own one for each of them too."""
+    """The key's line and, for a section, one line for each of its keys."""
     if "$ref" not in part:
         yield _line(f"{key}: {_text(value)}", part)
         return
@@ -69,15 +69,16 @@ def _text(value: Any) -> str:
 
 
 def write_job(folder: Path, *, force: bool) -> dict[str, str]:
-    """Write job.yaml and its schema; their absolute paths under `job` and `schema`."""
+    """Write job.yaml and its schema; return their absolute paths as `job` and `schema`."""
     files = {
         folder / "job.yaml": commented_job(),
         folder / SCHEMA_FILE: json.dumps(json_schema(), indent=2) + "\n",
     }
     existing = [str(file) for file in files if file.exists()]
     if existing and not force:
+        verb = "exist" if len(existing) > 1 else "exists"
         raise AllranksError(
-            f"{' and '.join(existing)} already there: nothing was written",
+            f"{' and '.join(existing)} already {verb}: nothing was written",
             fix="add --force to overwrite, or run it in another folder",
         )
     try:

@@ -1,4 +1,4 @@
-"""A job's text: YAML with the line of every key, overrides from the command line, and layers."""
+"""Reads a job's YAML with the line of every key, and overrides; merges them as layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXCLUSIVE = (("epochs", "steps"), ("batch_size", "batch_size_per_rank"))
 
 COMMAND_LINE = " on the command line"
 
-# A job is a page of text. More is another kind of file, or aliases that multiply.
+# A job is a page of text. Anything larger is another kind of file, or aliases that multiply.
 MAX_BYTES = 1_000_000
 MAX_NODES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was written, in words, and its line if it has one (to sort by)."""
+    """Where a value was written, as shown to users, and its line if it has one (to sort by)."""
 
     text: str
     line: int = 0
@@ -45,7 +45,7 @@ class Layer:
     places: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def place(self, path: Sequence[str]) -> Origin:
-        """The place of the key, or of the nearest one that holds it."""
+        """The place of the key, or of the nearest key above it."""
         for length in range(len(path), -1, -1):
             if (found := self.places.get(tuple(path[:length]))) is not None:
                 return found
@@ -67,26 +67,26 @@ def error_of(problems: Sequence[Problem]) -> AllranksError:
     what = [f"{problem.place.text}: {problem.what}" for problem in ordered]
     if len(ordered) == 1:
         return AllranksError(what[0], fix=ordered[0].fix)
-    # Indented as the word `fix:` is, so that several read as a list.
+    # Aligned with the text after `fix:`, so that several fixes read as a list.
     fixes = [f"{problem.place.short}: {problem.fix}" for problem in ordered]
     return AllranksError("\n".join(what), fix="\n       ".join(fixes))
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: `1e-3` is a number, `off` and `1:30:00` are text, as people expect."""
+    """Reads YAML 1.2 scalars: `1e-3` is a number, `off` and `1:30:00` are text."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - as PyYAML declares it
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would take for something else than text."""
+    """Quotes text that YAML 1.1 or 1.2 would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML writes Unicode's line breaks as they are, and reads them back as spaces.
+    # PyYAML writes Unicode's line breaks unquoted, and reads them back as spaces.
     style = '"' if re.search("[\r\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -126,7 +126,7 @@ def _construct_float(loader: Loader, node: yaml.ScalarNode) -> float:
         raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
 
 
-# Dates, sets and binary have no place in a job: a tag that asks for them is an error.
+# Dates, sets and binary data do not belong in a job: their tags are errors.
 Loader.yaml_constructors = {
     tag: constructor
     for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
@@ -154,7 +154,7 @@ def parse_value(text: str) -> tuple[Any, list[tuple[KeyPath, int]]]:
 def _key_lines(
     node: yaml.Node, path: KeyPath, parents: list[yaml.Node], left: list[int]
 ) -> Iterator[tuple[KeyPath, int]]:
-    """Walk the nodes before they become values: duplicate keys and lines are lost after."""
+    """The line of every key, from nodes: values no longer show duplicate keys and lines."""
     left[0] -= 1
     if node in parents or left[0] < 0:
         problem = "an alias refers to itself" if node in parents else "it has too many values"
@@ -173,7 +173,7 @@ def _key_lines(
             problem = f"the {written} is not text; write it in quotes"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         if key.value in seen:
-            problem = f"the key {key.value} was already given in line {seen[key.value]}"
+            problem = f"the key {key.value} is already on line {seen[key.value]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         seen[key.value] = mark.line + 1
         yield (*path, key.value), mark.line + 1
@@ -181,9 +181,9 @@ def _key_lines(
 
 
 def read_file(path: Path, *, resolved: bool = False) -> Layer:
-    """A job file as written. Raises AllranksError with the line of what cannot be read.
+    """A job file as written. Raises AllranksError with the line that cannot be read.
 
-    `resolved`: out of a run's folder, where it is a file and nothing else.
+    `resolved`: from a run's folder, where only a regular file is opened.
     """
     text = _read_text(path, open_file if resolved else open_named)
     try:
@@ -201,7 +201,7 @@ def read_file(path: Path, *, resolved: bool = False) -> Layer:
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else f'the value "{values}"'
         raise AllranksError(
-            f"{path}:1: a job file holds keys and values, not {kind}",
+            f"{path}:1: a job file contains keys and values, not {kind}",
             fix="write `key: value` lines, or let `allranks init` write a file to start from",
         )
     places = {key: Origin(f"{path}:{line}", line) for key, line in lines}
@@ -248,7 +248,7 @@ def _syntax_error(path: Path, text: str, error: yaml.MarkedYAMLError) -> Allrank
     written = [*text.splitlines(), ""][line - 1] if line <= len(text.splitlines()) else ""
     if "'\\t'" in str(error.problem) or "\t" in written[: len(written) - len(written.lstrip())]:
         return AllranksError(
-            f"{path}:{line}:{column}: a tab, which YAML does not allow there",
+            f"{path}:{line}:{column}: YAML does not allow a tab here",
             fix="indent with spaces",
         )
     context = f" {error.context}" if error.context else ""
@@ -259,7 +259,7 @@ def _syntax_error(path: Path, text: str, error: yaml.MarkedYAMLError) -> Allrank
 
 
 def read_overrides(overrides: Sequence[str]) -> Layer:
-    """`key.path=value` arguments, as one layer: a later one wins. Raises AllranksError."""
+    """A layer of `key.path=value` arguments; later ones win. Raises AllranksError."""
     layer = Layer()
     problems: list[Problem] = []
     for text in overrides:
@@ -315,7 +315,7 @@ def _merge_into(values: dict[str, Any], over: Mapping[str, Any]) -> None:
     for key, value in over.items():
         below = values.get(key)
         if isinstance(value, dict):
-            # Also where nothing is below: a copy, since a later layer is written into it.
+            # Always a copy, since later layers are written into it.
             values[key] = dict(below) if isinstance(below, dict) else {}
             _merge_into(values[key], value)
         else:

@@ -1,4 +1,4 @@
-"""The kinds of value that a job's keys take: times, layouts, commands, texts of a given form."""
+"""The types of a job's values: times, layouts, commands, texts of a given form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from allranks.layout import Layout
 PLACEHOLDERS = ("nodes", "gpus", "ranks", "run", "last", "stage")
 
 _UNIT_SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-# As many digits as make a lifetime of each: what is longer would overflow a timedelta.
+# Enough digits for a lifetime in each unit: more would overflow a timedelta.
 _DURATION = r"^([0-9]{1,5}d)?([0-9]{1,6}h)?([0-9]{1,8}m)?([0-9]{1,9}s)?$"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
 
@@ -78,12 +78,12 @@ def _to_duration(value: Any) -> Duration:
     try:
         return Duration.parse(value if isinstance(value, str) else "")
     except AllranksError as error:
-        # What is shown comes from the schema: it knows what else the key allows.
+        # Not shown: the message comes from the schema, which knows what else the key allows.
         raise ValueError(error.what) from None
 
 
 def _to_command(value: Any) -> str:
-    """One line: a list of arguments is joined. No shell reads it."""
+    """The command as one line; a list of arguments is joined. It is not run by a shell."""
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         value = shlex.join(value)
     # A line continued with a backslash, as copied from a shell script.
@@ -96,7 +96,7 @@ def _to_command(value: Any) -> str:
         raise _own_error(f"{error} in {line}", "close the quote") from None
     if re.match(r"[A-Za-z_]\w*=", first):
         raise _own_error(
-            f"no shell reads the command, so {first} is not an assignment",
+            f"the command is not run by a shell, so {first} is not an assignment",
             f"write env: {{{first.replace('=', ': ', 1)}}}, and the command without it",
         )
     return line
@@ -106,7 +106,7 @@ def _check_placeholders(value: str) -> str:
     for name in re.findall(r"\{(\w*)\}", value):
         if name not in PLACEHOLDERS:
             known = " ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-            raise _own_error(f"{{{name}}} is no placeholder", f"use one of {known}")
+            raise _own_error(f"{{{name}}} is not a placeholder", f"use one of {known}")
     return value
 
 
@@ -125,7 +125,7 @@ def _check_env_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         raise _own_error(
             f'"{value}" cannot name an environment variable',
-            "use letters, digits and _, and no digit first",
+            "use letters, digits and _, and do not begin with a digit",
         )
     return value
 
@@ -174,7 +174,7 @@ SlurmTime = Annotated[
     ),
 ]
 SlurmMemory = Annotated[str, _text(r"^[0-9]+[KMGT]?$", "32G")]
-# What may stand in a directive: nothing that sbatch or a shell would read as more than a value.
+# Values in directives: nothing that sbatch or a shell would read as more than a value.
 SlurmName = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*$", "gpu")]
 SlurmFeatures = Annotated[str, _text(r"^[A-Za-z0-9_(\[!][A-Za-z0-9_.&|()\[\]*!,:-]*$", "ib&a100")]
 SlurmNodes = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*$", "node[3-4]")]

@@ -1,5 +1,5 @@
-"""What any script's ranks record about their own steps, with no change to the script.
+"""Records the steps of any script's ranks, with no change to the script.
 
-Set up through the environment (see inject/), it imports nothing but torch and Python's own modules,
-and whatever fails in it switches it off with one line in the rank's log.
+It is loaded through the environment (see inject/) and imports only torch and the standard library.
+If anything in it fails, it switches itself off with one line in the rank's log.
 """

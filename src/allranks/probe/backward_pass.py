@@ -1,4 +1,4 @@
-"""Where a backward pass tells the probe when it begins, has all gradients, and ends."""
+"""Hooks that record when a backward pass begins, has computed all gradients, and ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ TRAINED = (SampleCounter.trained,)
 class Arrival:
     """The moment in a backward pass when this rank has computed all its gradients.
 
-    Callbacks of the autograd engine run when all is computed, in the order in which they were
-    queued. One that is queued before the last gradient is there runs before DDP waits in its own.
-    A hook on the loss can do that, but making one for every loss takes 40 us: once a parameter is
-    known to get a gradient, a hook that stays on it does. If it ever gets none, losses do again.
+    The autograd engine runs callbacks when everything is computed, in the order in which they were
+    queued. One that is queued before the last gradient exists runs before DDP waits in its own. A
+    hook on the loss can queue it, but making one for every loss takes 40 us. So once a parameter is
+    known to get a gradient, a permanent hook on it is used instead; if the parameter ever gets
+    none, hooks on the losses are used again.
 
-    A pass within a pass, which recomputes activations, has callbacks of its own; DDP waits in those
-    of the pass that the last gradient comes from. So each of them may be waiting at its end.
+    A pass within a pass, which recomputes activations, has its own callbacks; DDP waits in those of
+    the pass that computes the last gradient. So each of them may be waiting at its end.
     """
 
     __slots__ = (
@@ -44,12 +45,12 @@ class Arrival:
         self._arrive = self.arrive
         self._tensor_type = torch.Tensor
         self._parameter: Any = None
-        self._on_parameter: Any = None  # the hook that stays on it
+        self._on_parameter: Any = None  # the permanent hook on it
         self._is_queued = False
-        self.later: list[Callable[[], None]] = []  # hooks to be made when a step has been made
+        self.later: list[Callable[[], None]] = []  # install more hooks after the first step
 
     def expect_if_any(self, tensors: Any) -> Any:
-        """For as long as nobody knows whether there are other ranks."""
+        """`expect`, while it is not known whether there are other ranks."""
         if not self.recorder.has_peers():
             if self.recorder.peers is False:
                 self._timeline.expect = None
@@ -58,13 +59,13 @@ class Arrival:
         return self.expect(tensors)
 
     def ask_again(self) -> None:
-        """Whether there are other ranks: a process group has been made after all."""
+        """Check again whether there are other ranks: a process group has been created."""
         if self.recorder.peers is False:
             self.recorder.peers = None
             self._timeline.expect = self.expect_if_any
 
     def expect(self, tensors: Any) -> Any:
-        """A backward pass begins; the hook to be removed after it, if any."""
+        """A backward pass begins; returns the hook to remove after it, if any."""
         was_queued, self._is_queued = self._is_queued, False
         if self._on_parameter is not None:
             if was_queued:
@@ -73,14 +74,14 @@ class Arrival:
         return self.watch(tensors, self.queue)
 
     def watch(self, tensors: Any, queue: Hook) -> Any:
-        """A hook on what a pass begins with."""
+        """Put a hook on the tensor from which a pass starts."""
         root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if isinstance(root, self._tensor_type) and root.grad_fn is not None:
             return root.grad_fn.register_prehook(queue)
         return None
 
     def settle(self, optimizer: Any) -> None:
-        """Stay on a parameter, if there is one that has got a gradient."""
+        """Put the permanent hook on a parameter that has a gradient, if there is one."""
         for group in reversed(optimizer.param_groups):
             for parameter in reversed(group["params"]):
                 if parameter.grad is not None and parameter.requires_grad:
@@ -91,7 +92,7 @@ class Arrival:
     def take_hold(self) -> None:
         if self._parameter is not None:
             self._on_parameter = self._parameter.register_hook(self.queue)
-            self._is_queued = True  # nothing to blame it for yet
+            self._is_queued = True  # it has not missed a pass yet
 
     def let_go(self) -> None:
         if self._on_parameter is not None:
@@ -123,7 +124,7 @@ class Arrival:
 
 
 def pass_within(recorder: Recorder, arrival: Arrival, original: Hook) -> Hook:
-    """A backward pass within another one; what it waits for at its end is waited for there."""
+    """Wrap a backward pass that runs within another one; its waiting counts where it happens."""
     timeline = recorder.timeline
 
     def within(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,14 +148,14 @@ def pass_within(recorder: Recorder, arrival: Arrival, original: Hook) -> Hook:
 
 
 def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
-    """Every backward pass."""
+    """Record every backward pass."""
     import torch
 
     original, timeline = torch.autograd.backward, recorder.timeline
     append = timeline.marks.append
     within = pass_within(recorder, arrival, original)
 
-    # Torch's own arguments, by their names: to collect any there are takes as long as the rest.
+    # torch's arguments by name: collecting them with * would take as long as everything else.
     @unseen_by_compilers
     @functools.wraps(original)
     def backward(

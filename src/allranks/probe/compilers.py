@@ -1,7 +1,7 @@
-"""What torch.compile makes of hooks. To a compiler those here are not there: it goes on as without.
+"""Hides the probe's hooks from torch.compile, which compiles a script as if they were not there.
 
-A hook that it may not look into breaks a graph, and fails a script that asks for a whole one. All
-other files of the probe are hidden from it (see hide_from_compilers).
+A hook that the compiler may not trace breaks the graph, and fails a script that asks for a full
+one. The other files of the probe are hidden by hide_from_compilers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
-# Of the probe, that hooks call.
+# Modules of the probe that hooks call.
 PARTS = (
     *("backward_pass", "data_loaders", "device_sampler", "hooks", "model_inputs", "recorder"),
     *("samples", "window"),
@@ -21,7 +21,7 @@ PARTS = (
 
 
 def unless_compiled(original: Callable[..., Any], timed: Callable[..., Any]) -> Callable[..., Any]:
-    """`timed` where Python runs, `original` where it is compiled."""
+    """A function that calls `timed` in plain Python, and `original` in compiled code."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,13 +31,13 @@ def unless_compiled(original: Callable[..., Any], timed: Callable[..., Any]) -> 
 
 
 def unseen_by_compilers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile call this as it is: traced, it would be compiled anew at every step."""
+    """Keep torch.compile from tracing a function, which it would recompile at every step."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 class Called:
-    """Tells what a module is called with; a forward pre-hook, registered `with_kwargs`."""
+    """A forward pre-hook, registered `with_kwargs`, that passes on a module's inputs."""
 
     def __init__(self, tell: Callable[[list[Any]], None]) -> None:
         self.tell = tell
@@ -47,13 +47,13 @@ class Called:
             self.tell([*args, *kwargs.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Scripts copy models, and save them whole: the copy gets a hook that does nothing and
-        # that any Python can load.
+        # Scripts copy models, and save them whole: the copy gets a hook that does nothing, which
+        # Python can load without allranks.
         return functools.partial, (sys.audit, "allranks.called")
 
 
 def hide_from_compilers() -> None:
-    """Have torch.compile skip what the hooks call, once it is imported: it is big."""
+    """Make torch.compile skip what the hooks call, if it is imported: importing it takes long."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None:
         for part in PARTS:

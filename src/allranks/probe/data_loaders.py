@@ -1,4 +1,4 @@
-"""Where a DataLoader tells the probe how long it is waited for, and what is in a batch."""
+"""Hooks in DataLoader that record how long the script waits for a batch, and what is in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Loaders:
     def __init__(self, recorder: Recorder, own_collate: Any) -> None:
         self.recorder = recorder
         self._own_collate = own_collate  # torch's
-        self.starting: Loader | None = None  # an iterator asks for batches while it is being made
+        self.starting: Loader | None = None  # an iterator's constructor already asks for batches
         # Not on the loaders themselves: scripts copy and send them, or forbid new attributes.
         self._known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
 
@@ -40,11 +40,11 @@ class Loaders:
             return Loader()
 
     def indices_of(self, iterator: Any) -> deque[Any] | None:
-        """Where to put the indices of its batches."""
-        # Of an iterable data set only the batch itself tells how long it is.
+        """Where to put the indices of its batches; None if they say nothing about their size."""
+        # With an iterable data set, only the batch itself shows how many samples it has.
         if iterator._auto_collation and iterator._dataset_kind == MAP_DATASET:
             loader = self.of(iterator)
-            # Torch's own puts every sample in; a script's may leave some out.
+            # torch's function includes every sample; a script's own may leave some out.
             loader.is_checked = iterator._collate_fn is not self._own_collate
             return loader.indices
         return None
@@ -59,7 +59,7 @@ def hook_loader(recorder: Recorder) -> None:
 
 
 def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
-    """Waiting for a batch, and which samples it was asked to have."""
+    """Record the waiting for a batch, and the indices of its samples."""
     fetch, choose = iterator.__next__, iterator._next_index
 
     timeline, fingerprints = recorder.timeline, recorder.fingerprints
@@ -68,7 +68,7 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
 
     @unseen_by_compilers
     def __next__(self: Any) -> Any:
-        # A loader may be part of what makes another one's batch.
+        # Not if one loader reads from another: only the outer one's waiting counts.
         if not timeline.is_on or timeline.label == DATA or get_ident() != timeline.thread:
             return fetch(self)
         timeline.label = DATA  # marks, without the calls
@@ -113,7 +113,7 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
 
 
 def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> None:
-    """A new epoch: workers are started, and begin with their first batches."""
+    """Record the start of an epoch, when workers start and load their first batches."""
     start = data_loader.__iter__
 
     @unseen_by_compilers
@@ -141,7 +141,7 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
 
 
 def length(dataset: Any) -> int | None:
-    """Of a data set that knows it; what a user's raises is no concern of the probe's."""
+    """The length of a data set; None if it has none, or if asking for it fails."""
     try:
         return len(dataset)
     except Exception:

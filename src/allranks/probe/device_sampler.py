@@ -18,11 +18,11 @@ from allranks.run.crash import is_worker, record, where_now
 SAMPLE_SECONDS = 2.0
 FIRST_LOOK_SECONDS = 0.25
 MAX_PROCESSES = 256  # that a sample names
-LIST_SECONDS = 30.0  # between looks at their children: every thread has some of its own
+LIST_SECONDS = 30.0  # between two listings of all descendants, which are costly
 
 
 class DeviceSampler:
-    """Writes a `device` event every two seconds, from a thread of its own, once steps are made."""
+    """Writes a `device` event every two seconds, from its own thread, after the first step."""
 
     def __init__(self, recorder: Recorder, env: Mapping[str, str]) -> None:
         self.recorder = recorder
@@ -30,8 +30,8 @@ class DeviceSampler:
         self._cpu: dict[str, float] | None = None
         self._network: dict[str, int] | None = None
         self._link: int | None = None
-        self._started: list[str] | None = None  # processes, by this one
-        self._processes: list[int] = []  # this one, and all that came of it
+        self._started: list[str] | None = None  # this process's children
+        self._processes: list[int] = []  # this process and its descendants
         self._list_due = 0.0
         self._time = 0.0
         self._gpu: Any = None
@@ -42,7 +42,7 @@ class DeviceSampler:
             threading.Thread(target=self._follow_start, name="place", daemon=True).start()
 
     def _follow_start(self) -> None:
-        """Before the first step: where the rank is, should it be killed there (for its memory)."""
+        """Record where the rank is before its first step, in case it is killed there."""
         pause, last = FIRST_LOOK_SECONDS, None
         while self.recorder.is_on:
             time.sleep(pause)
@@ -57,7 +57,7 @@ class DeviceSampler:
 
     def _begin(self, step: int) -> None:
         self.recorder.at_step.remove(self._begin)
-        # At once: of a rank that is killed soon, it is all that is known.
+        # Immediately: if the rank is killed soon, this is all that is known.
         at = where_now(sys._getframe())
         if at is not None and not self.recorder.timeline.is_taken:
             self.recorder.write_past("place", step=step, at=at)
@@ -66,15 +66,15 @@ class DeviceSampler:
     def _run(self) -> None:
         with self.recorder.guarded:
             self._gpu = gpu_handle(self.recorder.device)
-            self.sample()  # rates are known from the second one on
+            self.sample()  # rates need two samples
             while self.recorder.is_on:
                 time.sleep(SAMPLE_SECONDS)
-                with suppress(OSError, ValueError):  # of one look: the next may succeed
-                    # Past what is held back: ranks that wait for one another show that they live.
+                with suppress(OSError, ValueError):  # the next sample may succeed
+                    # Before steps that are held back: ranks that wait must show that they live.
                     self.recorder.write_past("device", **self.sample(), **self.whereabouts())
 
     def sample(self) -> dict[str, Any]:
-        """What there is to say now; rates since the last sample."""
+        """The current values; rates are since the last sample."""
         now = time.monotonic()
         passed, self._time = now - self._time, now
         fields: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class DeviceSampler:
                 fields["workers_cpu"] = round(workers / passed, 3)
                 fields["num_workers"] = int(self._cpu["num_workers"])
         fields["host_memory"] = host_memory()
-        # The kernel names processes by number: those of a loader's workers are known here alone.
+        # The kernel's messages have process ids; only here are those of loader workers known.
         if started != self._started or now > self._list_due:
             self._started, self._list_due = started, now + LIST_SECONDS
             self._processes = [os.getpid(), *descendants(started)]
@@ -102,13 +102,13 @@ class DeviceSampler:
                 if self._link is not None:
                     fields["network"]["link"] = self._link
             else:
-                self._link = link_bytes()  # once: asking takes as long as all the rest
+                self._link = link_bytes()  # once: it takes as long as everything else
         if self._gpu is not None:
             fields |= gpu_fields(*self._gpu)
         return fields
 
     def whereabouts(self) -> dict[str, Any]:
-        """How far the rank has come, for whoever looks for one that does not."""
+        """How far the rank has got and where it is, to find the rank that others wait for."""
         doing, seconds = self.recorder.timeline.doing()
         fields: dict[str, Any] = {"step": self.recorder.step}
         fields |= {"doing": doing, "doing_seconds": round(seconds, 3)}
@@ -120,7 +120,7 @@ class DeviceSampler:
 
 
 def num_collectives() -> int | None:
-    """How many collectives this rank has come to, by torch's own count; all ranks' are equal."""
+    """How many collectives this rank has entered, by torch's count, which all ranks share."""
     import torch.distributed as dist
 
     with suppress(Exception):  # not every backend counts
@@ -130,7 +130,7 @@ def num_collectives() -> int | None:
 
 
 def cpu_seconds(started: list[str]) -> dict[str, float]:
-    """CPU time of this process and of those that it has started, from /proc."""
+    """CPU time of this process and of its children, from /proc."""
     own = os.times()
     tick = os.sysconf("SC_CLK_TCK")
     workers, num_workers = 0.0, 0
@@ -151,9 +151,9 @@ def children(process: str = "self") -> list[str]:
 
 
 def descendants(started: list[str]) -> list[int]:
-    """These processes, and those that they have started: a fork server's too."""
+    """These processes and all their descendants, such as those of a fork server."""
     found = list(started)
-    for child in found:  # grows meanwhile
+    for child in found:  # the list grows while it is read
         if len(found) >= MAX_PROCESSES:
             break
         with suppress(OSError):
@@ -162,7 +162,7 @@ def descendants(started: list[str]) -> list[int]:
 
 
 def host_memory() -> int | None:
-    """The most memory that this process has had so far, in bytes."""
+    """Peak memory of this process so far, in bytes."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -171,7 +171,7 @@ def host_memory() -> int | None:
 
 
 def network_bytes() -> dict[str, int]:
-    """Bytes that this node has sent and received: over InfiniBand if there is any, else in all."""
+    """Bytes that this node has sent and received: over InfiniBand if it has any, else in total."""
     if (counted := infiniband_bytes()) is not None:
         return {"sent": counted[0], "received": counted[1]}
     sums = {"sent": 0, "received": 0}
@@ -186,7 +186,7 @@ def network_bytes() -> dict[str, int]:
 
 
 def link_bytes() -> int | None:
-    """Bytes a second that the same links carry each way, as far as the system says; else None."""
+    """Bytes per second that these links carry each way; None if the system does not say."""
     bits = sum(port.bits_per_second or 0.0 for port in infiniband_ports())
     if not bits:
         for speed in Path("/sys/class/net").glob("*/speed"):  # megabits; -1 where it has none
@@ -196,7 +196,7 @@ def link_bytes() -> int | None:
 
 
 def gpu_handle(device: Any) -> tuple[Any, Any, Any] | None:
-    """NVML, this rank's GPU in it and in torch; None without either."""
+    """NVML, and this rank's GPU in NVML and in torch; None without a GPU or NVML."""
     if device is None:
         return None
     try:
@@ -206,19 +206,19 @@ def gpu_handle(device: Any) -> tuple[Any, Any, Any] | None:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()), device
-    except Exception:  # an old driver, no permission, a GPU of another maker: it goes without
+    except Exception:  # an old driver, no permission, another vendor's GPU: do without
         return None
 
 
 def gpu_fields(nvml: Any, handle: Any, device: Any) -> dict[str, Any]:
-    """What this GPU tells of itself: not every one tells everything."""
+    """What this GPU reports about itself; not every GPU reports everything."""
     import torch
 
     asked: dict[str, Callable[[], Any]] = {
         "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
         "memory": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
         "memory_total": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
-        # Of this device: what is current in the thread of the training is not so in this one.
+        # The device is passed because this thread's current one may not be the training's.
         "memory_peak": lambda: torch.cuda.max_memory_allocated(device),
         "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         "clock": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),

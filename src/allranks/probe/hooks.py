@@ -1,7 +1,8 @@
-"""Where torch is made to tell the probe what it is doing. Nothing here changes what torch computes.
+"""Hooks in torch that tell the probe what torch is doing; none changes what it computes.
 
-Every hook catches what fails in its own work: the probe is switched off then, and the script goes
-on as if it had never been there. Hooks run cold between a model's kernels, so they make few calls.
+Every hook catches errors in its own work: then the probe is switched off, and the script continues
+as if it had never been there. Hooks run with cold caches between a model's kernels, so they make
+few calls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SYNCHRONOUS = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "broadcast", "reduce", "all_to_all", "all_to_all_single", "barrier"),
 )
-# The same, and others, as a process group calls them.
+# A process group's names for these collectives, and for others.
 EXCHANGES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
     *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base"),
@@ -52,16 +53,16 @@ def install(recorder: Recorder) -> Arrival:
 
 def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
     timeline, stepped = recorder.timeline, recorder.stepped
-    around: list[str] = []  # what the steps that are under way interrupt, where it is not the end
+    around: list[str] = []  # labels to return to after the steps that are under way
 
     @unseen_by_compilers
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not timeline.is_on:
             return
         try:
-            # Within a backward pass, or within the step of an optimizer that holds this one.
+            # Perhaps inside a backward pass, or inside the step of an optimizer that wraps this.
             label = timeline.label
-            if label == AFTER:  # the rest of the step is the update's: no mark is needed
+            if label == AFTER:  # the update takes the rest of the step: no mark is needed
                 timeline.label = OPTIMIZER
                 return
             around.append(label if label in (BACKWARD, OPTIMIZER) else OTHER)
@@ -80,7 +81,7 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
                     timeline.mark(label)
             except Exception as error:
                 recorder.switch_off(error)
-        if recorder.leave is not None:  # the script is to end here
+        if recorder.leave is not None:  # the script should end here
             recorder.leave()
 
     optimizer_module.register_optimizer_step_pre_hook(before)
@@ -88,7 +89,7 @@ def hook_optimizer(recorder: Recorder, optimizer_module: Any) -> None:
 
 
 def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> None:
-    """What can be hooked into only now that the script has shown what it uses."""
+    """Install the hooks that depend on what the script uses, which is known now."""
     hook_tensor_waits(recorder)
     for call in arrival.later:
         call()
@@ -99,9 +100,9 @@ def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> No
 
 
 def hook_waiting(recorder: Recorder) -> Callable[[], None]:
-    """Waiting for an exchange that the script has started itself.
+    """Time the waiting for exchanges that the script starts itself.
 
-    What is returned hooks into those that the script has put its own in the place of.
+    Returns a function that hooks into functions with which the script has since replaced them.
     """
     import torch
 
@@ -126,7 +127,7 @@ def hook_waiting(recorder: Recorder) -> Callable[[], None]:
 
 
 def hook_meeting(recorder: Recorder, arrival: Arrival) -> None:
-    """Ranks that meet late, when each had seemed to train for itself."""
+    """Notice ranks that meet late, after each had seemed to train by itself."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -147,7 +148,7 @@ def hook_meeting(recorder: Recorder, arrival: Arrival) -> None:
 
 
 def hook_groups(recorder: Recorder) -> None:
-    """Process groups that the script makes of its own, in Python."""
+    """Time the exchanges of process groups that the script defines in Python."""
     import torch
 
     if not torch.distributed.is_available():
@@ -165,7 +166,7 @@ def hook_groups(recorder: Recorder) -> None:
 
 
 def hook_tensor_waits(recorder: Recorder) -> None:
-    """Waiting for the exchanges of DTensors, if the script has any."""
+    """Time the waiting for exchanges of DTensors, if the script uses them."""
     collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None:
         wait = collectives.wait_tensor
@@ -174,12 +175,12 @@ def hook_tensor_waits(recorder: Recorder) -> None:
     group = getattr(sharded, "FSDPParamGroup", None)
     if group is not None and hasattr(
         group, "wait_for_unshard"
-    ):  # on a GPU it waits on the stream, for no Work
+    ):  # on a GPU it waits on the stream, not for a Work
         group.wait_for_unshard = waiting(recorder, group.wait_for_unshard)
 
 
 def hook_ddp(recorder: Recorder) -> None:
-    """What DDP exchanges outside of its reducer: buffers, and gradients through a user's hook."""
+    """Time what DDP exchanges outside its reducer: buffers, and gradients in a user's hook."""
     from torch.nn.parallel import DistributedDataParallel
 
     ddp: Any = DistributedDataParallel
@@ -194,7 +195,7 @@ def hook_ddp(recorder: Recorder) -> None:
 
 
 def hook_graphs(recorder: Recorder) -> None:
-    """While a CUDA graph is captured, no other thread may ask the device how far it is."""
+    """Pause while a CUDA graph is captured, when no other thread may query the device."""
     from torch.cuda import CUDAGraph
 
     graph: Any = CUDAGraph
@@ -223,16 +224,16 @@ def hook_graphs(recorder: Recorder) -> None:
 
 
 def around(recorder: Recorder, function: Hook) -> Hook:
-    """The same function, the time in which counts as waiting, but not all of it as exchanging.
+    """Wrap a function so that its time counts as waiting, but not all of it as exchanging.
 
-    What it does before and after the exchange itself is the doing of this rank. With NCCL a call
-    waits on the stream, and gives nothing to wait for: there nobody can tell one from the other.
+    What it does before and after the exchange itself is this rank's own work. With NCCL a call
+    waits on the stream and returns nothing to wait for, so the two cannot be separated.
     """
     return waiting(recorder, function, AROUND)
 
 
 def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
-    """The same function, the time in which counts as waiting for other ranks."""
+    """Wrap a function so that its time counts as waiting for other ranks."""
 
     timeline = recorder.timeline
 
@@ -242,10 +243,10 @@ def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
         before = timeline.label
         if not timeline.is_on or before in (WAIT, label):
             return function(*args, **kwargs)
-        # In a backward pass on a GPU torch calls from a thread of its own; the training waits.
+        # In a backward pass on a GPU, torch calls this from another thread; the training waits.
         if get_ident() != timeline.thread and before not in (BACKWARD, AROUND):
             return function(*args, **kwargs)
-        if not recorder.has_peers():  # DDP exchanges with itself, too
+        if not recorder.has_peers():  # DDP calls exchanges even on a single rank
             return function(*args, **kwargs)
         if before == OPTIMIZER:  # it may have begun without a mark
             timeline.mark(OPTIMIZER)
@@ -254,7 +255,7 @@ def waiting(recorder: Recorder, function: Hook, label: str = WAIT) -> Hook:
             return function(*args, **kwargs)
         finally:
             timeline.mark(before)
-            if len(timeline.marks) > MAX_MARKS:  # a script may exchange for ever, and train nothing
+            if len(timeline.marks) > MAX_MARKS:  # a script may exchange forever and never train
                 timeline.shorten()
 
     return call

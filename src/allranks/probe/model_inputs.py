@@ -1,4 +1,4 @@
-"""Counting samples at the model, in a script that trains on no DataLoader."""
+"""Counts samples by the model's inputs, for scripts that train without a DataLoader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # of a module,
 
 
 def watch_model(recorder: Recorder, optimizer: Any) -> None:
-    """Count samples by what the model is called with, in a script that trains on no DataLoader."""
+    """Count samples by the inputs of the model whose parameters the optimizer trains."""
     import torch
 
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -26,9 +26,9 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
         kind = type(one)
         if kind not in is_module:
             is_module[kind] = issubclass(kind, torch.nn.Module)
-        if is_module[kind] and "_modules" in vars(one):  # one whose making failed has none
+        if is_module[kind] and "_modules" in vars(one):  # absent if its constructor failed
             modules.append(one)
-    # Whatever holds all that is trained lies in the outermost module that does: look at no other.
+    # Only the outermost modules that hold all trained parameters: their inputs are the batch.
     inner = {id(child) for one in modules for child in one._modules.values()}
     outermost = [
         one
@@ -49,7 +49,7 @@ def watch_model(recorder: Recorder, optimizer: Any) -> None:
 
 
 def hide_from_copies(module: Any, hook: int) -> None:
-    """Have what is copied or saved of a module be as it is without its hook."""
+    """Keep the hook out of copies and saved files of a module."""
     known = weakref.ref(module)
 
     def __getstate__() -> Any:
@@ -68,7 +68,7 @@ def hide_from_copies(module: Any, hook: int) -> None:
 
 
 def hide_from_scripting() -> None:
-    """torch.jit compiles a module with its hooks, and cannot compile ours."""
+    """Hide our hooks from torch.jit, which compiles a module's hooks and cannot compile these."""
     import torch.jit._recursive as jit
 
     for name in ("get_hook_stubs", "infer_concrete_type_builder"):
@@ -76,7 +76,7 @@ def hide_from_scripting() -> None:
 
 
 def without_hooks(function: Any) -> Any:
-    """The same function of a module, which is as it would be if it were not watched."""
+    """Wrap a function of a module so that it does not see our hooks."""
 
     @functools.wraps(function)
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:

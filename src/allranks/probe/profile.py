@@ -1,7 +1,7 @@
-"""A trace of some steps by torch's profiler, where `--profile` asks for it.
+"""Traces some steps with torch's profiler, if `--profile` asks for it.
 
-A trial of one step tells how large a trace will be, and takes the profiler's own start-up. What
-fails here ends the profile with one line in the rank's log, and nothing else.
+One trial step shows how large a trace will be, and absorbs the profiler's start-up. An error here
+ends the profile with one line in the rank's log, and affects nothing else.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from allranks.probe.recorder import Recorder
 
 VARIABLE = "ALLRANKS_PROFILE"  # how many steps
-SKIP_STEPS = 8  # in which memory is taken, kernels are chosen and models compiled
-# Between the trial and the trace: what was begun under one profiler and ends under another
-# writes to memory that is no longer its own (torch 2.13).
+SKIP_STEPS = 8  # in which memory is allocated, kernels are chosen and models are compiled
+# Between the trial and the trace: an operation that begins under one profiler and ends under
+# another writes to freed memory (torch 2.13).
 PAUSE_STEPS = 2
-FIRST_STEP = SKIP_STEPS + 1 + PAUSE_STEPS + 1  # whose end is the first mark
-# Of a trace as it is before it is compressed. Perfetto opens larger ones, slowly.
+FIRST_STEP = SKIP_STEPS + 1 + PAUSE_STEPS + 1  # the first mark is at its end
+# Of a trace before compression. Perfetto opens larger ones, but slowly.
 MAX_TRACE_BYTES = 1 << 27
 STEP_MARK = "allranks.step#"  # in the trace, at the end of every step
 
@@ -38,7 +38,7 @@ class Profile:
         self._is_running = False
         self._with_device = False
         recorder.at_step.append(self.at_step)
-        # Before the recorder's own: what is said here is to be written, too.
+        # Before the recorder's own finaliser, which writes the events of this one.
         Finalize(None, self.finish, exitpriority=1)
 
     @property
@@ -53,14 +53,14 @@ class Profile:
             self._give_up(error)
 
     def finish(self) -> None:
-        """Where the script ends sooner than expected: keep what there is."""
+        """The script is ending: export what there is, if it was not done."""
         if self._seen and 0 <= self._marked <= 1 and self.recorder.is_on:
             self._say(f"the script made {self._seen} steps, a profile needs {FIRST_STEP + 1}")
-            self._seen = 0  # said once
+            self._seen = 0  # do not repeat it
         try:
             if self._marked > 1:
                 self._export()
-            elif self._is_running:  # one that is left so ends with the process, in a crash
+            elif self._is_running:  # a running profiler would crash at the process's exit
                 self._stop()
         except Exception as error:
             self._give_up(error)
@@ -94,7 +94,7 @@ class Profile:
             self._next = self._trace
 
     def _trace(self) -> None:
-        """The first step only takes the profiler's start: marks begin at its end."""
+        """Mark the end of a step; the first mark ends a step that the profiler's start slows."""
         import torch
 
         with torch.profiler.record_function(f"{STEP_MARK}{self.recorder.step}"):
@@ -106,7 +106,7 @@ class Profile:
         self._stop()
         steps, self._marked = self._marked - 1, -1
         self.recorder.at_step.remove(self.at_step)
-        part = self.path.with_name(f".{self.path.name}")  # its name must end like the trace's
+        part = self.path.with_name(f".{self.path.name}")  # .gz makes the profiler compress it
         self._profiler.export_chrome_trace(str(part))
         part.rename(self.path)
         last = self.recorder.step
@@ -148,7 +148,7 @@ class Profile:
 
 
 def profile_if_asked(recorder: Recorder, env: Mapping[str, str]) -> None:
-    """Nothing, unless the environment says how many steps."""
+    """Start a profile if the environment says how many steps to trace."""
     steps = env.get(VARIABLE, "")
     if steps.isdecimal() and int(steps) > 0:
         Profile(recorder, int(steps))

@@ -1,4 +1,4 @@
-"""A rank is recorded by one process. A second one means that two trainings run as one."""
+"""Makes sure that only one process records a rank: a second one is a second training."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MOST_PARENTS = 100
 
 
 def claim_rank(path: Path, rank: int) -> IO[bytes]:
-    """The file of a rank, held open: its lock keeps other processes out.
+    """Open and lock the rank's file, to keep other processes out for as long as it is open.
 
-    Raises RuntimeError if another process has recorded the rank. Unless that process started this
-    one, say for an evaluation that trains something small, the launcher then ends the run.
+    Raises RuntimeError if another process has recorded the rank. The launcher then ends the run,
+    unless that process started this one, say for an evaluation that trains something small.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
@@ -37,7 +37,7 @@ def claim_rank(path: Path, rank: int) -> IO[bytes]:
         append_event(path, "recorder", **own)
     before = [*read_events(path, EARLY_BYTES, kind="recorder")]
     others = [one for one in before if (one["pid"], one["host"]) != (own["pid"], own["host"])]
-    # A script may train one thing after another, each in a process of its own.
+    # A script may train several things in sequence, each in its own process.
     if is_free and all(one["of"] == own["of"] for one in others):
         return file
     file.close()
@@ -47,7 +47,7 @@ def claim_rank(path: Path, rank: int) -> IO[bytes]:
 
 
 def ancestors() -> list[int]:
-    """The processes that this one descends from, as far as this system shows them."""
+    """The ids of this process's ancestors, as far as the system shows them."""
     found = [os.getppid()]
     with suppress(OSError, ValueError, IndexError):
         while found[-1] > 1 and len(found) < MOST_PARENTS:

@@ -1,4 +1,4 @@
-"""One rank's record of its steps: how long each took, where its time went, on how many samples."""
+"""Records one rank's steps: how long each took, where its time went, and its samples."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
 from allranks.run.events import EventLog, WhatIsLate, is_ready
 from allranks.timing.timeline import Timeline
 
-REELECT_AFTER = 10  # steps of another optimizer without one of the leader
-EXIT_SECONDS = 5.0  # for a device to come to the end of the last steps
-# The thread that writes holds Python's lock: the training gets it in between. Half a second's
-# lines at once would hold up a step by milliseconds, and with it those of all other ranks.
+REELECT_AFTER = 10  # steps of another optimizer without one of the leader's
+EXIT_SECONDS = 5.0  # for a device to finish the last steps
+# The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
+# in one go would delay a step by milliseconds, and with it those of all other ranks.
 LINES_AT_ONCE, BREATH_SECONDS = 10, 0.0002
-MEET_WITHIN = 20  # steps; ranks that have not met by then train each for itself
+MEET_WITHIN = 20  # steps; ranks that have not met by then train independently
 
 
 class Recorder:
-    """Takes what the hooks tell, and writes a step event for every optimizer step."""
+    """Collects what the hooks report, and writes a step event for every optimizer step."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -38,26 +38,26 @@ class Recorder:
         self.counter = SampleCounter(self.switch_off)
         self.fingerprints = Fingerprints()
         self.guarded = _Guard(self)
-        self.device: Any = None  # the GPU that is trained on
+        self.device: Any = None  # the GPU used for training
         self.at_first_step: list[Callable[[Any], None]] = []  # called with the optimizer
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
-        self.leave: Callable[[], None] | None = None  # set when the script is to end here
+        self.leave: Callable[[], None] | None = None  # set when the script should end here
         self._log: EventLog | None = None
-        self._ended: deque[CountedStep] = deque()  # steps that are to be written
+        self._ended: deque[CountedStep] = deque()  # steps to be written
         self._taking = threading.Lock()
         self._leader = 0  # id of the optimizer whose steps are counted, while there is one
         self._end_of_leader: weakref.ref[Any] | None = None
-        self._others: dict[int, int] = {}  # steps of each other one since its last
+        self._others: dict[int, int] = {}  # steps of other optimizers since the leader's last
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
-        self.peers: bool | None = None  # whether there are any; unknown before ranks have met
+        self.peers: bool | None = None  # whether there are other ranks; None until they meet
 
     @property
     def is_on(self) -> bool:
         return self.timeline.is_on
 
     def has_peers(self) -> bool:
-        """Whether this rank exchanges anything with others."""
+        """Whether this rank exchanges data with other ranks."""
         if self.peers is None:
             import torch.distributed as dist
 
@@ -72,7 +72,7 @@ class Recorder:
         return self.peers
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step; those of one of them are the steps of the training."""
+        """An optimizer has made a step. Only the leading optimizer's steps are counted."""
         if id(optimizer) != self._leader and not self._takes_over(optimizer):
             return
         timeline = self.timeline
@@ -89,7 +89,7 @@ class Recorder:
                 call(step)
 
     def _takes_over(self, optimizer: Any) -> bool:
-        """Whether this optimizer's steps are those of the training from here on."""
+        """Whether this optimizer leads from now on: its steps are the training's."""
         others = self._others.get(id(optimizer), 0) + 1
         self._others[id(optimizer)] = others
         if self._leader and others < REELECT_AFTER:
@@ -105,7 +105,7 @@ class Recorder:
         return True
 
     def _begin(self, optimizer: Any) -> None:
-        """After the first step: what the script trains on is asked for now."""
+        """After the first step, record what the script trains on."""
         if not self.timeline.is_taken:
             log = self._open()
             self._take_steps()
@@ -122,8 +122,8 @@ class Recorder:
                 self._ended.append(CountedStep(marks, self.timeline.unix, self.counter))
 
     def _lines(self, late: WhatIsLate) -> Iterator[str]:
-        """What is to be written: of steps that are over, and that the device is through with."""
-        if not self.timeline.is_taken:  # else its loop takes them, and writes them itself
+        """Lines of steps that are over and that the device has finished."""
+        if not self.timeline.is_taken:  # otherwise the task's loop writes the steps itself
             self._take_steps()
         num_lines = 0
         while self._ended and (late != "hold" or is_ready(self._ended[0])):
@@ -136,7 +136,7 @@ class Recorder:
                 self._log.write("batch", **seen)
 
     def _follow(self, optimizer: Any) -> None:
-        """The thread and the device of the optimizer are those of the training."""
+        """Take the training's thread and device from this optimizer."""
         self.timeline.thread = threading.get_ident()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and parameters[0].is_cuda:
@@ -144,7 +144,7 @@ class Recorder:
             self.timeline.record_event = functools.partial(record_cuda_event, self.device)
 
     def _open(self) -> EventLog:
-        """The rank's own file. A script may start its ranks itself: then each knows its number."""
+        """The rank's event log. The rank is torch's, since a script may start ranks itself."""
         if self._log is not None:
             return self._log
         if self.has_peers():
@@ -153,30 +153,30 @@ class Recorder:
             self.rank = dist.get_rank()
         path = self.folder / f"rank-{self.rank}.jsonl"
         self._claim = claim_rank(path, self.rank)
-        # Not atexit: a rank that the script has started with multiprocessing never comes to it.
+        # Not atexit, which does not run in ranks that the script starts with multiprocessing.
         Finalize(None, self.flush, exitpriority=0)
         self._log = EventLog(path, self._lines)
         return self._log
 
     def forget(self) -> None:
-        """In a forked process: what is recorded is its parent's to write."""
+        """Record nothing more in a forked process: the parent writes what was recorded."""
         self.timeline.is_on = False
         self._log = None
         if self._claim is not None:
             self._claim.close()
 
     def write(self, event: str, **fields: Any) -> None:
-        """An event of another part of the probe; only once the script has made a step."""
+        """Write an event of another part of the probe, once the script has made a step."""
         if self.step > 0:
             self._open().write(event, **fields)
 
     def write_past(self, event: str, **fields: Any) -> None:
-        """The same at once, although a step before it may still have to be waited for."""
+        """Write an event immediately, even before earlier steps that are not complete yet."""
         if self.step > 0:
             self._open().write_past(event, **fields)
 
     def flush(self) -> None:
-        """Write everything; what a device that hangs never comes to is written without it."""
+        """Write everything; steps that a hanging device never finishes lack their times."""
         if self._log is None:
             return
         self._log.flush("hold")
@@ -187,12 +187,12 @@ class Recorder:
         self._log.flush("drop")
 
     def pause(self, paused: bool) -> None:
-        """Ask no device anything from another thread, or do again."""
+        """Stop querying devices from another thread, or resume."""
         if self._log is not None:
             self._log.pause(paused)
 
     def switch_off(self, error: BaseException) -> None:
-        """Leave the script alone from here on; one line says so."""
+        """Leave the script alone from now on, and say so in one line."""
         if self.is_on:
             self.timeline.is_on = False
             what = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -200,7 +200,7 @@ class Recorder:
 
 
 class _Guard:
-    """`with recorder.guarded:` nothing that fails inside gets out. Made once: it is used often."""
+    """`with recorder.guarded:` lets no exception out. Created once, because it is used often."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -221,7 +221,7 @@ class _Guard:
 
 
 def record_cuda_event(device: Any) -> Any:
-    """On the stream that the device of the training is at; None while a graph is captured."""
+    """An event on the training device's current stream; None while a graph is captured."""
     import torch
 
     try:
@@ -229,6 +229,6 @@ def record_cuda_event(device: Any) -> Any:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
-    except RuntimeError:  # the device is lost: the script is to hear of it from its own calls
+    except RuntimeError:  # the device is lost: the script's own calls will report it
         return None
     return event

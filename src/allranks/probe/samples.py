@@ -1,4 +1,4 @@
-"""How many samples a step has trained on, and whether ranks and epochs read the same ones."""
+"""Counts the samples of each step, and fingerprints batches to compare ranks and epochs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any
 from allranks.run.events import SCHEMA_VERSION, WhatIsLate
 from allranks.timing.timeline import Mark, Step
 
-FINGERPRINTS = 4  # batches of an epoch that are looked at
+FINGERPRINTS = 4  # batches per epoch
 FINGERPRINT_EPOCHS = 2
 MAX_FINGERPRINTS = 64  # of a rank: a script may make a new loader for every epoch
 FINGERPRINT_VALUES = 4096
-MAX_SIZES = 1000  # of batches, that are told apart
-MAX_WAITING = 1024  # batches of a loader that are remembered until they come, or are trained on
+MAX_SIZES = 1000  # distinct batch sizes that are counted
+MAX_WAITING = 1024  # batches per loader that are remembered until they arrive or are trained on
 
 
 @dataclass(slots=True)
 class Loader:
     """One DataLoader of the script, over all its epochs."""
 
-    dataset_samples: int | None = None  # where its data set has a length
-    number: int | None = None  # of those that were looked at
+    dataset_samples: int | None = None  # if its data set has a length
+    number: int | None = None  # among the fingerprinted loaders
     is_checked: bool = False  # whether its batches may be shorter than their indices
-    starts: int = 0  # how often it was started
+    starts: int = 0  # how many times it was started
     batches: int = 0  # since it was started
     indices: deque[Any] = field(  # of batches that are being loaded
         default_factory=lambda: deque(maxlen=MAX_WAITING)
     )
-    # The rest is what a SampleCounter knows of it.
+    # The rest belongs to the SampleCounter.
     epoch: int = 0
-    waiting: deque[int] = field(  # samples of batches nobody trained on yet
+    waiting: deque[int] = field(  # sizes of batches that were not trained on yet
         default_factory=lambda: deque(maxlen=MAX_WAITING)
     )
     ended: bool = False
@@ -46,9 +46,9 @@ class Loader:
         self.indices.clear()
 
     def fetched(self, batch: Any, fingerprints: Fingerprints) -> int:
-        """A batch has come: how many samples it has."""
+        """A batch has arrived; returns how many samples it has."""
         indices = self.indices.popleft() if self.indices else None
-        # A list nearly always: to ask whether anything has a length takes microseconds.
+        # Almost always a list, and isinstance(…, Sized) takes microseconds.
         if indices.__class__ is list:
             samples = len(indices)
         else:
@@ -57,14 +57,14 @@ class Loader:
             samples = num_kept(batch, samples)
         if self.batches < FINGERPRINTS and self.starts <= FINGERPRINT_EPOCHS:
             if samples and is_empty(batch):
-                samples, self.indices = 0, deque(maxlen=0)  # indices do not tell what is in it
+                samples, self.indices = 0, deque(maxlen=0)  # its indices do not say what is in it
             fingerprints.look(self, batch, indices, samples)
         self.batches += 1
         return samples
 
 
 class Fingerprints:
-    """What early batches looked like, to be written with the next step."""
+    """Fingerprints of early batches, to be written with the next step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Loader, dict[str, Any]]] = []
@@ -84,13 +84,13 @@ class Fingerprints:
             with suppress(Exception):  # an index may be anything, an array too
                 found["sorted"] = values == sorted(values)
         tensor = next(tensors(batch), None)
-        if tensor is not None and tensor.device.type == "cpu":  # nothing ever waits for a device
+        if tensor is not None and tensor.device.type == "cpu":  # the probe never waits for a device
             with suppress(Exception):  # not every tensor can be read as bytes
                 found["content"] = content(tensor)
         self.seen.append((loader, found))
 
     def take(self, training: Loader | None) -> list[dict[str, Any]]:
-        """What was seen since the last time; `training`: the loader that is trained on."""
+        """Fingerprints since the last call; `training` is the loader that is trained on."""
         seen, self.seen = self.seen, []
         return [
             {**found, "loader": loader.number, "trained": training is None or loader is training}
@@ -99,21 +99,21 @@ class Fingerprints:
 
 
 class SampleCounter:
-    """Counts a batch when a backward pass follows it: those of a validation never count.
+    """Counts a batch when a backward pass follows it, so validation batches never count.
 
-    What it is told are notes on the timeline (see there), read some time after the step.
+    Its methods are called from notes on the timeline, some time after the step.
     """
 
     def __init__(self, switch_off: Callable[[Exception], None] | None = None) -> None:
         self.switch_off = switch_off  # called if anything fails here
         self.step_samples = 0
         self.loader: Loader | None = None  # the one that gave the last batch
-        self.training: Loader | None = None  # the one that gave the last batch that was trained on
+        self.training: Loader | None = None  # the one that gave the last trained batch
         self._fresh = 0  # batches that may still be trained on before the step ends
-        self._last_batch = 0  # samples of the last one that was trained on
-        self._sizes: Counter[int] = Counter()  # how often batches of each size were
+        self._last_batch = 0  # samples of the last trained batch
+        self._sizes: Counter[int] = Counter()  # number of batches of each size
         self._has_trained = False  # whether this step had a backward pass
-        self._has_batch = False  # whether it was on a batch of its own, though it may be empty
+        self._has_batch = False  # whether that was on a new batch, even an empty one
 
     def started(self, loader: Loader) -> None:
         loader.epoch += 1
@@ -124,19 +124,19 @@ class SampleCounter:
         loader.ended = True
 
     def fetched(self, loader: Loader, samples: int) -> None:
-        """A batch has come."""
+        """A batch has arrived."""
         loader.waiting.append(samples)
         self.loader = loader
         self._fresh += 1
 
     def trained(self) -> None:
-        """A backward pass begins, on the oldest batch that has come and was not trained on.
+        """A backward pass begins, on the oldest batch that was not trained on.
 
-        A loader that fetches ahead has more; a second backward pass on a batch has none.
+        With a loader that fetches ahead there are more; a second pass on the same batch has none.
         """
         self._has_trained = True
         loader, before = self.loader, self.training
-        # A last batch fetched ahead may come to its turn after a validation with another loader.
+        # The last batch, fetched ahead, may be used after a validation with another loader.
         if before is not None and before is not loader and before.ended and before.waiting:
             loader = before
         if loader is None or not loader.waiting or not (self._fresh or loader.ended):
@@ -150,7 +150,7 @@ class SampleCounter:
         self._fresh = max(0, self._fresh - 1)
 
     def computed(self, samples: int) -> None:
-        """A model was called; it counts in a script that trains on no loader's batches."""
+        """A model was called; this counts only in scripts that train without a DataLoader."""
         if self.training is None:
             self.step_samples += samples
 
@@ -158,7 +158,7 @@ class SampleCounter:
         """The samples of the step that ends here."""
         samples = self.step_samples
         if not samples and self._has_trained and not self._has_batch:
-            # The script trains on one batch over and over, or on those of a list that it keeps.
+            # The script trains on the same batch repeatedly, or on batches that it keeps.
             samples = max(self._sizes, key=self._sizes.__getitem__, default=self._last_batch)
         self.step_samples, self._has_trained, self._has_batch = 0, False, False
         # One batch may have been fetched ahead. Any more were never trained on.
@@ -167,7 +167,7 @@ class SampleCounter:
 
 
 class CountedStep(Step):
-    """A step that is over, and what it trained on. To be made of one step after the other."""
+    """A finished step and its samples. Must be created in the order of the steps."""
 
     __slots__ = ("epoch", "samples")
 
@@ -187,28 +187,28 @@ class CountedStep(Step):
             counter.switch_off(error)
 
     def line(self, late: WhatIsLate = "wait") -> str:
-        """Its event; without what the device never came to tell."""
+        """The step's event, without times that the device never delivered."""
         _, end, _, step = self._marks[-1]
         line = f'{{"v":{SCHEMA_VERSION},"t":{self._unix + end:.6f},"event":"step","step":{step}'
         try:
             if late == "wait" or self.ready():
                 epoch = "" if self.epoch is None else f'"epoch":{self.epoch},'
                 line += f',{epoch}"samples":{self.samples},{self.text()}'
-        except Exception:  # of a lost device; this is faster than to suppress it
+        except Exception:  # the device is lost; this is faster than contextlib.suppress
             pass
         return line + "}\n"
 
 
 def content(tensor: Any) -> int:
-    """A number that two tensors share only if they begin with the same values."""
+    """A checksum of a tensor's first values."""
     values = tensor.detach().reshape(-1)[:FINGERPRINT_VALUES]
-    if str(values.dtype) == "torch.bfloat16":  # numpy has none
+    if str(values.dtype) == "torch.bfloat16":  # NumPy does not have it
         values = values.float()
     return zlib.crc32(values.numpy().tobytes())
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; of a batch without one, its own."""
+    """The length of the first tensor in a batch; if it has none, the length of the batch."""
     for tensor in tensors(batch):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
@@ -219,10 +219,10 @@ def num_samples(batch: Any) -> int:
 
 
 def num_kept(batch: Any, samples: int) -> int:
-    """Of so many samples, those that a script's own collate function has put into a batch.
+    """How many of `samples` a script's own collate function has put into a batch.
 
-    Where all its tensors are shorter, and equally long. They may be one for each sample, have the
-    samples in another dimension, or all of them behind one another: then nobody knows better.
+    Fewer only if all its tensors are shorter and equally long. If there is one tensor per sample,
+    or the samples are in another dimension or concatenated, `samples` is the best answer.
     """
     shapes = [tensor.shape for tensor in itertools.islice(tensors(batch), samples)]
     lengths = {shape[0] if shape else -1 for shape in shapes}
@@ -233,13 +233,13 @@ def num_kept(batch: Any, samples: int) -> int:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether there are tensors in a batch, and nothing in any of them."""
+    """Whether a batch has tensors and all of them are empty."""
     found = list(tensors(batch))
     return bool(found) and all(0 in tensor.shape for tensor in found)
 
 
 def tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
-    """The tensors in nested lists, tuples, mappings and plain objects, in their order."""
+    """The tensors in nested lists, tuples, mappings and plain objects, in order."""
     if hasattr(batch, "shape") and hasattr(batch, "dim"):
         yield batch
     elif depth == 0 or isinstance(batch, str | bytes):

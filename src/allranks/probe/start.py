@@ -1,4 +1,4 @@
-"""Where the probe begins in a rank: called when torch has been imported."""
+"""Starts the probe in a rank, once torch has been imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEASURE = "ALLRANKS_MEASURE"  # how many steady steps a benchmark wants before t
 
 
 def start() -> None:
-    """Begin to record this process's steps, as the rank that its environment says it is."""
+    """Start to record this process's steps, as the rank that its environment names."""
     env = os.environ
     if env.get("ALLRANKS_PROBE") == "off":
         return

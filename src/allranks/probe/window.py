@@ -1,8 +1,8 @@
-"""The steps that a measurement wants: from when they are steady, until there are enough of them.
+"""Ends a script once a benchmark has measured enough steady steps.
 
-Rank 0 decides while the steps before the last one are still to come; the other ranks hear of it
-through the store that they met in. So all leave the script after the same step, with nothing
-exchanged that the script would not exchange itself.
+Rank 0 decides on the last step before it comes; the other ranks learn of it through the store at
+which they met. So all leave the script after the same step, without any exchange that the script
+would not make itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from allranks.timing.steps import STEADY_STEPS, is_steady
 
 KEY = "allranks/last_step"
 LEFT = "allranks/left"
-HEARD = "allranks/heard"  # and the rank: it leaves after that step, or ends now
+HEARD = "allranks/heard"  # followed by the rank, which leaves after that step or ends now
 LOOK_SECONDS = 0.2
-HEAR_SECONDS = 3.0  # that all ranks have heard of the last step before it comes
+HEAR_SECONDS = 3.0  # for all ranks to learn of the last step before it comes
 PATIENCE_STEPS, PATIENCE_SECONDS = 100, 60.0
-LEAVE_SECONDS = 20.0  # for the script to end in its own way
+LEAVE_SECONDS = 20.0  # for the script to end by itself
 
 
 class Window:
@@ -64,7 +64,7 @@ class Window:
         self.recorder.write("window", first=step + 1, last=self.last_step, steady=steady)
 
     def at_meeting(self) -> None:
-        """Not with the first step: a rank may never make one, and must end all the same."""
+        """Listen from now on, not from the first step: a rank without steps must end too."""
         import torch.distributed as dist
 
         rank = dist.get_rank()
@@ -85,14 +85,14 @@ class Window:
                 print(f"allranks: this rank {what}", file=sys.stderr, flush=True)
             try:
                 known.set(f"{HEARD}/{rank}", "1")
-            finally:  # also where the store is gone
+            finally:  # even if the store is gone
                 if not has_steps:
                     os._exit(0)
 
     def _leave(self) -> None:
-        """As if the script had called sys.exit(): what it cleans up, it cleans up."""
+        """End the script as if it had called sys.exit(), so that it can clean up."""
         recorder = self.recorder
-        if recorder.timeline.is_taken:  # by a loop that knows how to stop, on all ranks together
+        if recorder.timeline.is_taken:  # by a task's loop, which stops on all ranks together
             recorder.leave, self._is_leaving = None, True
             os.kill(os.getpid(), signal.SIGUSR2)
             return
@@ -108,7 +108,7 @@ class Window:
 
 
 def are_steady(ends: list[float]) -> bool:
-    """Whether steps take as long as those before them did. `ends`: when each step ended."""
+    """Whether the last steps took as long as those before. `ends`: when each step ended."""
     if len(ends) < 2 * STEADY_STEPS + 1:
         return False
     last = ends[-2 * STEADY_STEPS - 1 :]
@@ -122,7 +122,7 @@ def store() -> Any:
 
 
 def _let_others_end() -> None:
-    """A rank without steps is to end before this one, whose store tells it so."""
+    """Wait for ranks without steps, which must read the store before this rank ends it."""
     import torch.distributed as dist
 
     known, until = store(), time.monotonic() + LEAVE_SECONDS / 4
@@ -130,9 +130,9 @@ def _let_others_end() -> None:
     others = [f"{HEARD}/{rank}" for rank in range(1, dist.get_world_size())]
     while not known.check(others) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS / 4)
-    time.sleep(LOOK_SECONDS / 4)  # from a word to the end it is a moment
+    time.sleep(LOOK_SECONDS / 4)  # between its answer and its end
 
 
 def _leave_in_any_case() -> None:
-    time.sleep(LEAVE_SECONDS)  # a script can catch SystemExit, or wait for a thread of its own
+    time.sleep(LEAVE_SECONDS)  # a script can catch SystemExit, or wait for one of its threads
     os._exit(0)

@@ -1,1 +1,1 @@
-"""SLURM's commands, words and queue, and what a cluster has."""
+"""SLURM: its commands, messages and queue, and what a cluster has."""

@@ -1,7 +1,7 @@
-"""What a SLURM cluster has, from the text of its commands: partitions, node types, accounts.
+"""What a SLURM cluster has, from the output of its commands: partitions, node types, accounts.
 
-Read from text that SLURM has written since 20.02. Whatever it does not say is None, never guessed;
-what the parsers do not understand they leave out, and never raise.
+Uses text formats that have not changed since SLURM 20.02. Whatever SLURM does not say is None,
+never guessed; the parsers skip what they do not understand, and never raise.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from allranks.slurm.text import (
 )
 
 MIB = 2**20
-DATABASE_SECONDS = 15.0  # the rest is worth seeing without the accounts
-MEMORY_SPREAD = 1.05  # nodes of one type differ by what their firmware keeps
+DATABASE_SECONDS = 15.0  # then the rest is shown without the accounts
+MEMORY_SPREAD = 1.05  # nodes of one type differ by what their firmware reserves
 TAKEN = {"ALLOCATED", "ALLOC", "COMPLETING", "COMP"}
 OUT_OF_USE = ("DOWN", "DRAIN", "DRNG", "FAIL", "INVAL", "ERROR", "UNKNOWN", "UNK", "REBOOT")
 RESERVED = ("RESERVED", "RESV", "MAINT")
-# In the order that sacctmgr is asked for them; all of them are names of SLURM 20.02.
+# In the order of sacctmgr's columns; all of these names exist in SLURM 20.02.
 ACCOUNT_FIELDS = (
     "cluster,account,partition,qos,defaultqos,maxjobs,maxsubmitjobs,maxwall,maxtres,grptres,"
     "grptresmins,grpjobs"
@@ -61,7 +61,7 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node as `scontrol -d -o show node` tells it."""
+    """One node as shown by `scontrol -d -o show node`."""
 
     name: str
     host: str
@@ -80,14 +80,14 @@ class Node:
 
     @property
     def gpus_free(self) -> int:
-        """Those that a job could have now: none where no CPU is left or the node is out of use."""
+        """GPUs that a job could get now: none if no CPU is left or the node is out of use."""
         free = max(0, self.gpus_total - self.gpus_used)
         return free if self.state in ("idle", "mixed") else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """Nodes of one partition that are alike."""
+    """Identical nodes of one partition."""
 
     gpus: tuple[Gpus, ...]
     gpus_per_node: int
@@ -95,8 +95,8 @@ class NodeType:
     cpus: int
     cpu_model: str | None
     memory_bytes: int  # of the smallest
-    features: tuple[str, ...]  # that all of them have
-    some_features: tuple[str, ...]  # that only some have, such as a rack's
+    features: tuple[str, ...]  # of all of them
+    some_features: tuple[str, ...]  # of some of them, such as a rack's
     nodes: dict[str, int]
     gpus_total: int
     gpus_free: int
@@ -106,7 +106,7 @@ class NodeType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """One partition as `scontrol -o show partition` tells it; None is no limit, or not said."""
+    """One partition as shown by `scontrol -o show partition`; None: no limit, or not shown."""
 
     name: str
     default: bool
@@ -122,9 +122,9 @@ class Partition:
 
 
 def describe_cluster(only: str | None = None) -> dict[str, Any]:
-    """What this cluster, or one partition, has, and this machine; without SLURM that alone.
+    """What this cluster (or one partition) and this machine have; without SLURM, only the latter.
 
-    Raises SlurmError where the controller does not answer.
+    Raises SlurmError if the controller does not answer.
     """
     machine = describe_machine()
     if not slurm.is_here() and only is None:
@@ -144,7 +144,7 @@ def describe_cluster(only: str | None = None) -> dict[str, Any]:
         text = slurm.call("sacctmgr", "-nP", "show", "qos", fields, seconds=DATABASE_SECONDS)
         qos = parse_qos(text, accounts)
     except slurm.SlurmError as error:  # many sites have no accounting
-        return view | {"notes": [f"no accounts and QOS: {error.what}"]}
+        return view | {"notes": [f"no accounts or QOS: {error.what}"]}
     return view | {"accounts": accounts, "qos": qos}
 
 
@@ -153,12 +153,12 @@ def list_partitions() -> list[Partition]:
 
 
 def find_partition(partitions: Sequence[Partition], name: str) -> Partition:
-    """The one of that name. Raises AllranksError with the names that there are."""
+    """The partition with that name. Raises AllranksError with the existing names."""
     names = [partition.name for partition in partitions]
     if name not in names:
         raise AllranksError(
             f'this cluster has no partition "{name}"',
-            fix=f"name one of {', '.join(names)}, or none for all of them",
+            fix=f"name one of {', '.join(names)}, or leave it out to see all",
         )
     return partitions[names.index(name)]
 
@@ -169,7 +169,7 @@ def cluster_view(
     partitions: Sequence[Partition],
     machine: dict[str, Any],
 ) -> dict[str, Any]:
-    """The JSON of `allranks cluster`, less the accounts."""
+    """The JSON of `allranks cluster`, without the accounts."""
     known_cpus = {str(machine.get("host", "")).partition(".")[0]: machine.get("cpu")}
     return {
         "slurm": {
@@ -199,12 +199,12 @@ def cluster_view(
 def current_user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # an account that lives in the directory alone
+    except KeyError:  # an account that only the site's directory knows
         return os.environ.get("USER") or str(os.getuid())
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """The nodes of `scontrol -d -o show node`, without those that do not exist yet (FUTURE)."""
+    """The nodes in `scontrol -d -o show node`, without those that do not exist yet (FUTURE)."""
     nodes = []
     for line in text.splitlines():
         fields = parse_fields(line)
@@ -239,10 +239,10 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def node_state(text: str) -> str:
-    """SLURM's state and its flags, IDLE+CLOUD or DOWN*+DRAIN, as one of the states of Node.
+    """The Node.state for SLURM's state with its flags, such as IDLE+CLOUD or DOWN*+DRAIN.
 
-    Powered down nodes count as idle: SLURM starts them for a job. A node that drains is down: it
-    takes no new job.
+    Powered-down nodes count as idle: SLURM starts them for a job. A draining node is down: it
+    takes no new jobs.
     """
     flags = re.sub(r"[~#!%$^@-]", "", text.upper()).split("+")
     if re.search(r"[*@^]|NOT_RESPONDING", text) or any(f.startswith(OUT_OF_USE) for f in flags):
@@ -257,7 +257,7 @@ def node_state(text: str) -> str:
 
 
 def count_states(nodes: Iterable[Node]) -> dict[str, int]:
-    """How many nodes there are, up, and in each state; `down` takes no new job."""
+    """How many nodes there are in total, up, and in each state; `down` takes no new jobs."""
     counts = Counter(node.state for node in nodes)
     total = counts.total()
     states = ("idle", "mixed", "allocated", "reserved", "down")
@@ -265,7 +265,7 @@ def count_states(nodes: Iterable[Node]) -> dict[str, int]:
 
 
 def node_types(nodes: Sequence[Node], known_cpus: Mapping[str, Any]) -> list[NodeType]:
-    """The nodes in groups that are alike, those with the most GPU memory first."""
+    """Groups of identical nodes, those with the most GPU memory first."""
 
     def likeness(node: Node) -> tuple[Any, ...]:
         gpus = tuple(resolve_gpus(model, n, node.features) for model, n in node.gpus)
@@ -321,7 +321,7 @@ def _size(kind: NodeType) -> tuple[int, ...]:
 
 
 def parse_partitions(text: str) -> list[Partition]:
-    """The partitions of `scontrol -o show partition`, the default one first."""
+    """The partitions in `scontrol -o show partition`, the default one first."""
     partitions = []
     for line in text.splitlines():
         fields = parse_fields(line)
@@ -347,9 +347,9 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def parse_accounts(text: str, cluster: str | None = None) -> list[dict[str, Any]]:
-    """The user's accounts in `sacctmgr -nP show assoc` with ACCOUNT_FIELDS, of one cluster.
+    """The user's accounts on one cluster, from `sacctmgr -nP show assoc` with ACCOUNT_FIELDS.
 
-    An account that is given for some partitions only has several rows.
+    An account that is valid for certain partitions only has a row for each.
     """
     rows = _rows(text, ACCOUNT_FIELDS)
     return [
@@ -367,7 +367,7 @@ def parse_accounts(text: str, cluster: str | None = None) -> list[dict[str, Any]
 
 
 def parse_qos(text: str, accounts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The QOS in `sacctmgr -nP show qos` with QOS_FIELDS that these accounts may use."""
+    """The QOS that these accounts may use, from `sacctmgr -nP show qos` with QOS_FIELDS."""
     allowed = {name for account in accounts for name in account["qos"]}
     return [
         {
@@ -390,7 +390,7 @@ def _rows(text: str, fields: str) -> list[dict[str, str]]:
 
 
 def _limits(row: Mapping[str, str]) -> dict[str, str]:
-    """What is limited, in words, with the limit as SLURM writes it (cpu=64,gres/gpu=8)."""
+    """What is limited, and to what, as SLURM writes it (cpu=64,gres/gpu=8)."""
     return {words: row[key] for key, words in LIMITS.items() if row.get(key)}
 
 

@@ -1,7 +1,7 @@
-"""SLURM's commands: called here and nowhere else, and their refusals in words. No torch.
+"""Calls SLURM's commands, which nothing else does, and explains their refusals.
 
-Only text formats that SLURM has written since 20.02 are read: JSON is not everywhere, and where it
-is, it ignores filters and gets exit codes wrong.
+Only text formats that have not changed since 20.02 are read: JSON is not available everywhere, and
+where it is, it ignores filters and gets exit codes wrong.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ ANSWER_SECONDS = 60.0
 
 
 class SlurmError(AllranksError):
-    """SLURM refused, or did not answer. `words` are its own."""
+    """SLURM refused, or did not answer. `words` is its own message."""
 
     def __init__(self, what: str, *, fix: str, words: str = "", meaning: str = "") -> None:
         super().__init__(what, fix=fix, exit_code=1)
         self.words = words
-        self.meaning = meaning  # of those words, in ours, where they are known
+        self.meaning = meaning  # of that message, if it is known
 
     @property
     def is_silence(self) -> bool:
-        """Whether there was no answer from the controller: there may be one later."""
+        """Whether the controller did not answer: it may do so later."""
         return bool(re.search(SILENCE, self.words, re.IGNORECASE))
 
 
@@ -44,7 +44,7 @@ SILENCE = (
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Words of SLURM, what they mean, and what to change."""
+    """A message of SLURM's, what it means, and what to change."""
 
     pattern: str
     meaning: str
@@ -85,12 +85,12 @@ REFUSALS = (
     Refusal(
         r"time limit is invalid|time limit.*exceeds|qosmaxwalldurationperjob|partitiontimelimit",
         "slurm.time is over the limit of the partition or the QOS, or missing where it is required",
-        "write a shorter slurm.time: the run goes on by itself in the next job, and the next",
+        "write a shorter slurm.time: the run continues by itself in the next job",
     ),
     Refusal(
         r"node configuration is not available|requested nodes? .*not available",
-        "no node of the partition has that many GPUs, CPUs or that much memory, or is of that type",
-        "compare with `allranks cluster`: fewer GPUs a node, another slurm.gpu, "
+        "no node of the partition has that many GPUs or CPUs, that much memory, or that type",
+        "compare with `allranks cluster`: fewer GPUs per node, another slurm.gpu, "
         "smaller slurm.cpus_per_gpu or slurm.mem_per_gpu, or another partition",
     ),
     Refusal(
@@ -116,7 +116,7 @@ REFUSALS = (
     ),
     Refusal(
         r"memory specification|memory.*(invalid|limit)",
-        "no node can give that much memory",
+        "no node has that much memory",
         "write a smaller slurm.mem or slurm.mem_per_gpu",
     ),
     Refusal(
@@ -131,7 +131,7 @@ REFUSALS = (
     ),
     Refusal(
         r"access/permission denied|permission denied|not authorized",
-        "the site does not let you do that",
+        "the site does not allow that",
         "see the site's rules; jobs of other users cannot be changed",
     ),
     Refusal(
@@ -153,9 +153,9 @@ def is_here() -> bool:
 
 
 def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: bool = False) -> str:
-    """What a SLURM command prints; `both`: on stderr too, where `--test-only` answers.
+    """What a SLURM command prints; `both`: also on stderr, where `--test-only` answers.
 
-    Raises SlurmError with SLURM's words if it refuses.
+    Raises SlurmError with SLURM's message if it refuses.
     """
     try:
         done = subprocess.run(
@@ -172,7 +172,7 @@ def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: b
         raise SlurmError(
             f"{program} is not here: this machine is not part of a SLURM cluster, "
             "or its commands are not on PATH",
-            fix="log in to the cluster, or load its module; here and now: allranks run",
+            fix="log in to the cluster, or load its module; to run on this machine: allranks run",
             words="no such command",
         ) from None
     except subprocess.TimeoutExpired:
@@ -185,7 +185,7 @@ def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: b
 
 
 def start(program: str, *arguments: str, text: str = "") -> subprocess.Popen[str]:
-    """A SLURM command that goes on beside this process, and ends with it; `text` is its input."""
+    """Start a SLURM command in the background; it ends with this process. `text` is its input."""
     try:
         running = subprocess.Popen(
             [program, *arguments],
@@ -194,38 +194,38 @@ def start(program: str, *arguments: str, text: str = "") -> subprocess.Popen[str
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=environment(os.environ, "sbatch"),  # of a job that this may be in, nothing counts
+            env=environment(os.environ, "sbatch"),  # without the variables of a surrounding job
             preexec_fn=partial(die_with_parent, os.getpid()),
-            start_new_session=True,  # Ctrl-C is for who called
+            start_new_session=True,  # Ctrl-C is for the caller
         )
     except (FileNotFoundError, PermissionError):
         raise refusal(program, "no such command") from None
     assert running.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already: why is on its stderr
+    with suppress(BrokenPipeError):  # it has already ended: its stderr says why
         running.stdin.write(text)
         running.stdin.close()
     return running
 
 
 def environment(env: Mapping[str, str], program: str) -> dict[str, str]:
-    """Without the variables by which users change the form of what is printed, or what is sent.
+    """The environment without variables that change what SLURM's commands print or send.
 
-    A job file says everything that is asked for: SBATCH_* would add to it unseen, and a job that
-    is sent from within another would inherit what was true of that one.
+    A job file says everything that is asked for: SBATCH_* would silently add to it, and a job sent
+    from within another would inherit that job's settings.
     """
     unwanted = ["SQUEUE_", "SINFO_", "SACCT_", "SBATCH_", "SCANCEL_", "SLURM_TIME_FORMAT"]
-    unwanted += ["SLURM_CLUSTERS"]  # jobs are sent to this machine's own, and looked for there
+    unwanted += ["SLURM_CLUSTERS"]  # jobs are sent to, and looked up on, this machine's cluster
     if program == "sbatch":
         unwanted += ["SLURM_", "SLURMD_", "ALLRANKS_CLAIM", "ALLRANKS_ATTEMPT"]
     kept = {key: value for key, value in env.items() if not key.startswith(tuple(unwanted))}
     if "SLURM_CONF" in env:
         kept["SLURM_CONF"] = env["SLURM_CONF"]
-    # Jobs inherit sbatch's environment: the user's language is theirs.
+    # Jobs inherit sbatch's environment, so the user's language stays.
     return kept if program == "sbatch" else kept | {"LC_ALL": "C"}
 
 
 def refusal(program: str, words: str) -> SlurmError:
-    """A refusal in SLURM's words, with what they mean and what to change."""
+    """The error for a refusal: SLURM's message, what it means and what to change."""
     lines = [clean_words(line) for line in words.splitlines()]
     said = "; ".join(dict.fromkeys(line for line in lines if line)) or "no reason given"
     for known in REFUSALS:
@@ -236,13 +236,13 @@ def refusal(program: str, words: str) -> SlurmError:
 
 
 def clean_words(line: str) -> str:
-    """A line of SLURM's without the program's name and its `error:`."""
+    """A line from SLURM without the program's name and `error:`."""
     return re.sub(r"^(\w+: )?((fatal|error): )*", "", line.strip()).strip()
 
 
 def parse_job_id(printed: str) -> str:
     """The id in what `sbatch --parsable` prints, `123` or `123;cluster`. Raises SlurmError."""
-    for line in reversed(printed.strip().splitlines()):  # a site's plugin may print before it
+    for line in reversed(printed.strip().splitlines()):  # a site's plugin may print lines before
         match = re.fullmatch(r"(\d+)(;\S+)?", line.strip())
         if match:
             return match[1]

@@ -1,4 +1,4 @@
-"""What a node of a cluster is, by its gres and features: GPU boards, CPUs, what it suits."""
+"""What a cluster's node has, from its gres and features: GPU boards, CPUs, what it suits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from allranks.machine.gpus import GIB, GPU, catalogue, find_gpu, plain_name
 
 MIG = re.compile(r"[_-]?\d+g\.(\d{1,4})gb.*", re.IGNORECASE)  # a100_1g.5gb
 GPU_MEMORY = re.compile(r"(?:gpu|vram)[_-]?(?:mem|ram)?[:=_-]?(\d{1,3})(?:gi?b?)?", re.IGNORECASE)
-# Also 80gb, a100_80g, a100-80: these may mean something else, and count only where they decide.
+# Also 80gb, a100_80g, a100-80: these may mean something else, and only decide between options.
 ANY_MEMORY = re.compile(r"(?:.*[^0-9a-z])?(\d{1,3})gi?b?|[a-z]\d+[_-](\d{1,3})", re.IGNORECASE)
 
-# What a GPU must have to be called so; see `suits`.
+# What a GPU needs for each of the answers of `suits`.
 LARGE_BYTES = 64 * GIB
-LARGE_FLOPS = 150e12  # dense 16-bit: an MI250X die and all after it
+LARGE_FLOPS = 150e12  # dense 16-bit: an MI250X die and everything newer
 MIDDLE_BYTES = 30 * GIB
 LARGE_RAM_BYTES = 960 * GIB
 
@@ -39,7 +39,7 @@ CPU_FAMILIES = (
     (r"grace", "NVIDIA Grace"),
     (r"power ?9|p9", "IBM POWER9"),
 )
-CPU_NUMBERS = (  # a model's number says more than a family's name
+CPU_NUMBERS = (  # more precise than a family's name
     (r"epyc ?([79]\w{3})", "AMD EPYC {}"),
     (r"(?:xeon ?)?(?:gold|platinum|silver) ?(\d{4}[a-z]?\+?)", "Intel Xeon {}"),
     (r"(?:xeon ?)?(e5 ?\d{4} ?v\d)", "Intel Xeon {}"),
@@ -51,16 +51,16 @@ CPU_NUMBERS = (  # a model's number says more than a family's name
 class Gpus:
     """The GPUs of one gres type in a node."""
 
-    type: str | None  # as SLURM wants it: --gres=gpu:TYPE:n
+    type: str | None  # as in --gres=gpu:TYPE:n
     count: int
-    model: str | None  # the catalogue's name, where the board is known
-    memory_bytes: int | None  # of one; the least it may be
-    memory_options: tuple[int, ...]  # more than one where neither name nor features settle it
-    slice_of: str | None  # the board, of a MIG slice
+    model: str | None  # the catalogue's name, if the board is known
+    memory_bytes: int | None  # of one GPU; the smallest of the options
+    memory_options: tuple[int, ...]  # several if neither name nor features decide
+    slice_of: str | None  # of a MIG slice: the board
 
 
 def resolve_gpus(type: str | None, count: int, features: Sequence[str]) -> Gpus:
-    """Which board a gres type is; features say it where the type does not (gpu:4, a100)."""
+    """The board that a gres type names; if it names none (gpu:4), the features may (a100)."""
     sliced = MIG.search(type or "")
     if type is not None and sliced is not None:
         board = find_gpu(type[: sliced.start()])
@@ -83,13 +83,13 @@ def resolve_gpus(type: str | None, count: int, features: Sequence[str]) -> Gpus:
 
 
 def fitting_boards(name: str) -> list[GPU]:
-    """Every board of the catalogue that a name may mean, the likeliest of each memory first."""
+    """Every board of the catalogue that a name may mean, the likeliest of each size first."""
     plain = plain_name(name)
     return [board for board in catalogue() if re.fullmatch(board.pattern, plain)]
 
 
 def _boards_of_features(features: Sequence[str]) -> list[GPU]:
-    """The boards that the features name, if they name one model only."""
+    """The boards that the features name, if they name only one model."""
     words = [re.split(r"[:=]", feature)[-1] for feature in features]  # GPU_SKU:A100_SXM4
     named = [boards for word in words if (boards := fitting_boards(word))]
     narrow = min(named, key=len, default=[])  # a100 and a100-80gb: the latter
@@ -97,7 +97,7 @@ def _boards_of_features(features: Sequence[str]) -> list[GPU]:
 
 
 def _family(boards: Sequence[GPU]) -> str | None:
-    """What the names of the boards begin with: A100 SXM4, for 40 and 80 GB of it."""
+    """The common beginning of the boards' names: A100 SXM4, for those with 40 and 80 GB."""
     words = [board.name.split() for board in boards]
     shared = []
     for column in zip(*words, strict=False):
@@ -113,7 +113,7 @@ def _hinted_bytes(features: Sequence[str], *patterns: re.Pattern[str]) -> set[in
 
 
 def cpu_model(features: Sequence[str]) -> str | None:
-    """The CPU that the features name (milan, epyc_7763, gold6248), or None: SLURM does not know."""
+    """The CPU that the features name (milan, epyc_7763, gold6248); SLURM itself does not know."""
     words = [re.split(r"[:=]", feature)[-1] for feature in features]
     plain = [re.sub(r"[_\s-]+", " ", word.lower()) for word in words]
     plain = [re.sub(r"^((intel|amd|cpu) ?)+", "", word).strip() for word in plain]
@@ -130,10 +130,10 @@ def cpu_model(features: Sequence[str]) -> str | None:
 
 
 def suits(gpus: Sequence[Gpus], *, memory_bytes: int) -> str | None:
-    """What a node is good for, by the memory, the links and the speed of its best GPUs.
+    """What a node is good for, by the memory, links and speed of its best GPUs.
 
-    Large models want 64 GB a GPU, NVLink (or AMD's fabric) between the GPUs of a node and 150
-    TFLOP/s in 16 bit; middle ones 30 GB. `memory_bytes` is the node's. None for unknown boards.
+    Large models need 64 GB per GPU, NVLink (or AMD's fabric) between the GPUs of a node and 150
+    TFLOP/s in 16 bit; mid-size ones 30 GB. `memory_bytes` is the node's. None for unknown boards.
     """
     if not gpus:
         large = memory_bytes >= LARGE_RAM_BYTES
@@ -162,7 +162,7 @@ def _slow_link(count: int) -> str:
 
 
 def board_of(kind: Gpus) -> GPU | None:
-    """The catalogue's row of these GPUs; the least memory where it is not settled."""
+    """The catalogue's row for these GPUs; the one with the least memory if it is undecided."""
     if kind.model is None:
         return None
     family = [board for board in catalogue() if board.name.startswith(kind.model)]

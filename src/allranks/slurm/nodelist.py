@@ -1,4 +1,4 @@
-"""SLURM's short form of many node names, read and written without asking SLURM. No torch."""
+"""Reads and writes SLURM's short form of many node names, without asking SLURM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from allranks.errors import AllranksError
 
-MOST_NODES = 100_000  # more is a slip of the keyboard, not a cluster
+MOST_NODES = 100_000  # more is a typing error, not a cluster
 
 _PART = re.compile(r"\[([^\[\]]*)\]|([A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -20,7 +20,7 @@ def expand(text: str) -> list[str]:
     """`a[1-2,07],login` as ['a1', 'a2', 'a07', 'login'], in the order of the text.
 
     A range is padded with zeros to the width of its first number. With several brackets the last
-    one runs fastest, as in SLURM.
+    one varies fastest, as in SLURM.
     """
     names: list[str] = []
     for item in _items(text):
@@ -29,7 +29,7 @@ def expand(text: str) -> list[str]:
 
 
 def compress(names: Sequence[str]) -> str:
-    """Names in their short form, for people and for SLURM; `expand` gives the same list again.
+    """The short form of these names, for people and for SLURM; `expand` returns the same list.
 
     Only neighbours are joined: sort the names first for the shortest text.
     """
@@ -37,7 +37,7 @@ def compress(names: Sequence[str]) -> str:
         if not _NAME.fullmatch(name):
             raise _wrong(f"{name!r} is not the name of a node")
     items = []
-    # Names without a number are not joined, least of all with those that have one: gpu, gpu1.
+    # Names without a number are never joined, not even with numbered ones: gpu, gpu1.
     for (prefix, suffix, is_plain), group in itertools.groupby(
         map(_split, names), lambda parts: (parts[0], parts[2], parts[1] == "")
     ):
@@ -56,7 +56,7 @@ def _wrong(what: str) -> AllranksError:
 
 
 def _items(text: str) -> Iterator[str]:
-    """The text cut at the commas outside of brackets."""
+    """The text split at the commas outside brackets."""
     text = text.strip()
     if not text:
         return
@@ -93,7 +93,7 @@ def _names(item: str, text: str, most: int) -> list[str]:
 
 
 def _numbers(inside: str, text: str, most: int) -> list[str]:
-    """What stands in a pair of brackets: '1-3,07' is 1, 2, 3, 07."""
+    """The numbers inside a pair of brackets: '1-3,07' is 1, 2, 3, 07."""
     numbers: list[str] = []
     for piece in inside.split(","):
         match = _RANGE.fullmatch(piece)
@@ -109,7 +109,7 @@ def _numbers(inside: str, text: str, most: int) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """The name around its last number; that is empty if it has none."""
+    """The name's last number, empty if it has none, and what is before and after it."""
     match = _NUMBERED.fullmatch(name)
     return (match[1], match[2], match[3]) if match else (name, "", "")
 

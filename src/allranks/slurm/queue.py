@@ -1,4 +1,4 @@
-"""Who waits in the queue of a SLURM cluster, and where the user stands in it."""
+"""Which jobs are waiting in a SLURM cluster's queue, and the user's position in it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from allranks.slurm.cluster import current_user, find_partition, list_partitions
 from allranks.slurm.reasons import waiting_reason
 from allranks.slurm.text import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
 
-# Fields of `squeue -O` and their widths. Unlike those of -o they tell the GPUs of a job however it
-# asked for them; the columns are cut by width, since no character is safe as a separator.
+# Fields of `squeue -O` and their widths. Unlike those of -o they show a job's GPUs however it asked
+# for them. Lines are split by width, since no character is safe as a separator.
 COLUMNS = {
     "jobarrayid": 80,
     "state": 16,
@@ -34,29 +34,29 @@ COLUMNS = {
     "reason": 200,
 }
 # Jobs that wait for their turn. Those that wait for something else (a limit, a dependency, their
-# user) stand before nobody: SLURM passes them over.
+# user) are ahead of nobody: SLURM skips them.
 IN_LINE = ("", "none", "resources", "priority", "scheddefer", "waitingforscheduling", "licenses")
 IN_LINE_FOR_NODES = ("reqnodenotavail", "nodes required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedJob:
-    """One line of squeue; a job array that waits is one. Times are UNIX seconds."""
+    """One line of squeue, which may be a waiting job array. Times are UNIX seconds."""
 
     job: str
     user: str
     account: str
-    partition: str  # several with commas where it may start in any of them
+    partition: str  # several, separated by commas, if it may start in any of them
     qos: str
     running: bool
-    tasks: int  # of the array that wait; 1 for a plain job
+    tasks: int  # waiting tasks of an array; 1 for a plain job
     nodes: int  # of one task
     gpus: int
     seconds: int | None  # the time limit
     priority: int
     waiting_since: float | None
-    expected_start: float | None  # when it did start, of one that runs
-    reason: str  # SLURM's word
+    expected_start: float | None  # of a running job: when it started
+    reason: str  # SLURM's own
     reason_words: str
 
     @property
@@ -70,7 +70,7 @@ class QueuedJob:
 
 
 def queue(partition: str | None = None) -> dict[str, Any]:
-    """Who runs and waits in a partition, or in all of them. Raises SlurmError."""
+    """The running and waiting jobs of a partition, or of all. Raises SlurmError."""
     fields = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
     chosen = () if partition is None else ("-p", partition)
     text = slurm.call("squeue", "-h", *chosen, "-O", fields)
@@ -80,7 +80,7 @@ def queue(partition: str | None = None) -> dict[str, Any]:
 
 
 def parse_queue(text: str) -> list[QueuedJob]:
-    """The jobs of squeue's answer to COLUMNS; lines that are none of them are left out."""
+    """The jobs in squeue's output with COLUMNS; other lines are skipped."""
     jobs = []
     for line in text.splitlines():
         row: dict[str, str] = {}
@@ -117,7 +117,7 @@ def _job(row: dict[str, str]) -> QueuedJob:
 
 
 def _gpus(row: dict[str, str], nodes: int) -> int:
-    """The GPUs of a job: sites that do not account for them tell only what was asked for."""
+    """The GPUs of a job; sites that do not account for GPUs show only what was asked for."""
 
     def asked(text: str) -> int:
         return sum(count for kind, _, count in parse_gres(text) if kind == "gpu")
@@ -127,7 +127,7 @@ def _gpus(row: dict[str, str], nodes: int) -> int:
 
 
 def array_tasks(job: str) -> int:
-    """How many tasks 12_[0-9,20-29:2%4] stands for; a list cut short (...) is at least that."""
+    """How many tasks 12_[0-9,20-29:2%4] means; at least that many if the list is cut off (...)."""
     inside = re.search(r"_\[([^\]%]*)", job)
     if inside is None:
         return 1
@@ -150,7 +150,7 @@ def unix_time(text: str) -> float | None:
 
 
 def queue_view(jobs: Sequence[QueuedJob], user: str, partition: str | None) -> dict[str, Any]:
-    """The JSON of `allranks cluster --queue`: `jobs` wait, the next to start first."""
+    """The JSON of `allranks cluster --queue`: `jobs` are the waiting ones, the next first."""
     running = [job for job in jobs if job.running]
     waiting = sorted((job for job in jobs if not job.running), key=_turn)
     return {
@@ -172,9 +172,9 @@ def _shown(job: QueuedJob) -> dict[str, Any]:
 
 
 def _standings(waiting: Sequence[QueuedJob], user: str) -> list[dict[str, Any]]:
-    """Where the user's jobs stand among those that compete for one of their partitions.
+    """The positions of the user's jobs among those that compete for one of their partitions.
 
-    `waiting` is in order. One pass: a user can have thousands of jobs.
+    `waiting` is in order. One pass, since a user can have thousands of jobs.
     """
     rivals = Counter(job.partitions for job in waiting if job.in_line)
     passed: dict[frozenset[str], Counter[str]] = {}
@@ -198,7 +198,7 @@ def _standings(waiting: Sequence[QueuedJob], user: str) -> list[dict[str, Any]]:
 
 
 def _sums(jobs: Sequence[QueuedJob], user: str | None = None) -> dict[str, int]:
-    """Tasks of arrays count one by one; `mine` are the jobs of `user`."""
+    """Totals of these jobs, with each task of an array counted; `mine`: those of `user`."""
     return {
         "jobs": sum(job.tasks for job in jobs),
         "nodes": sum(job.tasks * job.nodes for job in jobs),

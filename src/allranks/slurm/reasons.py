@@ -1,4 +1,4 @@
-"""SLURM's reasons in plain words: why a job waits, and why one has ended. No torch."""
+"""Explains SLURM's reasons: why a job is waiting, and why one has ended."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ WAITING = {
     "resources": "next in line: waits for nodes or GPUs to become free",
     "priority": "jobs with a higher priority come first",
     "dependency": "waits for the jobs it depends on",
-    "dependencyneversatisfied": "never starts: a job it depends on ended in the wrong way",
+    "dependencyneversatisfied": "never starts: a job it depends on did not end as required",
     "begintime": "not before its begin time (a requeued job waits a minute or two as well)",
-    "jobhelduser": "held by its user; scontrol release JOB lets it go",
+    "jobhelduser": "held by its user; scontrol release JOB releases it",
     "jobheldadmin": "held by the administrators",
     "jobholdmaxrequeue": "held: it was requeued too often",
     "maxrequeue": "held: it was requeued too often",
     "launchfailedrequeuedheld": "held: its start failed; scontrol release JOB tries again",
     "joblaunchfailure": "its start failed on a node",
-    "reqnodenotavail": "nodes it needs are down, drained or reserved (often for a maintenance)",
+    "reqnodenotavail": "nodes it needs are down, drained or reserved (often for maintenance)",
     "nodedown": "a node it needs is down",
     "nodesrequiredforjobaredowndrainedorreservedforjobsinhigherprioritypartitions": (
         "nodes it needs are down, drained or reserved for partitions that come first"
@@ -36,27 +36,27 @@ WAITING = {
     "reservation": "waits for its reservation to begin",
     "reservationdeleted": "never starts: its reservation is gone",
     "licenses": "waits for a licence",
-    "jobarraytasklimit": "as many tasks of its array run as it allows",
-    "arraytasklimit": "as many tasks of its array run as it allows",
+    "jobarraytasklimit": "as many tasks of its array are running as it allows",
+    "arraytasklimit": "as many tasks of its array are running as it allows",
     "badconstraints": "never starts: no node can satisfy what it asks for",
     "accountnotallowed": "its account may not use this partition",
     "accountingpolicy": "a limit of its account or QOS is reached",
-    "invalidaccount": "its account is not valid any more",
-    "invalidqos": "its QOS is not valid any more",
+    "invalidaccount": "its account is no longer valid",
+    "invalidqos": "its QOS is no longer valid",
     "qosnotallowed": "its QOS may not be used here",
-    "qosusagethreshold": "the account has used more than its QOS accepts",
-    "associationjoblimit": "its account runs as many jobs as it may",
-    "associationresourcelimit": "its account uses as much as it may",
+    "qosusagethreshold": "the account has used more than its QOS allows",
+    "associationjoblimit": "its account is running as many jobs as it may",
+    "associationresourcelimit": "its account is using as much as it may",
     "associationtimelimit": "its account has used up its time",
     "maxmemperlimit": "asks for more memory than the limit",
-    "deadline": "cannot end before its deadline any more",
-    "inactivelimit": "waited for longer than the site allows",
+    "deadline": "can no longer end before its deadline",
+    "inactivelimit": "waited longer than the site allows",
     "cleaning": "its last attempt is still being cleaned up",
     "prolog": "its nodes are being prepared",
     "nodesbooting": "its nodes are starting",
     "burstbufferresources": "waits for space in the burst buffer",
     "burstbufferstagein": "its data are being copied in",
-    "burstbufferoperation": "the burst buffer is at work",
+    "burstbufferoperation": "the burst buffer is busy",
     "frontenddown": "no front end is up",
     "powernotavail": "waits for electrical power",
     "powerreserved": "the power it needs is reserved for later",
@@ -67,7 +67,7 @@ WAITING = {
     "timelimit": "its last attempt ran out of time",
     "outofmemory": "its last attempt ran out of memory",
 }
-# What a limit is on, inside names such as QOSMaxGRESPerUser or AssocGrpCPURunMinutesLimit.
+# What is limited, in names such as QOSMaxGRESPerUser or AssocGrpCPURunMinutesLimit.
 LIMITED = (
     ("submitjob", "jobs in the queue"),
     ("jobs", "running jobs"),
@@ -94,12 +94,12 @@ ENDS = {
     "TIMEOUT": "reached its time limit",
     "OUT_OF_MEMORY": "ran out of the node's memory: ask for more slurm.mem_per_gpu",
     "NODE_FAIL": "a node failed",
-    "PREEMPTED": "preempted by a job that comes first",
+    "PREEMPTED": "preempted by a job with a higher priority",
     "BOOT_FAIL": "a node did not start",
     "DEADLINE": "reached its deadline",
     "REQUEUED": "put back into the queue",
     "REVOKED": "went to another cluster of the federation",
-    "SPECIAL_EXIT": "put back into the queue, and held",
+    "SPECIAL_EXIT": "put back into the queue and held",
     "LAUNCH_FAILED": "could not be started",
     "RECONFIG_FAIL": "a node could not be set up",
     "PENDING": "waits",
@@ -110,7 +110,7 @@ ENDS = {
     "CONFIGURING": "its nodes are being prepared",
 }
 SIGNALS = {
-    signal.SIGKILL: "killed; without a time limit or scancel, mostly for its memory",
+    signal.SIGKILL: "killed; if not by a time limit or scancel, usually for its memory",
     signal.SIGTERM: "told to end",
     signal.SIGSEGV: "crashed: a memory fault in native code",
     signal.SIGBUS: "crashed: often /dev/shm is full; fewer data workers, or more of it",
@@ -122,16 +122,16 @@ SIGNALS = {
 }
 CODES = {
     2: "wrong usage or job file",
-    75: "stopped at a checkpoint: resume goes on",
+    75: "stopped at a checkpoint: resume continues",
     126: "its command may not be executed",
     127: "its command was not found",
 }
-SLURM_CANNOT_WRITE = 53  # SLURM reports these as signals; they are its own
+SLURM_CANNOT_WRITE = 53  # these two are codes of SLURM's own, which it reports as signals
 SLURM_OUT_OF_MEMORY = 125
 
 
 def waiting_reason(text: str) -> str:
-    """Why a job waits, in words, for what squeue shows in %r or %R; the text itself if unknown."""
+    """Explains why a job waits, given squeue's %r or %R; returns the text itself if unknown."""
     said = text.strip().strip("()").strip()
     key = re.sub(r"[^a-z]", "", said.lower())
     if not key:
@@ -168,13 +168,13 @@ def _limit(key: str) -> str | None:
 
 
 def end_reason(state: str, exit_code: str = "", cancelled_by: str | None = None) -> str:
-    """Why a job ended, in words, for sacct's State and ExitCode.
+    """Explains why a job ended, given sacct's State and ExitCode.
 
     `cancelled_by` is a name to show in place of the number in 'CANCELLED by 1000'.
     """
     words = state.strip().split()
     name = words[0].upper() if words else ""
-    if name.endswith("+"):  # cut short for want of room: OUT_OF_ME+
+    if name.endswith("+"):  # truncated by sacct: OUT_OF_ME+
         name = name.rstrip("+")
         known_states = (*ENDS, "CANCELLED", "FAILED")
         name = next((whole for whole in known_states if name and whole.startswith(name)), name)
@@ -184,7 +184,7 @@ def end_reason(state: str, exit_code: str = "", cancelled_by: str | None = None)
     if name == "FAILED":
         return f"failed: {ended}" if ended else "failed"
     if name == "COMPLETED" and ended:
-        return f"finished, although: {ended}"
+        return f"finished, but: {ended}"
     known = ENDS.get(name)
     if known is not None:
         return known
@@ -198,7 +198,7 @@ def _cancelled(words: list[str], by: str | None) -> str:
 
 
 def _exit(exit_code: str) -> str | None:
-    """What `code:signal` says, or None for 0:0 and for what is no exit code."""
+    """What `code:signal` means; None for 0:0 and for anything else that is not an exit code."""
     match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", exit_code)
     if match is None:
         return None
@@ -206,7 +206,7 @@ def _exit(exit_code: str) -> str | None:
     if number == SLURM_OUT_OF_MEMORY:
         return ENDS["OUT_OF_MEMORY"]
     if number == SLURM_CANNOT_WRITE:
-        return "SLURM could not write the job's output, or not enter its folder"
+        return "SLURM could not write the job's output, or could not enter its folder"
     if 128 < code < 160 and not number:  # as a shell reports it
         number = code - 128
     if number:

@@ -1,4 +1,4 @@
-"""What to train: the protocol that a task of the user's own, and every bundled one, fills in."""
+"""What to train: the protocol that users' own tasks and the bundled ones implement."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ BUNDLED = ("spiral", "digits", "language")
 class Task:
     """A model, its data and its loss. Write it as a dataclass: its fields are the job's `options`.
 
-    A sample is a pair `(inputs, targets)`; a batch is the same pair, collated. The loop calls
-    `model(inputs)`, then `loss(outputs, targets)`, on any number of ranks: nothing here needs to
-    know how many there are.
+    A sample is a pair `(inputs, targets)`; a batch is such a pair, collated. The loop calls
+    `model(inputs)`, then `loss(outputs, targets)`, on any number of ranks: a task need not know
+    how many there are.
     """
 
-    # Job keys that this task sets where the job file does not. A literal dict: it is read
-    # from the source, without importing the module (and torch with it).
+    # Job keys that this task sets unless the job file does. A literal dict: it is read from the
+    # source, without importing the module and torch with it.
     defaults: ClassVar[Mapping[str, Any]] = {}
-    # How many there are to train on, if that is always the same: for tables made without torch.
+    # Training samples, if their number is fixed: tables that are made without torch show it.
     num_samples: ClassVar[int | None] = None
 
     def model(self) -> nn.Module:
-        """A freshly initialised model, on the CPU."""
+        """Return a freshly initialised model, on the CPU."""
         raise NotImplementedError
 
     def datasets(self) -> Mapping[str, Dataset[Any]]:
-        """Map-style data sets of `(inputs, targets)`: `train`, and optionally `val` and `test`."""
+        """Return map-style data sets: `train`, and optionally `val` and `test`."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, targets: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """One loss per sample, shape `[batch]`; or `(losses, weights)`, weighted by tokens say."""
+        """Return one loss per sample, shape `[batch]`, or `(losses, weights)`."""
         raise NotImplementedError
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
-        """Further values per sample, averaged over the whole of an evaluated dataset."""
+        """Return more values per sample, to be averaged over a whole data set."""
         return {}
 
     def transform(self, sample: Any, generator: Generator) -> Any:
-        """Change one training sample at random, drawing from `generator` alone."""
+        """Augment one training sample, drawing random numbers from `generator` only."""
         return sample
 
     def has_transform(self) -> bool:
-        """Whether `transform` does anything: without one, whole batches are fetched at once."""
+        """Whether `transform` does anything; if not, whole batches are fetched in one call."""
         return type(self).transform is not Task.transform
 
     def stage(self, local: Callable[[Path], Path]) -> None:
-        """Replace each path of the data by `local(path)`: `data.stage: local` asks for it."""
+        """Replace each data path with `local(path)`, its copy on this node (for `data.stage`)."""
 
     def blocks(self, model: nn.Module) -> list[nn.Module] | None:
         """The model as a chain of modules, each fed the one before; None if it is not a chain."""

@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits of 8x8 pixels that scikit-learn carries, and a small classifier."""
+"""scikit-learn's 1,797 handwritten digits of 8x8 pixels, and a small classifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_SAMPLES = {"train": 1_297, "val": 250, "test": 250}  # train: as num_samples
 
 @dataclass
 class Digits(Task):
-    """Read a handwritten digit."""
+    """Recognise a handwritten digit."""
 
     network: str = "cnn"  # or mlp
     norm: str = "none"  # or batch: BatchNorm after every hidden layer
@@ -50,12 +50,12 @@ class Digits(Task):
                 layers += [nn.Linear(inputs, outputs)]
                 layers += [nn.BatchNorm1d(outputs)] if self.norm == "batch" else []
                 layers += [nn.ReLU()]
-        # Two halvings leave the cnn 64 images of 2x2, as many numbers as the mlp's last layer.
+        # Both networks end with 256 values: the cnn's are 64 images of 2x2.
         return nn.Sequential(*layers, nn.Dropout(self.dropout), nn.Linear(256, 10))
 
     def datasets(self) -> Mapping[str, Dataset[Any]]:
         images, labels = _load()
-        # Neighbours can be of one hand: shuffled, always alike, so that every part has all hands.
+        # Neighbours are often by the same writer: a fixed shuffle puts all writers in every part.
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         parts = zip(NUM_SAMPLES, torch.split(order, list(NUM_SAMPLES.values())), strict=True)
         return {name: TensorDataset(images[part], labels[part]) for name, part in parts}
@@ -81,7 +81,7 @@ def _load() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise AllranksError(
-            f"the task digits takes its images from scikit-learn, which is missing ({error})",
+            f"the task digits needs scikit-learn for its images, which is missing ({error})",
             fix="pip install scikit-learn",
         ) from error
     pixels, labels = load_digits(return_X_y=True)

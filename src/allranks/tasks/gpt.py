@@ -1,4 +1,4 @@
-"""A decoder of GPT-2's shape, whose heads, hidden units and layers can be cut by ranks."""
+"""A GPT-2-shaped decoder, whose heads, hidden units and layers can be divided among ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INIT_STD = 0.02  # GPT-2's, for everything but biases, norms and residual projec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What fixes the number of parameters."""
+    """The sizes that determine the number of parameters."""
 
     layers: int
     width: int
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """What a token is plus where it stands."""
+    """The token's embedding plus its position's."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
-        # 2 x layers branches add up in the stream: scaled like this its variance does not grow.
+        # 2 x layers branches add up in the stream: this scale keeps its variance from growing.
         residual_std = INIT_STD / math.sqrt(2 * shape.layers)
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape, dropout, residual_std)
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         # The number of heads comes from the tensor: a tensor-parallel rank has its share of them.
         if qkv.shape[-1] % (3 * self.head_dim):
             raise AllranksError(
-                f"{self.heads} attention heads cannot be cut evenly by the layout's tp",
+                f"{self.heads} attention heads cannot be divided evenly by the layout's tp",
                 fix=f"choose a layout whose tp is one of: {_divisors(self.heads)}",
             )
         heads = qkv.view(batch, length, -1, 3, self.head_dim).transpose(1, 2)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Each position on its own: four times as wide, GELU, and back."""
+    """Applies to each position separately: four times as wide, GELU, and back."""
 
     def __init__(self, width: int, dropout: float, residual_std: float) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class MLP(nn.Module):
 
 
 class Head(nn.Module):
-    """The stream to logits, by the very matrix that embeds tokens."""
+    """From the stream to logits, with the matrix that also embeds the tokens."""
 
     def __init__(self, width: int, weight: Tensor) -> None:
         super().__init__()

@@ -23,18 +23,18 @@ from allranks.tasks import Task
 from allranks.tasks.gpt import GPT, SHAPES, Shape
 from allranks.tasks.options import check_choice, check_count, check_number
 
-BUILT_TOKENS = 2_000_000  # of the file built where none is given: 4 MB on disk
+BUILT_TOKENS = 2_000_000  # in the file that is built if none is given: 4 MB on disk
 VAL_SHARE = 0.05
 # 5% of a large file could take longer to evaluate than the training steps in between.
 MAX_VAL_TOKENS = 1_000_000
-CHECKED_WINDOWS = 64  # looked at before training starts; the others when they are read
+CHECKED_WINDOWS = 64  # before training starts; the others are checked when they are read
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 
 
 @dataclass
 class Language(Task):
-    """Predict the next token. The perplexity is `exp(loss)`: of the mean, never a mean of exps."""
+    """Predict the next token. The perplexity is `exp(loss)` of the mean, not a mean of exps."""
 
     size: str = "tiny"  # 16m, 124m (GPT-2 small), 1.5b (GPT-2 XL)
     tokens: str | Path | None = None  # .bin: uint16, little-endian; or .npy; null: build one
@@ -92,7 +92,7 @@ class Language(Task):
         }
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # In float32 wherever this is called: bfloat16 would leave the loss three digits.
+        # Always in float32: bfloat16 would leave the loss only three digits.
         logits = outputs.float().flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return losses.view(targets.shape).mean(1)
@@ -104,18 +104,17 @@ class Language(Task):
         self.tokens = local(self._token_file())
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        # The first and the last share one Parameter, the token embedding. Who puts them on
-        # different ranks gives each its own copy: they start equal, so they stay equal if the
-        # sum of their two gradients goes to both before every optimizer step (and the matrix
-        # counts once in the gradient norm).
+        # The first and the last share one Parameter, the token embedding. On different ranks each
+        # has its own copy: they start equal, and stay equal if both get the sum of their two
+        # gradients before every optimizer step (and count once in the gradient norm).
         assert isinstance(model, GPT)
         return [model.embedding, *model.blocks, model.head]
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-        # One all-reduce after attention and one after the MLP; embeddings, norms and head are
-        # computed by every rank alike.
+        # One all-reduce after attention and one after the MLP; every rank computes all of the
+        # embeddings, norms and head.
         return {
             "blocks.*.attention.qkv": ColwiseParallel(),
             "blocks.*.attention.out": RowwiseParallel(),
@@ -145,7 +144,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self.windows = tokens.reshape(len(part), length)  # a view: nothing is read yet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled memory map would carry the whole file to each worker process.
+        # A pickled memory map would copy the whole file to each worker process.
         return Windows, (self.path, self.context, self.vocabulary, self.part)
 
     def __len__(self) -> int:
@@ -156,10 +155,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The collated batch of these samples, in one read: `[batch, context]` each."""
+        """These samples, collated, in one read: inputs and targets `[batch, context]`."""
         windows = self.windows[np.asarray(indices)]
         lowest, highest = windows.min(), windows.max()
-        # On a GPU an id out of range would end in an assertion that names neither id nor file.
+        # On a GPU, an id out of range fails in an assertion that names neither the id nor the file.
         if lowest < 0 or highest >= self.vocabulary:
             raise AllranksError(
                 f"{self.path} has the token id {lowest if lowest < 0 else highest}, but the"
@@ -183,20 +182,20 @@ def open_tokens(path: Path) -> Tokens:
         else:
             raise ValueError(f"the name ends in {path.suffix!r}")
         if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError("not one row of whole numbers")
+            raise ValueError("not a 1-D array of integers")
     except (OSError, EOFError, ValueError) as error:
         raise AllranksError(
             f"{path} cannot be read as a token file: {error}",
             fix="set options.tokens to a .bin of little-endian uint16 ids, as nanoGPT writes,"
             " or a .npy with a 1-D array of integers",
         ) from error
-    return np.asarray(tokens)  # plain: np.memmap makes every slice a little slower
+    return np.asarray(tokens)  # not np.memmap, which makes every slice a little slower
 
 
 def built_token_file() -> Path:
-    """The bytes of Python's own sources as tokens, in the user's cache; built where missing.
+    """The bytes of Python's own sources as tokens, in the user's cache; built if missing.
 
-    Any number of ranks may call it at once: each writes its own file, and all write the same.
+    Ranks may call it at the same time: each writes its own file, with the same content.
     """
     # sys.stdlib_module_names leaves out what differs between machines of one Python version.
     folder = Path(sysconfig.get_path("stdlib"))
@@ -220,13 +219,13 @@ def built_token_file() -> Path:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write all of the file or none of it."""
+    """Write the whole file or nothing."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            # Others may have mapped the file of a faster rank: on NFS a replaced one goes stale.
+            # Others may have mapped a faster rank's file: on NFS, a replaced file goes stale.
             if path.exists():
                 os.unlink(file.name)
             else:

@@ -1,4 +1,4 @@
-"""Checks of a task's options: a wrong value is answered with what is allowed."""
+"""Checks of a task's options; the error for a wrong value says what is allowed."""
 
 from collections.abc import Sequence
 
@@ -18,16 +18,16 @@ def check_flag(task: str, name: str, value: object) -> None:
 
 
 def check_number(task: str, name: str, value: object, low: float, high: float) -> None:
-    """Raise unless `value` is a number from `low` to `high`, both allowed."""
+    """Raise unless `value` is a number from `low` to `high`, both included."""
     # In Python True is a number; in a job file `noise: true` is a mistake.
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise _wrong(task, name, value, f"a number from {low} to {high}")
 
 
 def check_count(task: str, name: str, value: object, low: int, high: int) -> None:
-    """Raise unless `value` is a whole number from `low` to `high`, both allowed."""
+    """Raise unless `value` is an integer from `low` to `high`, both included."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise _wrong(task, name, value, f"a whole number from {low} to {high}")
+        raise _wrong(task, name, value, f"an integer from {low} to {high}")
 
 
 def _wrong(task: str, name: str, value: object, allowed: str) -> AllranksError:

@@ -1,4 +1,4 @@
-"""Two noisy spirals and a small MLP: the job that `allranks run` trains when none is named."""
+"""Two noisy spirals and a small MLP: what `allranks run` trains if no job is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURNS = 1.5
 
 @dataclass
 class Spiral(Task):
-    """Tell on which of two interleaved spirals a point lies."""
+    """Decide on which of two interleaved spirals a point lies."""
 
     noise: float = 0.06  # standard deviation of a point's distance from its spiral; radius is 1
 
@@ -58,8 +58,8 @@ class Spiral(Task):
 
 
 def spirals(num_samples: int, noise: float) -> tuple[Tensor, Tensor]:
-    """Points `[num_samples, 2]` within radius 1 or so, and the spiral of each; always the same."""
-    generator = torch.Generator().manual_seed(0)  # not the job's seed: that must not change data
+    """Points `[num_samples, 2]` within a radius of about 1, and their spirals; always the same."""
+    generator = torch.Generator().manual_seed(0)  # not the job's, which must not change the data
     labels = torch.randint(2, (num_samples,), generator=generator)
     # The root spreads the points evenly along a spiral whose turns grow longer outwards.
     radius = torch.rand(num_samples, generator=generator).sqrt()

@@ -1,4 +1,4 @@
-"""The parts of a rank's training, put together from its environment and its job."""
+"""Builds the parts of a rank's training from its environment and its job."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ VECTOR_MATH = (
     *(torch.log, torch.log10, torch.log1p, torch.log2, torch.sqrt, torch.rsqrt, torch.trunc),
 )
 
-# Below either, compiling costs more time than it saves.
+# Below either of these, compiling costs more time than it saves.
 COMPILE_FROM_STEPS = 500
 COMPILE_FROM_PARAMETERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Who this process is."""
+    """Which rank of which run this process is."""
 
     rank: int
     world_size: int
@@ -59,7 +59,7 @@ class Rank:
     run: RunDir
     attempt: int
     layout: Layout
-    checkpoint: str  # name of the checkpoint that the launcher found whole; empty for none
+    checkpoint: str  # name of the intact checkpoint to resume from; empty for none
 
     @classmethod
     def from_environment(cls) -> Rank:
@@ -85,7 +85,7 @@ def choose_device(me: Rank) -> torch.device:
 
 
 def join_world(me: Rank, job: Job, device: torch.device) -> None:
-    """Collective: returns when every rank is there."""
+    """Create the process group. Collective: returns when every rank has joined."""
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=job.timeout.seconds),
@@ -94,14 +94,14 @@ def join_world(me: Rank, job: Job, device: torch.device) -> None:
 
 
 def gloo_group(job: Job) -> dist.ProcessGroup:
-    """A group of all ranks for words between hosts. Every rank must call it."""
+    """A group of all ranks for messages between hosts. Every rank must call it."""
     timeout = timedelta(seconds=job.timeout.seconds)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 
 def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
-    """Everything the loop needs, restored from a checkpoint if there is one. Collective."""
+    """Build everything the loop needs, restored from a checkpoint if there is one. Collective."""
     settle_vector_math()
     task = load_staged_task(job)
     seed_everything(job.seed)
@@ -151,7 +151,7 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
 
 
 def load_staged_task(job: Job) -> Task:
-    """The job's task, its data on this node's own disk if that is asked for."""
+    """The job's task, with its data copied to this node's own disk if the job asks for it."""
     task = load_task(job)
     if job.data.stage == "local":
         copies = own_folder()
@@ -160,11 +160,11 @@ def load_staged_task(job: Job) -> Task:
 
 
 def settle_vector_math() -> None:
-    """Have MKL set up each of its vector functions now, while only one thread calls it.
+    """Make MKL initialise each of its vector functions now, from a single thread.
 
-    Where two threads make the first call at once, one may be given a result that is right to four
-    digits only: seen in sqrt, in about one process of forty on a busy machine (torch 2.13). Two
-    runs would then not see the same data.
+    If two threads make the first call at the same time, one may get a result with only four correct
+    digits: seen in sqrt, in about one process of forty on a busy machine (torch 2.13). Two runs
+    would then not see the same data.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
@@ -173,7 +173,7 @@ def settle_vector_math() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """The generators that a task's data set and model may draw from: the same on every rank."""
+    """Seed the generators that a task's data set and model may use, equally on every rank."""
     torch.manual_seed(mix(seed, 0))
     random.seed(seed)
     np.random.seed(seed)
@@ -211,7 +211,7 @@ def checkpointer(
         log=log,
     )
     if progress.step > 0:
-        saver.saved_step = progress.step  # it is on disk already
+        saver.saved_step = progress.step  # already on disk
     return saver
 
 
@@ -220,7 +220,7 @@ def warn_of_small_norms(me: Rank, t: Training) -> None:
     if me.rank == 0 and t.norms and len(cut.micro_batches(0, cut.batch_size)) > 1:
         print(
             "note: BatchNorm sees one micro-batch (of all ranks) at a time: with gradient "
-            "accumulation its statistics are those of a smaller batch, and results differ"
+            "accumulation it computes the statistics of a smaller batch, and results differ"
         )
 
 
@@ -230,7 +230,7 @@ def cut_of(job: Job, me: Rank) -> Cut:
 
 
 def should_compile(job: Job, data: TrainingData, model: nn.Module, device: torch.device) -> bool:
-    """`auto` compiles where it pays back: on a GPU, a model and a training of some size."""
+    """Whether to use torch.compile; `auto`: where it pays off, for large models on GPUs."""
     if job.compile != "auto":
         return bool(job.compile)
     num_steps = job.steps or (job.epochs or 0) * data.steps_per_epoch
@@ -240,7 +240,7 @@ def should_compile(job: Job, data: TrainingData, model: nn.Module, device: torch
 
 
 def last_step_of(job: Job, data: TrainingData, progress: Progress) -> int:
-    """The step that ends the training, counted on from where it is."""
+    """The number of the last step, given how far the training is."""
     if job.steps is not None:
         return job.steps
     assert job.epochs is not None
@@ -254,7 +254,8 @@ def evaluations(
     datasets: Mapping[str, Dataset[Any]], data: TrainingData
 ) -> dict[str, EvaluationData]:
     low, high = data.cut.micro_batches(0, data.cut.batch_size)[0]
-    cut = replace(data.cut, batch_size=max(1, high - low))  # what fits in training fits here
+    # Batches as large as a micro-batch in training fit in memory here too.
+    cut = replace(data.cut, batch_size=max(1, high - low))
     return {
         split: EvaluationData(dataset, cut, device=data.device, num_workers=data.num_workers)
         for split, dataset in datasets.items()
@@ -273,10 +274,10 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
 ) -> tuple[Progress, list[dict[str, Any]]]:
-    """Continue from the newest whole checkpoint. Every rank must call it."""
+    """Load the newest intact checkpoint, if there is one. Collective."""
     choice = [me.checkpoint]
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        # The launcher looked before the first start; there may be a newer one by now.
+        # The launcher chose one before the first start; there may be a newer one now.
         if me.rank == 0:
             commit, damaged = commits.newest_whole(me.run.checkpoints)
             for line in damaged:
@@ -297,17 +298,16 @@ def restore(
 
 
 def warm_up(t: Training) -> None:
-    """Divide the model among the ranks, and make a pass that leaves no trace. Collective.
+    """Wrap the model in DDP, and make one pass that changes nothing. Collective.
 
-    DDP regroups its gradient buckets after its first backward pass, and with them the order of
-    its sums: were the first real step the first pass, a resumed run would differ in the last bit.
+    DDP regroups its gradient buckets after its first backward pass, which changes the order of its
+    sums: if that pass were the first real step, a resumed run would differ in the last bit.
     """
     buffers = [buffer.clone() for buffer in t.model.buffers()]
     t.model.train()
     _pass_without_weight(t)
     if dist.get_world_size() > 1:
-        # What trains on one rank must train on many: DDP has to be told to look for parameters
-        # that take no part in the loss.
+        # DDP fails on parameters that take no part in the loss, unless it is told to look for them.
         unused = torch.tensor(any(p.grad is None for p in t.parameters), device=t.device).int()
         dist.all_reduce(unused)
         clear_gradients(t)
@@ -327,14 +327,14 @@ def _pass_without_weight(t: Training) -> None:
         raise AllranksError(
             f"{type(t.task).__name__}.loss returned shape {list(losses.shape)} for a batch of "
             f"{len(weights)} samples",
-            fix=f"return one loss per sample, shape [{len(weights)}]: in torch's loss functions, "
-            'reduction="none"',
+            fix=f"return one loss per sample, shape [{len(weights)}]: with torch's loss functions, "
+            'use reduction="none"',
         )
     (losses if t.scaler is None else t.scaler.scale(losses)).backward(torch.zeros_like(weights))
 
 
 def link_between_ranks(me: Rank) -> str:
-    """What connects the ranks, in words."""
+    """The name of what connects the ranks, for the banner."""
     if os.environ.get("ALLRANKS_RANKS_HERE") != str(me.world_size):
         return "the network"
     return gpu_link(local_gpus()) if dist.get_backend() == "nccl" else "the loopback interface"

@@ -1,8 +1,8 @@
 """Checkpoints: copied in memory, written in the background, committed by one rename.
 
-Tensors go through torch.distributed.checkpoint, so that any layout can read what any other wrote;
+Tensors go through torch.distributed.checkpoint, so that any layout can read what another wrote;
 everything else is in `checkpoint.json` (see allranks.run.commits). Nothing in a checkpoint is
-unpickled freely: loading one cannot run code.
+unpickled unchecked: loading one cannot run code.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from allranks.train.storage import TensorReader, TensorWriter
 
 
 class Checkpointer:
-    """Saves a training's tensors, holding it up for less time than a copy in memory takes.
+    """Saves the training's tensors, and stalls it for less time than a copy in memory takes.
 
-    All ranks must call `save` at the same steps, and `finish_copying` before every step of the
-    optimizer, which must have its state already. `group` is a gloo group for the background.
+    All ranks must call `save` at the same steps, and `finish_copying` before every optimizer step.
+    The optimizer must already have its state. `group` is a gloo group for the background thread.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Checkpointer:
         self.log = log
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.saved_step = -1  # the newest step that was or is being saved
-        self.stall = 0.0  # seconds for which the newest save held the training up
+        self.saved_step = -1  # the newest step that has been or is being saved
+        self.stall = 0.0  # seconds for which the newest save stalled the training
         self._last_save = time.monotonic()
         self._copied = threading.Event()
         self._copied.set()
-        # Memory for staging, taken now: pinning it takes as long as many a save.
+        # Memory for the copies, allocated now: pinning it can take as long as a save.
         self._staged = {
             name: torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             for name, tensor in self._share().items()
@@ -70,13 +70,13 @@ class Checkpointer:
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress, notes: dict[str, Any]) -> None:
-        """Copy everything and write it, in the background. Every rank must call it."""
+        """Start to copy and write everything in the background. Every rank must call it."""
         if progress.step == self.saved_step:
             return
         started = time.perf_counter()
-        self.finish()  # one at a time: the memory is reused
+        self.finish()  # one save at a time: the memory is reused
         waited = time.perf_counter() - started
-        unchanged = self._copy_at_once()
+        unchanged = self._copy_what_may_change()
         manifest = {
             "step": progress.step,
             "epoch": progress.epoch,
@@ -93,7 +93,7 @@ class Checkpointer:
         self.stall = time.perf_counter() - started
 
     def finish_copying(self) -> None:
-        """Wait until the optimizer may change what is being saved."""
+        """Wait until the optimizer may change the tensors that are being saved."""
         if not self._copied.is_set():
             started = time.perf_counter()
             self._copied.wait()
@@ -104,7 +104,7 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the write in the background has ended in an error, which `finish` will raise."""
+        """Whether writing in the background has failed; `finish` raises the error."""
         return (
             self._writing is not None
             and self._writing.done()
@@ -112,7 +112,7 @@ class Checkpointer:
         )
 
     def finish(self) -> None:
-        """Wait until the last save is committed; raises if it could not be."""
+        """Wait until the last save is committed; raises if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -122,11 +122,11 @@ class Checkpointer:
         tensors = training_tensors(self.model, self.optimizer)
         return share_of_tensors(tensors, self.rank, self.world_size)
 
-    def _copy_at_once(self) -> dict[str, Tensor]:
-        """Copy what may change before the optimizer's next step; the rest can be copied until then.
+    def _copy_what_may_change(self) -> dict[str, Tensor]:
+        """Copy now what may change before the next optimizer step; return what will not.
 
-        Buffers and frozen parameters may change in a forward pass. From a GPU everything is copied
-        now, which takes it a fraction of a step.
+        Buffers and frozen parameters may change in a forward pass. A GPU copies everything now,
+        which takes it a fraction of a step.
         """
         trained = {f"model.{name}" for name, _ in named_parameters(self.model)}
         unchanged = {}
@@ -140,14 +140,14 @@ class Checkpointer:
         return unchanged
 
     def _save(self, unchanged: dict[str, Tensor], manifest: dict[str, Any], started: float) -> None:
-        """In the background: copy what is left, write and commit."""
+        """Copy the rest, write and commit. Runs in the background thread."""
         try:
             for name, tensor in unchanged.items():
                 copy_on_one_core(self._staged[name], tensor)
         finally:
             self._copied.set()
         if self.rank == 0:
-            claims.check_own(self.folder.parent / "claims")  # before anything is written
+            claims.check_own(self.folder.parent / "claims")  # another attempt may hold the run
         step = manifest["step"]
         writing = commits.writing_folder(self.folder, step)
         try:
@@ -155,17 +155,17 @@ class Checkpointer:
             if self.rank == 0:
                 commits.commit(self.folder, step, {**manifest, "files": files}, keep=self.keep)
         except (OSError, AllranksError) as error:
-            # Half a checkpoint is of no use, and the space is needed to say what happened.
+            # Half a checkpoint is useless, and the space is needed to report what happened.
             shutil.rmtree(writing, ignore_errors=True)
             if isinstance(error, AllranksError):
                 raise
-            claims.check_own(self.folder.parent / "claims")  # a newer holder cleans up after us
+            claims.check_own(self.folder.parent / "claims")  # a newer holder may have removed it
             raise disk_error(error, Path(error.filename or writing)) from error
         seconds = round(time.perf_counter() - started, 6)
         self.log.write("checkpoint", step=step, seconds=seconds, stall=round(self.stall, 6))
 
     def _write_files(self, folder: Path, step: int) -> dict[str, Any]:
-        """Write and sync this rank's files; the manifest's entries of all ranks, on rank 0."""
+        """Write and sync this rank's files; return the manifest's entries of all ranks' files."""
         folder.mkdir(parents=True, exist_ok=True)
         writer = TensorWriter(folder)
         try:
@@ -174,7 +174,7 @@ class Checkpointer:
             raise _cause(error) from None
         sealed: dict[str, Any] | OSError
         try:
-            # A resume goes on behind this step: what is not on disk by now never will be.
+            # A resume starts after this step: events that are not on disk by now never will be.
             self.log.flush("wait", last_step=step)
             if self.log.error is not None:
                 raise self.log.error
@@ -196,17 +196,17 @@ class Checkpointer:
 
 
 def copy_on_one_core(target: Tensor, source: Tensor) -> None:
-    """As `target.copy_(source)`, but torch would take threads that the training is using."""
+    """`target.copy_(source)` without torch's threads, which the training is using."""
     same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     integers = same_size.get(source.dtype.itemsize)
     if integers is None:
         target.copy_(source)
-    else:  # NumPy does not know all of torch's types
+    else:  # as integers, because NumPy does not have all of torch's types
         np.copyto(target.view(integers).numpy(), source.view(integers).numpy())
 
 
 def _cause(error: dcp.CheckpointException) -> BaseException:
-    """What went wrong on the first rank that failed; an OSError if there is one among them."""
+    """The first OSError among the failed ranks, else what went wrong on the first of them."""
     causes = [failure[0] for _, failure in sorted(error.failures.items())]
     for cause in causes:
         nested: BaseException | None = cause
@@ -218,7 +218,7 @@ def _cause(error: dcp.CheckpointException) -> BaseException:
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor that a training is made of, by name."""
+    """Every tensor of the model and the optimizer, by name."""
     tensors = model_tensors(model)
     for name, parameter in named_parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -228,7 +228,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers; one that goes by several names (tied weights) under the first."""
+    """Parameters and buffers by name; one with several names (tied weights) under the first."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -239,7 +239,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trained parameters in the optimizer's order, under the names that the state dict uses."""
+    """Trained parameters in the optimizer's order, with their names in the state dict."""
     prefix = "_checkpoint_wrapped_module."  # of activation checkpointing
     return [
         (name.replace(prefix, ""), parameter)
@@ -249,7 +249,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def share_of_tensors(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The tensors that a rank writes, all ranks' shares being about equal in bytes."""
+    """The tensors that a rank writes; the shares of all ranks are about equal in bytes."""
     loads = [0] * world_size
     mine = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
@@ -278,7 +278,7 @@ def read_tensors(commit: Commit) -> dict[str, Tensor]:
 def load(
     commit: Commit, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Progress, dict[str, Any]]:
-    """Put a committed checkpoint into a model and its optimizer; the progress and the manifest."""
+    """Load a checkpoint into a model and its optimizer; return its progress and manifest."""
     manifest = commit.manifest()
     missing = [key for key in (*Progress.__dataclass_fields__, "metrics") if key not in manifest]
     if missing:
@@ -313,10 +313,10 @@ def _load_optimizer(
     for index, (name, parameter) in enumerate(named_parameters(model)):
         prefix = f"optimizer.{name}."
         own = {key: value for key, value in stored.items() if key.startswith(prefix)}
-        # A name may be the beginning of another: "a." is of "a.b.exp_avg" too.
+        # A name may be the beginning of another: "a." also matches "a.b.exp_avg".
         own = {key: value for key, value in own.items() if "." not in key[len(prefix) :]}
         stored_state = {key[len(prefix) :]: value for key, value in own.items()}
-        # Only what this optimizer keeps: with --force it may be another one than before.
+        # Only what this optimizer stores: with --force it may differ from the one that saved.
         fresh = optimizer.state[parameter]
         state[index] = {key: stored_state.get(key, value) for key, value in fresh.items()}
     groups = optimizer.state_dict()["param_groups"]

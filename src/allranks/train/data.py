@@ -1,8 +1,8 @@
-"""Which sample goes where, and how it gets there.
+"""Decides which rank trains on which sample, and fetches the samples.
 
 The order of samples is a function of (seed, epoch, position). A global batch is the next
-`batch_size` positions; it is cut into ranks and micro-batches as evenly as it goes, so each sample
-is seen exactly once an epoch on any layout, the last uneven batch included.
+`batch_size` positions, divided into ranks and micro-batches as evenly as possible. So on any layout
+each sample is seen exactly once per epoch, including those of the last, smaller batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GATHER_BYTES, GATHER_BATCHES = 1 << 22, 64  # small batches are fetched ahead up
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a global batch is divided: over `parts` ranks, this one being `part`, then by size."""
+    """How a global batch is divided: into `parts` ranks, this one being `part`, then by size."""
 
     batch_size: int
     part: int
@@ -36,16 +36,16 @@ class Cut:
     micro_batch_size: int | None = None
 
     def share(self, start: int, stop: int) -> tuple[int, int]:
-        """This rank's positions of a global batch; two ranks' shares differ by one at most."""
+        """This rank's positions in a global batch; two ranks' shares differ by at most one."""
         count = stop - start
         low, high = self.part * count // self.parts, (self.part + 1) * count // self.parts
         return start + low, start + high
 
     def micro_batches(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The positions of each of this rank's micro-batches of a global batch.
+        """The positions of each of this rank's micro-batches in a global batch.
 
-        Every rank has the same number of them, because forward passes may be collective: where
-        there are too few samples to go round, some are empty.
+        Every rank has the same number of them, because forward passes may be collective. If there
+        are too few samples for all, some are empty.
         """
         low, high = self.share(start, stop)
         if self.micro_batch_size is None:
@@ -61,16 +61,16 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs completed
-    position: int = 0  # samples of the current epoch that were seen
-    samples: int = 0  # samples seen in all
+    position: int = 0  # samples seen in the current epoch
+    samples: int = 0  # samples seen in total
 
 
-class MicroBatch(NamedTuple):  # made at every step: a frozen dataclass takes three times as long
-    """An empty one carries one borrowed sample of weight 0, so that models need not handle none."""
+class MicroBatch(NamedTuple):  # created at every step: a frozen dataclass takes three times as long
+    """The samples of one backward pass; an empty one has a borrowed sample of weight 0."""
 
     inputs: Any
     targets: Any
-    weights: Tensor  # per sample; over the global batch they sum to the number of ranks
+    weights: Tensor  # per sample; over the global batch they add up to the number of ranks
     is_empty: bool = False
 
 
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
 
 
 class TrainingData:
-    """An endless stream of global batches from any position on."""
+    """An endless stream of global batches, starting at any position."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TrainingData:
         self.num_samples = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
         if self.num_samples == 0:
             raise AllranksError(
-                f"the training data of {type(task).__name__} has no sample",
+                f"the training data of {type(task).__name__} has no samples",
                 fix="check the paths and options of the task's data",
             )
         self.dataset = dataset
@@ -124,7 +124,7 @@ class TrainingData:
 
     @property
     def is_direct(self) -> bool:
-        """Whether batches are fetched whole, with no loader in between."""
+        """Whether whole batches are fetched without a DataLoader."""
         return self._fetch is not None
 
     @property
@@ -137,7 +137,7 @@ class TrainingData:
         return torch.randperm(self.num_samples, generator=generator)
 
     def batches(self, progress: Progress) -> Iterator[Batch]:
-        """Global batches from the next sample on, without end."""
+        """Global batches, starting with the next sample, without end."""
         fetched = ahead_on_device(self._fetched(progress), self.device)
         for epoch, start, stop in self._spans(progress):
             low, high = self.cut.share(start, stop)
@@ -152,7 +152,7 @@ class TrainingData:
             )
 
     def example(self, progress: Progress) -> MicroBatch:
-        """The next micro-batch, with its weights, fetched aside from the stream."""
+        """A copy of the next micro-batch, which the stream will still return."""
         epoch, indices = next(self._indices(progress))
         if self._fetch is not None:
             batch = self._fetch(indices)
@@ -187,7 +187,7 @@ class TrainingData:
         return self._weights[key]
 
     def _spans(self, progress: Progress) -> Iterator[tuple[int, int, int]]:
-        """Epoch (from 0), start and stop position of every global batch from `progress` on."""
+        """Epoch (from 0), start and stop position of every global batch after `progress`."""
         position = progress.position
         for epoch in itertools.count(progress.epoch):
             while position < self.num_samples:
@@ -197,7 +197,7 @@ class TrainingData:
             position = 0
 
     def _indices(self, progress: Progress) -> Iterator[tuple[int, Tensor]]:
-        """Epoch and sample indices of every micro-batch of this rank from `progress` on."""
+        """Epoch and sample indices of every micro-batch of this rank after `progress`."""
         ordered_epoch, order = -1, torch.empty(0)
         for epoch, start, stop in self._spans(progress):
             if epoch != ordered_epoch:
@@ -219,13 +219,13 @@ class EvaluationData:
         low, high = cut.share(0, size)
         if size == 0:
             raise AllranksError(
-                "a data set to evaluate on has no sample", fix="leave it out of datasets()"
+                "a data set to evaluate on has no samples", fix="leave it out of datasets()"
             )
         starts = range(low, high, cut.batch_size)
         self._spans = [(start, min(start + cut.batch_size, high)) for start in starts]
         self._is_empty = not self._spans
         if self._is_empty:
-            self._spans = [(0, 1)]  # borrowed, so that this rank too learns the metrics' names
+            self._spans = [(0, 1)]  # borrowed, so that this rank also learns the metrics' names
         self._fetch = direct_fetch(dataset, device)
         self._loader: DataLoader[Any] | None = None
         if self._fetch is None:
@@ -273,14 +273,14 @@ class _Samples(Dataset[Any]):
         return self.transform(sample, generator)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Called in the loader's worker."""
+        """Make a batch of samples. Called in the loader's worker."""
         if self.batch is not None and self.transform is None:
             return self.batch(samples)
         return torch.utils.data.default_collate(samples)
 
 
 class TensorFetch:
-    """Batches of an in-memory data set by one indexing each; on the device if they fit there."""
+    """Indexes an in-memory data set once per batch; on the device if the data fit there."""
 
     def __init__(self, dataset: TensorDataset, device: torch.device) -> None:
         fits = sum(tensor.nbytes for tensor in dataset.tensors) <= ON_DEVICE_BYTES
@@ -291,7 +291,7 @@ class TensorFetch:
         return [tensor.index_select(0, indices) for tensor in self._tensors]
 
     def many(self, batches: Iterator[Tensor]) -> Iterator[Any]:
-        """The same, small batches gathered many at a time: a slice costs less than a gather."""
+        """Fetch small batches many at a time: slicing is cheaper than gathering each of them."""
         first = next(batches)
         batch_bytes = sum(tensor[:1].nbytes for tensor in self._tensors) * len(first)
         count = max(1, min(GATHER_BATCHES, GATHER_BYTES // max(batch_bytes, 1)))
@@ -303,7 +303,7 @@ class TensorFetch:
 
 
 class BatchFetch:
-    """Batches of a data set that has a method `batch(indices)` of its own."""
+    """Fetches batches from a data set that has a method `batch(indices)`."""
 
     index_device = torch.device("cpu")
 
@@ -318,7 +318,7 @@ class BatchFetch:
 
 
 def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | BatchFetch | None:
-    """How to get a batch in one call, for data sets that need no loader; None for the others."""
+    """How to fetch a whole batch in one call; None for data sets that need a DataLoader."""
     if isinstance(dataset, TensorDataset):
         return TensorFetch(dataset, device)
     batch = getattr(dataset, "batch", None)
@@ -326,12 +326,12 @@ def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | B
 
 
 def spare_workers(num_cpus: int) -> int:
-    """Loader workers for a rank that has `num_cpus`: all but the one it needs itself, up to 8."""
+    """Loader workers for a rank with `num_cpus`: all but the one it needs itself, at most 8."""
     return min(max(num_cpus - 1, 0), 8)
 
 
 def loader_options(num_workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of every DataLoader here."""
+    """Arguments that every DataLoader here gets."""
     options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": device.type == "cuda"}
     if num_workers > 0:
         options["persistent_workers"] = True
@@ -341,7 +341,7 @@ def loader_options(num_workers: int, prefetch: int, device: torch.device) -> dic
 
 
 def ahead_on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Copy each batch to a CUDA device one ahead of its use, on a stream of its own."""
+    """Copy each batch to a CUDA device one batch ahead of its use, on a separate stream."""
     if device.type != "cuda":
         return batches
     return _ahead_on_cuda(batches, device)
@@ -363,7 +363,7 @@ def _ahead_on_cuda(batches: Iterator[Any], device: torch.device) -> Iterator[Any
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Every tensor in a batch, copied without waiting."""
+    """A batch with every tensor copied to the device, without waiting."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu" and device.type == "cuda" and not value.is_pinned():
             value = value.pin_memory()
@@ -377,7 +377,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def _used_by_current_stream(value: Any) -> None:
-    # The allocator must not hand the memory to the copying stream while this one still reads it.
+    # The allocator must not give the memory to the copying stream while this one still reads it.
     if isinstance(value, Tensor) and value.is_cuda:
         value.record_stream(torch.cuda.current_stream(value.device))
     elif isinstance(value, dict):

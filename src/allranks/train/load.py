@@ -1,4 +1,4 @@
-"""A job's task, imported and given its options."""
+"""Imports a job's task and gives it its options."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The training loop. Read it top to bottom: nothing happens elsewhere, and no collective is hidden.
+"""The training loop, to be read top to bottom: nothing happens elsewhere, no collective is hidden.
 
-build.py makes the parts; this puts them to work.
+build.py makes the parts that it uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Training:
     norms: list[SynchronisedBatchNorm]
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    scaler: torch.amp.GradScaler | None  # of fp16
+    scaler: torch.amp.GradScaler | None  # only in fp16
     autocast: AbstractContextManager[None]
     max_norm: float | None
     data: TrainingData
@@ -60,17 +60,17 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class SaveEvery:
-    """When checkpoints are due: after so many steps, or so many seconds by rank 0's clock."""
+    """When checkpoints are due: every N steps, or every N seconds by rank 0's clock."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
 def train(t: Training) -> Literal["finished", "stopped"]:
-    """Train to the last step, or to one that all ranks agree to stop at; it is saved either way."""
+    """Train to the last step, or until all ranks agree to stop; save in either case. Collective."""
     stopping = t.pulse.agree(stop=stop_requested() is not None).stop  # collective
     batches = t.data.batches(t.progress)
-    if not stopping and evaluation_was_put_off(t):
+    if not stopping and evaluation_was_skipped(t):
         evaluate_and_record(t, "val")  # collective
     t.model.train()
     t.meter.begin_step()
@@ -86,8 +86,8 @@ def train(t: Training) -> Literal["finished", "stopped"]:
 
         if t.pulse.beats_next:
             t.meter.reduce_losses()  # collective, in the background
-        # Collective, in the background:
-        decision = t.pulse.step(stop_requested() is not None, save_due(t), something_failed(t))
+        # Collective, in the background.
+        decision = t.pulse.step(stop_requested() is not None, save_due(t), writing_failed(t))
         if decision.failed:
             raise_failure(t)
         if (batch.ends_epoch and not decision.stop) or step == t.last_step:
@@ -99,17 +99,18 @@ def train(t: Training) -> Literal["finished", "stopped"]:
 
     finished = t.progress.step >= t.last_step
     if finished:
-        evaluate_and_record(t, "test")
-    save(t)
+        evaluate_and_record(t, "test")  # collective
+    save(t)  # collective, in the background
     t.checkpointer.finish()
     t.meter.finish()
     return "finished" if finished else "stopped"
 
 
 def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | None:
-    """Gradients of the mean loss over the global batch; this rank's part of that mean if wanted.
+    """Compute the gradients of the global batch's mean loss. Collective.
 
-    Ranks exchange gradients during the last micro-batch only.
+    Returns this rank's part of that mean if it is wanted. Ranks exchange gradients during the last
+    micro-batch only.
     """
     loss: Tensor | None = None
     total_weight: Tensor | None = None
@@ -117,14 +118,14 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
         with nullcontext() if number == batch.num_micro_batches else without_sync(t.model):
             losses, weights, own_weight = weighted_losses(t, micro)
             (losses if t.scaler is None else t.scaler.scale(losses)).backward(weights)
-        t.meter.own.saw(t.progress.step + 1, losses)
+        t.meter.own.keep(t.progress.step + 1, losses)
         if want_loss:
             part = torch.dot(losses.detach(), weights)
             loss = part if loss is None else loss + part
         if own_weight is not None:
             total_weight = own_weight if total_weight is None else total_weight + own_weight
     world_size = t.data.cut.parts
-    if total_weight is not None:  # the task weighs its samples: only now is the divisor known
+    if total_weight is not None:  # the task weights its samples: the divisor is known only now
         dist.all_reduce(total_weight)  # collective
         correction = torch.where(total_weight > 0, world_size / total_weight, 0.0)
         torch._foreach_mul_([p.grad for p in t.parameters if p.grad is not None], correction)
@@ -133,7 +134,7 @@ def forward_backward(t: Training, batch: Batch, *, want_loss: bool) -> Tensor | 
 
 
 def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss per sample, its weight in the global mean, the weights' sum if the task has any."""
+    """Each sample's loss and weight in the global mean, and the task's own weights' sum if any."""
     with t.autocast, norms_ignore_this_rank(t.norms) if micro.is_empty else nullcontext():
         outputs = t.model(micro.inputs)
         losses = t.loss(outputs, micro.targets)
@@ -145,14 +146,14 @@ def weighted_losses(t: Training, micro: MicroBatch) -> tuple[Tensor, Tensor, Ten
 
 
 def update(t: Training) -> None:
-    """One optimizer step on the gradients there are."""
+    """Clip the gradients, make one optimizer step, and clear them."""
     t.checkpointer.finish_copying()
     if t.scaler is not None:
         t.scaler.unscale_(t.optimizer)
     if t.max_norm is not None:
         clip_gradients([p.grad for p in t.parameters if p.grad is not None], t.max_norm)
     if t.scaler is not None:
-        t.scaler.step(t.optimizer)  # skips it if a gradient overflowed
+        t.scaler.step(t.optimizer)  # skips the step if a gradient overflowed
         t.scaler.update()
     else:
         t.optimizer.step()
@@ -160,7 +161,7 @@ def update(t: Training) -> None:
 
 
 def clear_gradients(t: Training) -> None:
-    for parameter in t.parameters:  # optimizer.zero_grad() takes longer to do the same
+    for parameter in t.parameters:  # faster than optimizer.zero_grad()
         parameter.grad = None
 
 
@@ -174,7 +175,7 @@ def advance(progress: Progress, batch: Batch) -> None:
 
 
 def seed_dropout(t: Training, step: int) -> None:
-    """Masks follow (seed, step, rank): a resumed run draws the same ones."""
+    """Seed the masks from (seed, step, rank), so that a resumed run draws the same ones."""
     seed = mix(t.seed, step, t.data.cut.part)
     torch.default_generator.manual_seed(seed)
     if t.device.type == "cuda":
@@ -183,7 +184,7 @@ def seed_dropout(t: Training, step: int) -> None:
 
 @torch.no_grad()
 def evaluate(t: Training, split: str) -> dict[str, float]:
-    """Means over a whole data set, equal on all ranks. Every rank must call it."""
+    """The mean loss and metrics over a whole data set, equal on all ranks. Collective."""
     model = plain(t.model).eval()
     sums: dict[str, Tensor] = {}  # name -> [sum of values, sum of their weights]
     for inputs, targets, num_samples in t.evaluations[split]:
@@ -204,13 +205,14 @@ def evaluate(t: Training, split: str) -> dict[str, float]:
     return dict(zip(sums, means, strict=True))
 
 
-def evaluation_was_put_off(t: Training) -> bool:
-    """Whether the run was stopped at the end of an epoch, where saving could not wait."""
+def evaluation_was_skipped(t: Training) -> bool:
+    """Whether the run was stopped at the end of an epoch, before its evaluation."""
     at_boundary = t.progress.step > 0 and t.progress.position == 0
     return at_boundary and all(record["step"] != t.progress.step for record in t.metrics)
 
 
 def evaluate_and_record(t: Training, split: str) -> None:
+    """Evaluate on `val` or `test` if the task has it, and write the metrics. Collective."""
     if split not in t.evaluations:
         return
     for name, value in evaluate(t, split).items():
@@ -222,16 +224,16 @@ def evaluate_and_record(t: Training, split: str) -> None:
 
 
 def save(t: Training) -> None:
-    """Every rank must call it."""
-    t.meter.reduce_losses()  # collective, in the background: they are committed with the rest
-    notes = {**t.notes, "metrics": list(t.metrics)}  # as it is now: the rest happens later
+    """Start a checkpoint of this step. Every rank must call it."""
+    t.meter.reduce_losses()  # collective, in the background: the losses are committed too
+    notes = {**t.notes, "metrics": list(t.metrics)}  # a copy: it is written in the background
     if t.scaler is not None:
         notes["scaler"] = t.scaler.state_dict()
     t.checkpointer.save(t.progress, notes)
 
 
 def save_due(t: Training) -> bool:
-    """By rank 0's clock; other ranks hear of it through the pulse."""
+    """Whether a checkpoint is due by rank 0's clock; the pulse tells the other ranks."""
     return (
         t.save_every.seconds is not None
         and t.meter.rank == 0
@@ -239,13 +241,13 @@ def save_due(t: Training) -> bool:
     )
 
 
-def something_failed(t: Training) -> bool:
-    """Whether this rank's checkpoint or events could not be written in the background."""
+def writing_failed(t: Training) -> bool:
+    """Whether writing this rank's checkpoint or events failed in the background."""
     return t.checkpointer.failed or t.meter.log.error is not None
 
 
 def raise_failure(t: Training) -> None:
-    """Every rank stops when one cannot write; this one says why if it knows."""
+    """Stop because some rank cannot write; say why if it is this one."""
     t.meter.log.check()
     if t.checkpointer.failed:
         t.checkpointer.finish()
@@ -253,4 +255,4 @@ def raise_failure(t: Training) -> None:
 
 
 class PeerFailure(Exception):
-    """Another rank has failed and says why."""
+    """Another rank has failed, and reports the reason."""

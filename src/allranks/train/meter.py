@@ -16,10 +16,10 @@ from allranks.train.own_losses import OwnLosses
 
 
 class Meter:
-    """Writes a step event for every step, with the global loss in every `log_every`-th of rank 0.
+    """Writes an event for every step; on rank 0 every `log_every`-th has the global loss.
 
     Losses stay on the device until the ranks' next exchange (see pulse.py), are then summed over
-    the ranks in one go, and reach the event log when they have arrived, whenever that is.
+    the ranks in one call, and are written to the event log once they have arrived.
     """
 
     def __init__(self, log: EventLog, *, log_every: int, last_step: int) -> None:
@@ -28,9 +28,9 @@ class Meter:
         self.last_step = last_step
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.step_seconds = 0.0  # summed over this attempt
+        self.step_seconds = 0.0  # sum over this attempt
         self._waiting: list[tuple[_LateLoss, Tensor]] = []
-        self._waiting_step = 0  # the last of theirs
+        self._waiting_step = 0  # the last of their steps
         self.own = OwnLosses(log)
         self._has_phases = timeline.current is not None
         self._timeline = timeline.take()
@@ -39,7 +39,7 @@ class Meter:
         return step % self.log_every == 0 or step == self.last_step
 
     def begin_step(self) -> None:
-        """Start the clock of a step here if anything else was done since the last one."""
+        """Start a step's clock here, because something else was done since the last step."""
         self._timeline.restart()
 
     def end_step(self, progress: Progress, batch: Batch, loss: Tensor | None) -> None:
@@ -68,11 +68,11 @@ class Meter:
         self.log.append(event)
 
     def reduce_losses(self) -> None:
-        """Send the losses since the last call on their way. Every rank must call it; none waits."""
+        """Start to sum the losses since the last call. Every rank must call it; none waits."""
         if not self._waiting:
             return
         losses = torch.stack([loss for _, loss in self._waiting])
-        self.own.look(self._waiting_step, losses)
+        self.own.check(self._waiting_step, losses)
         work = dist.reduce(losses, dst=0, async_op=True) if self.world_size > 1 else None
         if self.rank == 0:
             arrival = _Arrival(losses, work)
@@ -81,7 +81,7 @@ class Meter:
         self._waiting.clear()
 
     def finish(self) -> None:
-        """After the last step."""
+        """Call it after the last step."""
         self.own.finish()
 
 
@@ -114,7 +114,7 @@ class _Arrival:
 
 
 class _LateLoss:
-    """See allranks.run.events.Late."""
+    """A loss that is not known yet: an allranks.run.events.Late."""
 
     arrival: _Arrival | None = None
     index = 0

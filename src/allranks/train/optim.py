@@ -15,7 +15,7 @@ from allranks.job.job import Job, Optimizer
 def build_optimizer(
     settings: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer, fused into one kernel: on CPU and CUDA alike that is the fastest form."""
+    """The optimizer as one fused kernel, which is the fastest on CPUs and GPUs alike."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     common: dict[str, Any] = {
         "lr": settings.lr,
@@ -28,9 +28,9 @@ def build_optimizer(
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its state before the first step: a step of rate 0 on gradients of 0.
+    """Allocate the optimizer's state by a step with learning rate 0 on zero gradients.
 
-    The memory is then taken when the training starts, not in the middle of it.
+    So the memory is taken when training starts, not in the middle of it.
     """
     if optimizer.state:
         return
@@ -59,7 +59,7 @@ class Schedule:
         self.shape = settings.schedule
 
     def rate(self, step: int) -> float:
-        """For `step` counted from 1."""
+        """The rate of a step; steps count from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.shape == "constant":
@@ -77,12 +77,12 @@ class Schedule:
 
 
 def rate_scale(job: Job, num_ranks: int) -> float:
-    """What `lr_scaling` multiplies the rate by when the batch grows with the number of ranks."""
+    """The factor by which `lr_scaling` changes the rate when the batch grows with the ranks."""
     return {"none": 1.0, "linear": float(num_ranks), "sqrt": math.sqrt(num_ranks)}[job.lr_scaling]
 
 
 def clip_gradients(gradients: list[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; the norm before.
+    """Scale all gradients so that their global norm is at most `max_norm`; return the old norm.
 
     torch.nn.utils.clip_grad_norm_ does the same, but spends tens of microseconds on grouping.
     """

@@ -1,7 +1,7 @@
-"""Whose loss stopped being a number first: each rank looks at its own, when losses are sent anyway.
+"""Finds the first step at which this rank's own loss was not finite.
 
-Of a loss that is no number the mean over all ranks is none either, and after the next update so is
-every rank's own. So the last ones are kept, and looked through once one that is logged is bad.
+One rank's nan or inf spreads to the mean over all ranks, and after the next update to every rank's
+loss. So each rank keeps its last losses, and searches them once a logged loss is not finite.
 """
 
 from __future__ import annotations
@@ -14,69 +14,69 @@ from torch import Tensor
 
 from allranks.run.events import EventLog
 
-MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and what is in them; the last ones
+MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and losses in them
 
 
 class OwnLosses:
-    """This rank's losses since the last one that was known to be a number."""
+    """This rank's losses since the last step whose loss is known to be finite."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._kept: deque[tuple[int, Tensor]] = deque(maxlen=MAX_KEPT)
-        self._has_lost = False  # some that nobody has asked about
-        self._asked: _Asked | None = None
+        self._has_dropped = False  # whether unchecked losses had to be dropped
+        self._pending: _PendingSum | None = None
 
-    def saw(self, step: int, losses: Tensor) -> None:
+    def keep(self, step: int, losses: Tensor) -> None:
         """Keep the losses of a micro-batch. Nothing is computed."""
         kept = self._kept
         if kept and (len(kept) == kept.maxlen or len(kept) * losses.numel() > MAX_KEPT_LOSSES):
             kept.popleft()
-            self._has_lost = True
+            self._has_dropped = True
         kept.append((step, losses.detach()))
 
-    def look(self, step: int, logged: Tensor) -> None:
-        """Ask whether the losses of logged steps, up to this one, are numbers; no device waits.
+    def check(self, step: int, logged: Tensor) -> None:
+        """Check that the logged losses, up to this step's, are finite; no device waits.
 
-        What one call asks is answered in it or, where a device is still at it, in a later one.
+        The result is known immediately or, if a device is still computing, in a later call.
         """
-        if self._kept.maxlen and (self._asked is None or self._answer()):
-            self._asked = _Asked(step, logged)
-            self._answer()
+        if self._kept.maxlen and (self._pending is None or self._settle()):
+            self._pending = _PendingSum(step, logged)
+            self._settle()
 
     def finish(self) -> None:
-        """Wait for what was asked last."""
-        if self._asked is not None:
-            with suppress(RuntimeError):  # the device is lost: others tell of it
-                self._asked.wait()
-                self._answer()
+        """Wait for the last check."""
+        if self._pending is not None:
+            with suppress(RuntimeError):  # the device is lost, which others report
+                self._pending.wait()
+                self._settle()
 
-    def _answer(self) -> bool:
-        """Whether what was asked is known now."""
-        asked = self._asked
-        if asked is None or not asked.is_ready():
+    def _settle(self) -> bool:
+        """Act on the pending check; False if its result is not known yet."""
+        pending = self._pending
+        if pending is None or not pending.is_ready():
             return False
-        self._asked = None
-        if asked.is_finite():
-            self._has_lost = False
-            while self._kept and self._kept[0][0] <= asked.step:
+        self._pending = None
+        if pending.is_finite():
+            self._has_dropped = False
+            while self._kept and self._kept[0][0] <= pending.step:
                 self._kept.popleft()
         else:
-            self._tell()
+            self._report_first()
         return True
 
-    def _tell(self) -> None:
+    def _report_first(self) -> None:
         for number, (step, losses) in enumerate(self._kept):
             bad = losses[~torch.isfinite(losses)]
             if bad.numel():
-                if number == 0 and self._has_lost:
-                    break  # one that is lost may have been the first
+                if number == 0 and self._has_dropped:
+                    break  # a dropped one may have been the first
                 self._log.write("nonfinite", step=step, loss=str(float(bad[0])))
                 break
-        self._kept = deque(maxlen=0)  # the first one is what counts
+        self._kept = deque(maxlen=0)  # only the first matters: keep nothing from now on
 
 
-class _Asked:
-    """A sum of losses on its way to the host."""
+class _PendingSum:
+    """A sum of losses on its way to the host; it is finite if all of them are."""
 
     def __init__(self, step: int, logged: Tensor) -> None:
         self.step = step

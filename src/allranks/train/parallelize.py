@@ -1,4 +1,4 @@
-"""A model made ready for many ranks: synchronised norms, checkpointing, compilation, DDP."""
+"""Prepares a model for many ranks: synchronised norms, checkpointing, compilation, DDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from allranks.errors import AllranksError
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
-# torch 2.13 renamed it, and warns of the old name.
+# torch 2.13 renamed it, and warns about the old name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
@@ -34,7 +34,7 @@ def parallelize(
     activation_checkpointing: Literal["off", "full", "selective"] = "off",
     compile: bool = False,
 ) -> nn.Module:
-    """The model, ready to be divided among ranks (see `data_parallel`)."""
+    """The model, ready for `data_parallel`."""
     model = synchronise_batch_norm(model)
     model.to(device)
     if activation_checkpointing != "off":
@@ -53,8 +53,8 @@ def data_parallel(
         find_unused_parameters=find_unused_parameters,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        # Buffers are equal on all ranks already: the only ones that training changes are those
-        # of BatchNorm, and that is synchronised.
+        # Buffers are already equal on all ranks: training changes only those of BatchNorm, which
+        # is synchronised.
         **_NO_BUFFER_SYNC,
     )
 
@@ -65,7 +65,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes that only add up gradients on this rank."""
+    """A context in which backward passes accumulate gradients on this rank only."""
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return nullcontext()
@@ -75,7 +75,7 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def resolve_precision(wanted: str, device: torch.device) -> Precision:
-    """What `auto` stands for here, or an error if this device cannot do what is wanted."""
+    """The precision to use; raises if this device does not support the one that is wanted."""
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted == "auto":
         return "bf16" if bf16 else "fp32"
@@ -96,13 +96,13 @@ def resolve_precision(wanted: str, device: torch.device) -> Precision:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """The context of every forward pass; reusable. Also sets how fp32 matrix products are done."""
+    """A reusable context for forward passes. Also sets how fp32 matrix products are computed."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if precision in ("fp16", "bf16"):
         dtype = torch.float16 if precision == "fp16" else torch.bfloat16
         return torch.autocast(device.type, dtype=dtype)
-    return nullcontext()  # a disabled autocast would cost microseconds a step
+    return nullcontext()  # a disabled autocast would cost microseconds per step
 
 
 # Activation checkpointing.
@@ -111,7 +111,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def checkpoint_activations(model: nn.Module, *, selective: bool) -> None:
     """Recompute the activations of each repeated block in the backward pass.
 
-    `selective` keeps the results of matrix products and attention, which are dear to recompute.
+    `selective` keeps the results of matrix products and attention, which are costly to recompute.
     """
     blocks = repeated_blocks(model)
     if blocks is None:
@@ -138,7 +138,7 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-_DEAR = {
+_COSTLY = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -152,7 +152,7 @@ _DEAR = {
 
 def _keep_matrix_products() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
 
@@ -163,11 +163,12 @@ def _keep_matrix_products() -> tuple[AbstractContextManager[None], AbstractConte
 class SynchronisedBatchNorm(_BatchNorm):
     """BatchNorm over the samples of all ranks, on any device. Its forward pass is collective.
 
-    torch's SyncBatchNorm does this on GPUs only. Mean first, then the squared distances from it:
-    the difference of two large sums would lose the digits that layouts must agree on.
+    torch's SyncBatchNorm does this on GPUs only. The mean is computed first, then the squared
+    distances from it: a difference of two large sums would lose the digits that layouts must agree
+    on.
     """
 
-    contributes = True  # False on a rank whose only sample is a borrowed one
+    contributes = True  # False on a rank whose only sample is borrowed
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -228,10 +229,10 @@ def _is_recomputing() -> bool:
 
 
 def synchronise_batch_norm(model: nn.Module) -> nn.Module:
-    """Make every BatchNorm in a model a synchronised one."""
+    """Synchronise every BatchNorm of a model across ranks."""
     for module in model.modules():
         if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            # The same object, so that shared, tied and frozen parameters stay what they are.
+            # The same object, so that shared, tied and frozen parameters stay as they are.
             module.__class__ = SynchronisedBatchNorm
     return model
 
@@ -242,7 +243,7 @@ def batch_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:
 
 @contextlib.contextmanager
 def norms_ignore_this_rank(norms: list[SynchronisedBatchNorm]) -> Iterator[None]:
-    """Take part in the norms' sums with nothing."""
+    """A context in which this rank contributes nothing to the norms' sums."""
     for norm in norms:
         norm.contributes = False
     try:

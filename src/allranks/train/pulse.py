@@ -1,8 +1,8 @@
-"""What all ranks decide together (to stop, to save), without one of them waiting for it.
+"""What all ranks decide together (to stop, to save), without any of them waiting for it.
 
-Every third of a second or so the ranks add up a few numbers over gloo, in the background: started
-after one step, read after the next. All ranks start and read at the same steps, so that all act
-at the same step, and the device is never synchronised for it.
+About three times a second the ranks sum a few numbers over gloo, in the background: started after
+one step, read after the next. All ranks start and read at the same steps, so all of them act at the
+same step, and the device is never synchronised for it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 PERIOD_SECONDS = 0.3
-MAX_STEPS = 100  # also when steps get slower all at once
+MAX_STEPS = 100  # between two exchanges, in case steps suddenly get slower
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The same on every rank."""
+    """What the ranks have agreed on: the same on every rank."""
 
     stop: bool = False  # some rank was asked to stop
     save: bool = False  # rank 0's clock says that a checkpoint is due
@@ -30,19 +30,19 @@ NOTHING = Decision()
 
 
 class Pulse:
-    """One exchange in flight at most. `group`: a gloo group of all ranks, or None for one rank."""
+    """At most one exchange is in flight. `group`: gloo with all ranks, or None for a single one."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self._numbers = torch.zeros(4, dtype=torch.float64)
         self._work: dist.Work | None = None
-        self._steps = 0  # since the last exchange was started
-        self._interval = 1  # steps from one start to the next
+        self._steps = 0  # since the last exchange started
+        self._interval = 1  # steps between the starts of two exchanges
         self._started = time.perf_counter()
 
     @property
     def beats_next(self) -> bool:
-        """Whether the next call of `step` starts an exchange. The same on every rank."""
+        """Whether the next call to `step` starts an exchange. The same on every rank."""
         return self._steps + 1 >= self._interval
 
     def step(self, stop: bool, save: bool, failed: bool) -> Decision:
@@ -52,12 +52,12 @@ class Pulse:
         self._steps += 1
         decision = self._read() if self._work is not None else NOTHING
         if self._steps >= self._interval:
-            # What was agreed just now was not done yet when `save` was asked for again.
+            # `save` was computed before this decision, which already includes it.
             self._start(stop, save and not decision.save, failed)
         return decision
 
     def agree(self, stop: bool, save: bool = False, failed: bool = False) -> Decision:
-        """Decide at once. Every rank must call it; it waits for all of them."""
+        """Decide now. Every rank must call it; it waits for all of them."""
         if self.group is None:
             return Decision(stop, save, failed)
         if self._work is not None:
@@ -78,7 +78,7 @@ class Pulse:
         self._work.wait()
         self._work = None
         stop, save, failed, seconds = self._numbers.tolist()
-        # From a sum over all ranks, so that every rank comes to the same interval.
+        # From the sum over all ranks, so that every rank computes the same interval.
         mean_seconds = max(seconds / self.group.size(), 1e-6)
         self._interval = int(min(max(PERIOD_SECONDS / mean_seconds, 1), MAX_STEPS))
         return Decision(stop > 0, save > 0, failed > 0)

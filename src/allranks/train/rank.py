@@ -1,4 +1,4 @@
-"""One rank of a native task, from its environment to its exit code."""
+"""Runs one rank of a task, from its environment to its exit code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from allranks.train.loop import PeerFailure, Training, train
 
 
 def run() -> None:
-    """Train, say how it ended, and exit."""
-    timeline.take()  # the optimizer's step that only makes its state is none of the training
+    """Train, record how it ended, and exit."""
+    timeline.take()  # the step that only allocates the optimizer's state must not be recorded
     me = Rank.from_environment()
     log = EventLog(me.run.events(me.attempt, me.rank))
     try:
@@ -45,7 +45,7 @@ def run() -> None:
 
 
 def fail(error: BaseException, log: EventLog) -> None:
-    """Say why in the events, then in the log, and leave without waiting for the other ranks."""
+    """Write the reason to the events and the log, and exit without waiting for other ranks."""
     described = crash.describe(error)
     what, fix, code = crash.in_a_line(described), "", 1
     if isinstance(error, PeerFailure):
@@ -56,16 +56,16 @@ def fail(error: BaseException, log: EventLog) -> None:
     # The events come first: the launcher then knows that what follows is a traceback.
     log.write("error", pid=os.getpid(), **described)
     log.write("end", state="failed", exit=code, error=fields)
-    log.flush("drop")  # losses that other ranks have a part in will never come
-    with suppress(OSError):  # the log may be on a full disk too
+    log.flush("drop")  # losses that are still being summed over the ranks will never arrive
+    with suppress(OSError):  # the log may be on a full disk as well
         crash.hide_ours(error)
         traceback.print_exception(error)
         sys.stderr.flush()
-    os._exit(1)  # destroying the process group could wait for ranks that will never come
+    os._exit(1)  # destroying the process group could wait forever for the other ranks
 
 
 def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:
-    """What the end event says of the whole attempt."""
+    """The end event's totals of this attempt."""
     trained = t.progress.samples - samples_before
     metrics = {record["name"]: record["value"] for record in t.metrics}
     return {
@@ -80,7 +80,7 @@ def summary(t: Training, seconds: float, samples_before: int) -> dict[str, Any]:
 
 
 def memory_peaks(t: Training) -> dict[str, int]:
-    """The most bytes that this rank has had, of its GPU and of the host."""
+    """Peak memory of this rank in bytes, on the host and on its GPU."""
     peaks = {"host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if t.device.type == "cuda":
         peaks["memory_peak"] = torch.cuda.max_memory_allocated(t.device)

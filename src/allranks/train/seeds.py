@@ -1,4 +1,4 @@
-"""Seeds as a pure function of what they are for, so that no layout and no restart changes them."""
+"""Seeds as a pure function of what they are used for: no layout and no restart changes them."""
 
 from __future__ import annotations
 

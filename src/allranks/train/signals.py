@@ -1,4 +1,4 @@
-"""Signals only raise a flag; the ranks agree on a step to stop at (pulse.py). No torch."""
+"""Stop signals only set a flag; the ranks then agree on a step to stop at (pulse.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _received: list[str] = []
 
 
 def listen() -> None:
-    """Take stop signals from now on, and those that came since the launcher blocked them."""
+    """Handle stop signals from now on, including those that the launcher has blocked so far."""
     for number in STOP_SIGNALS:
         signal.signal(number, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def stop_requested() -> str | None:
-    """The name of the first stop signal that this rank got, or None."""
+    """The name of the first stop signal that this rank received, or None."""
     return _received[0] if _received else None
 
 

@@ -1,8 +1,8 @@
-"""How a checkpoint's tensors lie on disk: plain bytes, written and read for torch's DCP.
+"""Stores a checkpoint's tensors as plain bytes, for torch's distributed checkpoints (DCP).
 
-DCP plans who writes which part of which tensor and who reads it, on any layout. Its own files are
-pickles in zip archives: writing them holds Python's interpreter lock, which the training loop then
-waits for, and reading them is only as safe as unpickling is.
+DCP plans which rank writes and reads which part of which tensor, on any layout. Its own files are
+pickles in zip archives: writing them holds Python's interpreter lock, for which the training loop
+would wait, and reading them is only as safe as unpickling.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 24
 
 
 class TensorWriter(FileSystemWriter):
-    """One file a rank, tensor after tensor, checksummed on the way."""
+    """Writes one file per rank, tensor after tensor, and computes its checksum."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=False)
@@ -73,7 +73,7 @@ def _write_all(file: io.FileIO, data: memoryview) -> None:
 
 
 class TensorReader(FileSystemReader):
-    """Reads tensors, and only tensors, of the files that the manifest lists."""
+    """Reads tensors, and nothing else, from the files that the manifest lists."""
 
     def __init__(self, path: Path, files: dict[str, Any]) -> None:
         super().__init__(path)
@@ -90,7 +90,7 @@ class TensorReader(FileSystemReader):
                 raise self._unusable(f"{name} is not a tensor")
         for index, info in metadata.storage_data.items():
             if info.relative_path not in self._files:
-                raise self._unusable(f".metadata names {info.relative_path}, which is not its own")
+                raise self._unusable(f".metadata names {info.relative_path}, an unknown file")
             self._chunks[index] = _chunk(metadata, index)
         return metadata
 
@@ -139,7 +139,7 @@ def _read(path: Path, offset: int, num_bytes: int) -> Tensor:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """`.metadata` is a pickle: only the plain data classes that torch puts there are let in."""
+    """Reads `.metadata`, a pickle, and admits only the plain data classes that torch puts there."""
 
     allowed = frozenset(
         {
@@ -169,7 +169,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_dtype or (module, name) in self.allowed:
             return super().find_class(module, name)
         raise AllranksError(
-            f"the checkpoint's .metadata asks for {module}.{name}, which a checkpoint never holds",
+            f"the checkpoint's .metadata asks for {module}.{name}, which no checkpoint contains",
             fix="do not trust this checkpoint; use another one",
             exit_code=1,
         )

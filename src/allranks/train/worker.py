@@ -1,6 +1,6 @@
-"""Where a rank of a native task begins: `python -m allranks.train.worker`.
+"""The entry point of a task's rank: `python -m allranks.train.worker`.
 
-Started by allranks.launch.rank_env, with stop signals blocked.
+allranks.launch.rank_env starts it with stop signals blocked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from allranks.train import signals
 
 
 def main() -> None:
-    signals.listen()  # before the seconds that importing torch takes: a stop must not be lost
+    signals.listen()  # first: importing torch takes seconds, and a stop must not be lost
     if os.environ.get("ALLRANKS_BENCH_DATA"):
         from allranks.train import feed_bench
 

@@ -143,7 +143,7 @@ def collect(
         synchronised, error = clock_state()
         shm = _size_of(at.shm)
         facts = {
-            **gpu_facts(env),
+            **gpu_facts(),
             "has_driver": has_driver,
             "has_nvidia_card": has_nvidia_card(at.sys),
             "host": socket.gethostname(),
@@ -171,7 +171,7 @@ def collect(
         )
 
 
-def gpu_facts(env: Mapping[str, str]) -> dict[str, Any]:
+def gpu_facts() -> dict[str, Any]:
     with nvml() as pynvml:
         if pynvml is None:
             return {"nvml_answers": False}

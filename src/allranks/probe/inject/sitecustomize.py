@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Runs at the start of every Python process of a user's script that allranks launched.
 
-Python imports `sitecustomize` from PYTHONPATH by itself. When the script imports torch, the job's
-`timeout` becomes the default of its process groups, and the probe begins to record the rank's
-steps. It also has the process write its stacks at a signal, should it hang, and write down what
+Python imports `sitecustomize` from PYTHONPATH automatically. When the script imports torch, the
+job's `timeout` becomes the default of its process groups, and the probe starts to record the rank's
+steps. It also makes the process write its stacks at a signal, in case it hangs, and record what
 ends it. Nothing here may break the script, and nothing of ours is imported before the script
 imports torch or fails.
 """
@@ -19,7 +19,7 @@ import sys
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Lets the usual finders find certain modules, then adds a step to their loading."""
+    """Calls a function after one of certain modules has been loaded as usual."""
 
     def __init__(self, steps):
         self.steps = steps  # module -> function of the loaded module
@@ -32,7 +32,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 collects = gc.isenabled()
-                gc.disable()  # what torch makes stays: looking for garbage takes a tenth of it
+                gc.disable()  # torch's objects stay: collecting takes a tenth of the import
                 try:
                     load(module)
                     report_failure(step, module)
@@ -45,7 +45,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def find_allranks():
-    """Make allranks importable: the script's Python need not have it."""
+    """Make allranks importable, even if the script's Python does not have it."""
     if "allranks" not in sys.modules and importlib.util.find_spec("allranks") is None:
         folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         init = os.path.join(folder, "__init__.py")
@@ -65,7 +65,7 @@ def report_failure(step, module):
 
 
 def start_probe(torch):
-    """From here on the rank's steps are recorded."""
+    """Record the rank's steps from now on."""
     find_allranks()
     from allranks.probe.start import start
 
@@ -73,9 +73,9 @@ def start_probe(torch):
 
 
 def write_stacks_when_asked():
-    """A rank that hangs cannot say where; a handler in C can, whatever holds the interpreter.
+    """Write all stacks at a signal, by a handler in C that works even if Python hangs.
 
-    Into a file in memory, which others find by its name in /proc: a log is for the script's lines.
+    They go to a file in memory, which others find by its name in /proc, not to the script's log.
     """
     import faulthandler
 
@@ -84,10 +84,10 @@ def write_stacks_when_asked():
 
 
 def note_the_end():
-    """Have allranks.run.crash write down what ends this process, before it is printed.
+    """Let allranks.run.crash record what ends this process, before it is printed.
 
-    Not in what it forks or spawns: a loader's worker tells its parent. What Python does not see,
-    a signal, is told by a handler in C.
+    Not in processes that it forks or spawns: a loader's worker reports to its parent. Signals,
+    which Python does not see, are reported by a handler in C.
     """
     import atexit
     import faulthandler
@@ -108,7 +108,7 @@ def note_the_end():
         before(kind, error, error.__traceback__)
 
     def tell_late():
-        error = getattr(sys, "last_value", None)  # where the script has a hook of its own
+        error = getattr(sys, "last_value", None)  # if the script has its own excepthook
         if isinstance(error, BaseException) and not any(error is one for one in told):
             tell("raised", error)
 
@@ -120,7 +120,7 @@ def note_the_end():
 
 
 def note_exits(tell):
-    """Record who exits with a code that is not 0, or kills this process; change nothing else."""
+    """Record calls that exit with a code other than 0 or kill this process; change nothing else."""
     import threading
 
     def noted(function, counts, **kwargs):
@@ -138,14 +138,14 @@ def note_exits(tell):
     def fails(code=None):
         return code not in (None, 0)
 
-    def exits(code=None):  # in another thread it only ends that
+    def exits(code=None):  # in another thread it ends only that thread
         return fails(code) and threading.current_thread() is threading.main_thread()
 
     def kills(target, number):
         return target == os.getpid() and number in (9, 15)
 
     sys.exit = noted(sys.exit, exits)
-    # Where pickle looks for them, too.
+    # Also in the module in which pickle looks for them.
     posix = sys.modules.get(os.kill.__module__, os)
     os._exit = posix._exit = noted(os._exit, fails)
     os.kill = posix.kill = noted(os.kill, kills, kills=True)
@@ -155,13 +155,13 @@ def note_exits(tell):
 
 
 def hide_probe(rules):
-    """torch.compile has been imported: it need not look at the probe."""
+    """Hide the probe from torch.compile, which has been imported."""
     if "allranks.probe.hooks" in sys.modules:
         sys.modules["allranks.probe.compilers"].hide_from_compilers()
 
 
 def impose_timeout(c10d):
-    """Make the job's timeout the default; one that the job sets expressly beats the script's."""
+    """Make the job's timeout the default; if the job sets it, it overrides the script's."""
     from datetime import timedelta
 
     timeout = timedelta(seconds=float(os.environ["ALLRANKS_TIMEOUT"]))
@@ -190,7 +190,7 @@ def with_timeout(function, timeout):
 
 
 def run_hidden_sitecustomize() -> None:
-    """The environment's own sitecustomize, which this one stands in front of."""
+    """Run the environment's own sitecustomize, which this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
     others = [path for path in sys.path if os.path.abspath(path or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -200,8 +200,8 @@ def run_hidden_sitecustomize() -> None:
 
 steps = {}
 if os.environ.get("ALLRANKS_PROFILE"):
-    # torch's profiler tells its every start and stop on stderr, on its highest level: nothing less
-    # than silence keeps these lines from among the script's own. It looks when it is loaded.
+    # torch's profiler reports each start and stop on stderr at its highest level: only full silence
+    # keeps these lines out of the script's output. It reads the variable when it is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 if os.environ.get("ALLRANKS_TIMEOUT"):
     steps["torch.distributed.distributed_c10d"] = impose_timeout
