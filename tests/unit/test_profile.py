@@ -169,6 +169,7 @@ def write(run: RunDir, rank: int, content: bytes) -> None:
     path = run.attempt(0) / f"rank-{rank}.trace.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+    run.events(0, rank).touch()  # an attempt without ranks has not begun
 
 
 def test_ranks_are_compared(tmp_path: Path) -> None:
