@@ -52,12 +52,16 @@ class Layout:
         shape, colon, axes = text.strip().partition(":")
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", shape)
         if match is None:
-            known = re.fullmatch(r"[0-9]+", shape)
-            example = f"1x{shape} for {shape} ranks on one node" if known else "2x4 or 2x4:tp=4"
+            known = re.fullmatch(r"[1-9][0-9]{0,4}x?", shape)
+            example = "2x4 for 2 nodes of 4 GPUs each"
+            if known and shape.endswith("x"):
+                example = f"{shape}1, or another number of GPUs per node"
+            elif known:
+                example = f"1x{shape} for {shape} ranks on one node"
             if "@" in shape:  # how --race names a type of GPU
                 example = f"--race {text.strip()}, or the type as slurm.gpu=TYPE"
             raise AllranksError(
-                f'layout "{text}" is not NODESxGPUS, optionally followed by :axis=N,axis=N',
+                f'layout "{text}" is not NODESxGPUS',
                 fix=f"write {example}",
             )
         if colon and not axes.strip():
@@ -85,7 +89,7 @@ class Layout:
                 shown = str(number) if number <= limit else f"over {limit}"
                 raise AllranksError(
                     f"{field} is {shown}, but a layout's {field} must be from 1 to {limit}",
-                    fix="write NODESxGPUS[:axis=N,...] within these limits, for example 2x4:tp=4",
+                    fix="write NODESxGPUS within these limits, for example 2x4",
                 )
 
     def _refuse_axes(self) -> NoReturn:

@@ -106,7 +106,7 @@ def test_precisions_side_by_side(tmp_path: Path) -> None:
 
 
 def test_data_are_measured_against_the_step(tmp_path: Path) -> None:
-    job = ["task=language", "--workers", "0,2", "--seconds", "0.5", "--repeats", "1", "--json"]
+    job = ["task=language", "--workers", "0,2", "--seconds-each", "0.5", "--repeats", "1", "--json"]
     outcome = run_allranks("bench", "data", *job, cwd=tmp_path, timeout=280)
     assert outcome.returncode == 0, outcome.stderr
     found = json.loads(outcome.stdout)

@@ -88,7 +88,7 @@ def answer(outcome: Any) -> dict[str, Any]:
 
 
 def test_data_of_files_by_workers(allranks: Allranks, folder: Path) -> None:
-    options = ["task=mine:Mine", "--seconds", "0.1", "--repeats", "1", "--workers", "0,1"]
+    options = ["task=mine:Mine", "--seconds-each", "0.1", "--repeats", "1", "--workers", "0,1"]
     outcome = allranks("bench", "data", *options, "--layout", "1x2", "--json", env=ONE_THREAD)
     assert outcome.returncode == 0, outcome.stderr
     found = answer(outcome)
@@ -109,7 +109,7 @@ def test_data_of_files_by_workers(allranks: Allranks, folder: Path) -> None:
 
 @pytest.mark.soak
 def test_what_was_measured_before_a_failure_is_kept(allranks: Allranks, folder: Path) -> None:
-    options = ["task=mine:Mine", "options.breaks=true", "--seconds", "0.1", "--repeats", "1"]
+    options = ["task=mine:Mine", "options.breaks=true", "--seconds-each", "0.1", "--repeats", "1"]
     outcome = allranks("bench", "data", *options, "--workers", "0", "--json", env=ONE_THREAD)
     assert outcome.returncode == 1
     assert "no model today" in outcome.stderr

@@ -168,7 +168,7 @@ def test_two_ranks_measure_all_collectives(allranks: Allranks, tmp_path: Path) -
     assert json.loads((run_dir / "comm.json").read_text()) == found
     for fit in found["fits"]:
         assert fit["latency_us"] >= 0 and math.isfinite(fit["error"])
-    shown = allranks("bench", "comm", "--show", "last")
+    shown = allranks("bench", "comm", "--from", "last")
     assert shown.returncode == 0
     assert "fit of all sizes" in shown.stdout
 

@@ -92,7 +92,7 @@ def frozen(process: subprocess.Popen[str]) -> Iterator[None]:
 def test_the_rank_that_did_not_come_is_named_and_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(tmp_path, "--idle-timeout", "20s") as process:
+    with running(tmp_path, "--stall-timeout", "20s") as process:
         run = wait_for_hang(tmp_path)
         with frozen(process):
             assert hang(run, after=3600) == []  # it may be patient
@@ -211,7 +211,7 @@ def test_a_hang_is_ended_at_its_checkpoint_and_goes_on_from_there(tmp_path: Path
     (tmp_path / "nap.py").write_text(TASK)
     keys = ("task=nap:Nap", "data.num_workers=0", "checkpoint.every=50")
     ended = run_allranks(
-        "run", *keys, "--layout", "1x2", "--idle-timeout", "10s", "--json", cwd=tmp_path
+        "run", *keys, "--layout", "1x2", "--stall-timeout", "10s", "--json", cwd=tmp_path
     )
     assert ended.returncode == 75, ended.stderr
     result = json.loads(ended.stdout)

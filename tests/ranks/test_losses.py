@@ -74,7 +74,7 @@ def epoch(task: str, batch_size: int, micro: int | None, norm: bool) -> list[lis
         autocast=nullcontext(),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         progress=SimpleNamespace(step=0),
-        meter=SimpleNamespace(own=SimpleNamespace(saw=lambda step, losses: None)),
+        meter=SimpleNamespace(own=SimpleNamespace(keep=lambda step, losses: None)),
         data=data,
     )
     shown = []

@@ -117,7 +117,7 @@ def test_every_rank_of_a_measured_task_is_as_under_run(folder: Path) -> None:
     precise = ("--precisions", "fp32", "--repeats", "2", "--steps", "3")
     measured = runs_of(folder, "bench", "precision", *TASK, *precise, *layout)["1x2"]
     assert [differences(repeat, typed) for repeat in measured] == [[], []]
-    fed = ("--workers", "0", "--seconds", "0.1", "--repeats", "1")
+    fed = ("--workers", "0", "--seconds-each", "0.1", "--repeats", "1")
     (fed_ranks,) = runs_of(folder, "bench", "data", *TASK, *fed, *layout)["1x2"]
     assert not differences(fed_ranks, typed)
 

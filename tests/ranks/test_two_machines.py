@@ -20,9 +20,6 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 
-LISTEN = "import sys; from allranks.cli.doctor_machine import listen as f; sys.exit(f(None"
-CONNECT = "import sys; from allranks.cli.doctor_machine import connect as f; sys.exit(f(sys.argv[1]"
-AS_JSON = ", as_json=True))"
 MBIT = 1e6 / 8
 
 
@@ -37,13 +34,14 @@ class Pair:
     left: str
     right: str
 
-    def start(self, space: str, code: str, *words: str) -> subprocess.Popen[str]:
-        command = ["ip", "netns", "exec", space, sys.executable, "-c", code + AS_JSON, *words]
+    def start(self, space: str, *words: str) -> subprocess.Popen[str]:
+        doctor = [sys.executable, "-m", "allranks", "doctor", "--json", *words]
+        command = ["ip", "netns", "exec", space, *doctor]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def test(self, target: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the side that connects says, and the listener."""
-        listener = self.start(self.left, LISTEN)
+        listener = self.start(self.left, "--listen")
         try:
             self._wait_for_listener()
             found = self.connect(target)
@@ -55,7 +53,7 @@ class Pair:
             listener.wait()
 
     def connect(self, target: str) -> dict[str, Any]:
-        process = self.start(self.right, CONNECT, target)
+        process = self.start(self.right, "--connect", target)
         out, errors = process.communicate(timeout=120)
         assert process.returncode in (0, 1), errors
         found: dict[str, Any] = json.loads(out)

@@ -33,7 +33,7 @@ def test_collectives_are_measured_within_and_across_real_nodes(
     sent = json.loads(done.stdout)
     run = Sent(cluster, tmp_path, RunDir(Path(sent["run_dir"])), sent["jobs"])
     assert run.wait_for_end(180)["state"] == "finished"
-    found = json.loads(run.allranks("bench", "comm", "--show", sent["run"], "--json"))
+    found = json.loads(run.allranks("bench", "comm", "--from", sent["run"], "--json"))
     assert found == json.loads((run.run.path / "comm.json").read_text())
     assert (found["backend"], found["played"], found["complete"]) == ("slurm", False, True)
     assert {(row["scope"], row["ranks"]) for row in found["rows"]} == {

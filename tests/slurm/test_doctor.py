@@ -35,17 +35,12 @@ class Stuck(Spiral):
             gone_astray()
         return super().loss(outputs, targets)
 """
-CHECK = """
-import sys
-from pathlib import Path
-from allranks.cli.doctor_machine import check_here
-sys.exit(check_here(Path("runs"), as_json=True))
-"""
+DOCTOR = (sys.executable, "-m", "allranks", "doctor")
 
 
 def test_the_nodes_of_an_allocation_are_checked_together(cluster: Cluster, tmp_path: Path) -> None:
     done = subprocess.run(
-        ["salloc", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-c", CHECK],
+        ["salloc", "--nodes=2", "--ntasks-per-node=1", *DOCTOR, "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

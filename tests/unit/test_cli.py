@@ -15,7 +15,7 @@ import typer
 from tests.commandline import Allranks
 
 from allranks.cli.commands import Command, Commands, help_page
-from allranks.cli.main import AllCommands, as_user_error
+from allranks.cli.main import AllCommands, app, as_user_error
 from allranks.cli.options import print_error
 from allranks.errors import AllranksError
 from allranks.launch.prepare import Request, open_run, prepare
@@ -195,6 +195,63 @@ def test_every_option_is_spelt_as_its_name() -> None:
     spelt = [opt for command in ALL.values() for param in command.params for opt in param.opts]
     assert len(spelt) > 100
     assert not [opt for opt in spelt if opt.startswith("--") and opt != opt.lower()]
+
+
+# what is typed, and which of its options is said to have no effect
+WITHOUT_EFFECT = {
+    "run --force": "--force",
+    "run --master a:1": "--master",
+    "submit --steps 200": "--steps",
+    "submit --min-efficiency 0.85 --steps 9": "--min-efficiency and --steps",
+    "submit --ladder 1x1,1x2 --layout 1x1": "--layout",
+    "submit --race 1x1,1x2 --layout 1x1": "--layout",
+    "submit --dry-run --wait": "--wait",
+    "resume last --race 1x2 --layout 1x1": "--layout",
+    "resume last --dry-run --wait": "--wait",
+    "stop last --all": "RUN",
+    "logs last --raw --json": "--raw",
+    "watch --port 8000": "--port",
+    "watch --web --once": "--once",
+    "watch --once --interval 5": "--interval",
+    "watch --once --notify true": "--notify",
+    "watch --json --mark gpu_util=80,90": "--mark",
+    "watch last --all": "--all",
+    "watch --stacks": "--stacks",
+    "status last --all": "--all",
+    "doctor --stalled 30": "--stalled",
+    "doctor --list last": "RUN|LOG",
+    "doctor --listen --connect a:1": "--connect",
+    "doctor --connect a:1 --data .": "--data",
+    "doctor last --data .": "--data",
+    "bench scaling --backend slurm --here": "--here",
+    "bench comm --from last --seconds 3": "--seconds",
+    "bench comm --backend slurm --oversubscribe": "--oversubscribe",
+    "bench data --steps 3": "--steps",
+}
+
+
+@pytest.mark.parametrize("typed", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused(typed: str) -> None:
+    with pytest.raises(AllranksError, match="no effect with") as refused:
+        app(typed.split(), standalone_mode=False)
+    assert refused.value.what.startswith(f"{WITHOUT_EFFECT[typed]} ha")
+    assert f"leave out {WITHOUT_EFFECT[typed]}" in refused.value.fix
+    assert refused.value.exit_code == 2
+
+
+def test_a_variable_without_effect_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALLRANKS_NOTIFY", "true")
+    monkeypatch.setenv("ALLRANKS_RUNS", str(tmp_path))
+    app(["watch", "--once"], standalone_mode=False)
+    assert "no runs" in capsys.readouterr().out
+
+
+def test_a_script_is_refused_where_none_is_run(allranks: Allranks) -> None:
+    refused = allranks("ls", "--", "python", "train.py")
+    assert refused.returncode == 2
+    assert "no effect with allranks ls" in refused.stderr
 
 
 def test_help_imports_no_module_of_a_command(folder: Path) -> None:

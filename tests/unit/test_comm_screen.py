@@ -128,7 +128,7 @@ WRONG = {
     "unknown backend": (["--layout", "1x2", "--backend", "cloud"], "slurm", "--help"),
     "a key that there is not": (["--layout", "1x2", "slurm.partitio=a"], "partitio", "partition"),
     "a command": (["--layout", "1x2", "--", "python"], "no effect with", "--"),
-    "no such run": (["--show", "nothing"], "nothing", "last"),
+    "no such run": (["--from", "nothing"], "nothing", "last"),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_has_measured_nothing_says_so(allranks: Allranks, tmp_path: P
     folder = tmp_path / "runs" / "comm-20261115-120000-abcd"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"bench": {"kind": "comm"}}')
-    done = allranks("bench", "comm", "--show", "comm")
+    done = allranks("bench", "comm", "--from", "comm")
     assert done.returncode == 2
     assert "has measured no collectives" in done.stderr
 
@@ -159,7 +159,7 @@ def test_an_earlier_run_is_shown(allranks: Allranks, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text("{}")
     (folder / "comm.json").write_text(json.dumps(made_up()))
-    done = allranks("bench", "comm", "--show", "comm", "--json")
+    done = allranks("bench", "comm", "--from", "comm", "--json")
     assert done.returncode == 0
     written = json.loads((folder / "comm.json").read_text())
     assert json.loads(done.stdout) == {**written, "run_dir": str(folder)}  # where it is now

@@ -368,6 +368,6 @@ def test_the_last_run_of_bench_comm_is_none_of_another_command(tmp_path: Path) -
     comm = make_run(tmp_path, "1x2", step_seconds=0.1, number=0, info={"bench": {"kind": "comm"}})
     other = make_run(tmp_path, "1x2", step_seconds=0.1, number=1, name="digits")
     assert run_to_show(tmp_path, "last") == comm == run_to_show(tmp_path, "language")
-    with pytest.raises(AllranksError, match="is no run of bench comm") as refusal:
+    with pytest.raises(AllranksError, match="is not a run of bench comm") as refusal:
         run_to_show(tmp_path, other.name)
     assert comm.name in refusal.value.fix

@@ -120,6 +120,13 @@ def test_rooms_import_only_what_the_tour_allows() -> None:
     assert not foreign
 
 
+def test_the_tour_names_files_that_exist() -> None:
+    named = re.findall(r"(?<![\w/.-])(?:[a-z_]+/)+(?:[a-z_]+\.(?:py|yaml))?", TOUR.read_text())
+    assert len(named) > 50
+    roots = (PACKAGE, TOUR.parents[2])
+    assert not [path for path in named if not any((root / path).exists() for root in roots)]
+
+
 def test_nobody_but_train_knows_the_bundled_tasks() -> None:
     public = {"allranks.tasks.BUNDLED", "allranks.tasks.Task", "allranks.tasks.__path__"}
     known = [

@@ -61,7 +61,8 @@ def test_any_text_parses_or_is_refused_with_a_fix(text: str) -> None:
     ("text", "what", "fix"),
     [
         ("8", "is not NODESxGPUS", "write 1x8 "),
-        ("", "is not NODESxGPUS", "2x4:tp=4"),
+        ("", "is not NODESxGPUS", "2x4"),
+        ("2x", "is not NODESxGPUS", "2x1"),
         ("2x4@slurm", "is not NODESxGPUS", "2x4"),
         ("-1x4", "is not NODESxGPUS", "2x4"),
         ("٣x٣", "is not NODESxGPUS", "2x4"),

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
-from allranks.cli import doctor_machine as cli_doctor_machine
+from allranks.cli.doctor import doctor
 from allranks.doctor.check import Check, failed, passed, warned
 from allranks.doctor.machine import env_checks, gpu_checks, screen, system_checks
 from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.gpu_checks import has_kernels
+from allranks.doctor.machine.nodes import as_checks
 from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.disks import FolderFacts, look_at
 from allranks.machine.gpus import LocalGPU
@@ -399,11 +401,11 @@ def test_the_screen_fits_a_narrow_terminal_and_keeps_every_word() -> None:
 
 def test_nodes_that_failed_are_failures_with_what_to_exclude() -> None:
     bad = Verdict(("a", "b"), failed={"b": "cannot be reached by a"}, warnings=["a: clock is off"])
-    rows = cli_doctor_machine.node_checks(bad)
+    rows = as_checks(bad)
     assert [(row.name, row.status) for row in rows] == [("b", "fail"), ("a", "warn")]
     assert "--exclude=b" in rows[0].fix
     good = Verdict(("a", "b"), bandwidth=1.5e9, backend="gloo")
-    assert [row.status for row in cli_doctor_machine.node_checks(good)] == ["pass"]
+    assert [row.status for row in as_checks(good)] == ["pass"]
 
 
 def test_this_machine_is_checked_in_json(
@@ -411,10 +413,13 @@ def test_this_machine_is_checked_in_json(
 ) -> None:
     for name in ("WORLD_SIZE", "RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    cli_doctor_machine.check_here(tmp_path, as_json=True)
+    with pytest.raises(typer.Exit):
+        doctor(runs=tmp_path, as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert {"host", "ok", "seconds", "checks"} <= set(printed)
     assert printed["seconds"] < 10
     assert {"check", "status", "value", "fix"} == set(printed["checks"][0])
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert cli_doctor_machine.check_here(tmp_path, as_json=True) == 1
+    with pytest.raises(typer.Exit) as ended:
+        doctor(runs=tmp_path, as_json=True)
+    assert ended.value.exit_code == 1

@@ -53,7 +53,7 @@ COMMAND = get_command(app)
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what takes longest and reads no run: the cluster, pictures, other programs."""
-    monkeypatch.setattr("allranks.cli.watch.resources", lambda: {})
+    monkeypatch.setattr("allranks.watch.status.resources", lambda: {})
     monkeypatch.setattr("allranks.report.files.find_spec", lambda _: None)
     monkeypatch.setattr("allranks.slurm.commands.call", no_slurm)
     monkeypatch.setenv("COLUMNS", "300")

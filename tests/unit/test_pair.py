@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from allranks.cli import doctor_machine as cli_doctor_machine
+from allranks.cli.doctor import teller
 from allranks.doctor.pair import connect as connecting
 from allranks.doctor.pair import protocol
-from allranks.doctor.pair.connect import connect, is_neighbour
+from allranks.doctor.pair.connect import check_connection, connect, is_neighbour
 from allranks.doctor.pair.facts import PairFacts, Side, from_fields, from_report, to_fields
-from allranks.doctor.pair.listen import MOST_AT_ONCE, Listening
+from allranks.doctor.pair.listen import MOST_AT_ONCE, Listening, check_as_listener
 from allranks.doctor.pair.verdict import verdict
 from allranks.errors import AllranksError
 
@@ -223,7 +223,7 @@ def test_a_neighbour_is_looked_up_in_the_kernel_s_table(tmp_path: Path) -> None:
 
 
 def test_a_target_is_a_host_and_maybe_a_port() -> None:
-    split = cli_doctor_machine.split_target
+    split = connecting.split_target
     assert split("node1") == ("node1", 29500) and split("node1:7") == ("node1", 7)
     assert split("[fd00::2]:7") == ("fd00::2", 7) and split("fd00::2") == ("fd00::2", 29500)
 
@@ -231,7 +231,7 @@ def test_a_target_is_a_host_and_maybe_a_port() -> None:
 @pytest.mark.parametrize("target", ["node1:port", "node1:0", ":29500x"])
 def test_a_target_that_is_none(target: str) -> None:
     with pytest.raises(AllranksError, match="HOST:PORT"):
-        cli_doctor_machine.connect(target)
+        check_connection(target)
 
 
 def test_silent_strangers_lock_nobody_out() -> None:
@@ -278,5 +278,5 @@ def test_what_a_stranger_says_is_no_markup(
             return PairFacts(**GOOD)
 
     monkeypatch.setattr("allranks.doctor.pair.listen.Listening", Once)
-    cli_doctor_machine.listen(None)
+    check_as_listener(1, teller(as_json=False))
     assert "it said b'[/x]'" in capsys.readouterr().out

@@ -15,10 +15,9 @@ from allranks.show.text import clean, shortened
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.logs import KEPT_BYTES, MAX_REST_BYTES, LogPage
 from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
-from allranks.watch.table_cells import rank_cells
+from allranks.watch.table_cells import rank_cells, sparkline
 from allranks.watch.terminal import OpenLog
 from allranks.watch.views import Parts, RankView, RunView
-from allranks.watch.words import count, duration, sparkline
 
 NOW = 1_794_750_000.0
 
@@ -87,19 +86,19 @@ def test_the_screen_at_80_columns() -> None:
     lines = plain(screen(scene(), 80, 18))
     assert re.fullmatch(r"allranks watch  1 running, 1 queued, 1 failed +\d\d:\d\d:\d\d", lines[0])
     assert lines[1:] == [
-        "  run                  state    layout      step  left   loss curve    samples/s",
-        "> digits-20…42301-3f9a running  1x4     120/2000 1h12m  0.412 █▂▁▁▁▁▁▁     12.3k",
-        "  language-…42500-77aa queued   2x8              waits for its turn: other jobs…",
-        "  digits-20…10000-bbbb failed   1x4      77/2000 rank 3: CUDA out of memory",
+        "  run                 state    layout      step  left    loss curve    samples/s",
+        "> digits-20…2301-3f9a running  1x4    120/2,000 1h12m 0.41200 █▂▁▁▁▁▁▁     12.3k",
+        "  language-…2500-77aa queued   2x8              waits for its turn: other jobs …",
+        "  digits-20…0000-bbbb failed   1x4     77/2,000 rank 3: CUDA out of memory",
         "── digits-20261115-142301-3f9a " + 49 * "─",
-        "running  1x4  94% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU-h…",
+        "running  1x4  94.0% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU…",
         "step 106ms: compute 75%  comm 11%  waiting 8%  data 4%  other 2%",
         "slowest: rank 3, last in 94% of 16 steps, longer in backward",
-        "   rank node    gpu% memory power  °C   took   data   wait  cpu  seen",
-        "      0 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
-        "      1 node1    75! 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
-        "      2 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s",
-        "      3 node1    97+ 68.0G+ 640W+  66  106ms  2.0ms   12ms  1.0    1s < slowest",
+        "   rank node    gpu%  memory power  °C   took   data   wait  cpu  seen",
+        "      0 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
+        "      1 node1    75!   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
+        "      2 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
+        "      3 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s < slowest",
         *[""] * 3,
         "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help",
     ]
@@ -135,7 +134,7 @@ def test_a_wide_screen_has_every_column() -> None:
         *("run", "state", "layout", "epoch", "step", "left", "loss", "curve"),
         *("samples/s", "eff", "hours"),
     ]
-    assert "digits-20261115-142301-3f9a" in lines[2] and "94%" in lines[2]
+    assert "digits-20261115-142301-3f9a" in lines[2] and "94.0%" in lines[2]
     assert "expected to start" in lines[3] and "16:40" in lines[3]
     titles = next(line for line in lines if line.strip().startswith("rank node")).split()
     expected = "rank node gpu% memory power °C step took data wait cpu seen"
@@ -222,16 +221,7 @@ def test_a_wrong_mark_is_refused_with_what_to_write(text: str) -> None:
     assert "gpu_util" in caught.value.fix
 
 
-def test_words() -> None:
-    said = [duration(s) for s in (0.0021, 0.0124, 0.9999, 3.44, 59.6, 125, 4320, 90_000)]
-    assert said == ["2.1ms", "12ms", "1.0s", "3.4s", "1m00s", "2m05s", "1h12m", "1d01h"]
-    assert [count(n) for n in (0.5, 12.34, 850, 12_345, 4.5e6)] == [
-        "0.5",
-        "12.3",
-        "850",
-        "12.3k",
-        "4.5M",
-    ]
+def test_a_curve_in_one_line() -> None:
     assert sparkline([1.0, 2.0, 3.0], 8) == "▁▅█"
     assert len(sparkline([float(n) for n in range(1000)], 8)) == 8
     assert sparkline([], 8) == "" and sparkline([5.0], 8) == "▁"
@@ -335,9 +325,9 @@ def test_gpus_by_what_a_rank_writes_of_them() -> None:
         cells = rank_cells(one, DEFAULT_MARKS, 0.0)
         return [cells[key].plain.strip() for key in keys]
 
-    assert said(full) == ["95+", "85.0G+", "", ""]
-    assert said(replace(hot, temperature=83)) == ["79!", "91.0G!", "690W+", "83"]
-    assert said(idle) == ["85", "10.0G", "100W", ""]
+    assert said(full) == ["95+", "85Gi+", "", ""]
+    assert said(replace(hot, temperature=83)) == ["79!", "91Gi!", "690W+", "83"]
+    assert said(idle) == ["85", "10Gi", "100W", ""]
 
 
 def test_a_log_just_longer_than_what_is_kept_is_shown(tmp_path: Path) -> None:

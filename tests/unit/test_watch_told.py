@@ -14,7 +14,6 @@ import pytest
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks.cli.watch import resources
 from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
@@ -39,6 +38,7 @@ from allranks.watch.status import (
     gather,
     next_steps,
     resource_lines,
+    resources,
     status_page,
 )
 from allranks.watch.views import Parts, RunView
@@ -200,7 +200,7 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
     def refuse(only: str | None = None) -> None:
         raise slurm.refusal("scontrol", words)
 
-    monkeypatch.setattr("allranks.slurm.cluster.describe_cluster", refuse)
+    monkeypatch.setattr("allranks.watch.status.describe_cluster", refuse)
     lines = resource_lines(resources())
     assert lines[-1] == f"\nSLURM: {meaning}."
     assert lines[0].startswith("This machine (") and len(lines) == 2
@@ -247,7 +247,7 @@ def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path
     [
         (["nothing-here"], "no run 'nothing-here'"),
         (["--mark", "gpu=1,2"], "no mark is called 'gpu'"),
-        (["--stacks"], "--stacks is for a job"),
+        (["--stacks"], "without a SLURM job"),
         (["--stalled", "0"], "--stalled"),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_line_of_squeue_about_one_job() -> None:
     [
         ("1:05", "58:55", "running for 1m15s, 58m45s left of its time limit"),
         ("1-02:03:04", "UNLIMITED", "running for 1d02h, without a time limit"),
-        ("0:00", "0:05", "running for 10s, 1s left of its time limit"),
+        ("0:00", "0:05", "running for 10s, 0s left of its time limit"),
         ("", "INVALID", "running"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_node_that_has_gone_silent_is_seen() -> None:
     }
     fresh = job_lines(facts, [sample], DEFAULT_MARKS, 80, now=1006.0)
     silent = job_lines(facts, [sample], DEFAULT_MARKS, 80, now=1060.0)
-    assert "ago" not in fresh[1].plain and silent[1].plain.endswith("1m00s ago")
+    assert "ago" not in fresh[1].plain and silent[1].plain.endswith("1m ago")
 
 
 def test_the_step_beside_a_job() -> None:
@@ -356,7 +356,7 @@ def test_what_nvidia_smi_does_not_know_is_none() -> None:
     assert gpu["power"] is None and gpu["memory"] == 70000 << 20 and gpu["name"] == "NVIDIA A100"
     sample = {"node": "n1", "cpus": 8, "memory_total": 2, "memory_available": 1, "gpus": [gpu]}
     lines = [x.plain for x in job_lines(FACTS, [{**sample, "processes": []}], DEFAULT_MARKS, 80)]
-    assert any("93+" in line and "68.4G+" in line for line in lines)
+    assert any("93+" in line and "68.4Gi+" in line for line in lines)
 
 
 def test_stacks_say_whose_they_are_and_what_is_missing() -> None:

@@ -85,8 +85,8 @@ def run_to_show(runs: Path, reference: str) -> RunDir:
         return newest
     run = find_run(runs, reference)
     if not has_measured(run):
-        instead = f"--show {newest.name}, the last of those" if newest else measure
-        raise AllranksError(f"run {run.name} is no run of bench comm", fix=instead)
+        instead = f"--from {newest.name}, the last of those" if newest else measure
+        raise AllranksError(f"run {run.name} is not a run of bench comm", fix=instead)
     return run
 
 

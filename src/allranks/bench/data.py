@@ -372,7 +372,7 @@ def verdict(found: Found, judged: Judgement) -> str:
     if judged.contradiction is not None:
         return (
             f"no recommendation, the measurements contradict each other: {judged.contradiction}; "
-            "measure again when nothing else runs here, with more --seconds or --repeats"
+            "measure again when nothing else runs here, with more --seconds-each or --repeats"
         )
     row, step = judged.row, judged.step
     if row is None:

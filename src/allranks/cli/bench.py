@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from allranks.cli.commands import never_with, refuse
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -31,34 +32,90 @@ if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
 
 Backend = Annotated[
-    Literal["local", "slurm"], typer.Option(help="Where to run: this machine, or SLURM's queue.")
+    Literal["local", "slurm"],
+    typer.Option(
+        "--backend", metavar="local|slurm", help="Run on this machine, or through SLURM's queue."
+    ),
 ]
-
+Layouts = Annotated[
+    str,
+    typer.Option("--layouts", metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4."),
+]
+StepsOrAll = Annotated[
+    str,
+    typer.Option(
+        "--steps", metavar="N|all", help="Steps to measure, once they are steady; or all of them."
+    ),
+]
+Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to measure.")]
+Repeats = Annotated[
+    int, typer.Option("--repeats", metavar="N", min=1, help="How often each is measured.")
+]
 NoBaseline = Annotated[
-    bool, typer.Option("--no-baseline", help="Add no layout of one rank to compare with.")
+    bool, typer.Option("--no-baseline", help="Do not add a layout of one rank to compare with.")
 ]
-
-
+Weak = Annotated[
+    bool,
+    typer.Option("--weak", help="Weak scaling: keep a task's batch per rank, not its total."),
+]
 Settings = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. slurm.partition=gpu")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of a job, such as slurm.partition=gpu"),
+]
+Sizes = Annotated[
+    str,
+    typer.Option(
+        "--sizes", metavar="SIZE-SIZE", help="Smallest and largest message; each is 4x the last."
+    ),
+]
+Collectives = Annotated[
+    str | None,
+    typer.Option(
+        "--collectives", metavar="NAMES", help="Such as all_reduce,broadcast. Default: all."
+    ),
+]
+Seconds = Annotated[
+    float,
+    typer.Option("--seconds", metavar="SECONDS", min=1, help="Time that all of it takes, about."),
+]
+Earlier = Annotated[
+    str | None,
+    typer.Option(
+        "--from", metavar="RUN", help="Measure nothing: show what this run, or the last, measured."
+    ),
+]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers", metavar="N,N", help="Numbers of workers to try. Default: by the CPUs."
+    ),
+]
+SecondsEach = Annotated[
+    float,
+    typer.Option(
+        "--seconds-each", metavar="SECONDS", min=0.1, help="Time that each measurement takes."
+    ),
+]
+ScriptSteps = Annotated[
+    int, typer.Option("--steps", metavar="N", min=1, help="With a script: steps to measure.")
+]
+Precisions = Annotated[
+    str | None,
+    typer.Option(
+        "--precisions", metavar="NAMES", help="Some of fp32,tf32,fp16,bf16. Default: all."
+    ),
 ]
 
 
+@never_with("backend=slurm", "here")
 def scaling(
     job: JobFile = None,
     overrides: Overrides = None,
-    layouts: Annotated[
-        str,
-        typer.Option("--layouts", metavar="LAYOUTS", help="To compare, such as 1x1,1x2,1x4."),
-    ] = "1x1,1x2",
-    steps: Annotated[str, typer.Option(help="Steps to measure once they are steady, or all.")] = (
-        "200"
-    ),
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each layout.")] = 3,
+    layouts: Layouts = "1x1,1x2",
+    steps: StepsOrAll = "200",
+    repeats: Repeats = 3,
     no_baseline: NoBaseline = False,
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Keep a task's batch for each rank, not for all.")
-    ] = False,
+    weak: Weak = False,
     backend: Backend = "local",
     here: Here = False,
     price: OwnPrice = None,
@@ -82,21 +139,18 @@ def scaling(
     finish(found, scaling_screen.show, console, as_json=as_json)
 
 
+@never_with(
+    "earlier", "overrides", "layout", "sizes", "collectives", "seconds", "backend", "oversubscribe"
+)
+@never_with("backend=slurm", "oversubscribe")
 def comm(
     overrides: Settings = None,
     layout: LayoutText = None,
-    sizes: Annotated[str, typer.Option(help="Smallest and largest, each 4x the last.")] = (
-        "1KiB-1GiB"
-    ),
-    collectives: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Such as all_reduce,broadcast. Default: all.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="To spend, about.")] = 120,
+    sizes: Sizes = "1KiB-1GiB",
+    collectives: Collectives = None,
+    seconds: Seconds = 120,
     backend: Backend = "local",
-    show: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Only show an earlier run, or the last."),
-    ] = None,
+    earlier: Earlier = None,
     oversubscribe: Oversubscribe = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -107,8 +161,8 @@ def comm(
     from allranks.bench.measure import Result
 
     console = people_console(as_json)
-    if show is not None:
-        found = Result(found_in(run_to_show(runs, show)))
+    if earlier is not None:
+        found = Result(found_in(run_to_show(runs, earlier)))
     else:
         prepared = prepare_comm(
             overrides or [],
@@ -136,19 +190,17 @@ def send_comm(prepared: Prepared, *, as_json: bool) -> None:
     done = submit.submit(prepared, racers_of(prepared.job, []))
     show_submitted(done, as_json=as_json)
     if not as_json:
-        print(f"then allranks bench comm --show {done.run.name}")
+        print(f"then allranks bench comm --from {done.run.name}")
 
 
 def data(
     job: JobFile = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Numbers of workers; default: by the CPUs.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 2.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of all measurements.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Of a script: steps to measure.")] = 200,
+    workers: Workers = None,
+    seconds_each: SecondsEach = 2.0,
+    repeats: Repeats = 3,
+    steps: ScriptSteps = 200,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -160,12 +212,16 @@ def data(
     def prepare_with(more: Sequence[str]) -> Prepared:
         return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
 
+    if prepare_with(()).job.command is not None:
+        refuse(["workers", "seconds_each", "repeats"], "with a script")
+    else:
+        refuse(["steps"], "with a task")
     console = people_console(as_json)
     found = measure(
         prepare_with,
         console,
         workers=read_workers(workers),
-        seconds=seconds,
+        seconds=seconds_each,
         repeats=repeats,
         steps=steps,
     )
@@ -176,11 +232,9 @@ def precision(
     job: JobFile = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
-    precisions: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Some of fp32,tf32,fp16,bf16.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of every run.")] = 200,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each precision.")] = 3,
+    precisions: Precisions = None,
+    steps: Steps = 200,
+    repeats: Repeats = 3,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,

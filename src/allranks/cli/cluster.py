@@ -1,4 +1,4 @@
-"""The commands for clusters: cluster, submit, race, resume, ls, logs, stop."""
+"""The commands for clusters, and for runs wherever they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from allranks.cli.commands import never_with, only_with, refuse
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -16,38 +17,68 @@ from allranks.cli.options import (
     JobFile,
     LayoutText,
     Overrides,
+    Run,
     Runs,
     people_console,
+    print_error,
     typed_request,
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.backends.slurm.ladder import Ladder
     from allranks.launch.backends.slurm.sbatch import Racer
     from allranks.run.folder import RunDir
 
 Race = Annotated[
     str | None,
-    typer.Option(metavar="LAYOUTS", help="Layouts, such as 1x4,4x1@a40: the first to start wins."),
+    typer.Option(
+        "--race",
+        metavar="LAYOUTS",
+        help="Queue it in several layouts, such as 1x4,4x1@a40: the first to start wins.",
+    ),
+]
+Ladder = Annotated[
+    str | None,
+    typer.Option(
+        "--ladder",
+        metavar="LAYOUTS",
+        help="Climb from layout to layout while it pays, such as 1x1,1x2,2x2.",
+    ),
+]
+MinEfficiency = Annotated[
+    float,
+    typer.Option(
+        "--min-efficiency",
+        metavar="FRACTION",
+        min=0,
+        max=1,
+        help="With --ladder: the efficiency that a layout must reach.",
+    ),
+]
+LadderSteps = Annotated[
+    int,
+    typer.Option("--steps", metavar="N", min=1, help="With --ladder: steps to measure."),
 ]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the run has ended; exit with its code.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and stop.")]
 To = Annotated[
     Literal["local", "slurm"] | None,
-    typer.Option("--backend", help="Where to go on; else where it was last."),
+    typer.Option(
+        "--backend",
+        metavar="local|slurm",
+        help="Where to continue: on this machine, or in SLURM's queue. Default: where it was last.",
+    ),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, its beginning, or last.")]
 
 
 def cluster(
     partition: Annotated[
-        str | None, typer.Argument(metavar="PARTITION", help="Only this one.")
+        str | None, typer.Argument(metavar="PARTITION", help="Only this partition.")
     ] = None,
-    queue: Annotated[bool, typer.Option("--queue", help="Who is waiting, and where I stand.")] = (
-        False
-    ),
+    queue: Annotated[
+        bool, typer.Option("--queue", help="Show who is waiting, and where your jobs stand.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -64,30 +95,32 @@ def cluster(
     show(people_console(False), described)
 
 
+@only_with("ladder", "min_efficiency", "steps")
+@never_with("ladder", "race", "layout")
+@never_with("race", "layout")
+@never_with("dry_run", "wait")
 def submit(
     job: JobFile = None,
     overrides: Overrides = None,
     layout: LayoutText = None,
     race: Race = None,
-    ladder: Annotated[
-        str | None,
-        typer.Option(metavar="LAYOUTS", help="Climb these while it pays, e.g. 1x1,1x2,2x2."),
-    ] = None,
-    min_efficiency: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Of --ladder: what a layout must reach.")
-    ] = 0.85,
-    steps: Annotated[int, typer.Option(min=1, help="Of --ladder: steps to measure.")] = 200,
+    ladder: Ladder = None,
+    min_efficiency: MinEfficiency = 0.85,
+    steps: LadderSteps = 200,
     wait: Wait = False,
     dry_run: DryRun = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
+    from allranks.launch.backends.slurm import ladder as ladders
     from allranks.launch.backends.slurm import submit as sending
-    from allranks.launch.backends.slurm.sbatch import racers_of
+    from allranks.launch.backends.slurm.sbatch import parse_race, racers_of
     from allranks.launch.prepare import prepare
 
-    climb = read_ladder(ladder, race, layout, min_efficiency=min_efficiency, steps=steps)
+    climb = None
+    if ladder is not None:
+        climb = ladders.of(parse_race(ladder), min_efficiency=min_efficiency, steps=steps)
     rivals, first = read_layouts(climb.rung if climb else race, layout)
     prepared = prepare(typed_request(job, overrides, layout=first, runs=runs))
     racers = racers_of(prepared.job, rivals)
@@ -97,42 +130,21 @@ def submit(
     show_submitted(sending.submit(prepared, racers, climb), as_json=as_json, wait=wait)
 
 
-def read_ladder(
-    ladder: str | None, race: str | None, layout: str | None, **options: Any
-) -> Ladder | None:
-    """The layouts to climb, if any."""
-    from allranks.errors import AllranksError
-    from allranks.launch.backends.slurm import ladder as ladders
-    from allranks.launch.backends.slurm.sbatch import parse_race
-
-    if ladder is None:
-        return None
-    if race is not None or layout is not None:
-        raise AllranksError(
-            "--ladder is given with --race or --layout", fix=f"write --ladder {ladder} alone"
-        )
-    return ladders.of(parse_race(ladder), **options)
-
-
 def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
     """The racers, and the layout to check the job with: the first of them, or the typed one."""
-    from allranks.errors import AllranksError
     from allranks.launch.backends.slurm.sbatch import parse_race
 
     if race is None:
         return [], layout
-    if layout is not None:
-        raise AllranksError(
-            f"--race {race} and --layout {layout} are both given",
-            fix=f"write --race {layout},{race}, or one of the two",
-        )
     racers = parse_race(race)
     return racers, str(racers[0].layout)
 
 
 def race(
     run: Run,
-    layouts: Annotated[str, typer.Argument(metavar="LAYOUTS", help="e.g. 2x2 or 2x2,4x1@a40")],
+    layouts: Annotated[
+        str, typer.Argument(metavar="LAYOUTS", help="The layouts to add: 2x2, or 2x2,4x1@a40")
+    ],
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -144,6 +156,9 @@ def race(
     show_submitted(jobs.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
 
 
+@never_with("race", "layout")
+@never_with("backend=local", "race", "wait")
+@never_with("dry_run", "wait")
 def resume(
     run: Run,
     overrides: Overrides = None,
@@ -173,11 +188,12 @@ def resume(
     if place.is_queue:
         show_submitted(place.move(prepared, options), as_json=as_json, wait=wait)
         return
+    refuse(["wait"], "with a run on this machine")
     train(place.move, prepared, options, as_json=as_json, debug=debug)
 
 
 def list_(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this one.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this run.")] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -197,67 +213,47 @@ def list_(
     from allranks.launch.backends.slurm.submit import suggest_racers
 
     suggestions = suggest_racers(found[0], described[0]) if run else []
-    show_runs(people_console(False), described, suggestions)
+    show_runs(people_console(False), described[::-1], suggestions)  # the newest last: in sight
 
 
+@never_with("as_json", "raw")
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Keep printing until the run has ended.")
+    ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=-1, help="Only this rank; -1: what the job itself says.")
+        int | None,
+        typer.Option(
+            "--rank", metavar="N", min=-1, help="Only rank N; -1: the output of the job itself."
+        ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Print every byte unchanged, even on a terminal.")
+        bool, typer.Option("--raw", help="Print every byte as it is, even on a terminal.")
     ] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch import backends
-    from allranks.launch.logs import show
-    from allranks.launch.waiting import EXIT_CODES, in_words
-    from allranks.run import run_state
+    from allranks.launch.logs import show_logs
     from allranks.run.events import to_json
-    from allranks.run.failures import failure, failure_in_words
     from allranks.run.folder import find_run
-    from allranks.show.text import clean
 
     found = find_run(runs, run)
     lines: list[str] = []
-
-    told: list[str] = []
-    now: dict[str, Any] = {"state": "running"}
-
-    def has_ended() -> bool:
-        now.update(run_state.describe(found, backends.look([found])))
-        waits = clean(f"{found.name} waits: {now['reason'] or 'not started yet'}")
-        if now["state"] == "queued" and told[-1:] != [waits]:
-            told.append(waits)
-            print(waits, file=sys.stderr)
-        return now["state"] not in ("queued", "running")
-
-    is_interrupted = False
-    try:
-        show(
-            found,
-            rank,
-            follow=follow,
-            write=lines.append if as_json else partial(print_line, raw=raw, flush=follow),
-            has_ended=has_ended,
-        )
-    except KeyboardInterrupt:
-        is_interrupted = True
-    failed = None if is_interrupted or found.is_live() else failure(found)
+    write = lines.append if as_json else partial(print_line, raw=raw, flush=follow)
+    shown = show_logs(found, rank, follow=follow, write=write, say=print_remark)
     if as_json:
         print(to_json({"run": found.name, "lines": lines}))
-    elif failed is not None:
-        print(clean(failure_in_words(failed)), file=sys.stderr)
-    if is_interrupted:
-        raise typer.Exit(130)
-    if follow:
-        if now["state"] != "finished":
-            print(clean(f"{found.name} {in_words(now)}"), file=sys.stderr)
-        raise typer.Exit(EXIT_CODES[now["state"]])
+    for remark in shown.remarks:
+        print_remark(remark)
+    raise typer.Exit(shown.exit_code)
+
+
+def print_remark(text: str) -> None:
+    from allranks.show.text import clean
+
+    print(clean(text), file=sys.stderr)
 
 
 def print_line(line: str, *, raw: bool, flush: bool) -> None:
@@ -267,32 +263,30 @@ def print_line(line: str, *, raw: bool, flush: bool) -> None:
     print(coloured(line) if sys.stdout.isatty() and not raw else line, flush=flush)
 
 
+@never_with("all_", "run")
 def stop(
-    run: Annotated[list[str] | None, typer.Argument(metavar="RUN...")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every run that waits or runs.")] = False,
-    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    run: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="The runs to stop.")
+    ] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Stop every run that is queued or running.")
+    ] = False,
+    now: Annotated[bool, typer.Option("--now", help="Stop at once, without a checkpoint.")] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     from allranks.errors import AllranksError
     from allranks.launch import backends
-    from allranks.run import run_state
     from allranks.run.events import to_json
-    from allranks.run.folder import find_run, list_runs
+    from allranks.run.folder import find_run
     from allranks.show.text import clean
 
-    if bool(run) == all_:
+    if not run and not all_:
         raise AllranksError(
-            "both runs and --all are given" if all_ else "no run is named",
-            fix="write allranks stop RUN, or allranks stop --all",
+            "no run is named", fix="write allranks stop RUN, or allranks stop --all"
         )
-    found = [find_run(runs, name) for name in run or []]
-    if all_:
-        known = list_runs(runs)
-        queue = backends.look(known)
-        active = ("queued", "running")
-        found = [one for one in known if run_state.describe(one, queue)["state"] in active]
+    found = backends.active_runs(runs) if all_ else [find_run(runs, name) for name in run or []]
     done = backends.stop(found, now=now)
     if as_json:
         print(to_json(done))
@@ -300,7 +294,7 @@ def stop(
     for one in done:
         print(clean(f"{one['run']}: {one['done']}"))
     if not done:
-        print("no run waits or runs")
+        print("no run is queued or running")
 
 
 def show_submitted(done: Any, *, as_json: bool, wait: bool = False) -> None:
@@ -326,34 +320,29 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     import time
 
     from allranks.launch.screen import Screen
-    from allranks.launch.waiting import EXIT_CODES, wait_for_end, why_failed
+    from allranks.launch.waiting import wait_for_result
     from allranks.run.events import to_json
-    from allranks.timing.steps import result
 
     def say(text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr if as_json else None)
-        (sys.stderr if as_json else sys.stdout).flush()
+        out = sys.stderr if as_json else sys.stdout
+        print(f"{time.strftime('%H:%M:%S')}  {text}", file=out, flush=True)
 
     try:
-        now = wait_for_end(run, say)
+        waited = wait_for_result(run, say)
     except KeyboardInterrupt:
         print(
-            f"no longer waiting; run {run.name} goes on. To stop it: "
+            f"no longer waiting; run {run.name} continues. To stop it: "
             f"allranks stop {run.reference}; to wait again: allranks logs {run.reference} -f",
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    found = {**result(run, now["state"]), "jobs": run.info().get("jobs", [])}
-    found["reason"] = now["reason"]
-    if now["state"] == "failed":
-        error = why_failed(run, now)
-        found["error"] = {"what": error.what, "fix": error.fix}
-        print(f"error: {error.what}\n  fix: {error.fix}", file=sys.stderr)
-    elif not as_json:
-        Screen(people_console(False)).summary(found)
-    if as_json:
-        print(to_json(found))
-    raise typer.Exit(EXIT_CODES[now["state"]])
+    if waited.error is not None:
+        print_error(waited.error, as_json=as_json, more=waited.result)
+    elif as_json:
+        print(to_json(waited.result))
+    else:
+        Screen(people_console(False)).summary(waited.result)
+    raise typer.Exit(waited.exit_code)
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:

@@ -128,7 +128,7 @@ class Command(Page, TyperCommand):
     row: Row
 
     def invoke(self, ctx: Any) -> Any:
-        names = {param.name: name_of(param) for param in self.params}
+        names = {param.name: name_of(param).removesuffix("...") for param in self.params}
         _given.clear()
         _given.update({name: shown for name, shown in names.items() if is_typed(ctx, name)})
         if _script and not self.row.takes_script:
@@ -188,7 +188,7 @@ def is_typed(ctx: Any, name: str) -> bool:
 def name_of(param: Any) -> str:
     """A parameter as it is typed: `--layout`, `RUN`."""
     if not isinstance(param, TyperArgument):
-        return str(max(param.opts, key=len))
+        return next(str(opt) for opt in param.opts if opt.startswith("--"))
     return (param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
 
 

@@ -53,6 +53,18 @@ COMMANDS = (
         "train:run",
         takes_script=True,
     ),
+    Row(
+        "resume",
+        "Train",
+        "Continue a run where it was last, in another layout if you like; moves a running one.",
+        "cluster:resume",
+    ),
+    Row(
+        "stop",
+        "Train",
+        "Stop runs at a checkpoint, from which `resume` continues.",
+        "cluster:stop",
+    ),
     Row("cluster", "Cluster", "Show what this cluster, or this machine, has.", "cluster:cluster"),
     Row(
         "submit",
@@ -66,18 +78,6 @@ COMMANDS = (
         "Cluster",
         "Add layouts to a run that is still queued: the first to start wins.",
         "cluster:race",
-    ),
-    Row(
-        "resume",
-        "Cluster",
-        "Continue a run in SLURM's queue, in another layout if you like; moves a running one.",
-        "cluster:resume",
-    ),
-    Row(
-        "stop",
-        "Cluster",
-        "Stop runs at a checkpoint, from which `resume` continues.",
-        "cluster:stop",
     ),
     Row(
         "ls",

@@ -19,31 +19,48 @@ if TYPE_CHECKING:
     from allranks.launch.prepare import Request
 
 JobFile = Annotated[
-    str | None, typer.Argument(metavar="JOB.yaml", help="Default: the bundled job.")
+    str | None,
+    typer.Argument(metavar="JOB.yaml", help="The job file. Default: a small bundled job."),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. optimizer.lr=3e-4")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Override keys of the job: optimizer.lr=3e-4"),
 ]
-LayoutText = Annotated[str | None, typer.Option(help="Nodes x GPUs, such as 1x4.")]
-Resume = Annotated[
-    str | None, typer.Option(metavar="RUN", help="Go on with a run: its name, or last.")
+LayoutText = Annotated[
+    str | None, typer.Option("--layout", metavar="LAYOUT", help="Nodes x GPUs, such as 1x4.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Resume although the mathematics changed.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Resume even if a change alters the mathematics.")
+]
 Oversubscribe = Annotated[
     bool,
-    typer.Option("--oversubscribe", help="Let ranks share GPUs, or crowd CPU cores, for testing."),
+    typer.Option(
+        "--oversubscribe", help="For tests: let ranks share GPUs, or outnumber the CPU cores."
+    ),
 ]
 Here = Annotated[
     bool,
-    typer.Option("--here", help="In a SLURM allocation: run all ranks on this machine."),
+    typer.Option("--here", help="Inside a SLURM allocation: run all ranks on this machine."),
 ]
-Runs = Annotated[Path, typer.Option(envvar="ALLRANKS_RUNS", help="Where run folders are.")]
+Runs = Annotated[
+    Path,
+    typer.Option("--runs", metavar="DIR", envvar="ALLRANKS_RUNS", help="The folder of all runs."),
+]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's name, the beginning of it, or last.")
+]
 OwnPrice = Annotated[
     list[str] | None,
-    typer.Option("--price", metavar="GPU=DOLLARS", help="Per hour, such as h100=2.5; cpu=0.05."),
+    typer.Option(
+        "--price",
+        metavar="GPU=DOLLARS",
+        help="Price of an hour, such as h100=2.5 or cpu=0.05. May be repeated.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[str]]:

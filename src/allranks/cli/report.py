@@ -13,25 +13,44 @@ from allranks.cli.options import AsJson, Debug, OwnPrice, Runs, people_console
 ReportedRuns = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="RUN...",
-        help="Names of runs or of jobs. Default: the newest benchmark of scaling, or job.",
+        metavar="RUN",
+        help="Runs, or names of jobs. Default: the newest bench scaling, else the newest job.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where to write. Default: the newest run's folder."),
+    typer.Option(
+        "--out", metavar="DIR", help="Where to write. Default: the folder of the newest run."
+    ),
 ]
 Prices = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The same from a YAML file: h100: 2.5")
+    Path | None,
+    typer.Option("--prices", metavar="FILE", help="Prices from a YAML file, such as h100: 2.5"),
 ]
 Within = Annotated[
-    float, typer.Option("--target", min=0.0, max=1.0, help="Efficiency within a node.")
+    float,
+    typer.Option(
+        "--target", metavar="FRACTION", min=0, max=1, help="Efficiency to reach within a node."
+    ),
 ]
 Across = Annotated[
-    float, typer.Option("--target-across", min=0.0, max=1.0, help="Efficiency across nodes.")
+    float,
+    typer.Option(
+        "--target-across",
+        metavar="FRACTION",
+        min=0,
+        max=1,
+        help="Efficiency to reach across nodes.",
+    ),
 ]
 Doubling = Annotated[
-    float, typer.Option("--max-extra", min=0.0, help="GPU-hours that a doubling may add.")
+    float,
+    typer.Option(
+        "--max-extra",
+        metavar="FRACTION",
+        min=0,
+        help="GPU-hours that twice the GPUs may cost on top.",
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from allranks.cli.commands import only_with
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -19,7 +20,6 @@ from allranks.cli.options import (
     LayoutText,
     Overrides,
     Oversubscribe,
-    Resume,
     Runs,
     people_console,
     print_error,
@@ -31,29 +31,48 @@ if TYPE_CHECKING:
     from allranks.launch.node import Outcome
     from allranks.launch.prepare import Prepared
 
-NodeRank = Annotated[int | None, typer.Option(help="Which node of the layout this machine is.")]
+Resume = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="RUN", help="Continue this run: its name, or last."),
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(
+        "--node-rank", metavar="N", min=0, help="Which node of the layout this machine is, from 0."
+    ),
+]
 Master = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 can be reached.")
+    str | None,
+    typer.Option("--master", metavar="HOST:PORT", help="Where to reach node 0 of the layout."),
 ]
 MaxRestarts = Annotated[
-    int | None, typer.Option(min=0, help="Restart all ranks when one dies, so often.")
+    int | None,
+    typer.Option(
+        "--max-restarts", metavar="N", min=0, help="Restart all ranks when one dies, up to N times."
+    ),
 ]
-IdleTimeout = Annotated[
+StallTimeout = Annotated[
     str | None,
     typer.Option(
-        metavar="10m", help="End a run that makes no step for this long (in a job: stall_timeout)."
+        "--stall-timeout",
+        metavar="TIME",
+        help="End the run after this long without a step: 90s, 10m. Key of a job: stall_timeout.",
     ),
 ]
 ProfileSteps = Annotated[
     int | None,
-    typer.Option("--profile", metavar="STEPS", min=1, help="Trace so many steps of every rank."),
+    typer.Option("--profile", metavar="N", min=1, help="Trace N steps of every rank."),
 ]
 Show = Annotated[
     str | None,
-    typer.Option(metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."),
+    typer.Option(
+        "--show", metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."
+    ),
 ]
 
 
+@only_with("node_rank", "master")
+@only_with("resume", "force")
 def run(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -64,7 +83,7 @@ def run(
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
-    idle_timeout: IdleTimeout = None,
+    stall_timeout: StallTimeout = None,
     oversubscribe: Oversubscribe = False,
     here: Here = False,
     profile: ProfileSteps = None,
@@ -76,8 +95,8 @@ def run(
     from allranks.launch import backends
     from allranks.launch.node import Place
 
-    if idle_timeout is not None:
-        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(idle_timeout)}"]
+    if stall_timeout is not None:
+        overrides = [*(overrides or []), f"stall_timeout={Duration.parse(stall_timeout)}"]
     asked: dict[str, Any] = {"layout": layout, "resume": resume, "force": force, "here": here}
     request = typed_request(job, overrides, leads=not node_rank, runs=runs, **asked)
     place = Place(
@@ -139,9 +158,10 @@ def train(
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where to write.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write.")] = Path("."),
     force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
     as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     from allranks.job.template import write_job
 

@@ -147,6 +147,20 @@ class Catalogue:
     def findings(self) -> list[Cause]:
         return [cause for cause in self.causes.values() if cause.is_finding]
 
+    def as_json(self) -> list[dict[str, Any]]:
+        """What `doctor --list --json` prints."""
+        return [
+            {
+                "cause": cause.slug,
+                "family": cause.family,
+                "title": cause.words({}),
+                "about": cause.cause,
+                "fix": cause.advice({}),
+                "references": list(cause.references),
+            }
+            for cause in self.findings()
+        ]
+
 
 def fill(text: str, fields: Mapping[str, Any]) -> str:
     """`{port|the port}` becomes the field, or what stands behind the bar."""

@@ -14,21 +14,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.machine.network import listen_on_every_address
 from allranks.run.folder import write_atomically
 
 
 class OpenPort:
     """Listens on every address, IPv4 and IPv6; `take` is given each connection, in one thread.
 
-    Port 0 is any free one. Raises OSError where the port is taken. Nobody is heard before `begin`.
+    Port 0 is any free one. Raises OSError where the port is taken. Nobody is heard before `begin`,
+    or within `with`.
     """
 
     def __init__(self, take: Callable[[socket.socket], None], port: int = 0) -> None:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        self._socket = listen_on_every_address(port)
         self._take = take
         self.port = int(self._socket.getsockname()[1])
+
+    def __enter__(self) -> OpenPort:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def begin(self) -> None:
         threading.Thread(target=self._accept, daemon=True).start()

@@ -24,9 +24,10 @@ from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.run import claims, missing, run_state
 from allranks.run.events import to_json
-from allranks.run.folder import ODD, RunDir, State
+from allranks.run.folder import ODD, RunDir, State, find_run
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 MAX_FILES = 10_000
 _NAMED_RANK = re.compile(r"(?:.*[._-])?rank[-_]?(\d+)(?:[._-]\w+)*")
 _LOG_DIR = re.compile(r"attempt_\d+/(\d+)/std(?:err|out)\.log$")  # torchrun --log-dir
@@ -292,3 +293,36 @@ def together(
     # Something else that a rank said for certain may be why it did not get on.
     is_echo = not rest or rest[0].cause in ECHOES or rest[0].confidence != "high"
     return [*stalls, *rest, *slowness] if is_echo else [*rest, *stalls, *slowness]
+
+
+def diagnosis_of(
+    run: RunDir, limits: Thresholds | None = None, stalled_after: float | None = None
+) -> list[Finding]:
+    """What is wrong with one run: why it failed, hangs or is slow."""
+    state = run_state.describe(run, backends.look([run]))["state"]
+    stalls = stalled(run, state, after=stalled_after)
+    slowness = slowed(run, state, limits) if not stalls else []
+    return [*together(diagnose_run(run), stalls, slowness), *odd_folder(run)]
+
+
+def diagnosis(
+    runs: Path, subjects: Sequence[str], limits: Thresholds, stalled_after: float | None = None
+) -> list[Finding]:
+    """What is wrong with what was named: files are logs of one run, anything else is a run."""
+    logs, references = [], []
+    for one in subjects:
+        path = Path(one).expanduser()
+        if path.exists() and not (path / "run.json").is_file():
+            logs += log_files(path)
+        elif path.suffix in LOG_SUFFIXES:
+            raise AllranksError(
+                f"there is no file {one}",
+                fix="name a log that is there, a folder of logs, or a run",
+            )
+        else:
+            references.append(one)
+    found = diagnose_logs(logs) if logs else []
+    named = [find_run(runs, one) for one in references]
+    for run in named:
+        found += diagnosis_of(run, limits, stalled_after)
+    return [*found, *differing_results.compare(named)]

@@ -176,7 +176,7 @@ def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
         at += ", in its data loader: the file or worker that it waits for"
     return (
         f"{at}: every rank must come to the same exchanges{stop}. "
-        "`--idle-timeout 10m` (in the job: stall_timeout) ends such a run by itself"
+        "`--stall-timeout 10m` (in the job: stall_timeout) ends such a run by itself"
     )
 
 

@@ -154,7 +154,7 @@ class Job(Section):
     )
     stall_timeout: DurationText | None = Field(
         default=None,
-        description="end the run after this long without a step; --idle-timeout overrides it",
+        description="end the run after this long without a step; --stall-timeout overrides it",
     )
     slurm: Slurm = Field(default=Slurm(), description="what to ask sbatch for; null: leave it out")
     env: dict[EnvName, EnvText] = Field(

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from allranks.errors import AllranksError
+from allranks.machine.network import listen_on_every_address
 from allranks.run.stalls import in_seconds
 from allranks.show.text import clean
 
@@ -112,10 +113,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
         host = host if is_loopback(host) else "127.0.0.1"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
-    if socket.has_dualstack_ipv6():
-        kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-        return socket.create_server(("", port), backlog=1024, **kind)
-    return socket.create_server(("", port), backlog=1024)
+    return listen_on_every_address(port, backlog=1024)
 
 
 def own_address(listener: socket.socket) -> str:

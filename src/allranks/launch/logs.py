@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.launch import backends
+from allranks.launch.waiting import EXIT_CODES, in_words
 from allranks.layout import Layout
+from allranks.run import run_state
+from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.log_tail import LogTail
 from allranks.slurm.nodelist import compress
@@ -133,6 +138,51 @@ class Logs:
         if self.rank < 0:
             return of_job
         return [path for path in of_ranks if path.stem == f"rank-{self.rank}"]
+
+
+@dataclass(slots=True)
+class Shown:
+    """How printing a run's logs ended."""
+
+    exit_code: int = 0
+    remarks: list[str] = field(default_factory=list)  # why the run failed, how it ended
+
+
+def show_logs(
+    run: RunDir,
+    rank: int | None,
+    *,
+    follow: bool,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Shown:
+    """Write the lines of a run; with `follow` until it has ended, or until a Ctrl-C.
+
+    `say` is told why the run waits.
+    """
+    now: dict[str, Any] = {"state": "running"}
+    told = ""
+
+    def has_ended() -> bool:
+        nonlocal told
+        now.update(run_state.describe(run, backends.look([run])))
+        waits = f"{run.name} waits: {now['reason'] or 'not started yet'}"
+        if now["state"] == "queued" and waits != told:
+            told = waits
+            say(waits)
+        return now["state"] not in ("queued", "running")
+
+    try:
+        show(run, rank, follow=follow, write=write, has_ended=has_ended)
+    except KeyboardInterrupt:
+        return Shown(130)
+    failed = None if run.is_live() else failure(run)
+    shown = Shown(remarks=[failure_in_words(failed)] if failed is not None else [])
+    if follow:
+        shown.exit_code = EXIT_CODES[now["state"]]
+        if now["state"] != "finished":
+            shown.remarks.append(f"{run.name} {in_words(now)}")
+    return shown
 
 
 def show(

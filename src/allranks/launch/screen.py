@@ -22,7 +22,7 @@ from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.run.results import steps_by_rank
-from allranks.show.numbers import count, duration
+from allranks.show.numbers import count, duration, number, percent
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -182,7 +182,7 @@ class Screen:
             self.console.print(f"go on with: {run.resume_command}", soft_wrap=True)
         accuracy = result["metrics"].get("val_accuracy")
         if accuracy is not None:
-            self.console.print(f"validation accuracy {100 * accuracy:.1f}%", highlight=False)
+            self.console.print(f"validation accuracy {percent(accuracy)}", highlight=False)
 
     def _show_progress(self) -> None:
         if self._start is None:
@@ -272,9 +272,9 @@ class Bar:
         if self._rate > 0:
             left = (self._start["steps"] - last["step"]) / self._rate
             numbers += [
-                f"{self._rate:,.1f} it/s",
-                f"{self._rate * self._start['global_batch']:,.0f} samples/s",
-                f"{duration(left)} left",
+                f"{number(self._rate)} it/s",
+                f"{number(self._rate * self._start['global_batch'])} samples/s",
+                f"{duration(left, whole=True)} left",
             ]
         return f"epoch {last['epoch']}/{epochs}", numbers
 
@@ -301,8 +301,8 @@ def banner(start: dict[str, Any], job: Job) -> str:
         "device": device,
         "model": f"{count(start['parameters'], 'parameter')}, {start['precision']}{compiled}",
         "batch": batch_product(start),
-        "length": f"{length}, {start['steps_per_epoch']:,} steps an epoch, "
-        f"{start['steps']:,} in all",
+        "length": f"{length}, {count(start['steps_per_epoch'])} steps an epoch, "
+        f"{count(start['steps'])} in all",
     }
     return "\n".join(f"  {name:<8}{value}" for name, value in rows.items())
 
@@ -350,8 +350,8 @@ class QuietScreen(Screen):
         assert self._run is not None
         if not any(steps_by_rank(self._run).values()):
             super().remark(
-                f"no optimizer step for {FIRST_STEP_SECONDS:.0f} s; what it says: allranks logs "
-                f"{self._run.name}. Ctrl-C ends it"
+                f"no optimizer step for {duration(FIRST_STEP_SECONDS)}; what it says: "
+                f"allranks logs {self._run.name}. Ctrl-C ends it"
             )
 
     def finish(self, attempt: int) -> None:
@@ -368,9 +368,9 @@ def summary_table(result: dict[str, Any]) -> Table:
     table.add_row("layout", f"{result['layout']}")
     if result["steps"] is not None:
         epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
-        table.add_row("steps", f"{result['steps']:,}{epochs}")
+        table.add_row("steps", f"{count(result['steps'])}{epochs}")
     if result["samples_per_second"]:
-        table.add_row("throughput", f"{result['samples_per_second']:,.0f} samples/s (measured)")
+        table.add_row("throughput", f"{number(result['samples_per_second'])} samples/s (measured)")
     table.add_row("time", duration(result["seconds"]))
     for name, value in result["metrics"].items():
         if value is not None:

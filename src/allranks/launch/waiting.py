@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.run import claims, missing, run_state
 from allranks.run.folder import RunDir
+from allranks.timing.steps import result
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to a queue
 SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
@@ -36,6 +38,24 @@ def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
         had_ended = is_over
         time.sleep(FIRST_PAUSE if had_ended else pause)
         pause = min(LAST_PAUSE, 1.3 * pause)
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """What became of a run that was waited for."""
+
+    result: dict[str, Any]
+    exit_code: int
+    error: AllranksError | None = None
+
+
+def wait_for_result(run: RunDir, say: Callable[[str], None]) -> Waited:
+    """What became of a run, once it has ended; `say` is told of every change."""
+    now = wait_for_end(run, say)
+    found = {**result(run, now["state"]), "jobs": run.info().get("jobs", [])}
+    found["reason"] = now["reason"]
+    error = why_failed(run, now) if now["state"] == "failed" else None
+    return Waited(found, EXIT_CODES[now["state"]], error)
 
 
 def attempt_of_job(run: RunDir) -> int | None:

@@ -103,6 +103,24 @@ def addresses_towards(peers: Sequence[str]) -> list[str]:
     return [found[peer] for peer in chosen if peer in found]
 
 
+def listen_on_every_address(port: int = 0, *, backlog: int | None = None) -> socket.socket:
+    """A listening socket, IPv4 and IPv6; port 0 is any free one. OSError where it is taken."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=backlog)
+
+
+def is_taken(port: int) -> bool:
+    """Whether something listens on a port of this machine."""
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
 class _SocketAddress(ctypes.Structure):
     _fields_ = [("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26)]
 

@@ -73,7 +73,7 @@ def markdown(table: Table, heading: str = "###") -> list[str]:
         *([f"{heading} {in_markdown(table.title)}", ""] if table.title else []),
         _markdown_row(table.columns),
         "|" + "|".join("---" if is_left else "---:" for is_left in left) + "|",
-        *(_markdown_row([str(cell) for cell in row]) for row in table.rows),
+        *(_markdown_row([str(cell) or NOTHING for cell in row]) for row in table.rows),
         "",
     ]
 

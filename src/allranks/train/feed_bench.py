@@ -1,7 +1,8 @@
-"""How fast one rank's data come, with how many workers; and how fast its steps would take them.
+"""What a rank of `allranks bench data` runs instead of training.
 
-In place of the training, where `allranks bench data` asks for it. Every rank measures at the same
-time, as in a training: they share the disks and the CPUs. Rank 0 writes data.json.
+It measures how fast data arrive with each number of workers, and how fast steps could use them. All
+ranks measure at the same time, since in training they share the disks and CPUs. Rank 0 writes
+data.json.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from allranks.train.signals import stop_requested
 
 VARIABLE = "ALLRANKS_BENCH_DATA"
 SETTLE_SECONDS = 0.2  # after the first batch, when every worker has begun
-MIN_BATCHES, PATIENCE = 3, 5.0  # of a slow pipeline, within so many times the seconds asked for
+MIN_BATCHES, PATIENCE = 3, 5.0  # batches of a slow pipeline, within that many times the seconds
 SETTLE_STEPS = 5
 LOOK_BATCHES, LOOK_SECONDS = 4, 2.0
 
@@ -55,9 +56,9 @@ Kind = Literal["warm", "cold", "step", "training"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for."""
+    """What the command asked for."""
 
-    workers: list[int]  # empty: by the CPUs of a rank
+    workers: list[int]  # empty: derived from a rank's CPUs
     seconds: float
     repeats: int
 
@@ -67,11 +68,11 @@ class Settings:
 
 
 class Stopped(Exception):
-    """A rank was asked to stop, and all know it."""
+    """Some rank was asked to stop, and all ranks know it."""
 
 
 def run() -> None:
-    """Measure, say how it ended, and exit."""
+    """Measure, record how it ended, and exit."""
     timeline.take()
     me = Rank.from_environment()
     log = EventLog(me.run.events(me.attempt, me.rank))
@@ -127,7 +128,7 @@ class Bench:
         self.write()
 
     def look_at_data(self) -> None:
-        """Where the data are, and what the job would do with them as it is. Collective."""
+        """Find where the data are, and how the job loads them now. Collective."""
         before = held_files()
         self.make_dataset()
         held = held_files() - before
@@ -139,7 +140,7 @@ class Bench:
         if self.files and self.me.rank == 0:
             why_not = [why_not_cold(self.files)]
             self.found["disks"] = compare_disks(self.files)
-        # Rank 0 decides: ranks that disagreed would wait for each other for ever.
+        # Rank 0 decides: ranks that disagree would wait for each other forever.
         dist.broadcast_object_list(why_not, src=0)
         self.found["files"] = {
             "count": len(self.files),
@@ -162,7 +163,7 @@ class Bench:
         }
 
     def files_of_batches(self) -> set[str]:
-        """What is opened to make a few batches."""
+        """The files that are opened to make a few batches."""
         started = time.perf_counter()
         with opened_files() as opened, closing(stream_of(self.data_of(0))) as batches:
             for number, batch in enumerate(batches, start=1):
@@ -187,7 +188,7 @@ class Bench:
         return training_data(self.me, job, task, dataset, self.device)
 
     def forget_data(self) -> None:
-        """Have the next read come from the disk, on every node. Collective."""
+        """Make the next read come from the disk, on every node. Collective."""
         self.release_dataset()
         dist.barrier()
         if self.me.local_rank == 0:
@@ -196,22 +197,22 @@ class Bench:
         self.make_dataset()
 
     def release_dataset(self) -> None:
-        """Close its files: those that are mapped somewhere stay in memory."""
+        """Close its files: mapped files would stay in memory."""
         self.dataset = None
         gc.collect()
 
     def feed(self, workers: int, *, is_cold: bool = False) -> float:
-        """Samples a second that this rank's pipeline gives, with nobody using them."""
+        """Samples per second from this rank's pipeline, with nothing consuming them."""
         self.meet()
         if self.dataset is None:
             self.make_dataset()
         with closing(stream_of(self.data_of(workers))) as batches:
             pace = feed_pace(batches, self.settings.seconds, self.synchronize, is_cold=is_cold)
-        gc.collect()  # workers end with the iterator
+        gc.collect()  # ends the workers with their iterator
         return pace
 
     def steps(self, t: Training, workers: int | None) -> float:
-        """Samples a second of the task's own steps, on one batch over and over or on real ones."""
+        """Samples per second of the task's own steps; without `workers`, on one ready batch."""
         self.meet()
         if workers is None:
             with closing(stream_of(t.data)) as stream:
@@ -251,7 +252,7 @@ class Bench:
         return samples / (time.perf_counter() - started)
 
     def note(self, kind: Kind, workers: int | None, number: int, pace: float) -> None:
-        """Keep what all ranks together reach. Collective."""
+        """Record the sum over all ranks. Collective."""
         total = torch.tensor(pace, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         self.found["measured"].append(
@@ -264,14 +265,14 @@ class Bench:
         )
 
     def meet(self) -> None:
-        """Begin together; or end together, if one was asked to stop."""
+        """Begin together, or end together if a rank was asked to stop. Collective."""
         asked = torch.tensor(int(stop_requested() is not None), device=self.device)
         dist.all_reduce(asked)
         if asked.item():
             raise Stopped
 
     def agreed(self, count: int) -> int:
-        """Rank 0's number: every rank must make as many steps."""
+        """Rank 0's number, since every rank must make the same number of steps. Collective."""
         number = torch.tensor(count, device=self.device)
         dist.broadcast(number, src=0)
         return int(number.item())
@@ -286,7 +287,7 @@ class Bench:
 
 
 def worker_counts(cpus: int) -> list[int]:
-    """0, 1, 2, 4, … up to the CPUs that a rank has."""
+    """0, 1, 2, 4, … up to the number of CPUs that a rank has."""
     powers = [1 << power for power in range(cpus.bit_length()) if 1 << power <= cpus]
     return sorted({0, *powers, cpus})
 
@@ -294,7 +295,7 @@ def worker_counts(cpus: int) -> list[int]:
 def feed_pace(
     batches: Iterator[Batch], seconds: float, synchronize: Callable[[], None], *, is_cold: bool
 ) -> float:
-    """Samples a second, once every worker has begun; of one epoch at most if it is a cold one."""
+    """Samples per second once every worker has started; if cold, of at most one epoch."""
     sizes = sizes_of(batches, one_epoch=is_cold)
     asked = time.perf_counter()
     first = next(sizes)
@@ -316,7 +317,7 @@ def feed_pace(
 
 
 def sizes_of(batches: Iterator[Batch], *, one_epoch: bool) -> Iterator[int]:
-    """Take batches, and tell how many samples each of them had."""
+    """Consume batches, and yield the number of samples in each."""
     for batch in batches:
         for _ in batch.micro_batches:
             pass
@@ -326,11 +327,11 @@ def sizes_of(batches: Iterator[Batch], *, one_epoch: bool) -> Iterator[int]:
 
 
 def stream_of(data: TrainingData) -> Generator[Batch, None, None]:
-    """Its batches from the first on; closed, it ends the workers that made them."""
+    """All batches of the data; closing the generator ends the workers."""
     yield from data.batches(Progress())
 
 
 def repeated(batch: Batch, kept: list[Any]) -> Generator[Batch, None, None]:
-    """The same batch without end, its samples at hand."""
+    """The same ready batch, again and again."""
     while True:
         yield batch._replace(micro_batches=iter(kept))

@@ -1,7 +1,7 @@
-"""Which files a task's samples are read from: those it keeps open, and those it opens as it goes.
+"""Finds the files that a task's samples are read from.
 
-Nothing tells a data set's files for sure. Python reports every file that it opens; what libraries
-open by themselves shows in /proc if it stays open, and in the task's options if it is named there.
+No single source lists them all. Python reports every file that it opens; files that libraries open
+are in /proc if they stay open, and in the task's options if they are named there.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-MAX_FILES = 100_000  # to find and forget more would take longer than to read them
+MAX_FILES = 100_000  # more would take longer to find and drop from the cache than to read
 CODE = (".py", ".pyc", ".so")
 NOT_DISKS = ("/proc/", "/sys/", "/dev/")
 
-_opened: set[str] | None = None  # while somebody wants to know
+_opened: set[str] | None = None  # not None while opened_files is active
 _is_listening = False
 
 
 @contextmanager
 def opened_files() -> Iterator[set[str]]:
-    """The files that Python opens meanwhile to read them."""
+    """Collects the files that Python opens for reading in this context."""
     global _opened, _is_listening
     if not _is_listening:
-        sys.addaudithook(_note)  # it stays to the end of the process
+        sys.addaudithook(_note)  # an audit hook cannot be removed
         _is_listening = True
     noted: set[str] = set()
     _opened = noted
@@ -47,7 +47,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 
 def held_files() -> set[str]:
-    """Files that this process has open or mapped, its code left out."""
+    """Files that this process has open or mapped, except its code."""
     held = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -64,10 +64,10 @@ def held_files() -> set[str]:
 def data_files(
     held: Iterable[str], opened: Iterable[str], options: Mapping[str, Any]
 ) -> tuple[list[Path], bool]:
-    """The files of a data set, and whether they are all of them.
+    """The files of a data set, and whether these are all of them.
 
-    `held`: kept open by it; `opened`: for a sample each, so that their like in the same folder is
-    read too; `options`: the task's, of which some may be paths.
+    `held`: files that it keeps open; `opened`: files that it opens per sample, so similar ones in
+    the same folder are included; `options`: the task's, some of which may be paths.
     """
     found: dict[Path, None] = {}
     for path in [*map(Path, held), *named_paths(options)]:
@@ -87,7 +87,7 @@ def data_files(
 
 
 def named_paths(options: Mapping[str, Any]) -> list[Path]:
-    """What among a task's options is a path of something that there is."""
+    """The task's options that look like paths."""
     texts = [value for value in options.values() if isinstance(value, str | Path) and str(value)]
     paths = [Path(text).expanduser() for text in texts]
     # A word such as "train" may be the name of a folder by chance.

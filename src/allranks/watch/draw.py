@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import fit, header, join
 from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
@@ -19,16 +20,15 @@ from allranks.watch.table_cells import (
     STATE_STYLES,
     UNDER_REASON,
     base_words,
-    day,
     rank_cells,
     reason,
     run_cells,
+    sparkline,
     state_word,
     summary,
     takes_reason,
 )
 from allranks.watch.views import Parts, RankView, RunView
-from allranks.watch.words import duration, hours, sparkline
 
 KEYS = (
     ("up, down, k, j", "move; page up and down, home and end too"),
@@ -76,9 +76,7 @@ def screen(scene: Scene, width: int, height: int) -> list[Text]:
         about = about_run(selected, scene, width)
         left = height - 1 - len(lines)
         about = about[: max(0, left)]
-        ranks = rank_lines(scene, width, left - len(about))
-        hidden = len(scene.ranks) - max(0, len(ranks) - 1)
-        lines += mention(about, f"{hidden} more ranks" if hidden else "", width) + ranks
+        lines += about + rank_lines(scene, width, left - len(about))
     lines = lines[: height - 1]
     lines += [Text() for _ in range(height - 1 - len(lines))]
     for line in lines:
@@ -104,16 +102,15 @@ def run_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
         return [Text(), Text(NO_RUNS)]
     names = [run.run for run in scene.runs]
     at = names.index(scene.selected) if scene.selected in names else 0
-    shown = scene.runs[window(len(names), at, num_rows)]
-    rows = [run_cells(run, day(scene.now)) for run in shown]
+    shown = scene.runs[window(len(names), at, rows_of(len(names), num_rows))]
+    rows = [run_cells(run, scene.now) for run in shown]
     widths = fit(RUN_COLUMNS, rows, width - 2)
     lines = [Text("  ") + header(RUN_COLUMNS, widths)]
     for run, row in zip(shown, rows, strict=True):
         is_selected = run.run == scene.selected
         line = Text("> " if is_selected else "  ") + run_line(run, row, widths, scene.now)
         lines.append(chosen(line, scene.selected_rank is None) if is_selected else line)
-    hidden = len(names) - len(shown)
-    return mention(lines, f"{hidden} more runs" if hidden else "", width)
+    return lines + more(len(names) - len(shown), "run", num_rows - len(shown))
 
 
 def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: float) -> Text:
@@ -123,7 +120,7 @@ def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: fl
         "run": Text(shortened(row["run"].plain, widths.get("run", 0))),
         "curve": Text(curve, style="cyan"),
     }
-    said = reason(run, day(now))
+    said = reason(run, now)
     if not said or not takes_reason(run):
         return join(RUN_COLUMNS, widths, row)
     before = {key: size for key, size in widths.items() if key not in UNDER_REASON}
@@ -151,7 +148,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     facts = [word, clean(run.layout)]
     if run.is_compared:
         of = f" (median of {run.repeats} runs)" if run.repeats > 1 else ""
-        facts.append(f"{run.efficiency:.0%} efficiency{of}")
+        facts.append(f"{percent(run.efficiency)} efficiency{of}")
     if run.device:
         facts.append(clean(run.device))
     if run.attempts > 1:
@@ -161,12 +158,12 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     if run.checkpoint is not None:
         facts.append(f"checkpoint {run.checkpoint}")
     unit = "GPU-hours" if run.is_gpu else "rank-hours"
-    facts.append(f"{hours(run.rank_hours)} {unit}")
-    facts += [f"{clean(name)} {value:.4g}" for name, value in run.metrics.items()]
+    facts.append(f"{number(run.rank_hours)} {unit}")
+    facts += [f"{clean(name)} {metric(value)}" for name, value in run.metrics.items()]
     if run.is_compared:
         facts.append(base_words(run, 24))
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
-    if said := reason(run, day(scene.now)):
+    if said := reason(run, scene.now):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))
     if run.state == "failed" or run.stalled:
         lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
@@ -184,7 +181,7 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
     whole = sum(parts.seconds.values()) or 1.0
     by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
     shares = "  ".join(
-        f"{PART_WORDS[part]} {seconds / whole:.0%}"
+        f"{PART_WORDS[part]} {percent(seconds / whole, 0)}"
         for part, seconds in by_size
         if seconds >= 0.005 * whole
     )
@@ -193,7 +190,7 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
         slowest = Text("no rank is the slowest: they take turns")
     elif parts.slowest_rank is not None:
         by = f", longer in {parts.slowest_part}" if parts.slowest_part else ""
-        often = f"last in {parts.slowest_share:.0%} of {parts.steps} steps"
+        often = f"last in {percent(parts.slowest_share, 0)} of {parts.steps} steps"
         slowest = Text(f"slowest: rank {parts.slowest_rank}, {often}{by}", style="yellow")
     return Text(f"step {duration(whole)}: {shares}"), slowest
 
@@ -202,7 +199,7 @@ def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
     """The header and the ranks, in so many lines."""
     if num_rows < 2 or not scene.ranks:
         return []
-    shown = visible_ranks(scene, num_rows - 1)
+    shown = visible_ranks(scene, rows_of(len(scene.ranks), num_rows - 1))
     by_rank = {r.rank: rank_cells(r, scene.marks, scene.now) for r in scene.ranks}
     widths = fit(RANK_COLUMNS, list(by_rank.values()), width - 2)
     lines = [Text("  ") + header(RANK_COLUMNS, widths)]
@@ -211,7 +208,7 @@ def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
         line = Text("> " if is_selected else "  ")
         line += join(RANK_COLUMNS, widths, by_rank[rank.rank])
         lines.append(chosen(line, True) if is_selected else line)
-    return lines
+    return lines + more(len(scene.ranks) - len(shown), "rank", num_rows - 1 - len(shown))
 
 
 def chosen(line: Text, has_focus: bool) -> Text:
@@ -233,13 +230,13 @@ def visible_ranks(scene: Scene, num_rows: int) -> list[RankView]:
     return shown
 
 
-def mention(lines: list[Text], text: str, width: int) -> list[Text]:
-    """Put a word at the end of the first line, over what stands there."""
-    if text and lines:
-        head = lines[0]
-        head.truncate(max(0, width - len(text) - 1), pad=True)
-        head.append(f" {text}", style="dim")
-    return lines
+def rows_of(length: int, room: int) -> int:
+    """How many rows fit; where not all do, the last line says how many more there are."""
+    return room if length <= room or room < 2 else room - 1
+
+
+def more(hidden: int, noun: str, room: int) -> list[Text]:
+    return [Text(f"  … {count(hidden, f'more {noun}')}", style="dim")] if hidden and room else []
 
 
 def bottom(scene: Scene, width: int) -> Text:

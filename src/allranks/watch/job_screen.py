@@ -11,6 +11,7 @@ from dataclasses import replace
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.show.numbers import duration, size
 from allranks.show.tables import Column, fit, header, join
 from allranks.show.text import clean
 from allranks.watch.draw import framed
@@ -25,8 +26,7 @@ from allranks.watch.jobs import (
 )
 from allranks.watch.marks import Mark, share
 from allranks.watch.screen import LETTERS
-from allranks.watch.table_cells import marked
-from allranks.watch.words import duration, num_bytes, whole_duration
+from allranks.watch.table_cells import marked, narrow_size
 
 KEYS = "↑↓ scroll  d stack dumps  q quit"
 STACK_KEYS = "↑↓ scroll  q back"
@@ -35,7 +35,7 @@ GPU_COLUMNS = (
     Column(key="node", title="node", rank=0, width=6, right=False, most=24),
     Column(key="index", title="gpu", rank=0, width=3),
     Column(key="utilization", title="gpu%", rank=1, width=5),
-    Column(key="memory", title="memory", rank=2, width=6),
+    Column(key="memory", title="memory", rank=2, width=7),
     Column(key="power", title="power", rank=3, width=5),
     Column(key="temperature", title="°C", rank=4, width=3),
     Column(key="name", title="", rank=5, width=10, right=False, most=40),
@@ -45,7 +45,7 @@ PROCESS_COLUMNS = (
     Column(key="rank", title="rank", rank=1, width=4),
     Column(key="pid", title="process", rank=0, width=7),
     Column(key="cpu", title="cpus", rank=2, width=5),
-    Column(key="memory", title="memory", rank=2, width=6),
+    Column(key="memory", title="memory", rank=2, width=7),
     Column(key="threads", title="threads", rank=5, width=7),
     Column(key="state", title="", rank=4, width=8, right=False),
     Column(key="command", title="command", rank=3, width=12, right=False, most=120),
@@ -96,11 +96,11 @@ def times(facts: JobFacts, passed: float) -> str:
     elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
     said = facts.state.lower()
     if facts.state == "ENDED":
-        return f"ended after {whole_duration((elapsed or 0.0) + passed)}"
+        return f"ended after {duration((elapsed or 0.0) + passed, whole=True)}"
     if elapsed is not None:
-        said += f" for {whole_duration(elapsed + passed)}"
+        said += f" for {duration(elapsed + passed, whole=True)}"
     if left is not None:
-        return f"{said}, {whole_duration(max(0.0, left - passed))} left of its time limit"
+        return f"{said}, {duration(max(0.0, left - passed), whole=True)} left of its time limit"
     return f"{said}, without a time limit" if facts.left == "UNLIMITED" else said
 
 
@@ -117,13 +117,13 @@ def node_line(sample: Sample, now: float | None = None) -> Text:
     if "memory_total" not in sample:
         return Text(f"{sample['node']}: no answer", style="yellow")
     used = sample["memory_total"] - sample["memory_available"]
-    said = f"{num_bytes(used)} of {num_bytes(sample['memory_total'])} memory in use"
+    said = f"{size(used)} of {size(sample['memory_total'])} memory in use"
     busy = sum(process.get("cpu") or 0.0 for process in sample["processes"])
     cpus = f"{busy:.1f} of {sample['cpus']} CPUs in use by the job"
     line = Text(f"{sample['node']}: {cpus}, {said}")
     age = now - sample["t"] if now is not None else 0.0
     if age > OLD_SAMPLES * SAMPLE_SECONDS:
-        line.append(f", {duration(age)} ago", style="yellow")
+        line.append(f", {duration(age, whole=True)} ago", style="yellow")
     return line
 
 
@@ -136,7 +136,7 @@ def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) ->
         "node": Text(clean(node)),
         "index": marked(gpu.get("index"), "{:.0f}"),
         "utilization": marked(use, "{:.0f}", marks["gpu_util"].judge(use)),
-        "memory": marked(gpu.get("memory"), num_bytes, memory),
+        "memory": marked(gpu.get("memory"), narrow_size, memory),
         "power": marked(gpu.get("power"), "{:.0f}W", power),
         "temperature": marked(gpu.get("temperature"), "{:.0f}"),
         "name": Text(clean(str(gpu.get("name") or ""))),
@@ -152,7 +152,7 @@ def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
         "rank": marked(process.get("rank"), "{}"),
         "pid": marked(process.get("pid"), "{}"),
         "cpu": marked(process.get("cpu"), "{:.2f}"),
-        "memory": marked(process.get("memory"), num_bytes),
+        "memory": marked(process.get("memory"), narrow_size),
         "threads": marked(process.get("threads"), "{}"),
         "state": Text(STATES.get(state, state)),
         "command": Text(clean(command)),

@@ -11,7 +11,7 @@ from allranks.watch.draw import NO_RUNS, Scene, about_run, rank_lines, run_lines
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier
-from allranks.watch.table_cells import day, reason, run_cells, state_word
+from allranks.watch.table_cells import reason, run_cells, state_word
 from allranks.watch.views import RunView
 
 PLAIN_SECONDS = 10.0
@@ -20,7 +20,7 @@ NAMED = {"epoch": "epoch", "step": "step", "loss": "loss"}
 
 def plain_line(run: RunView, now: float) -> str:
     """One run in one line, each number with its name."""
-    cells = {key: cell.plain for key, cell in run_cells(run, day(now)).items()}
+    cells = {key: cell.plain for key, cell in run_cells(run, now).items()}
     said = [run.run, state_word(run), cells["layout"]]
     said += [f"{name} {cells[key]}" for key, name in NAMED.items() if cells[key]]
     if cells["pace"]:
@@ -31,7 +31,7 @@ def plain_line(run: RunView, now: float) -> str:
         said.append(f"{cells['left']} left")
     if cells["hours"]:
         said.append(f"{cells['hours']} {'GPU' if run.is_gpu else 'rank'}-hours")
-    if why := reason(run, day(now)):
+    if why := reason(run, now):
         said.append(f"({why})")
     return "  ".join(said)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from allranks.show.tables import Table, markdown
 from allranks.show.text import in_markdown
 from allranks.timing.comparison import bench_of
 
@@ -42,13 +43,6 @@ class Settings:
     start: Mapping[str, Any]
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table."""
-    text = [[in_markdown(str(cell)) for cell in row] for row in rows]
-    body = ["| " + " | ".join(cell or "-" for cell in row) + " |" for row in text]
-    return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *body]
-
-
 def settings_lines(runs: Sequence[Settings]) -> list[str]:
     """A table for the runs of each job; what differs between them has their names beside it."""
     lines = []
@@ -59,7 +53,8 @@ def settings_lines(runs: Sequence[Settings]) -> list[str]:
         keys = dict.fromkeys(key for rows in known.values() for key in rows)
         rows = [[key, told({run: known[run].get(key, "") for run in known})] for key in keys]
         lines += [f"### {in_markdown(job)}: {in_markdown(', '.join(known))}", ""]
-        lines += [*(table(("setting", "value"), rows) if rows else ["None is known."]), ""]
+        table = markdown(Table("", ("setting", "value"), rows, texts=("value",)))
+        lines += table if rows else ["None is known.", ""]
     return lines or ["None.", ""]
 
 

@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.errors import AllranksError
+from allranks.machine.inventory import describe_machine
+from allranks.run.folder import RunDir, write_atomically
+from allranks.show.numbers import count, duration, metric, number, percent, size
 from allranks.show.secrets import redact
+from allranks.show.tables import Table, markdown
 from allranks.show.text import as_code, in_markdown, plain
+from allranks.slurm.cluster import describe_cluster
+from allranks.slurm.commands import SlurmError
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
-from allranks.watch.settings import Settings, settings_lines, table
-from allranks.watch.table_cells import day, reason, state_word
+from allranks.watch.settings import Settings, settings_lines
+from allranks.watch.table_cells import reason, state_word
 from allranks.watch.views import Parts, RankView, RunView
-from allranks.watch.words import count, duration, hours, num_bytes
 
 DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look
 
@@ -51,6 +57,52 @@ def gather(watcher: Watcher) -> list[RunStatus]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The page to share, and the runs on it as `--json` shows them."""
+
+    page: str
+    runs: list[dict[str, Any]]
+
+
+def make_status(
+    runs: Path, chosen: Sequence[RunDir] | None, marks: Mapping[str, Mark], *, old: bool
+) -> Status:
+    """Look at a folder's runs, or those chosen, and at what there is to run on."""
+    watcher = Watcher(runs, chosen, old=old)
+    try:
+        found = gather(watcher)
+    finally:
+        watcher.close()
+    page = status_page(found, resources(), marks, time.time(), runs.absolute())
+    return Status(page, [one.view.as_json() for one in found])
+
+
+def resources() -> dict[str, Any]:
+    """The cluster and this machine; this machine alone where SLURM is silent."""
+    try:
+        return describe_cluster()
+    except AllranksError as error:
+        meaning = error.meaning if isinstance(error, SlurmError) else ""
+        cluster = "SLURM" if isinstance(error, SlurmError) else "No SLURM cluster"
+        note = f"{cluster}: {meaning or error.what}."
+        return {"slurm": None, "machine": describe_machine(), "notes": [note]}
+
+
+def write_page(path: Path, page: str) -> None:
+    """Whole or not at all; into a device or a pipe as into any other."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(page)  # a file renamed onto a device would take its place
+        else:
+            write_atomically(path, page)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise AllranksError(
+            f"cannot write {path}: {why}", fix="name another file after --md", exit_code=1
+        ) from error
+
+
 def status_page(
     runs: Sequence[RunStatus],
     resources: Mapping[str, Any],
@@ -62,7 +114,7 @@ def status_page(
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
     lines = [f"# Status, {moment}", ""]
     lines += ["## Resources", "", *resource_lines(resources), ""]
-    lines += ["## Runs", "", *run_table(runs, day(created)), ""]
+    lines += ["## Runs", "", *run_table(runs, created), ""]
     lines += ["## Performance", "", *performance_lines(runs, marks), ""]
     described = [Settings(one.view.run, one.view.job, one.job, one.info, one.start) for one in runs]
     lines += ["## Settings", "", *settings_lines(described)]
@@ -81,8 +133,7 @@ def resource_lines(resources: Mapping[str, Any]) -> list[str]:
             f"SLURM cluster {slurm['cluster']}: {nodes['up']} of {nodes['total']} nodes up, "
             f"{gpus['free']} of {gpus['total']} GPUs free.",
             "",
-            *table(("partition", "nodes", "idle"), partition_rows(resources)),
-            "",
+            *markdown(Table("", ("partition", "nodes", "idle"), partition_rows(resources))),
         ]
     gpus = machine.get("gpus") or []
     names = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)]
@@ -91,19 +142,19 @@ def resource_lines(resources: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"This machine ({machine.get('host', 'unknown')}): {said}, "
         f"{machine.get('cpus_allotted', machine.get('cpus', '?'))} CPUs"
-        + (f", {num_bytes(memory)} memory." if memory else ".")
+        + (f", {size(memory)} memory." if memory else ".")
     )
     return [*lines, *(f"\n{in_markdown(str(note))}" for note in resources.get("notes") or [])]
 
 
-def partition_rows(resources: Mapping[str, Any]) -> list[list[object]]:
+def partition_rows(resources: Mapping[str, Any]) -> list[list[str]]:
     return [
-        [part["name"], part["nodes"]["total"], part["nodes"]["idle"]]
+        [part["name"], count(part["nodes"]["total"]), count(part["nodes"]["idle"])]
         for part in resources.get("partitions") or []
     ]
 
 
-def run_table(runs: Sequence[RunStatus], today: str) -> list[str]:
+def run_table(runs: Sequence[RunStatus], now: float) -> list[str]:
     if not runs:
         return ["None."]
     has_jobs = any(one.view.jobs for one in runs)
@@ -111,14 +162,14 @@ def run_table(runs: Sequence[RunStatus], today: str) -> list[str]:
     rows = []
     for one in runs:
         view, batch = one.view, one.start.get("global_batch") or one.job.get("batch_size")
-        row = [view.run, state_word(view), view.layout, place_of(one), batch or ""]
-        left = duration(view.seconds_left) if view.seconds_left is not None else ""
-        rows.append([*row, progress(view), left, reason(view, today)])
+        row = [view.run, state_word(view), view.layout, place_of(one), count(batch)]
+        left = duration(view.seconds_left)
+        rows.append([*row, progress(view), left, reason(view, now)])
         if has_jobs:
             rows[-1].insert(1, ", ".join(view.jobs))
     if has_jobs:
         titles.insert(1, "SLURM job")
-    return table(titles, rows)
+    return markdown(Table("", tuple(titles), rows, texts=tuple(titles)))
 
 
 def place_of(one: RunStatus) -> str:
@@ -130,9 +181,10 @@ def place_of(one: RunStatus) -> str:
 def progress(view: RunView) -> str:
     if not view.step:
         return ""
-    done = f"step {view.step:,}" + (f" of {view.steps:,}" if view.steps else "")
+    done = f"step {count(view.step)}" + (f" of {count(view.steps)}" if view.steps else "")
     if view.epoch is not None:
-        done += f", epoch {view.epoch:,}" + (f" of {view.epochs:,}" if view.epochs else "")
+        done += f", epoch {count(view.epoch)}"
+        done += f" of {count(view.epochs)}" if view.epochs else ""
     return done
 
 
@@ -150,14 +202,14 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         view, steps = one.view, mean([rank.step_seconds for rank in one.ranks]) or 0.0
         rows.append(
             [
-                *(view.run, view.layout, predicted(view), count(view.samples_per_second or 0)),
-                f"{view.efficiency:.0%}" if view.is_compared else "",
+                *(view.run, view.layout, predicted(view), number(view.samples_per_second)),
+                percent(view.efficiency if view.is_compared else None),
                 duration(view.step_seconds or steps),
                 share_of(mean([rank.data for rank in one.ranks]), steps),
                 share_of(mean([rank.wait for rank in one.ranks]), steps),
                 gpu_use(one.ranks, marks),
-                f"{hours(view.rank_hours)} {'GPU' if view.is_gpu else 'rank'}-hours",
-                f"{view.loss:.4g}" if view.loss is not None else "",
+                f"{number(view.rank_hours)} {'GPU' if view.is_gpu else 'rank'}-hours",
+                metric(view.loss),
             ]
         )
     notes = [
@@ -178,14 +230,14 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     else:
         notes.append("Nothing is predicted: no smaller layout of these jobs was measured.")
-    return [*table(titles, rows), *notes]
+    return [*markdown(Table("", tuple(titles), rows, texts=("layout",))), *notes]
 
 
 def predicted(view: RunView) -> str:
     """What as many ranks would do that cost each other nothing."""
     if not view.is_compared or not view.baseline_samples_per_second or not view.speedup:
         return ""
-    return count(view.baseline_samples_per_second * view.speedup / (view.efficiency or 1.0))
+    return number(view.baseline_samples_per_second * view.speedup / (view.efficiency or 1.0))
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -194,7 +246,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def share_of(part: float | None, whole: float) -> str:
-    return f"{part / whole:.0%}" if part is not None and whole else ""
+    return percent(part / whole if part is not None and whole else None)
 
 
 def gpu_use(ranks: Sequence[RankView], marks: Mapping[str, Mark]) -> str:
@@ -238,10 +290,11 @@ def next_steps(one: RunStatus) -> list[str]:
     if one.parts is not None:
         whole = sum(one.parts.seconds.values()) or 1.0
         if one.parts.seconds["data"] > DATA_BOUND * whole:
-            said = f"{one.parts.seconds['data'] / whole:.0%} of its steps for data"
+            said = f"{percent(one.parts.seconds['data'] / whole, 0)} of its steps for data"
             found.append(f"{name} waits {said}: `allranks bench data`.")
         if one.parts.seconds["straggler"] > STRAGGLING * whole:
-            said = f"{name} waits {one.parts.seconds['straggler'] / whole:.0%} of its steps for"
+            share = percent(one.parts.seconds["straggler"] / whole, 0)
+            said = f"{name} waits {share} of its steps for"
             rank = one.parts.slowest_rank
             whom = f"rank {rank}" if rank is not None else "whichever rank is last, by turns"
             found.append(f"{said} {whom}: {typed['doctor']}.")

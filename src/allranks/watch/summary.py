@@ -8,10 +8,10 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run.progress import patience
 from allranks.run.record import final_step
+from allranks.show.numbers import duration
 from allranks.timing.comparison import device_name
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
-from allranks.watch.words import duration
 
 if TYPE_CHECKING:
     from allranks.watch.live import Followed
@@ -107,13 +107,15 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
         return None
     if not lead.steps:
         passed, limit = now - lead.first_time, patience(None, 0.0, stands_out=False, asked=stalled)
-        return f"stalled: no first step for {duration(passed)}" if passed > limit else None
+        return (
+            f"stalled: no first step for {duration(passed, whole=True)}" if passed > limit else None
+        )
     passed = now - lead.steps[-1]["t"]
     took = lead.mean("seconds")
     if passed <= patience(took or 0.0, reader.longest_pause, stands_out=False, asked=stalled):
         return None
     before = f"; steps before took {duration(took)}" if took else ""
-    return f"stalled: no step for {duration(passed)}{before}"
+    return f"stalled: no step for {duration(passed, whole=True)}{before}"
 
 
 def device_of(start: dict[str, Any], info: dict[str, Any], reader: RunReader) -> str | None:

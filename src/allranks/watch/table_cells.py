@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.text import Text
 
+from allranks.show.numbers import (
+    duration,
+    metric,
+    moment,
+    number,
+    percent,
+    progress,
+    rate,
+    short,
+    size,
+)
 from allranks.show.tables import Column
 from allranks.show.text import clean, shortened
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
 from allranks.watch.views import RankView, RunView
-from allranks.watch.words import count, duration, hours, num_bytes, sparkline, whole_duration
 
 STATE_STYLES = {
     "running": "green",
@@ -22,6 +33,7 @@ STATE_STYLES = {
     "stopped": "magenta",
     "stalled": "bold red",
 }
+SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # cells of a sparkline at most
 
 RUN_COLUMNS = (
@@ -31,10 +43,10 @@ RUN_COLUMNS = (
     Column(key="epoch", title="epoch", rank=10, width=5),
     Column(key="step", title="step", rank=2, width=9),
     Column(key="left", title="left", rank=3, width=5),
-    Column(key="loss", title="loss", rank=4, width=6),
+    Column(key="loss", title="loss", rank=4, width=7),
     Column(key="curve", title="curve", rank=7, width=8, right=False, most=CURVE),
     Column(key="pace", title="samples/s", rank=6, width=9),
-    Column(key="efficiency", title="eff", rank=8, width=4),
+    Column(key="efficiency", title="eff", rank=8, width=5),
     Column(key="hours", title="hours", rank=9, width=5),
     Column(key="why", title="", rank=11, width=20, right=False, most=100),
 )
@@ -45,7 +57,7 @@ RANK_COLUMNS = (
     Column(key="rank", title="rank", rank=0, width=5),
     Column(key="node", title="node", rank=9, width=6, right=False, most=24),
     Column(key="gpu", title="gpu%", rank=1, width=5),
-    Column(key="memory", title="memory", rank=5, width=6),
+    Column(key="memory", title="memory", rank=5, width=7),
     Column(key="power", title="power", rank=8, width=5),
     Column(key="temperature", title="°C", rank=7, width=3),
     Column(key="step", title="step", rank=10, width=6),
@@ -54,7 +66,7 @@ RANK_COLUMNS = (
     Column(key="wait", title="wait", rank=4, width=6),
     Column(key="cpu", title="cpu", rank=11, width=4),
     Column(key="workers", title="workers", rank=12, width=7),
-    Column(key="network", title="network", rank=13, width=7),
+    Column(key="network", title="network", rank=13, width=9),
     Column(key="beat", title="seen", rank=6, width=5),
     Column(key="slowest", title="", rank=2, width=9, right=False),
 )
@@ -64,31 +76,31 @@ def state_word(run: RunView) -> str:
     return "stalled" if run.stalled else run.state
 
 
-def run_cells(run: RunView, today: str) -> dict[str, Text]:
+def run_cells(run: RunView, now: float) -> dict[str, Text]:
     """What each column says of a run."""
     word = state_word(run)
     cells = {
         "run": Text(clean(run.run)),
         "state": Text(word, style=STATE_STYLES.get(word, "")),
         "layout": Text(clean(run.layout or "-")),
-        "epoch": _of(run.epoch, run.epochs),
-        "step": _of(run.step, run.steps),
-        "left": Text(duration(run.seconds_left)) if run.seconds_left is not None else Text(),
+        "epoch": known(progress, run.epoch, run.epochs),
+        "step": known(progress, run.step, run.steps),
+        "left": known(duration, run.seconds_left),
         "loss": loss_cell(run),
         "curve": Text(sparkline(list(run.losses), CURVE), style="cyan"),
-        "pace": Text(count(run.samples_per_second) if run.samples_per_second else ""),
-        "efficiency": Text(f"{run.efficiency:.0%}" if run.is_compared else ""),
-        "hours": Text(hours(run.rank_hours) if run.rank_hours else ""),
-        "why": Text(reason(run, today), style="dim"),
+        "pace": known(short, run.samples_per_second or None),
+        "efficiency": known(percent, run.efficiency if run.is_compared else None),
+        "hours": known(number, run.rank_hours or None),
+        "why": Text(reason(run, now), style="dim"),
     }
     return cells
 
 
-def reason(run: RunView, today: str) -> str:
+def reason(run: RunView, now: float) -> str:
     """Why it waits and until when, why it ended, or what to look at."""
     said = [clean(run.reason)] if run.reason else []
     if run.expected_start:
-        said.append(f"expected to start {moment(run.expected_start, today)}")
+        said.append(f"expected to start {moment(run.expected_start, now)}")
     return "; ".join(said)
 
 
@@ -105,26 +117,15 @@ def takes_reason(run: RunView) -> bool:
     return run.state in ("queued", "failed") or run.stalled
 
 
-def moment(text: str, today: str) -> str:
-    """SLURM's 2026-11-15T16:40:00, as short as it can be said."""
-    day, _, clock = text.partition("T")
-    return clock[:5] if day == today else f"{day[5:]} {clock[:5]}"
-
-
 def loss_cell(run: RunView) -> Text:
     if run.losses and run.losses[-1] is None and run.loss is None:
         return Text("! nan", style="bold red")
-    return Text(f"{run.loss:.4g}" if run.loss is not None else "")
+    return known(metric, run.loss)
 
 
-def _of(number: int | None, whole: int | None) -> Text:
-    if number is None:
-        return Text("")
-    if whole is None:
-        return Text(str(number))
-    if whole >= 100_000:
-        return Text(f"{count(number)}/{count(whole)}")
-    return Text(f"{number}/{whole}")
+def known(spelled: Callable[..., str], value: float | None, *more: Any) -> Text:
+    """A number in its spelling; nothing where it is not known: most cells of a screen are."""
+    return Text("" if value is None else spelled(value, *more))
 
 
 def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[str, Text]:
@@ -135,12 +136,12 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
     of_link = share(traffic, rank.link)
     busy = share(rank.workers_cpu, rank.num_workers)
     age = max(0.0, now - rank.heartbeat) if rank.heartbeat is not None else None
-    seen = rank.state or ("" if age is None else whole_duration(age))
+    seen = rank.state or ("" if age is None else duration(max(1, age), whole=True))
     return {
         "rank": Text(str(rank.rank)),
         "node": Text(clean(rank.node or "")),
         "gpu": marked(rank.utilization, "{:.0f}", verdicts["gpu_util"]),
-        "memory": marked(memory, num_bytes, verdicts["memory"]),
+        "memory": marked(memory, narrow_size, verdicts["memory"]),
         "power": marked(rank.power, "{:.0f}W", verdicts["power"]),
         "temperature": marked(rank.temperature, "{:.0f}"),
         "step": marked(rank.step, "{}"),
@@ -151,7 +152,7 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
         "workers": marked(busy, "{:.0f}%", verdicts["workers"]),
         "network": marked(of_link, "{:.0f}%", verdicts["network"])
         if of_link is not None
-        else marked(traffic, lambda n: f"{num_bytes(n)}/s"),
+        else marked(traffic, rate),
         "beat": Text(seen, style=STATE_STYLES.get(rank.state or "", "")),
         "slowest": Text("< slowest" if rank.slowest else "", style="bold yellow"),
     }
@@ -174,5 +175,24 @@ def summary(runs: Sequence[RunView]) -> str:
     return ", ".join(said) or "no runs"
 
 
-def day(now: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(now))
+def narrow_size(num_bytes: float) -> str:
+    return size(num_bytes, narrow=True)
+
+
+def sparkline(values: list[float | None], width: int) -> str:
+    """A curve's shape in one line; `!` where a value is not a number."""
+    if not values or width < 1:
+        return ""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    cells = [values[begin:end] for begin, end in pairwise(edges)]
+    means: list[float | None] = []
+    for cell in cells:
+        known = [v for v in cell if v is not None and math.isfinite(v)]
+        means.append(sum(known) / len(known) if len(known) == len(cell) else None)
+    finite = [value for value in means if value is not None]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(
+        "!" if value is None else SPARKS[min(7, int((value - low) / span * 8))] for value in means
+    )

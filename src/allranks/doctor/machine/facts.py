@@ -40,6 +40,7 @@ from allranks.machine.network import (
     Interface,
     Port,
     infiniband_ports,
+    is_taken,
     names_in,
     read,
     up_interfaces,
@@ -241,16 +242,6 @@ def own_address() -> str | None:
     thread.start()
     thread.join(RESOLVE_SECONDS)
     return found[0] if found else None
-
-
-def is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
 
 
 def limits() -> dict[str, tuple[int, int]]:

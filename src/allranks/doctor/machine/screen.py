@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,8 +12,9 @@ from rich.text import Text
 
 from allranks.doctor.check import Check, Status
 from allranks.doctor.machine.env_checks import env_checks
-from allranks.doctor.machine.facts import MachineFacts
+from allranks.doctor.machine.facts import MachineFacts, collect
 from allranks.doctor.machine.gpu_checks import gpu_checks
+from allranks.doctor.machine.nodes import check_allocation
 from allranks.doctor.machine.system_checks import network_checks, system_checks
 
 STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "red", "not here": "dim"}
@@ -27,6 +29,12 @@ def check_machine(facts: MachineFacts) -> list[Check]:
         *system_checks(facts),
         *env_checks(facts),
     ]
+
+
+def check_here(runs: Path, data: Sequence[Path]) -> tuple[list[Check], str]:
+    """Check this machine and the nodes around it; the checks, and this machine's name."""
+    facts = collect(runs, data)
+    return [*check_machine(facts), *check_allocation(runs, len(facts.gpus))], facts.host
 
 
 def report(checks: Sequence[Check], host: str, seconds: float) -> dict[str, Any]:

@@ -11,10 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from allranks.doctor.check import Check
 from allranks.doctor.connectivity import OpenPort
 from allranks.doctor.pair import protocol
 from allranks.doctor.pair.facts import PairFacts, from_fields, path_mtu, plain, side_of, to_fields
 from allranks.doctor.pair.protocol import Moved, Stranger
+from allranks.doctor.pair.verdict import verdict
+from allranks.errors import AllranksError
 
 CONNECT_SECONDS = 3.0
 KNOCK_SECONDS = 1.5  # the other side is known to be there
@@ -22,6 +25,24 @@ TRANSFER_SECONDS = 1.0
 STREAMS = 4
 ARP = Path("/proc/net/arp")
 MOST_ADDRESSES = 8
+DEFAULT_PORT = 29500
+
+
+def check_connection(target: str) -> list[Check]:
+    """Test the way to a machine that listens."""
+    return verdict(connect(*split_target(target)), listens=False)
+
+
+def split_target(target: str) -> tuple[str, int]:
+    """HOST, HOST:PORT or [IPV6]:PORT."""
+    host, colon, port = target.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):  # no port, or plain IPv6
+        host, port = target, str(DEFAULT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise AllranksError(
+            f"--connect {target} is not HOST:PORT", fix="write for example --connect node1:29500"
+        )
+    return host.strip("[]"), int(port)
 
 
 def connect(host: str, port: int, *, seconds: float = TRANSFER_SECONDS) -> PairFacts:
@@ -105,7 +126,7 @@ class Test:
 
     def run(self) -> None:
         facts, control = self.facts, self.control
-        with EchoPort() as mine:
+        with OpenPort(socket.socket.close) as mine:  # at which the other one may knock
             nonce = secrets.token_hex(8)
             facts.here = side_of(control)
             protocol.say(
@@ -181,19 +202,6 @@ class Test:
     def _receive(self) -> Moved:
         with self._open("down") as line:
             return protocol.receive_all(line, self.seconds)
-
-
-class EchoPort:
-    """A port of this machine that the other one may knock at."""
-
-    def __enter__(self) -> EchoPort:
-        self._port = OpenPort(socket.socket.close)
-        self.port = self._port.port
-        self._port.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._port.close()
 
 
 def _rate(moved: list[Moved | None]) -> float | None:

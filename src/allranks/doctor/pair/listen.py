@@ -7,13 +7,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from allranks.doctor.check import Check
 from allranks.doctor.connectivity import OpenPort
 from allranks.doctor.pair import protocol
-from allranks.doctor.pair.connect import EchoPort, knock
+from allranks.doctor.pair.connect import DEFAULT_PORT, knock
 from allranks.doctor.pair.facts import (
     PairFacts,
     from_fields,
@@ -23,9 +24,35 @@ from allranks.doctor.pair.facts import (
     to_fields,
 )
 from allranks.doctor.pair.protocol import Stranger
+from allranks.doctor.pair.verdict import verdict
 from allranks.errors import AllranksError
+from allranks.machine.network import up_interfaces
 
 MOST_AT_ONCE = 32
+
+
+def check_as_listener(port: int, say: Callable[[str], None]) -> tuple[list[Check], str]:
+    """Wait for one `doctor --connect`; the checks, and the other machine's name."""
+    listening = Listening(port, say)
+    say(f"listening on port {listening.port}; on the other machine type one of")
+    for each in up_interfaces():
+        if not each.is_loopback:
+            host = f"[{each.address}]" if ":" in each.address else each.address
+            say(f"  allranks doctor --connect {host}:{listening.port}   # {each.name}")
+    found = listening.wait()
+    assert found is not None
+    return verdict(found, listens=True), found.there.host if found.there else ""
+
+
+def read_port(words: Sequence[str]) -> int:
+    """The port that may follow --listen."""
+    if not words:
+        return DEFAULT_PORT
+    if len(words) > 1 or not words[0].isdecimal() or not 0 < int(words[0]) < 65536:
+        raise AllranksError(
+            f"--listen {' '.join(words)} is not a port", fix="write for example --listen 29501"
+        )
+    return int(words[0])
 
 
 class Listening:
@@ -128,7 +155,7 @@ class Listening:
     def _test(self, control: socket.socket, hello: Mapping[str, Any], peer: str) -> None:
         theirs, mine = from_fields(hello["side"]), side_of(control)
         self._told(f"{theirs.host} ({peer}) has connected; this takes a few seconds")
-        with EchoPort() as port:
+        with OpenPort(socket.socket.close) as port:
             protocol.say(
                 control,
                 allranks=protocol.VERSION,

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from allranks.errors import AllranksError
-from allranks.run.folder import RunDir
-from allranks.run.run_state import Queue
+from allranks.run.folder import RunDir, list_runs
+from allranks.run.run_state import Queue, describe
 
 if TYPE_CHECKING:
     from allranks.launch.node import Outcome, Place
@@ -100,6 +101,13 @@ def look(runs: Iterable[RunDir]) -> Queue:
         silent, says = (one.silent, one.name) if one.silent else (found.silent, found.name)
         found = Queue(found.jobs | one.jobs, found.ended | one.ended, silent, says)
     return found
+
+
+def active_runs(folder: Path) -> list[RunDir]:
+    """The runs of a folder that are queued or running."""
+    known = list_runs(folder)
+    queue = look(known)
+    return [run for run in known if describe(run, queue)["state"] in ("queued", "running")]
 
 
 def stop(runs: Iterable[RunDir], *, now: bool = False) -> list[dict[str, str]]:

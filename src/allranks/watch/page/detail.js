@@ -1,5 +1,5 @@
 // The chosen run in words: how far, how fast, what is wrong, and each of its ranks.
-import {NOTHING, age, byId, count, dress, duration, fixed, gigabytes, make, number, percent, say, step} from "./words.js";
+import {NOTHING, age, byId, count, dress, duration, fixed, gibibytes, make, number, percent, say} from "./words.js";
 import {share} from "./runs.js";
 
 const PARTS = {compute: "compute", comm: "communication", straggler: "waiting for slower ranks", data: "data", other: "other"};
@@ -55,7 +55,7 @@ function drawTiles(run) {
     ["loss", number(run.loss, 4), ""],
     ["samples/s", number(run.samples_per_second), ""],
     ["efficiency", percent(run.base ? run.efficiency : null), "", run.base && `against the pace of ${run.base}`],
-    ["a step takes", step(run.step_seconds), ""],
+    ["a step takes", duration(run.step_seconds), ""],
     [run.state === "running" ? "time left" : "time", run.state === "running" ? duration(run.seconds_left)
       : duration(run.last_step !== null && run.started !== null ? run.last_step - run.started : null), ""],
     [hours, run.rank_hours < 1 ? fixed(run.rank_hours, 3) : number(run.rank_hours), ""],
@@ -113,7 +113,7 @@ const full = (part, whole) => part !== null && whole ? part / whole : null;
 const COLUMNS = [
   ["node", "text", rank => rank.node || NOTHING],
   ["GPU", "", rank => rank.utilization === null ? NOTHING : fixed(rank.utilization, 0) + "%", rank => rank.marks.gpu_util],
-  ["memory, GB", "", rank => rank.memory === null ? NOTHING : `${gigabytes(rank.memory)} of ${gigabytes(rank.memory_total)}`,
+  ["memory, GiB", "", rank => rank.memory === null ? NOTHING : `${gibibytes(rank.memory)} of ${gibibytes(rank.memory_total)}`,
     rank => rank.marks.memory],
   ["power, W", "", rank => rank.power === null ? NOTHING : count(rank.power) + (rank.power_limit ? ` of ${count(rank.power_limit)}` : ""),
     rank => rank.marks.power],
@@ -122,11 +122,11 @@ const COLUMNS = [
   ["workers", "", rank => rank.num_workers ? `${number(rank.workers_cpu, 2)} of ${rank.num_workers}` : NOTHING, rank => rank.marks.workers],
   ["network, MB/s", "", rank => rank.sent === null && rank.received === null ? NOTHING
     : number(Math.round(Math.max(rank.sent || 0, rank.received || 0) / 1e4) / 100), rank => rank.marks.network],
-  ["host memory, GB", "", rank => gigabytes(rank.host_memory)],
+  ["host memory, GiB", "", rank => gibibytes(rank.host_memory)],
   ["step", "", rank => count(rank.step)],
-  ["step time", "", rank => step(rank.step_seconds)],
-  ["data", "", rank => step(rank.data), rank => (full(rank.data, rank.step_seconds) || 0) > 0.1 ? "warn" : ""],
-  ["waiting", "", rank => step(rank.wait)],
+  ["step time", "", rank => duration(rank.step_seconds)],
+  ["data", "", rank => duration(rank.data), rank => (full(rank.data, rank.step_seconds) || 0) > 0.1 ? "warn" : ""],
+  ["waiting", "", rank => duration(rank.wait)],
   ["last heard", "", (rank, now) => rank.state || (rank.heartbeat === null ? NOTHING : age(now - rank.heartbeat)),
     (rank, now) => rank.state === "failed" ? "bad" : !rank.state && rank.heartbeat !== null && now - rank.heartbeat > 30 ? "warn" : ""],
 ];
@@ -134,8 +134,8 @@ const order = {column: "", isDown: false}; // "": by rank
 let columns = [], rows = [];
 
 /** What a column is sorted by: the number behind its words. */
-const KEYS = {"rank": null, "node": "node", "GPU": "utilization", "memory, GB": "memory", "power, W": "power", "°C": "temperature",
-  "CPUs": "cpu", "workers": "workers_cpu", "network, MB/s": "sent", "host memory, GB": "host_memory", "step": "step", "step time": "step_seconds", "data": "data", "waiting": "wait",
+const KEYS = {"rank": null, "node": "node", "GPU": "utilization", "memory, GiB": "memory", "power, W": "power", "°C": "temperature",
+  "CPUs": "cpu", "workers": "workers_cpu", "network, MB/s": "sent", "host memory, GiB": "host_memory", "step": "step", "step time": "step_seconds", "data": "data", "waiting": "wait",
   "last heard": "heartbeat"};
 function heading(title, kind) {
   const button = make("button", "", title), cell = make("th", kind, button);

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli.watch import write_page
 from allranks.errors import AllranksError
+from allranks.watch.status import write_page
 
 
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
