@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.slow_facts import RankFacts, SlowFacts
 from allranks.errors import AllranksError
-from allranks.show.numbers import duration, percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +91,10 @@ def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[flo
     culprit = facts.of(worst)
     cause, why, fix = _loader(facts, culprit, limits)
     whose = f"rank {worst} waits for its data" if is_one else "ranks wait for their data"
-    title = f"{whose} {percent(share, 0)} of each step{why}"
+    title = f"{whose} {share:.0%} of each step{why}"
     text = (
-        f"data {duration(waits[worst])} of a step of {duration(facts.timing.step_seconds)}"
-        f" (the middle rank {duration(usual)}), {_window(facts)}"
+        f"data {waits[worst] * 1e3:.1f} ms of a step of {facts.timing.step_seconds * 1e3:.1f} ms"
+        f" (the middle rank {usual * 1e3:.1f} ms), {_window(facts)}"
     )
     blamed, sure = culprit if is_one else None, _sure(share, limits.data)
     yield share, _finding(cause, title, fix, blamed, sure, text, shown=culprit)
@@ -117,7 +116,7 @@ def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str,
         return "too-many-workers", many, f"{key}{fair}{end}, or more CPUs a rank"
     busy = means.get("workers_cpu", 0.0) / workers if workers else 0.0
     if workers and busy >= limits.busy:
-        few = f": its {workers} loader workers are busy {percent(busy, 0)} of the time"
+        few = f": its {workers} loader workers are busy {busy:.0%} of the time"
         more = f"{key}{max(fair, workers + 1)}{end}; allranks bench data measures how many it takes"
         return "too-few-workers", few, more
     stage = "data.stage=local" if facts.is_task else "stage: [PATH] and {stage} in the command"
@@ -135,10 +134,8 @@ def unbalanced(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fi
     most = max(counts, key=lambda rank: counts[rank])
     if counts[most] < limits.balance * mean:
         return
-    title = (
-        f"rank {most} has {percent(counts[most] / mean - 1, 0)} more samples a step than the mean"
-    )
-    title += f": the others wait {percent(share, 0)} of each step"
+    title = f"rank {most} has {counts[most] / mean - 1:.0%} more samples a step than the mean"
+    title += f": the others wait {share:.0%} of each step"
     text = f"samples a step: {', '.join(f'{count:.0f}' for count in counts.values())}"
     fix = "give every rank as many: DistributedSampler, or a sampler that cuts the batch evenly"
     sure = _sure(share, limits.straggler)
@@ -153,22 +150,22 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fin
     if next(unbalanced(facts, limits), None) or next(throttled(facts, limits), None):
         return
     text = (
-        f"waiting for slower ranks takes {percent(share, 0)} of a step of "
-        f"{duration(timing.step_seconds)}; "
+        f"waiting for slower ranks takes {share:.0%} of a step of "
+        f"{timing.step_seconds * 1e3:.1f} ms; "
     )
     slowest = timing.slowest_rank
     culprit = facts.of(slowest) if slowest is not None else facts.ranks[0]
-    last = f"rank {slowest} comes last in {percent(timing.slowest_share, 0)} of the steps"
+    last = f"rank {slowest} comes last in {timing.slowest_share:.0%} of the steps"
     text += (last if slowest is not None else "no rank is slower than the others") + ", "
     text += _window(facts)
     if slowest is None or timing.slowest_share < limits.slowest:
-        title = f"ranks wait for whichever is slowest {percent(share, 0)} of each step"
+        title = f"ranks wait for whichever is slowest {share:.0%} of each step"
         fix = "samples of different length? Group them by length; else other work on the nodes"
         yield share, _finding("uneven-steps", title, fix, None, "medium", text, shown=culprit)
         return
     where = f" on {culprit.node}" if culprit.node and facts.num_nodes > 1 else ""
     part = f", in {timing.slowest_part}" if timing.slowest_part else ""
-    title = f"rank {culprit.rank}{where} is slower{part}: the others wait {percent(share, 0)} of each step"
+    title = f"rank {culprit.rank}{where} is slower{part}: the others wait {share:.0%} of each step"
     fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
     if facts.num_nodes > 1:
         fix += f"; if it stays, #SBATCH --exclude={culprit.node}"
@@ -187,7 +184,7 @@ def throttled(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fin
             continue
         is_slowest = facts.timing.slowest_rank == rank.rank
         share = max(1 - ratio, share_of(facts, "straggler", limits) if is_slowest else 0.0)
-        title = f"the GPU of rank {rank.rank} is hot and slowed down to {percent(ratio, 0)} of its clock"
+        title = f"the GPU of rank {rank.rank} is hot and slowed down to {ratio:.0%} of its clock"
         text = f"{means['temperature']:.0f} degrees, {means['clock']:.0f} of "
         text += f"{means['clock_max']:.0f} MHz, in the mean of its samples"
         fix = "tell the site that it is not cooled"
@@ -209,9 +206,7 @@ def sockets(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Findi
         "unset NCCL_IB_DISABLE" if disabled else "allranks doctor on the nodes looks at InfiniBand"
     )
     confidence: Confidence = "high" if disabled else "low" if missing else "medium"
-    title = (
-        f"NCCL talks over sockets, not InfiniBand: exchanges take {percent(share, 0)} of each step"
-    )
+    title = f"NCCL talks over sockets, not InfiniBand: exchanges take {share:.0%} of each step"
     found = Finding("sockets-instead-of-infiniband", title, fix, confidence=confidence)
     yield share, found.with_evidence(*using[:2], *disabled[:1], *missing[:1])
 
@@ -222,11 +217,13 @@ def talking(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Findi
     if share < limits.comm:
         return
     samples = statistics.fmean(rank.step_samples for rank in facts.ranks)
-    title = f"exchanges between ranks take {percent(share, 0)} of each step, of {samples:.0f} samples a rank"
+    title = (
+        f"exchanges between ranks take {share:.0%} of each step, of {samples:.0f} samples a rank"
+    )
     grow = "fewer ranks, or a larger batch_size" if facts.is_task else "fewer ranks, a larger batch"
     fix = f"{grow} (it changes the mathematics), or a faster network: allranks bench comm"
     text = f"comm {1e3 * (timing.parts or {})['comm']:.1f} ms of a step of "
-    text += f"{duration(timing.step_seconds)}, {_window(facts)}"
+    text += f"{timing.step_seconds * 1e3:.1f} ms, {_window(facts)}"
     yield (
         share,
         _finding("communication-bound", title, fix, None, "medium", text, shown=facts.ranks[0]),
@@ -246,7 +243,7 @@ def idle(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]
     text = f"GPU utilisation {percent:.0f}% in the mean, {worst.means['utilization']:.0f}% at least"
     share = 1 - percent / 100
     if total and peak < limits.memory * total:
-        text += f"; {percent(peak / total, 0)} of its memory was ever in use"
+        text += f"; {peak / total:.0%} of its memory was ever in use"
         title = f"the GPUs work {percent:.0f}% of the time on small batches: there is room for more"
         fix = "a larger micro_batch_size (with accumulation the batch stays), and compile: true"
         if not facts.is_task:
