@@ -147,7 +147,7 @@ def is_of_jobs(run: RunDir, info: dict[str, Any]) -> bool:
     jobs, holder = info.get("jobs"), claims.newest(run.claims)
     if not jobs or holder is None or holder.job:
         return bool(jobs)
-    return any(one["claim"] > holder.number for one in info.get("racers", {}).values())
+    return any(one.get("claim", -1) > holder.number for one in info.get("racers", {}).values())
 
 
 def _has_ended(run: RunDir) -> bool:
