@@ -40,8 +40,8 @@ Start = Callable[..., subprocess.Popen[str]]
 
 def command(folder: Path, node: str, nodes: list[str], port: int, seconds: float) -> list[str]:
     words = ["--folder", str(folder), "--nodes", ",".join(nodes), "--node", node]
-    words += ["--master", f"127.0.0.1:{port}", "--gpus", "2", "--seconds", str(seconds)]
-    return words
+    words += ["--master", f"127.0.0.1:{port}", "--seconds", str(seconds)]
+    return [*words, "--gpus", "0"]  # whatever this machine has: none of them is visible to tests
 
 
 class Played:
@@ -379,7 +379,7 @@ def test_as_many_gpus_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
         ({"RemappedRows": Lost(), "RetiredPagesPendingStatus": 1}, "waits for a reset"),
         ({"CurrentClocksThrottleReasons": 0x48}, "hardware slowdown, hardware thermal slowdown"),
         ({"Temperature": 91}, "91 degrees, and it slows down at 90"),
-        ({"MemoryInfo": SimpleNamespace(used=2**35, total=2**36)}, "32.0 GiB of its memory"),
+        ({"MemoryInfo": SimpleNamespace(used=2**35, total=2**36)}, "32 GiB of its memory"),
     ],
 )
 def test_worries_about_a_gpu(

@@ -94,7 +94,6 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.cli.profile import ask_for_profile, show_profile
     from allranks.job.values import Duration
     from allranks.launch import backends
     from allranks.launch.node import Place
@@ -113,10 +112,15 @@ def run(
     backend = backends.named("ssh" if named else "local")
     options = backends.Options(place=place, hosts=named)
     prepared = backend.check(request, options)
-    ask_for_profile(prepared, profile)
+    if profile is not None:
+        from allranks.bench.profile import VARIABLE
+
+        prepared.variables[VARIABLE] = str(profile)
 
     def add_profile(outcome: Outcome) -> None:
         if profile is not None:
+            from allranks.bench.profile_screen import show_profile
+
             found = show_profile(outcome.run, people_console(as_json))
             outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from allranks.doctor.check import Check, failed, passed
+from allranks.show.numbers import rate
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def all_reduce(
         return failed("allreduce", wrong, **more)
     best = max(row["bus_bandwidth"] for row in rows)
     more["bus_bandwidth"] = best
-    detail = f"right sums over {num_nodes} nodes by {backend}, {best / 1e9:.3g} GB/s on the bus"
+    detail = f"right sums over {num_nodes} nodes by {backend}, {rate(best)} on the bus"
     return passed("allreduce", detail, **more)
 
 

@@ -42,13 +42,3 @@ def failed(name: str, value: str, fix: str = "", **more: Any) -> Check:
 
 def not_here(name: str, value: str, **more: Any) -> Check:
     return Check(name, "not here", value, more=more)
-
-
-def in_bytes(size: float) -> str:
-    """A size for people: 64 MiB, 3.2 GiB."""
-    gib = size / 2**30
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{size / 2**20:.0f} MiB"
-
-
-def speed(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e6:.0f} MB/s"

@@ -11,6 +11,7 @@ from typing import Any
 
 from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.machine.gpus import DRIVER_FILES, local_gpus, nvml
+from allranks.show.numbers import size
 
 WRITE_BYTES = 1 << 20
 LEAST_FREE_BYTES = 1 << 30
@@ -50,11 +51,11 @@ def free_disk(folder: Path) -> Check:
     except OSError as error:
         return not_here("disk", f"not known for {folder}: {error.strerror}")
     if free < LEAST_FREE_BYTES:
-        return warned("disk", f"only {_gib(free)} free in the run folder", free_bytes=free)
+        return warned("disk", f"only {size(free)} free in the run folder", free_bytes=free)
     if inodes.f_files and not inodes.f_favail:
         value = "no file can be made in the run folder: out of inodes"
         return warned("disk", value, free_bytes=free)
-    return passed("disk", f"{_gib(free)} free in the run folder", free_bytes=free)
+    return passed("disk", f"{size(free)} free in the run folder", free_bytes=free)
 
 
 def free_tmp() -> Check:
@@ -64,7 +65,7 @@ def free_tmp() -> Check:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return not_here("tmp", f"no temporary folder: {error}")
-    return passed("tmp", f"{_gib(free)} free in {folder}", free_bytes=free)
+    return passed("tmp", f"{size(free)} free in {folder}", free_bytes=free)
 
 
 def visible_gpus(wanted: int) -> Check:
@@ -143,7 +144,7 @@ def _worries(pynvml: Any, handle: Any) -> Iterator[str]:
         yield f"{temperature} degrees, and it slows down at {limit}"
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
     if memory and memory.used > max(LEFT_OVER_BYTES, memory.total // 20):
-        yield f"{_gib(memory.used)} of its memory are in use already"
+        yield f"{size(memory.used)} of its memory are in use already"
 
 
 def _ask(pynvml: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -152,7 +153,3 @@ def _ask(pynvml: Any, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except pynvml.NVMLError:
         return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

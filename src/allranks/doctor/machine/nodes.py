@@ -10,6 +10,7 @@ from pathlib import Path
 from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.launch.backends.slurm import inside
 from allranks.launch.backends.slurm.node_checks import Verdict, verdict
+from allranks.show.numbers import rate
 
 NODES_SECONDS = 30
 
@@ -52,7 +53,7 @@ def as_checks(found: Verdict) -> list[Check]:
         node, _, words = warning.partition(": ")
         rows.append(warned(node, words, "look at that node: allranks doctor there"))
     if found.ok:
-        speed = found.bandwidth and f", all-reduce {found.bandwidth / 1e9:.3g} GB/s on the bus"
+        speed = found.bandwidth and f", all-reduce {rate(found.bandwidth)} on the bus"
         count = len(found.nodes)
         words = "reach each other: names, ports, rendezvous" if count > 1 else "is fit"
         rows.append(passed("nodes", f"{count} checked, {words}{speed or ''}"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from allranks.doctor.check import Check, failed, in_bytes, not_here, passed, speed, warned
+from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.doctor.machine.facts import DEFAULT_PORT, MachineFacts
 from allranks.machine.disks import FolderFacts
+from allranks.show.numbers import rate
+from allranks.show.numbers import size as num_bytes
 
 
 def network_checks(facts: MachineFacts) -> list[Check]:
@@ -93,7 +95,7 @@ def limit_checks(facts: MachineFacts) -> Iterator[Check]:
     if soft != NO_LIMIT and soft < ENOUGH_STACK:
         yield warned("stack", f"ulimit -s is {soft >> 10} KiB", "ulimit -s 8192")
     else:
-        size = "unlimited" if soft == NO_LIMIT else in_bytes(soft)
+        size = "unlimited" if soft == NO_LIMIT else num_bytes(soft)
         yield passed("stack", f"ulimit -s is {size}")
     soft, hard = facts.limits.get("nproc", (NO_LIMIT, NO_LIMIT))
     if soft != NO_LIMIT and soft < ENOUGH_PROCESSES:
@@ -123,7 +125,7 @@ def locked_memory(facts: MachineFacts) -> Check:
     soft, _ = facts.limits.get("memlock", (NO_LIMIT, NO_LIMIT))
     if soft == NO_LIMIT:
         return passed("locked memory", "ulimit -l is unlimited")
-    value = f"ulimit -l is {in_bytes(soft)}"
+    value = f"ulimit -l is {num_bytes(soft)}"
     if not facts.ports:
         return passed("locked memory", f"{value}; only InfiniBand would need more")
     return failed(
@@ -138,7 +140,7 @@ def shared_memory(facts: MachineFacts) -> Check:
     if size is None or free is None:
         fix = "docker run --ipc=host, or mount a tmpfs there: loader workers and NCCL need it"
         return failed("shared memory", "there is no /dev/shm", fix)
-    value = f"/dev/shm has {in_bytes(free)} free of {in_bytes(size)}"
+    value = f"/dev/shm has {num_bytes(free)} free of {num_bytes(size)}"
     fix = "docker run --ipc=host (or --shm-size=16g); without root: data.num_workers=0"
     if size <= DOCKERS_SHM:
         return failed("shared memory", f"{value}: loader workers will die of a bus error", fix)
@@ -167,11 +169,11 @@ def cpus(facts: MachineFacts) -> Check:
 
 
 def memory(facts: MachineFacts) -> Check:
-    value = f"{in_bytes(facts.memory_allotted)} of {in_bytes(facts.memory_bytes)} may be used"
+    value = f"{num_bytes(facts.memory_allotted)} of {num_bytes(facts.memory_bytes)} may be used"
     on_gpus = sum(gpu.memory_bytes for gpu in facts.gpus)
     if on_gpus and facts.memory_allotted < on_gpus / 2:
         fix = "#SBATCH --mem=0 (all of the node), or slurm.mem_per_gpu in a job"
-        return warned("memory", f"{value}, beside {in_bytes(on_gpus)} on the GPUs", fix)
+        return warned("memory", f"{value}, beside {num_bytes(on_gpus)} on the GPUs", fix)
     return passed("memory", value)
 
 
@@ -196,7 +198,7 @@ def folder_checks(folder: FolderFacts) -> Iterator[Check]:
         yield failed(name, f"{folder.path}: {folder.problem or 'cannot be looked at'}", fix)
         return
     kind = "network disk" if folder.is_network else "memory" if folder.is_memory else "local disk"
-    value = f"{folder.path} ({folder.kind}, {kind}): {in_bytes(folder.free_bytes)} free"
+    value = f"{folder.path} ({folder.kind}, {kind}): {num_bytes(folder.free_bytes)} free"
     if folder.use == "runs":
         yield run_space(name, folder, value)
     else:
@@ -205,7 +207,7 @@ def folder_checks(folder: FolderFacts) -> Iterator[Check]:
 
 def run_space(name: str, folder: FolderFacts, value: str) -> Check:
     if folder.write_speed is not None:
-        value += f", written at {speed(folder.write_speed)}"
+        value += f", written at {rate(folder.write_speed)}"
     assert folder.free_bytes is not None
     other = "remove old runs and checkpoints, or use another disk with --runs DIR"
     if folder.free_files == 0:
@@ -224,7 +226,7 @@ def run_space(name: str, folder: FolderFacts, value: str) -> Check:
 def data_speed(name: str, folder: FolderFacts, value: str) -> Check:
     if folder.read_speed is None:
         return warned(name, f"{value}, no file to read", "name the folder that has the files")
-    value += f", read at {speed(folder.read_speed)}"
+    value += f", read at {rate(folder.read_speed)}"
     if folder.read_speed >= SLOW_READ:
         return passed(name, value)
     fix = "allranks bench data JOB.yaml tells whether that is enough"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.doctor.pair.facts import PairFacts, Side
 from allranks.doctor.pair.protocol import LEAST_BYTES
+from allranks.show import numbers
 
 MOST_SKEW = 1.0  # seconds
 SLOW_ROUND_TRIP = 2e-3
@@ -198,7 +199,7 @@ def interface(facts: PairFacts, own: Side, other: Side, *, listens: bool) -> Che
 
 
 def rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s ({bytes_per_second / 1e6:.0f} MB/s)"
+    return f"{numbers.bit_rate(8 * bytes_per_second)} ({numbers.rate(bytes_per_second)})"
 
 
 def _is_address(text: str) -> bool:
