@@ -9,7 +9,6 @@ import pytest
 
 from allranks import __version__
 from allranks.errors import AllranksError
-from allranks.launch import backends
 from allranks.launch.backends import Options, ssh
 from allranks.launch.prepare import Request
 
@@ -78,10 +77,3 @@ def test_each_node_needs_a_host(
     with pytest.raises(AllranksError) as refused:
         ssh.check(request, Options(hosts=hosts))
     assert refused.value.what == what
-
-
-def test_every_backend_has_the_functions_of_the_protocol() -> None:
-    wanted = [name for name in vars(backends.Backend) if not name.startswith("_")]
-    assert "start" in wanted
-    for name in backends.TABLE:
-        assert not [one for one in wanted if not hasattr(backends.named(name), one)]
