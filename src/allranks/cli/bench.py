@@ -81,7 +81,10 @@ Seconds = Annotated[
 Earlier = Annotated[
     str | None,
     typer.Option(
-        "--from", metavar="RUN", help="Measure nothing: show what this run, or the last, measured."
+        "--from",
+        "--show",
+        metavar="RUN",
+        help="Measure nothing: show what this run, or the last, measured.",
     ),
 ]
 Workers = Annotated[
@@ -93,7 +96,11 @@ Workers = Annotated[
 SecondsEach = Annotated[
     float,
     typer.Option(
-        "--seconds-each", metavar="SECONDS", min=0.1, help="Time that each measurement takes."
+        "--seconds-each",
+        "--seconds",
+        metavar="SECONDS",
+        min=0.1,
+        help="Time that each measurement takes.",
     ),
 ]
 ScriptSteps = Annotated[

@@ -55,6 +55,7 @@ StallTimeout = Annotated[
     str | None,
     typer.Option(
         "--stall-timeout",
+        "--idle-timeout",
         metavar="TIME",
         help="End the run after this long without a step: 90s, 10m. Key of a job: stall_timeout.",
     ),
