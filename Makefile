@@ -39,6 +39,7 @@ test: style
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
 	@tests/terminal/tmux.sh install
+	@tests/ssh/sshd.sh install
 	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
 	$(BIN)/python -m pytest --collect-only -qq $(PYTEST) >/dev/null; \
 	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) && \

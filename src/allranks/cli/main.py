@@ -49,7 +49,7 @@ COMMANDS = (
     Row(
         "run",
         "Train",
-        "Train a job, or run your own script after `--`, on this machine.",
+        "Train a job, or run your own script after `--`, on this machine or over ssh.",
         "train:run",
         takes_script=True,
     ),

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks.cli.commands import only_with
+from allranks.cli.commands import never_with, only_with
 from allranks.cli.options import (
     AsJson,
     Debug,
     Force,
     Here,
+    Hosts,
     JobFile,
     LayoutText,
     Overrides,
@@ -73,6 +74,7 @@ Show = Annotated[
 
 
 @only_with("node_rank", "master")
+@never_with("hosts", "node_rank", "here")
 @only_with("resume", "force")
 def run(
     job: JobFile = None,
@@ -81,6 +83,7 @@ def run(
     resume: Resume = None,
     force: Force = False,
     runs: Runs = Path("runs"),
+    hosts: Hosts = None,
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
@@ -106,7 +109,9 @@ def run(
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
     )
-    backend, options = backends.named("local"), backends.Options(place=place)
+    named = tuple(hosts.split(",")) if hosts else ()
+    backend = backends.named("ssh" if named else "local")
+    options = backends.Options(place=place, hosts=named)
     prepared = backend.check(request, options)
     if profile is not None:
         from allranks.bench.profile import VARIABLE
