@@ -15,6 +15,9 @@ PACKAGE := $(VENV)/.package
 DEV := $(VENV)/.dev
 SETTINGS := pyproject.toml constraints.txt Makefile
 
+# Hundreds of processes import the same modules: they are compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test lint style types fresh-docs docs soak lowest clean
 .DEFAULT_GOAL := help
 
@@ -30,15 +33,19 @@ help:
 demo: $(PACKAGE)
 	@$(BIN)/python -m allranks run
 
-# Types and docs are checked beside the tests, which leave a core idle now and then.
+# Types and docs are checked beside the tests, which leave a core idle now and then. Collecting
+# once before compiles what four workers would else compile at the same time, each for itself.
 test: style
 	@tests/slurm/cluster.sh install
 	@tests/browser/chromium.sh install
 	@tests/terminal/tmux.sh install
+	@tests/ssh/sshd.sh install
 	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) || { \
+	$(BIN)/python -m pytest --collect-only -qq $(PYTEST) >/dev/null; \
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) && \
+	  echo "flaky: 0" || { \
 	  [ $$? = 1 ] && echo "the tests that failed beside others, once more on their own:" && \
-	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(PYTEST); }; \
+	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none --alone $(PYTEST); }; \
 	tests=$$?; wait $$checks; checks=$$?; cat $(VENV)/checks.log; exit $$((tests | checks))
 
 lint: style types
@@ -76,7 +83,7 @@ $(PACKAGE): $(SETTINGS) | $(BIN)/python
 $(DEV): $(SETTINGS) | $(BIN)/python
 	@echo "installing allranks and its tests' needs into $(VENV): this can take minutes"
 	@$(PIP) install "pip==$(PIP_VERSION)"
-	@$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[digits,doctor,report,web]' --group dev
+	@$(PIP) install --no-compile -c constraints.txt --build-constraint constraints.txt -e '.[digits,doctor,report,web]' --group dev
 	@touch $(PACKAGE) $@
 
 $(LOWEST)/.installed: $(SETTINGS) tests/lowest.py | $(BIN)/python

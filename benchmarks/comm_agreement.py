@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allranks.bench.comm import parse_sizes, sizes_between
-from allranks.bench.comm_series import SHARE_BY_CHOICE, Series
-from allranks.bench.comm_world import join, memory_for_buffers
+from allranks.bench.comm_calls import join, memory_for_buffers
+from allranks.bench.comm_counts import parse_sizes, sizes_between
+from allranks.bench.comm_ranks import SHARE_BY_CHOICE, Series
 from allranks.show.numbers import size as num_bytes
 
 LARGE = 1 << 20

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
+from unittest import mock
 
 
 class Allranks(Protocol):
@@ -20,6 +23,18 @@ class Allranks(Protocol):
         env: Mapping[str, str] | None = None,
         timeout: float = 150,
     ) -> subprocess.CompletedProcess[str]: ...
+
+
+def ask_allranks(*args: str, cwd: Path) -> str:
+    """What `allranks ARGS` prints, by this process: for what is asked again and again."""
+    from allranks.cli.main import main
+
+    printed = io.StringIO()
+    typed = mock.patch.object(sys, "argv", ["allranks", *args])
+    shown = contextlib.redirect_stdout(printed)
+    with typed, shown, contextlib.chdir(cwd), contextlib.suppress(SystemExit):
+        main()
+    return printed.getvalue()
 
 
 def run_allranks(

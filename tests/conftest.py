@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ LEAVE_SECONDS = 20.0  # what a process or thread may take to end after its test
 MARK = uuid.uuid4().hex
 os.environ["ALLRANKS_TESTS"] = MARK
 STRANGERS: set[int] = set()  # processes that are not of these tests
+CPU_SECONDS = pytest.StashKey[float]()  # when the last part of a test had ended
 # Before torch is imported: threads that spin while they wait starve everything beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -37,10 +39,23 @@ settings.register_profile("others", unhurried, max_examples=1000)
 settings.load_profile("same")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    ours = parser.getgroup("allranks")
+    ours.addoption("--cpu-times", action="store_true", help="show what takes most CPU time")
+    ours.addoption(
+        "--alone",
+        action="store_true",
+        help="these tests have failed beside others: name those that pass now",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see no GPU, so that they do the same on every machine; those marked `gpu` see all."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # In the background of a shell; what tests start would ignore it, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +80,51 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "slurm, long" if Path(path).name in LONG_IN_SLURM else "slurm, rest"
 
     return FileByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Note what CPU time a test has taken; reports bring it from the workers."""
+    if item.config.option.cpu_times:
+        now = cpu_seconds()
+        item.user_properties.append(("cpu", now - item.config.stash.get(CPU_SECONDS, 0.0)))
+        item.config.stash[CPU_SECONDS] = now
+
+
+def cpu_seconds() -> float:
+    """Of this process, those that have ended below it, and ranks; not of what SLURM starts."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    found = sum(use.ru_utime + use.ru_stime for use in uses)
+    server = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        found += sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    reports = [report for report in reports if isinstance(report, pytest.TestReport)]
+    if config.option.alone:
+        failed = {report.nodeid for report in reports if report.failed}
+        flaky = [r.nodeid for r in reports if r.when == "call" and r.nodeid not in failed]
+        terminalreporter.write_line(f"flaky: {len(flaky)}")
+        for name in flaky:
+            terminalreporter.write_line(f"flaky: {name}")
+    if config.option.cpu_times:
+        show_cpu_times(terminalreporter, reports)
+
+
+def show_cpu_times(terminal: Any, reports: list[pytest.TestReport]) -> None:
+    tests = {r.nodeid: sum(float(str(cpu)) for _, cpu in r.user_properties) for r in reports}
+    files: dict[str, float] = {}
+    for name, seconds in tests.items():
+        file = name.partition("::")[0]
+        files[file] = files.get(file, 0.0) + seconds
+    terminal.write_line(f"CPU time of {len(tests)} tests: {sum(files.values()):.1f} s")
+    for found in (files, tests):
+        for name in sorted(found, key=found.__getitem__, reverse=True)[:30]:
+            terminal.write_line(f"{found[name]:8.2f} s  {name}")
 
 
 @pytest.fixture
@@ -178,15 +238,17 @@ def descendants() -> dict[int, str]:
     for pid in numbers - servers - STRANGERS:
         folder = Path("/proc", str(pid))
         try:
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(parent) in (0, 2):  # the kernel's, whose environment cannot be read
+                STRANGERS.add(pid)
+                continue
             is_marked = MARK.encode() in (folder / "environ").read_bytes()
             words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # gone, or not ours to look at
             continue
-        state, parent = stat[0], int(stat[1])
-        if is_marked or parent == os.getpid():
+        if is_marked or int(parent) == os.getpid():
             if state != "Z":
                 found[pid] = words[:200]
-        elif words or parent in (0, 2):  # has become what it is, or is the kernel's
+        elif words or state == "Z":  # has become what it is
             STRANGERS.add(pid)
     return found

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forked import Forked
 from torch import Tensor
 
 from allranks.run.commits import commits
@@ -26,14 +25,14 @@ from allranks.train.checkpoint import read_tensors
 class Live:
     """A run under way in a process of its own."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     runs: Path
     started: float
 
     def wait(self, seconds: float = 200) -> tuple[int, dict[str, Any]]:
         """Exit code and the JSON that it printed."""
         out, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, json.loads(out) if out.strip() else {}
+        return self.process.wait(), json.loads(out) if out.strip() else {}
 
     def ranks(self) -> dict[int, int]:
         """Process id of every rank that is alive now."""
@@ -52,16 +51,9 @@ class Live:
 
 
 def start(cwd: Path, *arguments: str, env: dict[str, str] | None = None) -> Live:
-    command = [sys.executable, "-m", "allranks", "run", *arguments, "--json"]
-    with (cwd / "stderr.txt").open("a") as stderr:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+    """`allranks run ARGUMENTS --json`; what it says to people is in stderr.txt."""
+    words = ["run", *arguments, "--json"]
+    process = Forked(words, cwd, env or {}, cwd / "stderr.txt")
     return Live(process, cwd / "runs", time.monotonic())
 
 
@@ -118,16 +110,17 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def _children(parent: int) -> list[tuple[int, int]]:
-    """Process id and rank of the direct children that are ranks."""
+    """Process id and rank of the direct children that are ranks: by their name, or a command's."""
     found = []
     for pid in _child_pids(parent):
         try:
+            name = Path(f"/proc/{pid}/comm").read_text().split()
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        ranks = [int(item[5:]) for item in environment if item.startswith(b"RANK=")]
-        if ranks:
-            found.append((pid, ranks[0]))
+        ranks = [item[5:].decode() for item in environment if item.startswith(b"RANK=")]
+        ranks += name[1:] if name[0] == "rank" else []
+        found += [(pid, int(ranks[0]))] if ranks else []
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commandline import Allranks
+from tests.commandline import Allranks, run_allranks
 
 from allranks.bench.profile import summarise
 from allranks.run.events import read_events
@@ -87,9 +87,10 @@ def answer(outcome: Any) -> dict[str, Any]:
     return value
 
 
-def test_data_of_files_by_workers(allranks: Allranks, folder: Path) -> None:
+def test_data_of_files_by_workers(folder: Path) -> None:
     options = ["task=mine:Mine", "--seconds-each", "0.1", "--repeats", "1", "--workers", "0,1"]
-    outcome = allranks("bench", "data", *options, "--layout", "1x2", "--json", env=ONE_THREAD)
+    words = ("bench", "data", *options, "--layout", "1x2", "--json")
+    outcome = run_allranks(*words, cwd=folder, env=ONE_THREAD)
     assert outcome.returncode == 0, outcome.stderr
     found = answer(outcome)
     assert (found["mode"], found["ranks"], found["batch_size"]) == ("task", 2, 16)
@@ -129,9 +130,9 @@ def test_a_script_that_ends_while_it_is_profiled_ends_well(
     assert f"the script made {steps} steps, a profile needs 13" in outcome.stderr
 
 
-def test_a_script_is_traced_on_every_rank(allranks: Allranks, folder: Path) -> None:
+def test_a_script_is_traced_on_every_rank(folder: Path) -> None:
     options = ["--layout", "1x2", "--profile", "4", "--json", "--", "python", "train.py", "40"]
-    outcome = allranks("run", *options, env=ONE_THREAD)
+    outcome = run_allranks("run", *options, cwd=folder, env=ONE_THREAD)  # no fork can trace
     assert outcome.returncode == 0, outcome.stderr
     found = json.loads(Path(answer(outcome)["profile"]).read_text())
     assert [(rank["rank"], rank["steps"]) for rank in found["ranks"]] == [(0, 4), (1, 4)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commandline import run_allranks
+from tests.forked import run_forked
 
 from allranks.run.folder import RunDir
 from allranks.timing.steps import timing
@@ -75,7 +75,7 @@ for _ in range(30):
 
 
 def bench(folder: Path, *args: str, code: int = 0) -> dict[str, Any]:
-    done = run_allranks("bench", "scaling", "--json", *args, cwd=folder, timeout=140)
+    done = run_forked("bench", "scaling", "--json", *args, cwd=folder, timeout=140)
     assert done.returncode == code, done.stderr
     return dict(json.loads(done.stdout))
 

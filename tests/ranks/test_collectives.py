@@ -17,7 +17,7 @@ import pytest
 from tests.commandline import Allranks
 from tests.ranks import run_ranks
 
-from allranks.bench.comm import COLLECTIVES, counted_bytes
+from allranks.bench.comm_counts import COLLECTIVES, counted_bytes
 
 pytestmark = pytest.mark.ranks
 
@@ -29,7 +29,7 @@ def results_by_hand() -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from allranks.bench.comm_ops import Peers, make_operation
+    from allranks.bench.comm_calls import Peers, make_operation
 
     world = dist.get_world_size()
     peers = Peers(tuple(range(world)), dist.get_rank())
@@ -64,9 +64,8 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from allranks.bench import comm_series
-    from allranks.bench.comm_ops import Operation, Peers, make_operation
-    from allranks.bench.comm_world import World
+    from allranks.bench import comm_ranks
+    from allranks.bench.comm_calls import Operation, Peers, World, make_operation
     from allranks.errors import AllranksError
 
     def damaged(*args: Any) -> Operation:
@@ -86,11 +85,11 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
     world = World(rank, size, size, torch.device("cpu"), {"node": peers})
     said = {}
     for name in COLLECTIVES:
-        series = comm_series.Series(world, "node", name)
+        series = comm_ranks.Series(world, "node", name)
         try:
             with (
-                patch.object(comm_series, "make_operation", damaged),
-                patch.object(comm_series, "SECONDS_PER_SIZE", 0.01),
+                patch.object(comm_ranks, "make_operation", damaged),
+                patch.object(comm_ranks, "SECONDS_PER_SIZE", 0.01),
             ):
                 series.measure([4096, 300_000], 1e9, 20)
             said[name] = "right"
@@ -120,17 +119,16 @@ def missing_collective() -> tuple[str | None, list[Any]]:
     import torch
     import torch.distributed as dist
 
-    from allranks.bench import comm_ops, comm_series
-    from allranks.bench.comm_ops import Peers
-    from allranks.bench.comm_world import World
+    from allranks.bench import comm_calls, comm_ranks
+    from allranks.bench.comm_calls import Peers, World
 
     def reduce_scatter(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")
 
     peers = Peers((0, 1), dist.get_rank())
     world = World(dist.get_rank(), 2, 2, torch.device("cpu"), {"node": peers})
-    series = comm_series.Series(world, "node", "reduce_scatter")
-    with patch.object(comm_ops, "_reduce_scatter", reduce_scatter):
+    series = comm_ranks.Series(world, "node", "reduce_scatter")
+    with patch.object(comm_calls, "_reduce_scatter", reduce_scatter):
         series.measure([4096], 1e9, 20)
     return series.lacking, series.rows
 

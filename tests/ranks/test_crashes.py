@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.commandline import Allranks
 from tests.crashes import CRASHES, Crash
+from tests.forked import EXECUTED
 from tests.ports import free_port
 
 from allranks.errors import AllranksError
@@ -67,7 +68,7 @@ def test_a_crash_by_command(name: str, allranks: Allranks, tmp_path: Path) -> No
     crash = next(one for one in CRASHES if one.name == name)
     (tmp_path / "train.py").write_text(crash.script)
     words = ["--layout", "1x2", "--oversubscribe", "--json", "--", sys.executable, "train.py"]
-    done = allranks("run", *words, env={"OMP_NUM_THREADS": "1"})
+    done = allranks("run", *words, env={"OMP_NUM_THREADS": "1", **EXECUTED})
     assert done.returncode == 1, done.stderr
     notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     check(crash, "\n".join(line for line in done.stderr.splitlines() if line not in notes))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.commandline import run_allranks
+from tests.forked import run_forked
 
 from allranks.doctor.finding import Finding
 from allranks.doctor.hang import hang, hung
@@ -210,7 +211,7 @@ class Nap(Task):
 def test_a_hang_is_ended_at_its_checkpoint_and_goes_on_from_there(tmp_path: Path) -> None:
     (tmp_path / "nap.py").write_text(TASK)
     keys = ("task=nap:Nap", "data.num_workers=0", "checkpoint.every=50")
-    ended = run_allranks(
+    ended = run_forked(
         "run", *keys, "--layout", "1x2", "--stall-timeout", "10s", "--json", cwd=tmp_path
     )
     assert ended.returncode == 75, ended.stderr
@@ -221,6 +222,6 @@ def test_a_hang_is_ended_at_its_checkpoint_and_goes_on_from_there(tmp_path: Path
     (found,) = hung(RunDir(Path(result["run_dir"])))
     assert (found.cause, found.rank) == ("rank-missing-from-collective", 1)
     (tmp_path / "wake").touch()
-    done = run_allranks("run", "--resume", "last", "--json", cwd=tmp_path)
+    done = run_forked("run", "--resume", "last", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 1000 and "resuming after step" in done.stderr

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commandline import run_allranks
+from tests.forked import run_forked
 
 from allranks.run.commits import commits
 from allranks.run.events import read_events
 from allranks.run.folder import RunDir
 
-# Two runs a test, each of which starts Python and torch several times.
 pytestmark = pytest.mark.ranks
 
 Train = Callable[..., "Trained"]
@@ -61,7 +60,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         key = (layout, *overrides, str(again))
         if key not in made:
             options = ["log_every=1", "precision=fp32", *overrides, "--layout", layout, "--json"]
-            outcome = run_allranks("run", *options, cwd=folder)
+            outcome = run_forked("run", *options, cwd=folder)
             assert outcome.returncode == 0, outcome.stderr
             result = json.loads(outcome.stdout)
             assert (result["state"], result["layout"]) == ("finished", layout)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.commandline import Allranks
 from tests.faults import start
+from tests.forked import EXECUTED
 
 from allranks.run.commits import commits
 from allranks.run.events import read_events
@@ -129,7 +130,7 @@ def test_a_script_that_restarts_is_told_where_to_go_on(tmp_path: Path, allranks:
         "sys.exit(int(first))\n"
     )
     settings = ["last=last.ckpt", "resume=--from {last}", "--max-restarts", "1"]
-    done = allranks("run", *settings, "--", "python", "train.py")
+    done = allranks("run", *settings, "--", "python", "train.py", env=EXECUTED)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
     assert "arguments []" in run.log(0, 0).read_text()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.commandline import run_allranks
+from tests.forked import run_forked
 from tests.scripts import MODEL, Recorded, run, run_script
 
 from allranks.run.folder import RunDir, list_runs
@@ -478,7 +479,7 @@ for epoch in range(100_000):
 
 def test_a_measurement_ends_the_script_after_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    ran = run_allranks(
+    ran = run_forked(
         *("run", "--layout", "1x2", "--", sys.executable, "train.py"),
         cwd=tmp_path,
         env={"ALLRANKS_MEASURE": "30"},

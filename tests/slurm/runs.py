@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.commandline import run_allranks
+from tests.commandline import ask_allranks, run_allranks
 from tests.slurm.live import Cluster
 
 from allranks.run import claims
@@ -51,7 +51,7 @@ class Sent:
 
     def listed(self) -> dict[str, Any]:
         """The run as `allranks ls --json` shows it."""
-        printed = json.loads(self.allranks("ls", self.run.name, "--json"))
+        printed = json.loads(ask_allranks("ls", self.run.name, "--json", cwd=self.folder))
         assert len(printed) == 1
         return dict(printed[0])
 

@@ -127,4 +127,4 @@ def test_a_kill_costs_what_a_lost_node_costs(
         lines = [entry.split() for entry in (tmp_path / "steps-0").read_text().splitlines()]
         assert {int(step) for _, step in lines} == set(range(1, 101))
         again = [int(step) for attempt, step in lines if attempt == "1"]
-    assert again[0] > 10 and again[-1] == 100
+    assert all(step > 10 for step in again)  # none where a busy machine was done before the kill

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.commandline import run_allranks
 from tests.faults import newest_weights, same_bits
+from tests.forked import run_forked
 from tests.slurm.live import Cluster
 from tests.slurm.runs import LOST, Sent, check_words, kill, send
 
@@ -23,7 +24,7 @@ TASK = ["task=slow:Slow", "log_every=1", "checkpoint.every=50"]
 
 def uninterrupted(folder: Path, *arguments: str) -> Path:
     """The same job on this machine, without the pauses: sleeping changes no weight."""
-    done = run_allranks(
+    done = run_forked(
         *("run", "--json", *arguments, "options.seconds=0.0", "--runs", "reference"),
         cwd=folder,
         timeout=200,

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.commandline import run_allranks
 from tests.faults import losses
+from tests.forked import run_forked
 from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
@@ -57,7 +57,7 @@ def test_a_task_has_the_losses_that_it_has_on_one_machine(
     arguments = ["--layout", layout, "steps=150", "log_every=1"]
     sent = send(cluster, tmp_path, *arguments)
     (tmp_path / "here").mkdir()
-    here = run_allranks("run", "--json", *arguments, cwd=tmp_path / "here", timeout=200)
+    here = run_forked("run", "--json", *arguments, cwd=tmp_path / "here", timeout=200)
     assert here.returncode == 0, here.stderr
     line = sent.wait_for_end(200)
     assert (line["state"], line["step"], line["layout"]) == ("finished", 150, layout)

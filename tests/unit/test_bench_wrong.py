@@ -14,13 +14,11 @@ from rich.console import Console
 from tests.commandline import Allranks
 from tests.watch_runs import GrowingRun
 
-from allranks.bench.plan_runs import plan_runs
+from allranks.bench import comm, data, precision
+from allranks.bench.measure import Ended, Series
 from allranks.bench.precision import Trial
-from allranks.bench.scaling import Repeat, as_json
-from allranks.bench.scaling_screen import Progress
+from allranks.bench.scaling import Repeat, as_json, plan_runs, repeat_of, result_of
 from allranks.cli import bench as cli_bench
-from allranks.cli import bench_comm as cli_comm
-from allranks.cli import bench_data as cli_bench_data
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
 from allranks.launch import node, screen
@@ -87,6 +85,22 @@ def test_a_script_without_steps_is_named_after_a_while(
     assert said.count("stopping; what was measured is kept") == 1
 
 
+def silent() -> Console:
+    return Console(file=io.StringIO())
+
+
+def series_of(runs: Path, *layouts: str) -> Series:
+    planned = [
+        (layout, prepare(Request(overrides=["task=spiral"], layout=layout, runs=runs)))
+        for layout in layouts
+    ]
+    return Series(planned, silent(), {"kind": "scaling"})
+
+
+def refused(layout: str, what: str) -> Repeat:
+    return repeat_of(Ended(layout, None, AllranksError(what, fix="", exit_code=1)))
+
+
 def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,18 +114,33 @@ def test_a_ctrl_c_between_two_runs_ends_the_benchmark(
         raise AllranksError("no port is free", fix="", exit_code=1)
 
     monkeypatch.setattr(local, "run_here", run_here)
-    prepared = [
-        prepare(Request(overrides=["task=spiral"], layout=layout, runs=tmp_path))
-        for layout in ("1x1", "1x2", "1x4")
-    ]
-    progress = Progress(as_json=True, total=3)
-    done = cli_bench.measure_here(prepared, progress)
+    series = series_of(tmp_path, "1x1", "1x2", "1x4")
+    done = series.here(repeat_of)
     assert [str(layout) for layout in begun] == ["1x1", "1x2"]
-    assert done[0].problem == "no port is free" and progress.is_interrupted
+    assert done[0].problem == "no port is free" and series.is_interrupted
+    assert series.how_far(done) == "0 of 3 runs were measured"
+    ended = result_of(as_json(done), is_interrupted=True)
     with pytest.raises(typer.Exit) as left:
-        cli_bench.tell(as_json(done), progress, as_json=True)
+        cli_bench.finish(ended, None, silent(), as_json=True)
     assert left.value.exit_code == 130
-    assert "stopped: 0 of 3 runs were measured" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "measured by then" in told.err and len(json.loads(told.out)["rows"]) == 2
+
+
+def test_a_name_that_was_left_out_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_here(*_: Any) -> Any:
+        raise AllranksError("no port is free", fix="", exit_code=1)
+
+    monkeypatch.setattr(local, "run_here", run_here)
+    series = series_of(tmp_path, "1x1", "1x2", "1x1", "1x2")
+
+    def read(ended: Ended) -> str:
+        series.left_out.add("1x1")
+        return ended.name
+
+    assert series.here(read) == ["1x1", "1x2", "1x2"] and not series.is_interrupted
 
 
 def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
@@ -121,29 +150,27 @@ def test_what_is_wrong_with_the_first_run_is_wrong_with_the_command(
         raise AllranksError("cannot write runs: Permission denied", fix="use --runs")
 
     monkeypatch.setattr(local, "run_here", run_here)
-    prepared = [prepare(Request(overrides=["task=spiral"], layout="1x1", runs=tmp_path))]
     with pytest.raises(AllranksError, match="Permission denied"):
-        cli_bench.measure_here(prepared, Progress(as_json=True, total=1))
-    trials = [("fp32", prepared[0])]
-    with pytest.raises(AllranksError, match="Permission denied"):
-        cli_bench_data.run_trials(trials, Console(file=io.StringIO()), Signals())
+        series_of(tmp_path, "1x1").here(repeat_of)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, run: GrowingRun) -> None:
+    """Every run is that one, stopped by a Ctrl-C."""
+
+    def run_here(prepared: Any, place: Any, shown: Any, signals: Signals) -> node.Outcome:
+        signals.received.append(signal.SIGINT)
+        return node.Outcome(run.run, {"state": "stopped"}, 75)
+
+    monkeypatch.setattr(local, "run_here", run_here)
 
 
 def test_data_that_were_measured_until_a_ctrl_c_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grown = GrowingRun(tmp_path, "1x1")
-    grown.begin()
-    grown.steps(30)
-
-    def run_muted(*given: Any) -> node.Outcome:
-        given[-1].received.append(signal.SIGINT)
-        return node.Outcome(grown.run, {"state": "stopped"}, 75)
-
-    monkeypatch.setattr(cli_bench_data, "run_muted", run_muted)
-    monkeypatch.setattr(cli_bench_data, "found_in_task", lambda outcome: {"verdict": "fast"})
+    interrupted(monkeypatch, GrowingRun(tmp_path, "1x1"))
+    monkeypatch.setattr(data, "found_in_task", lambda ended: {"verdict": "fast"})
     with pytest.raises(typer.Exit) as left:
-        cli_bench_data.data(overrides=["task=spiral"], runs=tmp_path, as_json=True)
+        cli_bench.data(overrides=["task=spiral"], runs=tmp_path, as_json=True)
     assert left.value.exit_code == 130
     told = capsys.readouterr()
     assert "measured by then" in told.err and json.loads(told.out)["verdict"] == "fast"
@@ -153,9 +180,9 @@ def test_data_that_were_measured_until_a_ctrl_c_are_shown(
 def test_a_layout_that_was_refused_names_no_run(
     capsys: pytest.CaptureFixture[str], in_json: bool
 ) -> None:
-    found = as_json([cli_bench.failed(Layout(1, 2), "port 29500 is in use; name another")])
+    found = result_of(as_json([refused("1x2", "port 29500 is in use; name another")]))
     with pytest.raises(typer.Exit) as left:
-        cli_bench.tell(found, Progress(as_json=in_json, total=1), as_json=in_json)
+        cli_bench.finish(found, None, silent(), as_json=in_json)
     said = capsys.readouterr()
     assert left.value.exit_code == 1
     assert "port 29500 is in use; name another" in said.err and "allranks doctor" not in said.err
@@ -167,30 +194,27 @@ def test_a_layout_that_was_refused_names_no_run(
 
 def test_a_baseline_that_was_only_added_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
     steps = {rank: {n: {"seconds": 1.0, "samples": 5} for n in range(1, 10)} for rank in (0, 1)}
-    grew = timing_of(steps, None)
-    done = [cli_bench.failed(Layout(1, 1), "out of memory"), Repeat("run", "1x2", grew)]
-    cli_bench.tell(as_json(done, added=Layout(1, 1)), Progress(as_json=True, total=2), as_json=True)
+    done = [refused("1x1", "out of memory"), Repeat("run", "1x2", timing_of(steps, None))]
+    found = result_of(as_json(done, added=Layout(1, 1)))
+    cli_bench.finish(found, None, silent(), as_json=True)
     told = capsys.readouterr()
     assert "note: 1x1, added to compare with" in told.err and "--no-baseline" in told.err
-    found = json.loads(told.out)
-    assert "error" not in found and found["rows"][1]["efficiency"] == 1.0
+    printed = json.loads(told.out)
+    assert "error" not in printed and printed["rows"][1]["efficiency"] == 1.0
     with pytest.raises(typer.Exit):  # who asked for it is told that it failed
-        cli_bench.tell(as_json(done), Progress(as_json=True, total=2), as_json=True)
+        cli_bench.finish(result_of(as_json(done)), None, silent(), as_json=True)
 
 
 def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_trials(prepared: Any, console: Any, signals: Signals) -> list[Trial]:
-        signals.received.append(signal.SIGINT)
-        return [Trial("fp32", "a", 100.0), Trial("bf16", "b", problem="it was stopped")]
-
-    monkeypatch.setattr(cli_bench_data, "run_trials", run_trials)
+    interrupted(monkeypatch, GrowingRun(tmp_path, "1x1"))
+    monkeypatch.setattr(precision, "trial_of", lambda ended: Trial(ended.name, "a", 100.0))
     with pytest.raises(typer.Exit) as left:
-        cli_bench_data.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
+        cli_bench.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
     assert left.value.exit_code == 130
     told = capsys.readouterr()
-    assert "measured by then" in told.err
+    assert "stopped: 1 of " in told.err
     found = json.loads(told.out)
     assert found["interrupted"] and found["rows"][0]["samples_per_second"] == 100.0
 
@@ -198,38 +222,41 @@ def test_precisions_that_were_measured_until_a_ctrl_c_are_shown(
 def test_a_precision_that_failed_is_an_error_for_programs_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = [Trial("fp32", "a", 100.0), Trial("bf16", "b", problem="rank 0 failed")]
-    monkeypatch.setattr(cli_bench_data, "run_trials", lambda *given: done)
+    def trial_of(ended: Ended) -> Trial:
+        is_bad = ended.name == "bf16"
+        return Trial(ended.name, "b", None if is_bad else 100.0, problem="lost" if is_bad else None)
+
+    run = GrowingRun(tmp_path, "1x1").run
+    monkeypatch.setattr(local, "run_here", lambda *_: node.Outcome(run, {"state": "finished"}, 0))
+    monkeypatch.setattr(precision, "trial_of", trial_of)
+    asked = {"overrides": ["task=spiral"], "precisions": "fp32,bf16", "runs": tmp_path}
     with pytest.raises(typer.Exit) as left:
-        cli_bench_data.precision(overrides=["task=spiral"], runs=tmp_path, as_json=True)
+        cli_bench.precision(**asked, as_json=True)  # type: ignore[arg-type]
     found = json.loads(capsys.readouterr().out)
-    assert left.value.exit_code == 1 and found["rows"]
-    assert found["error"] == {"what": "bf16: rank 0 failed", "fix": "see allranks doctor b"}
+    assert left.value.exit_code == 1 and len(found["rows"][0]["repeats"]) == 3
+    assert found["error"] == {"what": "bf16: lost", "fix": "see allranks doctor b"}
 
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_collectives_that_were_measured_until_a_ctrl_c_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], measured: bool
+    tmp_path: Path, measured: bool
 ) -> None:
     run = GrowingRun(tmp_path, "1x2").run
-    outcome = node.Outcome(run, {"state": "stopped"}, 130)
-    rows = {**dict.fromkeys(("rows", "fits", "not_supported", "stopped"), ()), "complete": False}
-    about = {"layout": "1x2", "library": "gloo", "ranks": 2, "nodes": 1, "device": "CPU"}
-    about |= {"transport": {}, "played": False, "peak_GBps": {}, "run": run.name, "timing": ""}
     if measured:
-        (run.path / "comm.json").write_text(json.dumps({**rows, **about}))
-    with pytest.raises(AllranksError if not measured else typer.Exit) as left:
-        cli_comm.show_outcome(outcome, is_interrupted=True, as_json=True)
-    assert left.value.exit_code == 130  # type: ignore[attr-defined]  # both have it
-    told = capsys.readouterr()
-    assert not measured or json.loads(told.out)["complete"] is False
+        (run.path / "comm.json").write_text(json.dumps({"complete": False}))
+        found = comm.result_of(Ended("comm", run), is_interrupted=True)
+        assert found.is_interrupted and found.found["complete"] is False
+        return
+    with pytest.raises(AllranksError) as left:
+        comm.result_of(Ended("comm", run), is_interrupted=True)
+    assert left.value.exit_code == 130
 
 
 def test_a_runs_folder_says_from_its_beginning_which_benchmark_it_is_of(tmp_path: Path) -> None:
     plan = plan_runs("1x1", steps="10", repeats=1, weak=True)
     request = Request(overrides=["task=spiral", "batch_size=8"], layout="1x1", runs=tmp_path)
     prepared = prepare(request)
-    prepared.bench = plan.for_job(prepared.job).bench
+    prepared.bench = plan.settings_for(prepared.job)[1]
     info = json.loads((open_run(prepared).path / "run.json").read_text())
     assert info["bench"]["kind"] == "scaling" and info["bench"]["mode"] == "weak"
     assert info["bench"]["job"]["epochs"] == prepared.job.epochs

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.bench import comm, comm_transport
-from allranks.bench.comm import COLLECTIVES
+from allranks.bench import comm_counts as comm
+from allranks.bench import comm_transport
+from allranks.bench.comm_counts import COLLECTIVES
 from allranks.errors import AllranksError
 from allranks.machine.gpus import find_gpu
 

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks.bench import comm, comm_plot, comm_screen
+from allranks.bench import comm_counts as comm
+from allranks.bench import comm_screen
 from allranks.errors import AllranksError
 
 
@@ -102,7 +103,7 @@ def test_what_is_missing_is_said() -> None:
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    comm_plot.plot(made_up(), tmp_path / "comm.png")
+    comm_screen.plot(made_up(), tmp_path / "comm.png")
     assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,7 +112,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(AllranksError, match="matplotlib is not installed") as caught:
-        comm_plot.plot(made_up(), tmp_path / "comm.png")
+        comm_screen.plot(made_up(), tmp_path / "comm.png")
     assert "allranks[report]" in caught.value.fix
     assert not (tmp_path / "comm.png").exists()
 
@@ -160,5 +161,6 @@ def test_an_earlier_run_is_shown(allranks: Allranks, tmp_path: Path) -> None:
     (folder / "comm.json").write_text(json.dumps(made_up()))
     done = allranks("bench", "comm", "--from", "comm", "--json")
     assert done.returncode == 0
-    assert json.loads(done.stdout) == json.loads((folder / "comm.json").read_text())
+    written = json.loads((folder / "comm.json").read_text())
+    assert json.loads(done.stdout) == {**written, "run_dir": str(folder)}  # where it is now
     assert "fit of all sizes" in done.stderr

@@ -10,13 +10,12 @@ import pytest
 from tests.report_runs import H100, make_run
 from tests.watch_runs import GrowingRun
 
-from allranks.bench.scaling import as_json
-from allranks.cli.bench import repeat_of
-from allranks.cli.bench_comm import run_to_show
-from allranks.cli.report import chosen_runs, chosen_words
+from allranks.bench.comm import run_to_show
+from allranks.bench.measure import Ended
+from allranks.bench.scaling import as_json, repeat_of
 from allranks.errors import AllranksError
-from allranks.layout import Layout
 from allranks.report.build import build
+from allranks.report.chosen_runs import chosen_runs, chosen_words
 from allranks.report.facts import read_run
 from allranks.run.folder import RunDir, find_runs
 from allranks.run.record import final_step
@@ -116,7 +115,7 @@ def test_bench_scaling_report_status_and_watch_show_one_number(tmp_path: Path, s
     expected: dict[str, Any] = {}  # by run, from the report
     for section in build(list(facts.values()), created=0.0)["sections"]:
         names = [run["run"] for run in section["runs"]]
-        repeats = [repeat_of(run, Layout.parse(run.info()["layout"])) for run in runs]
+        repeats = [repeat_of(Ended(run.info()["layout"], run)) for run in runs]
         measured = as_json([one for one in repeats if one.run in names])
         assert [(r["device"], r["layout"], *numbers(r)) for r in measured["rows"]] == [
             (r["device"], r["layout"], *numbers(r)) for r in section["rows"]
@@ -212,7 +211,7 @@ def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
     monkeypatch.setattr(bases, "affordable_timing", timed)
     watcher = Watcher(tmp_path, old=True)
     watcher.poll(budget=0.0)  # finds them, and has no time for more
-    for _ in range(20):  # at once: no run is due
+    for _ in range(200):  # at once: no run is due
         watcher.poll(budget=0.05)
     found = {view.run: view for view in watcher.runs()}
     assert found[runs["large"].name].efficiency is not None
@@ -241,7 +240,7 @@ def test_without_one_rank_watch_too_compares_with_the_fewest(tmp_path: Path) -> 
     two = make_run(tmp_path, "1x2", step_seconds=0.2, number=0)
     four = make_run(tmp_path, "1x4", step_seconds=0.125, number=1)
     watcher = Watcher(tmp_path, [four])
-    watcher.poll()
+    watcher.poll(budget=float("inf"))
     (view,) = watcher.runs()
     assert view.efficiency == pytest.approx(reported([two, four])["1x4"]["efficiency"])
     assert (view.baseline_layout, view.baseline) == ("1x2", two.name)

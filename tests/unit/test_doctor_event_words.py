@@ -26,7 +26,7 @@ from allranks.run.events import format_event
             {"event": "step", "step": 41, "loss": float("nan"), "seconds": 0.1},
             "step 41: loss nan (not a number)",
         ),
-        ({"event": "step", "step": 7, "seconds": 0.125}, "step 7: took 0.125 s"),
+        ({"event": "step", "step": 7, "seconds": 0.125}, "step 7: took 125ms"),
         (
             {"event": "metric", "step": 9, "name": "val_loss", "value": float("inf")},
             "step 9: val_loss inf",
@@ -41,7 +41,7 @@ from allranks.run.events import format_event
         ),
         (
             {"event": "device", "step": 3, "doing": "wait", "doing_seconds": 4.0},
-            "step 3: at wait for 4.0 s",
+            "step 3: at wait for 4.00s",
         ),
         ({"event": "dataset", "samples_per_epoch": 60}, "dataset: samples_per_epoch 60"),
     ],

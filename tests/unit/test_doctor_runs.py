@@ -59,7 +59,7 @@ def test_a_rank_killed_with_all_the_memory_in_use(tmp_path: Path) -> None:
     write_rank(run, 1, [STEP, *grows, failed(-9, signal="SIGKILL")])
     found = diagnose_run(run)[0]
     assert (found.cause, found.rank, found.confidence) == ("host-out-of-memory", 1, "medium")
-    assert any("2.00 GiB to 28.00 GiB" in line.text for line in found.evidence)
+    assert any("2 GiB to 28 GiB" in line.text for line in found.evidence)
 
 
 def test_a_rank_killed_with_memory_left(tmp_path: Path) -> None:

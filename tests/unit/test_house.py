@@ -24,10 +24,8 @@ TORCH = (
     "launch/rendezvous.py",
     "doctor/preflight.py",
     "doctor/allreduce.py",
-    "bench/comm_ops.py",
+    "bench/comm_calls.py",
     "bench/comm_ranks.py",
-    "bench/comm_series.py",
-    "bench/comm_world.py",
 )
 # These import torch, or take as long.
 HEAVY = {"torch", "torchvision", "torchaudio", "lightning", "accelerate", "transformers", "sklearn"}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from allranks.bench import precision, precision_screen
+from allranks.bench import precision
+from allranks.bench.measure import Ended
 from allranks.bench.precision import Trial, as_json, why_unsupported
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
@@ -90,7 +91,7 @@ def test_verdicts_without_a_choice() -> None:
 def test_the_table_fits(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
     host = Trial("fp16", "d", 98765.4, 1 << 35, "host", {20: 0.5})
-    precision_screen.show(console, as_json([*TRIALS, host], steps=20))
+    precision.show(console, as_json([*TRIALS, host], steps=20))
     text = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     tables = [line for line in text.splitlines() if "  " in line.strip()]
     assert max(map(len, tables)) <= width
@@ -104,7 +105,7 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
         loss = {"loss": 1 / step} if step % 10 == 0 else {}
         append_event(path, "step", step=step, seconds=0.1, samples=8, **loss)
     append_event(path, "end", state="finished", exit=0, host_memory=1000, memory_peak=500)
-    trial = precision.trial_of(run, "bf16")
+    trial = precision.trial_of(Ended("bf16", run))
     assert trial.samples_per_second == pytest.approx(80)
     assert (trial.memory_bytes, trial.memory_of) == (500, "device")
     assert trial.losses == {10: 0.1, 20: 0.05, 30: pytest.approx(1 / 30)}
@@ -118,7 +119,7 @@ def test_a_run_that_came_to_nothing(tmp_path: Path, state: str, problem: str) ->
     run = RunDir(tmp_path / "job-20260101-000000-abcd")
     error = {"error": {"what": "it broke", "fix": ""}} if state == "failed" else {}
     append_event(run.events(0, 0), "end", state=state, exit=1, **error)
-    trial = precision.trial_of(run, "fp16")
+    trial = precision.trial_of(Ended("fp16", run))
     assert trial.problem is not None and problem in trial.problem
     assert trial.samples_per_second is None
 
@@ -131,6 +132,6 @@ def test_a_loss_that_is_lost_is_never_recommended(tmp_path: Path) -> None:
         loss = {"loss": 0.5 if step < 20 else math.nan} if step % 10 == 0 else {}
         append_event(path, "step", step=step, seconds=0.1, samples=8, **loss)
     append_event(path, "end", state="finished", exit=0)
-    trial = precision.trial_of(run, "fp16")
+    trial = precision.trial_of(Ended("fp16", run))
     assert trial.problem == "its loss is not a number from step 20 on"
     assert trial.samples_per_second is None

@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from allranks.bench.profile import LOUDNESS, VARIABLE
+from allranks.bench.profile_screen import show_profile
 from allranks.bench.trace import read_trace
-from allranks.cli.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
 from allranks.run.events import append_event
@@ -152,8 +153,8 @@ def test_a_gpu_that_was_not_recorded_is_told(
     run = RunDir(tmp_path)
     append_event(run.events(0, 0), "profile", first=1, last=2, with_device=with_device)
     monkeypatch.setattr("allranks.bench.profile.summarise", lambda run: {"device": "cpu"})
-    for name in ("profile.write", "profile_screen.markdown", "profile_screen.show"):
-        monkeypatch.setattr(f"allranks.bench.{name}", lambda *args: "")
+    for name in ("markdown", "show"):
+        monkeypatch.setattr(f"allranks.bench.profile_screen.{name}", lambda *args: "")
     console = Console(file=io.StringIO())
     show_profile(run, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO

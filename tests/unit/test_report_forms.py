@@ -15,8 +15,7 @@ from tests.report_runs import make_run, scaling_study
 
 from allranks.report.build import build
 from allranks.report.facts import read_run
-from allranks.report.files import write_files
-from allranks.report.markdown import markdown
+from allranks.report.files import markdown, write_files
 from allranks.report.page import data_block, inside_script
 from allranks.report.terminal import show_report
 from allranks.run.folder import RunDir

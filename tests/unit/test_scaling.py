@@ -14,8 +14,7 @@ from rich.console import Console
 
 from allranks.bench import scaling_screen
 from allranks.bench.laws import fit_of
-from allranks.bench.plan_runs import plan_runs
-from allranks.bench.scaling import Repeat, as_json, nothing_measured
+from allranks.bench.scaling import Repeat, as_json, nothing_measured, plan_runs
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.layout import Layout
@@ -336,8 +335,8 @@ def test_ranks_that_hinder_each_other_have_no_serial_fraction() -> None:
 
 def test_rounds_go_over_all_layouts_and_a_baseline_is_added() -> None:
     plan = plan_runs("1x4, 1x2", steps="200", repeats=2)
-    assert [str(run.layout) for run in plan.runs] == ["1x1", "1x2", "1x4"] * 2
-    assert [str(run.layout) for run in plan_runs("1x1,1x1", steps="all", repeats=1).runs] == ["1x1"]
+    assert [str(layout) for layout in plan.layouts] == ["1x1", "1x2", "1x4"] * 2
+    assert plan_runs("1x1,1x1", steps="all", repeats=1).layouts == (Layout(1, 1),)
 
 
 @pytest.mark.parametrize(
@@ -352,25 +351,25 @@ def test_no_baseline_is_added_that_nobody_wants_or_that_would_not_fit(
     layouts: str, may_add: bool, order: list[str]
 ) -> None:
     plan = plan_runs(layouts, steps="all", repeats=1, may_add=may_add)
-    assert [str(run.layout) for run in plan.runs] == order
+    assert [str(layout) for layout in plan.layouts] == order
     assert (plan.added is not None) == ("1x1" in order)
 
 
 def test_a_task_runs_until_the_probe_ends_it() -> None:
     job = parse_job({"task": "spiral", "batch_size": 32})
-    plan = plan_runs("1x2", steps="50", repeats=1).for_job(job)
-    assert plan.bench["job"] == {"epochs": job.epochs, "steps": job.steps}
-    assert plan.runs[0].overrides == ("env.ALLRANKS_MEASURE='50'", "steps=10000000")
-    plan = plan_runs("1x2", steps="all", repeats=1, weak=True).for_job(job)
-    assert plan.runs[0].overrides == ("batch_size_per_rank=32",)
+    overrides, record = plan_runs("1x2", steps="50", repeats=1).settings_for(job)
+    assert record["job"] == {"epochs": job.epochs, "steps": job.steps}
+    assert overrides == ("env.ALLRANKS_MEASURE='50'", "steps=10000000")
+    overrides, _ = plan_runs("1x2", steps="all", repeats=1, weak=True).settings_for(job)
+    assert overrides == ("batch_size_per_rank=32",)
 
 
 def test_a_script_is_told_by_the_environment_alone() -> None:
     job = parse_job({"command": "python train.py"})
     plan = plan_runs("1x2", steps="50", repeats=1)
-    assert plan.for_job(job).runs[0].overrides == ("env.ALLRANKS_MEASURE='50'",)
+    assert plan.settings_for(job)[0] == ("env.ALLRANKS_MEASURE='50'",)
     with pytest.raises(AllranksError, match="a script decides on its batches itself"):
-        plan_runs("1x2", steps="50", repeats=1, weak=True).for_job(job)
+        plan_runs("1x2", steps="50", repeats=1, weak=True).settings_for(job)
 
 
 @pytest.mark.parametrize(

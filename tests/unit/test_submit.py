@@ -20,9 +20,8 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks.bench.scaling import Repeat
-from allranks.bench.scaling_screen import Progress
-from allranks.cli import bench as cli_bench
+from allranks.bench.measure import Series
+from allranks.bench.scaling import Repeat, repeat_of
 from allranks.cli import cluster as cli_slurm
 from allranks.errors import AllranksError
 from allranks.launch import backends
@@ -31,7 +30,6 @@ from allranks.launch.backends.slurm import backend, jobs, submit
 from allranks.launch.backends.slurm.sbatch import Racer, racers_of
 from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
-from allranks.layout import Layout
 from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
@@ -966,8 +964,11 @@ def bench(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> list[Repeat]:
 
     prepared = [prepare(Request(overrides=["task=spiral"], layout=layout)) for layout in layouts]
     monkeypatch.setattr(run_state, "describe", interrupt)
-    screen = Progress(as_json=True, total=len(layouts))
-    return cli_bench.measure_in_slurm(prepared, screen, Layout(1, 1))
+    planned = list(zip(layouts, prepared, strict=True))
+    series = Series(planned, Console(file=io.StringIO()), {"kind": "scaling"})
+    done = series.in_slurm(repeat_of, "1x1")
+    assert series.is_interrupted
+    return done
 
 
 def test_the_runs_of_a_benchmark_wait_for_each_other(

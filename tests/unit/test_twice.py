@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from allranks.job.job import load_job
-from allranks.launch.twice import TwiceWatch
+from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.probe import rank_claim
 from allranks.probe.rank_claim import STARTED_AS, claim_rank
 from allranks.run.events import append_event, read_events
@@ -82,11 +82,11 @@ def test_every_rank_of_such_a_run_has_failed(run: RunDir, tmp_path: Path) -> Non
     script = tmp_path / "train.sh"
     script.write_text("torchrun --nproc-per-node 2 a.py\n")
     job = load_job(None, command=["bash", str(script)], layout="1x2")
-    watch = TwiceWatch(run, job)
+    watch = OwnRanksWatch(run, job)
     run.attempt(0).mkdir(parents=True)
     assert not watch.look(0) and watch.end(0) is None
     run.twice(0).write_text('{"rank": 1}')
-    assert TwiceWatch(run, job).look(0)
+    assert OwnRanksWatch(run, job).look(0)
     end = watch.end(0)
     assert end is not None and (end["state"], end["exit"]) == ("failed", 1)
     told = f"two processes recorded rank 1: the command starts ranks itself (torchrun in {script})"
@@ -98,7 +98,7 @@ def test_every_rank_of_such_a_run_has_failed(run: RunDir, tmp_path: Path) -> Non
 def test_ranks_that_a_layout_does_not_have_are_told(run: RunDir) -> None:
     run.attempt(0).mkdir(parents=True)
     append_event(run.events(0, 1), "recorder", pid=1, host="a", of="0")
-    end = TwiceWatch(run, load_job(None, command=["python", "a.py"], layout="1x1")).end(0)
+    end = OwnRanksWatch(run, load_job(None, command=["python", "a.py"], layout="1x1")).end(0)
     assert end is not None
     assert end["error"]["what"].startswith("rank 1 was recorded, but layout 1x1 does not have it")
     assert "ALLRANKS_PROBE=off" in end["error"]["fix"]

@@ -1,14 +1,16 @@
-"""What `allranks bench comm` shows people, from comm.json alone."""
+"""What `allranks bench comm` shows people, from comm.json alone: tables, and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench.comm import SCOPES
+from allranks.bench.comm_counts import SCOPES
+from allranks.errors import AllranksError
 from allranks.show.numbers import duration, number, percent, size
 from allranks.show.tables import Table, show_table, without_empty
 
@@ -34,6 +36,17 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     console.print()
     for line in remarks(found):
         console.print(Text(line, style="dim"))
+
+
+def show_files(console: Console, found: Mapping[str, Any]) -> None:
+    """Draw the picture, and say where it and the numbers are."""
+    folder = Path(found["run_dir"])
+    try:
+        plot(found, folder / "comm.png")
+        console.print(str(folder / "comm.png"), soft_wrap=True)
+    except AllranksError as error:
+        console.print(f"note: {error.what}; {error.fix}", soft_wrap=True, markup=False)
+    console.print(str(folder / "comm.json"), soft_wrap=True)
 
 
 def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -103,3 +116,37 @@ def _where_stopped(found: Mapping[str, Any], why: str) -> dict[str, list[str]]:
             scope = f", {SCOPES[each['scope']]}" if len(found["transport"]) > 1 else ""
             ended.setdefault(end + scope, []).append(each["collective"])
     return ended
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """comm.png: bus bandwidth and time by size; a row for each scope. Raises AllranksError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise AllranksError(
+            "comm.png was not drawn: matplotlib is not installed",
+            fix="pip install 'allranks[report]', or pip install matplotlib",
+        ) from None
+    scopes = {row["scope"]: None for row in found["rows"]}
+    if not scopes:
+        return
+    figure = Figure(figsize=(11, 4.2 * len(scopes)), layout="constrained")
+    grid = figure.subplots(len(scopes), 2, squeeze=False)
+    for (bandwidth, times), scope in zip(grid, scopes, strict=True):
+        rows = [row for row in found["rows"] if row["scope"] == scope]
+        for name in dict.fromkeys(row["collective"] for row in rows):
+            own = [row for row in rows if row["collective"] == name]
+            sizes = [row["bytes"] for row in own]
+            bandwidth.plot(sizes, [row["busbw_GBps"] for row in own], marker="o", label=name)
+            times.plot(sizes, [row["median_us"] for row in own], marker="o", label=name)
+        peak = found["peak_GBps"].get(scope)
+        if peak:
+            bandwidth.axhline(peak, color="grey", linestyle="--", label="peak (datasheet)")
+        title = f"{SCOPES[scope]}: {rows[0]['ranks']} ranks, {found['library']}"
+        bandwidth.set(title=title, ylabel="bus bandwidth, GB/s", xscale="log", xlabel="bytes")
+        times.set(title="median time", ylabel="µs", xscale="log", yscale="log", xlabel="bytes")
+        for axes in (bandwidth, times):
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+        bandwidth.legend(fontsize="small")
+    figure.savefig(path, dpi=130)

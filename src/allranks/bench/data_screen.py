@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench.data_verdict import count_of
+from allranks.bench.data import count_of
 from allranks.show.numbers import between, count, duration, number, percent, rate, size
 from allranks.show.tables import Table, facts, show_table, without_empty
 

@@ -1,7 +1,7 @@
-"""One job in several precisions, side by side: speed, memory, and what it does to the loss.
+"""`bench precision`: one job in several precisions, side by side: speed, memory, and the loss.
 
-Pure, and without torch. The runs see the same samples in the same order from the same weights, so
-what is left between their losses is the precision.
+The runs see the same samples in the same order from the same weights, so what is left between their
+losses is the precision.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
+from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
 from allranks.job.job import Job
-from allranks.machine.gpus import LocalGPU
+from allranks.launch.prepare import Prepared
+from allranks.machine.allotted import usable_instructions
+from allranks.machine.gpus import LocalGPU, local_gpus
 from allranks.run.failures import failure, failure_in_words
-from allranks.run.folder import RunDir
 from allranks.run.record import read_rank
-from allranks.show.numbers import ratio
+from allranks.show.numbers import NOTHING, between, metric, number, ratio, size
+from allranks.show.tables import Table, show_table
 from allranks.timing.steps import timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -87,13 +93,47 @@ def overrides_of(precision: str, steps: int) -> tuple[str, ...]:
     return (f"precision={precision}", f"steps={steps}")
 
 
-def new_record() -> dict[str, Any]:
-    """What every run's folder says of the benchmark that it belongs to."""
-    return {"id": secrets.token_hex(4), "kind": "precision"}
+def measure(
+    names: Sequence[str],
+    prepare: Callable[[Sequence[str]], Prepared],
+    console: Console,
+    *,
+    steps: int,
+    repeats: int,
+) -> Result:
+    """Make all runs, round by round. `prepare`: with more overrides."""
+    check_job(prepare(()).job)
+    refused = {
+        name: why_unsupported(name, local_gpus(), cpu_can=lambda: usable_instructions() is not None)
+        for name in names
+    }
+    planned = [(name, prepare(overrides_of(name, steps))) for name in names if not refused[name]]
+    record = {"id": secrets.token_hex(4), "kind": "precision"}
+    series = Series(planned * repeats, console, record)
+
+    def read(ended: Ended) -> Trial:
+        trial = trial_of(ended)
+        if trial.problem:
+            series.left_out.add(ended.name)
+        pace = trial.samples_per_second
+        said = trial.problem if pace is None else f"{number(pace)} samples/s"
+        run = f"  ({trial.run})" if trial.run else ""
+        console.print(f"{trial.precision}: {said}{run}", style="dim", soft_wrap=True, markup=False)
+        return trial
+
+    trials = [Trial(name, problem=why, is_refused=True) for name, why in refused.items() if why]
+    done = series.here(read)
+    trials += done
+    found = as_json(trials, steps=steps) | {"interrupted": series.is_interrupted}
+    error = None if series.is_interrupted else error_in(trials)
+    return Result(found, error, series.is_interrupted, series.how_far(done))
 
 
-def trial_of(run: RunDir, precision: str) -> Trial:
+def trial_of(ended: Ended) -> Trial:
     """What a run has measured, or why it has not."""
+    run = ended.run
+    if run is None:
+        return Trial(ended.name, problem=ended.error.what if ended.error else None)
     broken, measured = failure(run), timing(run)
     attempt = max(run.attempts(), default=0)
     end = run.end(attempt, 0) or {}
@@ -108,7 +148,7 @@ def trial_of(run: RunDir, precision: str) -> Trial:
     if lost is not None and problem is None:
         problem = f"its loss is not a number from step {lost} on"
     return Trial(
-        precision=precision,
+        precision=ended.name,
         run=run.name,
         samples_per_second=measured.samples_per_second if measured and not problem else None,
         memory_bytes=on_device or on_host,
@@ -205,3 +245,43 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
         f"precision={best['precision']} is {ratio(best['speedup'])} as fast as {base['precision']}"
         f"{memory}{difference}"
     )
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """For people, drawn from what `as_json` made alone."""
+    measured = [row for row in found["rows"] if row["samples_per_second"] is not None]
+    if measured:
+        show_table(console, table_of(found, measured))
+    for row in found["rows"]:
+        if row["problem"]:
+            console.print(Text(f"{row['precision']}: {row['problem']}"), soft_wrap=True)
+    if any(row["memory_of"] == "host" for row in measured):
+        line = "memory is the host's: all that a rank holds, Python and torch included"
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+
+
+def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        differs = (
+            number(row["loss_difference"], 2, signed=True),
+            number(row["largest_loss_difference"], 2),
+        )
+        is_base = row["precision"] == found["baseline"]
+        cells.append(
+            (
+                row["precision"],
+                number(row["samples_per_second"]),
+                between(row["range"]),
+                ratio(row["speedup"]),
+                size(row["memory_bytes"]),
+                metric(row["loss"]),
+                *((NOTHING, NOTHING) if is_base else differs),
+            )
+        )
+    columns = (
+        *("precision", "samples/s", "range", "speedup", "memory", "loss"),
+        *("differs by", "at most on the way"),
+    )
+    return Table(f"{found['steps']} steps each, measured", columns, cells)

@@ -9,20 +9,23 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from allranks.bench import trace as traces
 from allranks.bench.trace import Exchange, Span, Trace
-from allranks.run.events import to_json
-from allranks.run.folder import RunDir, write_atomically
+from allranks.run.events import read_events
+from allranks.run.folder import RunDir
 from allranks.show.numbers import percent
 
 TOP = 10
 TOP_GAPS = 5
 MIN_GAP_SECONDS = 20e-6  # below, it is the profiler's own time as likely as not
 DIFFERENT = 0.10  # of a rank from the others
+
+VARIABLE = "ALLRANKS_PROFILE"  # how many steps are to be traced; read by the probe of every rank
+LOUDNESS = "KINETO_LOG_LEVEL"  # of torch's profiler; see probe/inject
 
 Fields = dict[str, Any]
 
@@ -42,11 +45,16 @@ def summarise(run: RunDir, attempt: int | None = None) -> Fields | None:
     return {"v": 1, "run": run.name, "attempt": number, **together(ranks)} if ranks else None
 
 
-def write(run: RunDir, found: Mapping[str, Any], text: str) -> Path:
-    """Keep the summary in the run's folder; the path of the text."""
-    write_atomically(run.path / "profile.json", to_json(found, indent=1) + "\n")
-    write_atomically(run.path / "profile.md", text)
-    return run.path / "profile.md"
+def events_of(run: RunDir) -> Iterator[Fields]:
+    """What the ranks of its last attempt said of their traces."""
+    attempt = max(run.attempts(), default=0)
+    for rank in run.ranks(attempt):
+        yield from read_events(run.events(attempt, rank), kind="profile")
+
+
+def why_none(run: RunDir) -> str:
+    problems = (str(one["problem"]) for one in events_of(run) if "problem" in one)
+    return next(problems, "no optimizer step was seen")
 
 
 def size_of(path: Path) -> Fields:

@@ -9,6 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from allranks.bench import profile
+from allranks.run.events import to_json
+from allranks.run.folder import RunDir, write_atomically
 from allranks.show import tables
 from allranks.show.numbers import NOTHING, count, duration, number, percent, size
 from allranks.show.tables import Table, show_table
@@ -130,6 +133,22 @@ def show(console: Console, found: Found) -> None:
         console.print(Text(f"  {file}", style="dim"), soft_wrap=True)
     if len(files) > TERMINAL_ROWS:
         console.print(Text(f"  and {len(files) - TERMINAL_ROWS} more beside them", style="dim"))
+
+
+def show_profile(run: RunDir, console: Console) -> Found | None:
+    """Summarise the traces of the run's last attempt; None, and why, if there are none."""
+    found = profile.summarise(run)
+    if found is None:
+        console.print(f"note: no profile: {profile.why_none(run)}", style="yellow", soft_wrap=True)
+        return None
+    write_atomically(run.path / "profile.json", to_json(found, indent=1) + "\n")
+    write_atomically(run.path / "profile.md", markdown(found))
+    show(console, found)
+    if found["device"] == "cpu" and any(one.get("with_device") for one in profile.events_of(run)):
+        how = f"{profile.LOUDNESS}=0 has torch's profiler say why"
+        note = f"note: nothing was recorded of the GPU: {how}"
+        console.print(note, style="yellow", soft_wrap=True)
+    return found
 
 
 def shortened(table: Table) -> Table:

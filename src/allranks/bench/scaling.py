@@ -1,23 +1,156 @@
-"""What `bench scaling` says of its runs: layouts compared, what each loses time to, a verdict.
-
-Everything here is a pure function of measured runs.
-"""
+"""`bench scaling`: which runs it needs, what they have measured, and what that says."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.bench.laws import Fit, differ_too_much, fit_object, law_of
-from allranks.layout import Layout
-from allranks.show.numbers import number, percent, ratio
-from allranks.timing.comparison import CPU, SUSPICIOUS, Compared, compare, mode_of
-from allranks.timing.samples_seen import APART
-from allranks.timing.steps import Timing
+from rich.console import Console
+from rich.text import Text
 
+from allranks.bench.laws import Fit, differ_too_much, fit_object, law_of
+from allranks.bench.measure import Ended, Result, Series
+from allranks.errors import AllranksError
+from allranks.job.job import Job
+from allranks.launch.prepare import Prepared
+from allranks.layout import Layout
+from allranks.machine.prices import Price, find_price
+from allranks.run.events import read_events
+from allranks.run.failures import failure, failure_in_words
+from allranks.run.results import samples_per_epoch, steps_by_rank
+from allranks.show.numbers import number, percent, ratio
+from allranks.timing.comparison import (
+    CPU,
+    SCALING,
+    SUSPICIOUS,
+    Compared,
+    compare,
+    device_name,
+    gpu_memory,
+    mode_of,
+)
+from allranks.timing.samples_seen import APART, remarks
+from allranks.timing.steps import Timing, timing
+
+ENDLESS_STEPS = 10_000_000  # the probe ends the run long before
 STOPPED = "it was stopped before there was enough to measure"
 NOTHING_TO_MEASURE = ("no optimizer step", "only one step", "no samples")  # in a run that is well
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All runs, round by round: what drifts on the machine drifts for all layouts."""
+
+    layouts: tuple[Layout, ...]
+    steps: int | None  # None: to the end
+    is_weak: bool = False
+    added: Layout | None = None  # to compare the others with: nobody asked for it
+
+    def settings_for(self, job: Job) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """What this job must be told to be measured, and what every run's folder says of it."""
+        overrides: list[str] = []
+        record: dict[str, Any] = {"id": secrets.token_hex(4), "kind": SCALING}
+        if self.steps is not None:
+            overrides.append(f"env.ALLRANKS_MEASURE='{self.steps}'")
+        if job.command is None:
+            if self.steps is not None:
+                overrides.append(f"steps={ENDLESS_STEPS}")
+                record["job"] = {"epochs": job.epochs, "steps": job.steps}  # as it is to train
+            if self.is_weak:
+                overrides.append(f"batch_size_per_rank={job.batch_size or job.batch_size_per_rank}")
+                record["mode"] = "weak"
+        elif self.is_weak:
+            raise AllranksError(
+                "--weak is for tasks: a script decides on its batches itself",
+                fix="leave it out; what the batches were is measured, and said",
+            )
+        return tuple(overrides), record
+
+
+def plan_runs(
+    layouts: str, *, steps: str, repeats: int, weak: bool = False, may_add: bool = True
+) -> RunPlan:
+    """Read what was asked for. Raises AllranksError.
+
+    A missing layout of one rank is added if it may be; not where every layout divides the model,
+    which would hardly fit one rank.
+    """
+    words = [word.strip() for word in layouts.split(",")]
+    if not all(words):
+        raise AllranksError(f'--layouts "{layouts}": a layout is missing', fix="write 1x1,1x2,1x4")
+    once = dict.fromkeys(Layout.parse(word) for word in words)
+    wanted = sorted(once, key=lambda layout: (layout.ranks, layout.nodes))
+    is_whole = any(layout.dp == layout.ranks for layout in wanted)
+    added = Layout(1, 1) if may_add and is_whole and wanted[0].ranks > 1 else None
+    order = [*([added] if added else []), *wanted]
+    return RunPlan((*order,) * repeats, read_steps(steps), weak, added)
+
+
+def read_steps(text: str) -> int | None:
+    if text == "all":
+        return None
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise AllranksError(f'--steps "{text}" is no number of steps', fix="write --steps 200, or all")
+
+
+def measure(
+    plan: RunPlan,
+    prepare: Callable[[Sequence[str], str], Prepared],
+    console: Console,
+    *,
+    backend: str = "local",
+    prices: Sequence[Price] = (),
+) -> Result:
+    """Make all runs of a plan. `prepare`: with more overrides, in a layout.
+
+    Everything that can be refused is refused before anything runs.
+    """
+    overrides, record = plan.settings_for(prepare((), str(plan.layouts[0])).job)
+    planned = [(str(layout), prepare(overrides, str(layout))) for layout in plan.layouts]
+    series = Series(planned, console, record)
+
+    def read(ended: Ended) -> Repeat:
+        repeat = repeat_of(ended)
+        if repeat.problem:
+            series.left_out.add(ended.name)
+        console.print(repeat_words(repeat), soft_wrap=True)
+        return repeat
+
+    added = str(plan.added) if plan.added else None
+    done = series.in_slurm(read, added) if backend == "slurm" else series.here(read)
+    device = next((one.device for one in done if one.timing is not None), None)
+    found = as_json(
+        done,
+        added=plan.added,
+        price_of=lambda device, memory: dollars_an_hour(device, memory, prices),
+        more={
+            "steps": str(plan.steps or "all"),
+            "device": device,
+            "unit": "rank" if device == CPU else "GPU",
+            "interrupted": series.is_interrupted,
+        },
+    )
+    result = result_of(found, is_interrupted=series.is_interrupted)
+    return replace(result, how_far=series.how_far(done))
+
+
+def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
+    notes = tuple(
+        f"{row['layout']}, added to compare with, could not be measured: {row['problem']}; "
+        "--no-baseline leaves it out"
+        for row in found["rows"]
+        if row["added"] and row["problem"]
+    )
+    error = None if is_interrupted else error_in(found)
+    return Result(found, error, is_interrupted, notes=notes)
+
+
+def dollars_an_hour(device: str, memory: int | None, own: Sequence[Price]) -> float | None:
+    price = find_price(device, memory, own)
+    return price.usd_per_hour if price else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +170,64 @@ class Repeat:
     @property
     def samples_per_second(self) -> float | None:
         return self.timing.samples_per_second or None if self.timing else None
+
+
+def repeat_of(ended: Ended) -> Repeat:
+    """What a run has measured, or why it has not."""
+    run = ended.run
+    if run is None:
+        return Repeat("", ended.name, None, ended.why, state="failed")
+    measured, broken, problem = timing(run), failure(run), None
+    if broken is not None:
+        fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
+        problem = f"{failure_in_words(broken)}: {fix}"
+    elif measured is None or not measured.samples:
+        problem = nothing_measured(run.state(), steps_by_rank(run))
+    kept = measured if measured is not None and measured.samples else None
+    info, attempts = run.info(), run.attempts()
+    start = (run.start(attempts[-1]) if attempts else None) or {}
+    seen = read_events(run.events(attempts[-1], 0), kind="device") if attempts else ()
+    uses_gpu = any(event.get("utilization") is not None for event in seen)
+    device = device_name(start, info, uses_gpu=uses_gpu)
+    return Repeat(
+        run=run.name,
+        layout=ended.name,
+        timing=kept,
+        problem=problem,
+        samples_per_epoch=samples_per_epoch(run),
+        remarks=remarks(run, kept),
+        state=run.state(),
+        device=device,
+        device_memory=gpu_memory(info).get(device),
+    )
+
+
+def repeat_words(repeat: Repeat) -> Text:
+    if repeat.timing is None:
+        return Text(f"{repeat.layout}: {repeat.problem}", style="red")
+    timing = repeat.timing
+    steady = "" if timing.steady else ", not steady"
+    return Text(
+        f"{repeat.layout}: {number(timing.samples_per_second)} samples/s "
+        f"over {timing.num_steps} steps{steady}  ({repeat.run})"
+    )
+
+
+def error_in(found: Mapping[str, Any]) -> AllranksError | None:
+    """Why a layout that was asked for could not be measured."""
+    failed = [row for row in found["rows"] if row["problem"] and not row["added"]]
+    if not failed and any(row["samples_per_second"] for row in found["rows"]):
+        return None
+    fix = "let it run longer"
+    if not failed:
+        return AllranksError("nothing was measured", fix=fix, exit_code=1)
+    problem = failed[0]["problem"]
+    if problem != STOPPED:
+        run = next((one["run"] for one in failed[0]["repeats"] if one.get("problem")), "")
+        fix = f"what it said: allranks logs {run}" if run else "fix it, then measure again"
+        if run and not problem.startswith(NOTHING_TO_MEASURE):
+            fix = f"see allranks doctor {run}; {fix}"
+    return AllranksError(f"{failed[0]['layout']}: {problem}", fix=fix, exit_code=1)
 
 
 def nothing_measured(state: str, steps: Mapping[int, int]) -> str:
@@ -165,11 +356,11 @@ def verdict(
     rows: Sequence[Compared],
     fit: Fit | None,
     problems: Mapping[str, str],
-    remarks: Sequence[str] = (),
+    seen: Sequence[str] = (),
 ) -> str:
     """What was found, in a sentence or two, and the next thing to try.
 
-    `problems`: of layouts, by name; `remarks`: on the largest.
+    `problems`: of layouts, by name; `seen`: remarks on the largest.
     """
     measured = [row for row in rows if row.efficiency is not None]
     if not measured:
@@ -189,7 +380,7 @@ def verdict(
         f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
         f"({percent(top.efficiency)} efficient, measured)"
     )
-    if any(remark.startswith(APART) for remark in remarks):
+    if any(remark.startswith(APART) for remark in seen):
         return f"{said}, but {APART}: it is one training only if they join"
     if top.efficiency > SUSPICIOUS:
         return (

@@ -1,59 +1,18 @@
-"""`bench scaling` for people: a line for each run, then tables drawn from its JSON alone."""
+"""`bench scaling` for people, drawn from its JSON alone."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench.scaling import WORDS, Repeat
 from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.steps import PART_WORDS, PARTS
 
 PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
-
-
-class Progress:
-    """What is being measured, and what came of it."""
-
-    def __init__(self, *, as_json: bool, total: int) -> None:
-        self.console = Console(
-            stderr=as_json, highlight=False, file=sys.stderr if as_json else None
-        )
-        self.total = total
-        self.is_interrupted = False  # by a Ctrl-C: not all of them were waited for
-        self._number = 0
-
-    def begin(self, layout: str) -> None:
-        self._number += 1
-        if self.console.is_terminal:
-            text = f"{self._number}/{self.total}  {layout} …"
-            self.console.print(Text(text, style="dim"), end="\r")
-
-    def queued(self, run: str, layout: str) -> None:
-        self.console.print(Text(f"queued {layout}: {run}", style="dim"), soft_wrap=True)
-
-    def left(self, runs: Sequence[str]) -> None:
-        """Said when nobody waits for them any longer."""
-        stop = f"allranks stop {' '.join(runs)}"
-        words = f"{len(runs)} runs stay in the queue, or go on; to stop them: {stop}"
-        self.console.print(Text(words, style="yellow"), soft_wrap=True)
-
-    def end(self, repeat: Repeat) -> None:
-        if repeat.timing is None:
-            words = Text(f"{repeat.layout}: {repeat.problem}", style="red")
-        else:
-            timing = repeat.timing
-            steady = "" if timing.steady else ", not steady"
-            words = Text(
-                f"{repeat.layout}: {number(timing.samples_per_second)} samples/s "
-                f"over {timing.num_steps} steps{steady}  ({repeat.run})"
-            )
-        self.console.print(words, soft_wrap=True)
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -164,6 +123,3 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
         if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
             words.append(f"predicted: {what} at {count(fit[key])} ranks")
     return "; ".join(words)
-
-
-__all__ = ["WORDS", "Progress", "show"]

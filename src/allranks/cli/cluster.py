@@ -14,6 +14,7 @@ from allranks.cli.options import (
     AsJson,
     Debug,
     Force,
+    Hosts,
     JobFile,
     LayoutText,
     Overrides,
@@ -63,11 +64,11 @@ Wait = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and stop.")]
 To = Annotated[
-    Literal["local", "slurm"] | None,
+    Literal["local", "slurm", "ssh"] | None,
     typer.Option(
         "--backend",
-        metavar="local|slurm",
-        help="Where to continue: on this machine, or in SLURM's queue. Default: where it was last.",
+        metavar="local|slurm|ssh",
+        help="Where to continue: this machine, SLURM's queue, or its hosts. Default: as before.",
     ),
 ]
 
@@ -157,7 +158,9 @@ def race(
 
 
 @never_with("race", "layout")
-@never_with("backend=local", "race", "wait")
+@never_with("backend=local", "race", "wait", "hosts")
+@never_with("backend=slurm", "hosts")
+@never_with("hosts", "race", "wait")
 @never_with("dry_run", "wait")
 def resume(
     run: Run,
@@ -165,6 +168,7 @@ def resume(
     layout: LayoutText = None,
     race: Race = None,
     backend: To = None,
+    hosts: Hosts = None,
     force: Force = False,
     wait: Wait = False,
     dry_run: DryRun = False,
@@ -179,8 +183,10 @@ def resume(
 
     _, first = read_layouts(race, layout)
     request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
-    name = backend or ("slurm" if race else backends.of(find_run(runs, run)))
-    place, options = backends.named(name), Options(race=race)
+    named = tuple(hosts.split(",")) if hosts else ()
+    typed = "slurm" if race else "ssh" if named else None
+    place = backends.named(backend or typed or backends.of(find_run(runs, run)))
+    options = Options(race=race, hosts=named)
     prepared = place.check(request, options)
     if dry_run:
         show_draft(place.draft(prepared, options), as_json=as_json)

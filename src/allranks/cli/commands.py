@@ -186,7 +186,7 @@ def is_typed(ctx: Any, name: str) -> bool:
 
 
 def name_of(param: Any) -> str:
-    """A parameter as it is typed: `--layout`, `RUN`."""
+    """A parameter as it is typed: `--layout`, `RUN`. Further long spellings are older ones."""
     if not isinstance(param, TyperArgument):
         return next(str(opt) for opt in param.opts if opt.startswith("--"))
     return (param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
@@ -202,7 +202,8 @@ def help_page(command: Any, ctx: Any) -> str:
     for param in command.get_params(ctx):
         is_argument = isinstance(param, TyperArgument)
         value = "" if is_argument or param.is_flag else " " + (param.metavar or param.name.upper())
-        names = name_of(param) if is_argument else ", ".join(sorted(param.opts, key=len))
+        short = [] if is_argument else [opt for opt in param.opts if not opt.startswith("--")]
+        names = ", ".join([*short, name_of(param)])
         title = "Arguments" if is_argument else "Options"
         sections.setdefault(title, []).append((names + value, about(param)))
     names_width = max(len(name) for rows in sections.values() for name, _ in rows)

@@ -25,20 +25,20 @@ BENCH = (
         "comm",
         "Measure",
         "Measure the network between ranks: latency and bandwidth of collectives by size.",
-        "bench_comm:comm",
+        "bench:comm",
     ),
     Row(
         "data",
         "Measure",
         "Measure data loading: how many workers a job needs, and how fast it can get.",
-        "bench_data:data",
+        "bench:data",
         takes_script=True,
     ),
     Row(
         "precision",
         "Measure",
         "Measure a task in fp32, tf32, fp16 and bf16: speed, memory and loss.",
-        "bench_data:precision",
+        "bench:precision",
         takes_script=True,
     ),
 )
@@ -49,7 +49,7 @@ COMMANDS = (
     Row(
         "run",
         "Train",
-        "Train a job, or run your own script after `--`, on this machine.",
+        "Train a job, or run your own script after `--`, on this machine or over ssh.",
         "train:run",
         takes_script=True,
     ),

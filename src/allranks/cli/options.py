@@ -32,6 +32,10 @@ LayoutText = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Resume even if a change alters the mathematics.")
 ]
+Hosts = Annotated[
+    str | None,
+    typer.Option(metavar="HOSTS", help="Run on these hosts over ssh, one a node, such as a,b."),
+]
 Oversubscribe = Annotated[
     bool,
     typer.Option(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from allranks.cli.options import AsJson, Debug, OwnPrice, Runs, people_console
-
-if TYPE_CHECKING:
-    from allranks.errors import AllranksError
-    from allranks.run.folder import RunDir
 
 ReportedRuns = Annotated[
     list[str] | None,
@@ -72,6 +68,7 @@ def report(
 ) -> None:
     from allranks.machine.prices import parse_price, read_prices
     from allranks.report.build import build
+    from allranks.report.chosen_runs import chosen_runs
     from allranks.report.facts import read_run
     from allranks.report.files import write_files
     from allranks.report.terminal import show_report
@@ -96,72 +93,3 @@ def report(
         raise trouble
     if as_json:
         print(to_json(built))
-
-
-def chosen_runs(runs: Path, references: list[str]) -> tuple[list[RunDir], str | None]:
-    """The runs to compare, newest first, and in words which they are where that was not typed."""
-    from allranks.run.folder import find_run, list_runs
-    from allranks.timing import comparison as comparing
-
-    if references:
-        return named_runs(runs, references)
-    known = [one for one in list_runs(runs) if one.job_file.exists()]
-    infos = {one.name: one.info() for one in known}
-    newest = next((one for one in known if comparing.is_comparable(infos[one.name])), None)
-    if newest is None:
-        find_run(runs, "last")  # says so, if there is none at all
-        raise nothing_to_compare(runs, [comparing.bench_of(info) for info in infos.values()])
-    mine = infos[newest.name]
-    those = [
-        one
-        for one in known
-        if one.job_name == newest.job_name and comparing.is_compared(mine, infos[one.name])
-    ]
-    others = [one.job_name for one in known if comparing.is_comparable(infos[one.name])]
-    is_bench = bool(comparing.bench_of(mine))
-    return those, chosen_words(newest.job_name, len(those), is_bench=is_bench, jobs=others)
-
-
-def named_runs(runs: Path, references: list[str]) -> tuple[list[RunDir], str | None]:
-    """Every run that was named; of several that one word stands for, those that train."""
-    from allranks.run.folder import find_runs
-    from allranks.timing.comparison import is_comparable
-
-    named: dict[Path, RunDir] = {}
-    num_left = 0
-    for reference in references:
-        found = find_runs(runs, reference)
-        those = [one for one in found if is_comparable(one.info())] or found
-        num_left += len(found) - len(those)
-        named |= {one.path: one for one in those}
-    ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
-    if not num_left:
-        return ordered, None
-    what, are = ("run", "is") if num_left == 1 else ("runs", "are")
-    return ordered, f"{num_left} {what} of other benchmarks than bench scaling {are} left out."
-
-
-def chosen_words(job: str, number: int, *, is_bench: bool, jobs: list[str]) -> str:
-    """Which runs are compared where none was named, and how to compare others."""
-    count = f"{number} run{'s' if number > 1 else ''}"
-    if is_bench:
-        more = f"; all of {job}: allranks report {job}" if jobs.count(job) > number else ""
-        words = f"Compared: the {count} of the newest bench scaling, of {job}{more}."
-    else:
-        words = f"Compared: the {count} of {job}, the newest job."
-    others = [name for name in dict.fromkeys(jobs) if name != job]
-    if others:
-        names = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-        words += f" Other jobs: {names} (allranks report NAME)."
-    return words
-
-
-def nothing_to_compare(runs: Path, benches: list[dict[str, Any]]) -> AllranksError:
-    from allranks.errors import AllranksError
-
-    kinds = " and ".join(sorted({f"bench {bench.get('kind')}" for bench in benches}))
-    what = f"what is there is of {kinds}" if kinds else "none has the job.yaml of a run"
-    return AllranksError(
-        f"no run in {runs} is there to be compared: {what}",
-        fix="measure layouts: allranks bench scaling job.yaml; or name runs: allranks report RUN",
-    )

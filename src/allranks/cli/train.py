@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks.cli.commands import only_with
+from allranks.cli.commands import never_with, only_with
 from allranks.cli.options import (
     AsJson,
     Debug,
     Force,
     Here,
+    Hosts,
     JobFile,
     LayoutText,
     Overrides,
@@ -55,6 +56,7 @@ StallTimeout = Annotated[
     str | None,
     typer.Option(
         "--stall-timeout",
+        "--idle-timeout",
         metavar="TIME",
         help="End the run after this long without a step: 90s, 10m. Key of a job: stall_timeout.",
     ),
@@ -72,6 +74,7 @@ Show = Annotated[
 
 
 @only_with("node_rank", "master")
+@never_with("hosts", "node_rank", "here")
 @only_with("resume", "force")
 def run(
     job: JobFile = None,
@@ -80,6 +83,7 @@ def run(
     resume: Resume = None,
     force: Force = False,
     runs: Runs = Path("runs"),
+    hosts: Hosts = None,
     node_rank: NodeRank = None,
     master: Master = None,
     max_restarts: MaxRestarts = None,
@@ -91,7 +95,6 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.cli.profile import ask_for_profile, show_profile
     from allranks.job.values import Duration
     from allranks.launch import backends
     from allranks.launch.node import Place
@@ -106,12 +109,19 @@ def run(
         max_restarts=max_restarts,
         oversubscribe=oversubscribe,
     )
-    backend, options = backends.named("local"), backends.Options(place=place)
+    named = tuple(hosts.split(",")) if hosts else ()
+    backend = backends.named("ssh" if named else "local")
+    options = backends.Options(place=place, hosts=named)
     prepared = backend.check(request, options)
-    ask_for_profile(prepared, profile)
+    if profile is not None:
+        from allranks.bench.profile import VARIABLE
+
+        prepared.variables[VARIABLE] = str(profile)
 
     def add_profile(outcome: Outcome) -> None:
         if profile is not None:
+            from allranks.bench.profile_screen import show_profile
+
             found = show_profile(outcome.run, people_console(as_json))
             outcome.result["profile"] = found and str(outcome.run.path / "profile.json")
 

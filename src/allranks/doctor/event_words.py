@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from allranks.run.crash import in_a_line
+from allranks.show.numbers import duration, size
 
 Event = Mapping[str, Any]
 
@@ -26,7 +27,7 @@ def _step(event: Event) -> str:
     values |= {key: f"{value} (not a number)" for key, value in _odd(event).items()}
     words = [f"{key} {value}" for key, value in values.items()]
     if not words:
-        words = [f"took {event['seconds']:.3g} s"]
+        words = [f"took {duration(event['seconds'])}"]
     return f"step {event['step']}: {', '.join(words)}"
 
 
@@ -41,17 +42,17 @@ def _metric(event: Event) -> str:
 def _device(event: Event) -> str:
     words = []
     if event.get("doing"):
-        words.append(f"at {event['doing']} for {event['doing_seconds']:.1f} s")
+        words.append(f"at {event['doing']} for {duration(event['doing_seconds'])}")
     if isinstance(event.get("host_memory"), int):
-        words.append(f"host memory up to {event['host_memory'] / 2**30:.2f} GiB so far")
+        words.append(f"host memory up to {size(event['host_memory'])} so far")
     if isinstance(event.get("memory"), int):
-        words.append(f"GPU memory {event['memory'] / 2**30:.2f} GiB")
+        words.append(f"GPU memory {size(event['memory'])}")
     step = f"step {event['step']}: " if "step" in event else ""
     return step + (", ".join(words) or "alive")
 
 
 def _checkpoint(event: Event) -> str:
-    return f"step {event['step']}: a checkpoint was committed after {event['seconds']:.3g} s"
+    return f"step {event['step']}: a checkpoint was committed after {duration(event['seconds'])}"
 
 
 def _start(event: Event) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from allranks.doctor.culprit import absent, first_nonfinite, other_call
 from allranks.doctor.failure_facts import FailureFacts, signal_name
+from allranks.show.numbers import size
 
 Fields = dict[str, str]
 Refine = Callable[[Fields, FailureFacts], Fields]
@@ -59,10 +60,11 @@ def _interface(fields: Fields, facts: FailureFacts) -> Fields:
 def _memory(fields: Fields, facts: FailureFacts) -> Fields:
     if not fields.get("limit"):
         return {}
-    used, limit = (int(fields[key]) / 2**30 for key in ("used", "limit"))
+    used, allowed = int(fields["used"]), int(fields["limit"])
+    limit = allowed / 2**30
     more = max(1, round(2 * limit)) if limit >= 1 else 0
     return {
-        "limit_words": f": {used:.1f} GiB where {limit:.1f} GiB were asked for",
+        "limit_words": f": {size(used)} where {size(allowed)} were asked for",
         "more_memory": f"{more}G" if more else f"{round(4 * limit * 1024)}M",
     }
 

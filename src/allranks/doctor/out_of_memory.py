@@ -15,6 +15,7 @@ from allranks.doctor.kernel_messages import Kernel
 from allranks.doctor.run_evidence import MemoryCurve
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
+from allranks.show.numbers import size
 
 FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
@@ -45,7 +46,7 @@ def candidates(
     allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes") or 0
     if not counted and (not beside or not allotted or used < FULL_SHARE * allotted):
         return []
-    words = f": the ranks had {used / 2**30:.1f} of {allotted / 2**30:.1f} GiB when last seen"
+    words = f": the ranks had {size(used)} of {size(allotted)} when last seen"
     fields = {"limit_words": words if beside and allotted else "", **facts.known}
     lines = [run_evidence.kill_evidence(run, attempt, one) for one in counted[:1]]
     cause = load()["host-out-of-memory"]

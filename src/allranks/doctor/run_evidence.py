@@ -21,6 +21,7 @@ from allranks.run.failures import failed_ranks, is_echo
 from allranks.run.folder import RunDir
 from allranks.run.record import read_ends
 from allranks.run.run_state import EndedJob
+from allranks.show.numbers import duration, size
 from allranks.slurm import commands as slurm
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
@@ -215,10 +216,8 @@ class MemoryCurve:
 
     @property
     def in_words(self) -> str:
-        minutes = (self.points[-1][0] - self.points[0][0]) / 60
-        first, last = (bytes_ / 2**30 for bytes_ in (self.points[0][1], self.last))
-        span = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
-        sizes = f"{first:.2f} GiB to {last:.2f} GiB"
+        span = duration(self.points[-1][0] - self.points[0][0], whole=True)
+        sizes = f"{size(self.points[0][1])} to {size(self.last)}"
         return f"host memory of rank {self.rank}: {sizes} in the last {span}"
 
 

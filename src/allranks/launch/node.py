@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
 from allranks.launch import door, link, prepare
+from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
-from allranks.launch.twice import TwiceWatch
 from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, quick_imports
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, State
 from allranks.run.stalls import ended_for
 from allranks.show.console import PeopleConsole
 from allranks.timing.steps import result
@@ -46,6 +46,11 @@ class Place:
     master: str | None = None  # HOST:PORT of node 0
     max_restarts: int | None = None  # None: what the job says
     oversubscribe: bool = False
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What attempt.json keeps of it: a resume starts the same way."""
+        return {"max_restarts": self.max_restarts, "oversubscribe": self.oversubscribe}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ class Launch:
             makes_steps=screen.makes_steps,
             has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
         )
-        self._twice = TwiceWatch(self.run, self.prepared.job)
+        self._twice = OwnRanksWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
         self._claim = claims.Watch(self.run.claims, prepared.claim, looks=prepared.request.leads)
 
@@ -294,18 +299,8 @@ class Launch:
             state = "finished"  # as far as this node knows: the first one says what the run came to
         if state == "failed" and self._interrupted() and failure(self.run) is None:
             state = "stopped"  # ranks of other nodes have not said so yet
-        outcome = result(self.run, state)
-        if state == "finished" and not self.signals.at_once:
-            return Outcome(self.run, outcome, 0)
-        if state == "stopped" or self.signals.at_once:
-            code = STOPPED_AT_ONCE if self.signals.at_once else self._stopped_code()
-            if why := ended_for(self.run, self.agent.attempt):
-                outcome["reason"] = why
-            saved = prepare.has_checkpoint(self.prepared, self.run)
-            can_go_on = saved or code == STOPPED_AT_CHECKPOINT
-            return Outcome(self.run, outcome, code, can_go_on=can_go_on)
-        error = self.disk_error or describe_failure(self.run, self.prepared, self.place)
-        return Outcome(self.run, outcome, error.exit_code, error)
+        error = self.disk_error
+        return outcome_of(self.run, self.prepared, self.place, self.signals, state, error)
 
     def own_states(self) -> set[str]:
         """The states in which the ranks here have ended; one without an end has failed."""
@@ -313,17 +308,37 @@ class Launch:
         ends = [self.run.end(self.agent.attempt, rank) for rank in ranks]
         return {end["state"] if end is not None else "failed" for end in ends}
 
-    def _stopped_code(self) -> int:
-        """75 if the run can go on from where it was stopped."""
-        job = self.prepared.job
-        ends = [
-            self.run.end(self.agent.attempt, rank) for rank in self.run.ranks(self.agent.attempt)
-        ]
-        if job.command is None or all(end and end["exit"] == 0 for end in ends):
-            return STOPPED_AT_CHECKPOINT
-        if prepare.has_checkpoint(self.prepared, self.run):
-            return STOPPED_AT_CHECKPOINT
-        return STOPPED_AT_ONCE if signal.SIGINT in self.signals.received else 1
+
+def outcome_of(
+    run: RunDir,
+    prepared: Prepared,
+    place: Place,
+    signals: Signals,
+    state: State,
+    error: AllranksError | None = None,
+) -> Outcome:
+    """What the command line reports of a run in this state; `error`: where it is not a rank's."""
+    outcome, attempt = result(run, state), max(run.attempts(), default=0)
+    if state == "finished" and not signals.at_once:
+        return Outcome(run, outcome, 0)
+    if state == "stopped" or signals.at_once:
+        code = STOPPED_AT_ONCE if signals.at_once else stopped_code(run, prepared, attempt, signals)
+        if why := ended_for(run, attempt):
+            outcome["reason"] = why
+        can_go_on = prepare.has_checkpoint(prepared, run) or code == STOPPED_AT_CHECKPOINT
+        return Outcome(run, outcome, code, can_go_on=can_go_on)
+    error = error or describe_failure(run, prepared, place)
+    return Outcome(run, outcome, error.exit_code, error)
+
+
+def stopped_code(run: RunDir, prepared: Prepared, attempt: int, signals: Signals) -> int:
+    """75 if the run can go on from where it was stopped."""
+    ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
+    if prepared.job.command is None or all(end and end["exit"] == 0 for end in ends):
+        return STOPPED_AT_CHECKPOINT
+    if prepare.has_checkpoint(prepared, run):
+        return STOPPED_AT_CHECKPOINT
+    return STOPPED_AT_ONCE if signal.SIGINT in signals.received else 1
 
 
 def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:

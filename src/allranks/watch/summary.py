@@ -9,6 +9,7 @@ from allranks.layout import Layout
 from allranks.run.progress import patience
 from allranks.run.record import final_step
 from allranks.show.numbers import duration
+from allranks.timing.comparison import device_name
 from allranks.watch.reader import RunReader
 from allranks.watch.views import RunView
 
@@ -119,16 +120,10 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
 
 def device_of(start: dict[str, Any], info: dict[str, Any], reader: RunReader) -> str | None:
     """What a rank computes on: as it says; of a script, as its machine has it."""
-    if start.get("device"):
-        return str(start["device"])
-    lead = reader.lead
-    if lead is None or not lead.device:
+    seen = reader.lead.device if reader.lead else {}
+    if not start.get("device") and not seen:
         return None
-    if lead.device.get("utilization") is None:
-        return "CPU"
-    hardware = info.get("hardware")
-    gpus = hardware.get("gpus") or [] if isinstance(hardware, dict) else []
-    return str(gpus[0].get("name")) if gpus and isinstance(gpus[0], dict) else "GPU"
+    return device_name(start, info, uses_gpu=seen.get("utilization") is not None)
 
 
 def epochs_of(job: dict[str, Any], steps: int | None, start: dict[str, Any]) -> int | None:

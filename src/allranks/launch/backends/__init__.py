@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TABLE = {
     "local": "allranks.launch.backends.local",
     "slurm": "allranks.launch.backends.slurm.backend",
+    "ssh": "allranks.launch.backends.ssh",
 }
 
 

@@ -89,10 +89,8 @@ def run_here(
     if place.node_rank is None and prepared.layout.nodes > 1:
         remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
     remarks += prepare.environment_warnings(prepared.job)
-    extends = any(change["key"] != "layout" for change in prepared.changes)
-    if prepared.run is not None and prepared.run.state() == "finished" and not extends:
-        screen.remark(f"run {prepared.run.name} is finished already")
-        return Outcome(prepared.run, result(prepared.run), 0)
+    if (done := finished(prepared, screen)) is not None:
+        return done
     checks.check_command(prepared.job)
     remarks += checks.settle_precision(prepared)
     with ExitStack() as held:
@@ -100,13 +98,21 @@ def run_here(
         if prepared.request.leads:
             prepared = prepare.hold_run(prepared, held)
             run = prepare.open_run(prepared)  # before the seconds that importing torch takes
-            more = {"max_restarts": place.max_restarts, "oversubscribe": place.oversubscribe}
             host, port = split_master(place.master)
-            describe(prepared, nodes=(host,), port=port, **more).write(run)
+            describe(prepared, nodes=(host,), port=port, **place.kept).write(run)
         launch = Launch(prepared, place, here, signals, screen)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
         return launch.run_to_end()
+
+
+def finished(prepared: Prepared, screen: Screen) -> Outcome | None:
+    """The outcome of a run that has nothing left to do; None if it has."""
+    extends = any(change["key"] != "layout" for change in prepared.changes)
+    if prepared.run is None or prepared.run.state() != "finished" or extends:
+        return None
+    screen.remark(f"run {prepared.run.name} is finished already")
+    return Outcome(prepared.run, result(prepared.run), 0)
 
 
 def ranks_here(prepared: Prepared, place: Place) -> int:

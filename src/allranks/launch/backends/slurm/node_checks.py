@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.show.numbers import rate
 from allranks.slurm.nodelist import compress
 
 OWN_CHECKS = ("write", "gpus", "health", "torch")  # a node passes or fails these by itself
@@ -80,7 +81,7 @@ def words(found: Verdict) -> str:
     if found.trouble:
         lines.append(f"preflight: {found.trouble}")
     if found.bandwidth is not None:
-        speed = f"{found.bandwidth / 1e9:.3g} GB/s"
+        speed = rate(found.bandwidth)
         lines.append(
             f"  all-reduce across nodes: {speed} bus bandwidth ({found.backend}), measured"
         )

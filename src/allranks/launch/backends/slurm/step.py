@@ -28,8 +28,8 @@ from allranks.launch import checks, network, prepare
 from allranks.launch.attempt import Attempt
 from allranks.launch.backends.slurm import gate
 from allranks.launch.node import Place, end_of, run_beside
+from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.launch.prepare import Prepared
-from allranks.launch.twice import TwiceWatch
 from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
@@ -192,7 +192,7 @@ def run_rank(prepared: Prepared, run: RunDir, told: Attempt) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     with watching_job(run, prepared.claim, rank == 0, lambda: bool(stopped)):
         code = process.wait()
-        twice = TwiceWatch(run, prepared.job).end(prepared.attempt)
+        twice = OwnRanksWatch(run, prepared.job).end(prepared.attempt)
         end = twice or end_of(code, is_command=True, stopped=bool(stopped))
         append_event(run.events(prepared.attempt, rank), "end", **end)
     return 1 if twice else 0 if stopped else code if code >= 0 else 128 - code

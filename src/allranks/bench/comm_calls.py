@@ -1,7 +1,11 @@
-"""One collective of one size on a rank: its buffers, the call, the right answer, and its time."""
+"""The ranks of `bench comm`: how they meet, and one collective of one size on each of them.
+
+Its buffers, the call, the right answer, and its time.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allranks.bench.comm import COLLECTIVES, ELEMENT_BYTES
+from allranks.bench.comm_counts import COLLECTIVES, ELEMENT_BYTES, Scope
+from allranks.machine import allotted
 
 # Lengths of the patterns that are sent, both prime. Where values are added, the sum of 65,000
 # ranks must still be exact in fp32; where they are moved, each rank's values must be its own.
@@ -19,6 +24,9 @@ ADDED_PERIOD = 251
 MOVED_PERIOD = 65_521
 BLOCK_ELEMENTS = 1 << 20
 STALE = -1.0  # what no pattern holds: a result that never arrived is seen
+
+MEMORY_SHARE = 0.4  # of the machine's, for the buffers of all its ranks: gloo has its own beside
+GPU_MEMORY_SHARE = 0.8  # of what is free
 
 ADDS = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -204,3 +212,102 @@ def _time_on_gpu(run: Callable[[], None], count: int, device: torch.device) -> l
 
 def differences(stamps: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(stamps)]
+
+
+@dataclass(slots=True)
+class World:
+    """This rank among all, and the groups that are measured."""
+
+    rank: int
+    size: int
+    per_node: int
+    device: torch.device
+    scopes: dict[Scope, Peers | None] = field(default_factory=dict)  # None: not this rank
+
+    @property
+    def library(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def members(self, scope: Scope) -> int:
+        """The number of ranks that work together in a scope."""
+        if scope == "node":
+            return self.per_node
+        return self.size // self.per_node if scope == "nodes" else self.size
+
+
+def join(device: torch.device) -> World:
+    """Meet the others and make the groups. Collective."""
+    # Words between the ranks go through gloo, so that none of them has to wait for a GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if os.environ.get("ALLRANKS_OWN_GPU"):
+        per_node = int(os.environ["ALLRANKS_RANKS_PER_NODE"])
+    world = World(dist.get_rank(), dist.get_world_size(), per_node, device)
+    everyone = Peers(tuple(range(world.size)), world.rank)
+    num_nodes = world.size // per_node
+    if num_nodes == 1:
+        world.scopes = {"node": everyone}
+    elif per_node == 1:
+        world.scopes = {"nodes": everyone}
+    else:
+        nodes = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
+        world.scopes["node"] = own_group(nodes, world.rank)
+        world.scopes["nodes"] = own_group([range(0, world.size, per_node)], world.rank)
+        world.scopes["all"] = everyone
+    return world
+
+
+def own_group(groups: Sequence[Sequence[int]], rank: int) -> Peers | None:
+    """The one of these groups that this rank is in. Every rank must make all of them."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = Peers(tuple(ranks), list(ranks).index(rank), group)
+    return own
+
+
+def choose_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def highest(*values: float) -> list[float]:
+    """The highest over all ranks of each value. Collective."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def of_every_rank(*values: float) -> list[list[float]]:
+    """Each rank's values, in the order of ranks. Collective."""
+    own = torch.tensor(values, dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [each.tolist() for each in gathered]
+
+
+def memory_for_buffers(world: World) -> float:
+    """Bytes that a rank may take, the same on all. Collective."""
+    if world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0]
+        sharing = -(-int(os.environ["ALLRANKS_RANKS_HERE"]) // torch.cuda.device_count())
+        if os.environ.get("ALLRANKS_OWN_GPU"):
+            sharing = 1
+        own = GPU_MEMORY_SHARE * free / sharing
+    else:
+        own = MEMORY_SHARE * allotted.memory_allotted() / int(os.environ["ALLRANKS_RANKS_HERE"])
+    return -highest(-own)[0]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def is_played(world: World) -> bool:
+    """Whether one machine plays several nodes."""
+    return int(os.environ["ALLRANKS_RANKS_HERE"]) > world.per_node

@@ -1,4 +1,4 @@
-"""Ranks that two processes record: the command starts ranks itself, and the run is ended for it."""
+"""A command that starts ranks itself: two processes record a rank, and the run is ended for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allranks.run.stacks import PROC, rank_of
 LOOK_SECONDS = 1.0
 
 
-class TwiceWatch:
+class OwnRanksWatch:
     """Looks for the file that a probe leaves when it finds its rank recorded by another process."""
 
     def __init__(self, run: RunDir, job: Job) -> None:

@@ -1,0 +1,198 @@
+"""Runs of a benchmark one after another, here or in SLURM's queue: one loop, with one Ctrl-C.
+
+What was measured until a Ctrl-C is kept and shown, and the exit code is 130.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from allranks.errors import AllranksError
+from allranks.launch import backends, checks, node, screen
+from allranks.launch.backends import local
+from allranks.launch.backends.slurm import held_nodes, submit
+from allranks.launch.backends.slurm.sbatch import racers_of
+from allranks.launch.prepare import Prepared
+from allranks.machine.processes import listening
+from allranks.run import run_state
+from allranks.run.folder import RunDir
+
+T = TypeVar("T")
+LOOK_SECONDS, MOST_LOOK_SECONDS = 2.0, 30.0  # between looks at the queue
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a benchmark ends with: what was found, as `--json` prints it."""
+
+    found: dict[str, Any]
+    error: AllranksError | None = None  # why something that was asked for is not in it
+    is_interrupted: bool = False
+    how_far: str = "this is what had been measured by then"
+    notes: tuple[str, ...] = ()
+
+
+class Measured(Protocol):
+    """What was read of a run."""
+
+    @property
+    def problem(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that was to be measured; `run` is None if it could not be started."""
+
+    name: str  # the same for its repeats: a layout, a precision
+    run: RunDir | None
+    error: AllranksError | None = None
+
+    @property
+    def why(self) -> str:
+        """Why it could not be started, with the fix."""
+        return "; ".join(filter(None, (self.error.what, self.error.fix))) if self.error else ""
+
+
+@dataclass(slots=True)
+class Series:
+    """Runs to measure, by name. Who reads one may leave out its repeats: they would fail, too."""
+
+    planned: Sequence[tuple[str, Prepared]]
+    console: Console
+    record: dict[str, Any]  # what every run's folder says of the benchmark that it belongs to
+    left_out: set[str] = field(default_factory=set)
+    is_interrupted: bool = False  # by a Ctrl-C
+
+    def here(
+        self,
+        read: Callable[[Ended], T],
+        shown: screen.Screen | None = None,
+        *,
+        makes_steps: bool = True,
+        oversubscribe: bool = False,
+    ) -> list[T]:
+        """Run after run on this machine, on a screen that says little unless another is given.
+
+        `read`: what a run has measured, when it has ended. `makes_steps`: that have events.
+        """
+        for _, one in self.planned:
+            held_nodes.check_allocation(one.layout, one.request, os.environ)
+        if not oversubscribe:
+            remarks = [r for _, one in self.planned for r in checks.check_measurable(one.layout)]
+            for remark in dict.fromkeys(remarks) if shown is None else ():
+                self.console.print(f"note: {remark}", highlight=False)
+        place = node.Place(oversubscribe=oversubscribe)
+        done: list[T] = []
+        with listening() as signals:  # for all: one that comes between two runs ends the next
+            for number, (name, prepared) in enumerate(self.planned, start=1):
+                if name in self.left_out:
+                    continue
+                self._begin(number, name)
+                quiet = shown or screen.QuietScreen(self.console, makes_steps=makes_steps)
+                try:
+                    # A repeat is a run of its own: what one has settled is not the next one's.
+                    one = replace(prepared, bench=self.record)
+                    outcome = local.run_here(one, place, quiet, signals)
+                    ended = Ended(name, outcome.run, outcome.error)
+                except AllranksError as error:
+                    if not done and error.exit_code == 2:  # it is wrong with all of them
+                        raise
+                    ended = Ended(name, None, error)
+                done.append(read(ended))
+                self.is_interrupted = bool(signals.received)
+                if self.is_interrupted:
+                    break
+        return done
+
+    def how_far(self, done: Sequence[Measured]) -> str:
+        measured = sum(not one.problem for one in done)
+        return f"{measured} of {len(self.planned)} runs were measured"
+
+    def _begin(self, number: int, name: str) -> None:
+        if self.console.is_terminal and len(self.planned) > 1:
+            text = f"{number}/{len(self.planned)}  {name} …"
+            self.console.print(Text(text, style="dim"), end="\r")
+
+    def in_slurm(self, read: Callable[[Ended], T], optional: str | None = None) -> list[T]:
+        """All of them into the queue at once, in turns; then wait until they have left it.
+
+        `optional`: the name that is left out if the queue refuses it.
+        """
+        done: list[T] = []
+        waiting: list[tuple[str, RunDir]] = []
+        pause = LOOK_SECONDS
+        try:
+            done += map(read, self._send(waiting, optional))
+            while waiting:
+                queue = backends.look([run for _, run in waiting])
+                for name, run in list(waiting):
+                    if run_state.describe(run, queue)["state"] not in ("queued", "running"):
+                        waiting.remove((name, run))
+                        done.append(read(Ended(name, run)))
+                time.sleep(pause if waiting else 0)
+                pause = min(MOST_LOOK_SECONDS, 1.2 * pause)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            names = " ".join(run.name for _, run in waiting)
+            words = f"{len(waiting)} runs stay in the queue, or go on; to stop them: allranks stop"
+            self.console.print(Text(f"{words} {names}", style="yellow"), soft_wrap=True)
+        return done
+
+    def _send(self, waiting: list[tuple[str, RunDir]], optional: str | None) -> list[Ended]:
+        """Send each so that it starts when the one before has ended: beside it, it would disturb.
+
+        Where one is refused, those before it are taken back. Given back is what was left out.
+        """
+        before: list[str] = []
+        refused: list[Ended] = []
+        for name, prepared in self.planned:
+            if name in self.left_out:
+                continue
+            # A task that was measured has stopped, as at a limit: it must not be sent again.
+            slurm = prepared.job.slurm.model_copy(update={"requeue": False})
+            job = prepared.job.model_copy(update={"slurm": slurm})
+            options: dict[str, Any] = {}
+            if before:
+                options["dependency"] = f"afterany:{':'.join(before)}"
+            try:
+                one = replace(prepared, job=job, bench=self.record)
+                sent = submit.submit(one, racers_of(job, []), **options)
+            except AllranksError as error:
+                if name != optional:
+                    raise taken_back(error, name, [run for _, run in waiting]) from error
+                self.left_out.add(name)
+                refused.append(Ended(name, None, error))
+                continue
+            before = sent.jobs
+            waiting.append((name, sent.run))
+            said = Text(f"queued {name}: {sent.run.name}", style="dim")
+            self.console.print(said, soft_wrap=True)
+        return refused
+
+
+def taken_back(error: AllranksError, name: str, runs: list[RunDir]) -> AllranksError:
+    """The error of a run that was refused, once those that were sent before it are stopped."""
+    what, fix = f"{name}: {error.what}", error.fix
+    names = " ".join(run.name for run in runs)
+    try:
+        done = [*dict.fromkeys(one["done"] for one in backends.stop(runs))] if runs else []
+    except AllranksError as silent:
+        done = [f"could not be stopped: {silent.what}"]
+    if runs:
+        what += f"; sent before it: {names} ({', '.join(done)})"
+    if any("could not be stopped" in words for words in done):
+        fix += f"; to stop what is still in the queue: allranks stop {names}"
+    return AllranksError(what, fix=fix, exit_code=error.exit_code)
+
+
+def stopped_early() -> AllranksError:
+    return AllranksError(
+        "stopped before anything was measured", fix="let it run longer", exit_code=130
+    )

@@ -1,0 +1,299 @@
+"""Runs on hosts that `ssh` reaches: this process holds the run, each host has a launcher of it.
+
+The user's own ssh is used, with its configuration and keys. Where a host does not see the run's
+folder, the folder of the job is copied there with rsync, and what its ranks write is fetched back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks import __version__
+from allranks.errors import AllranksError
+from allranks.launch import checks, prepare
+from allranks.launch.attempt import describe
+from allranks.launch.backends import Draft, Options, local
+from allranks.launch.node import AT_ONCE_SECONDS, Outcome, Place, outcome_of
+from allranks.launch.prepare import Prepared, Request
+from allranks.launch.screen import Screen
+from allranks.machine.processes import Signals
+from allranks.run import commits
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.show.text import clean
+
+is_queue = False
+look, stop = local.look, local.stop  # this machine has the folder, and the process that holds it
+
+# It asks for nothing, and notices within 15 seconds that a host is gone.
+ANSWERS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+SSH = ["ssh", *(word for answer in ANSWERS for word in ("-o", answer))]
+FETCH_SECONDS = 2.0  # between fetches from hosts that do not share the run's folder
+FOLLOW_SECONDS = 5.0  # for the other hosts to end by themselves after one has failed
+PASSED_ON = ("ALLRANKS_", "NCCL_", "TORCH_", "OMP_")  # variables that ranks there get, too
+# What is asked of each host: a Python that has allranks, and a port for the first of them.
+PROBE = """import allranks, random, socket, sys
+ports = random.sample(range(20000, 30000), 100)
+port = next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
+print("allranks", allranks.__version__, port, sys.executable)"""
+NO_PYTHON, NO_ALLRANKS, NO_SSH = 90, 91, 255
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host, as the user names it, and what it said of itself."""
+
+    name: str
+    address: str  # by which the other hosts reach it
+    python: str
+    port: int = 0  # that is free there
+
+
+def check(request: Request, options: Options) -> Prepared:
+    """The run to start, if there is a host for each node of its layout."""
+    checks.check_supported((prepared := prepare.prepare(request)).job)
+    hosts_of(prepared, options)
+    return prepared
+
+
+def hosts_of(prepared: Prepared, options: Options) -> tuple[str, ...]:
+    """The hosts that were typed, or those of the run so far: one for each node."""
+    known = prepared.run.info().get("hosts", []) if prepared.run is not None else []
+    hosts, layout = options.hosts or tuple(known), prepared.layout
+    for host in hosts:
+        if not re.fullmatch(r"[\w.@:\[\]][\w.@:\[\]-]*", host):
+            raise AllranksError(f"{host!r} is not the name of a host", fix="write --hosts a,b")
+    if len(hosts) < layout.nodes or (options.hosts and len(hosts) > layout.nodes):
+        raise AllranksError(
+            f"layout {layout} needs {layout.nodes} host(s), not {len(hosts)} ({', '.join(hosts)})",
+            fix=f"name {layout.nodes} with --hosts, or write --layout {len(hosts)}x{layout.gpus}",
+        )
+    return hosts[: layout.nodes]
+
+
+def draft(prepared: Prepared, options: Options) -> Draft:
+    """The command of each rank, and the hosts."""
+    found, hosts = local.draft(prepared, options), ", ".join(hosts_of(prepared, options))
+    return Draft(found.scripts, {key: {**row, "hosts": hosts} for key, row in found.table.items()})
+
+
+def start(prepared: Prepared, options: Options) -> Outcome:
+    """Run it to its end, with a launcher on each host."""
+    assert options.screen and options.signals
+    if done := local.finished(prepared, options.screen):
+        return done
+    with ThreadPoolExecutor(len(names := hosts_of(prepared, options))) as asking:
+        hosts = [*asking.map(ask_host, names)]
+    place = options.place or (local.last_place(prepared.run) if prepared.run else Place())
+    with ExitStack() as held:
+        prepared = prepare.hold_run(prepared, held)
+        run = prepare.open_run(prepared, backend="ssh")
+        run.update_info(lambda info: info.update(hosts=[*names]))
+        for remark in prepared.remarks:
+            options.screen.remark(remark)
+        return Head(prepared, run, hosts, place, options.screen, options.signals).run_to_end()
+
+
+move = start  # one that runs was refused when this was prepared: its process holds it
+
+
+def ask_host(name: str) -> Host:
+    """What a host has; raises with its name and the fix."""
+    pythons = f"for python in {shlex.quote(sys.executable)} python3"
+    tries = f'command -v "$python" >/dev/null && "$python" -c {shlex.quote(PROBE)} && exit'
+    none = f"command -v python3 >/dev/null && exit {NO_ALLRANKS}; exit {NO_PYTHON}"
+    done = remote(name, f"{pythons}; do {tries}; done; {none}")
+    words = (done.stdout.strip().splitlines() or [""])[-1].split(maxsplit=3)
+    install = f"ssh {name} python3 -m pip install allranks=={__version__}"
+    if done.returncode == NO_PYTHON:
+        raise AllranksError(f"host {name} has no python3", fix="install Python 3.11 or later there")
+    if done.returncode == NO_ALLRANKS:
+        raise AllranksError(f"the Python of host {name} has no allranks", fix=install)
+    if done.returncode or len(words) != 4 or words[0] != "allranks":
+        said = clean(" ".join(done.stderr.split())) or f"ssh ended with code {done.returncode}"
+        fix = f"have `ssh {name} true` work without a password: a key, and a Host in ~/.ssh/config"
+        raise AllranksError(f"host {name} cannot be used: {said}", fix=fix, exit_code=1)
+    if words[1] != __version__:
+        raise AllranksError(f"host {name} has allranks {words[1]}, not {__version__}", fix=install)
+    # The other hosts do not have our ~/.ssh/config, in which it may have another name.
+    found = re.search(r"(?m)^hostname (\S+)$", run_here(["ssh", "-G", "--", name]).stdout)
+    return Host(name, found[1] if found else name, words[3], int(words[2]))
+
+
+def remote(host: str, script: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """A few words of shell on a host."""
+    return run_here([*SSH, "--", host, f"sh -c {shlex.quote(script)}"], text)
+
+
+def run_here(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        what, fix = f"{command[0]} cannot be started: {error.strerror}", f"install {command[0]}"
+        raise AllranksError(what, fix=fix) from None
+
+
+@dataclass
+class Head:
+    """The launcher on this machine, which has the run and no rank of it."""
+
+    prepared: Prepared
+    run: RunDir
+    hosts: Sequence[Host]
+    place: Place
+    screen: Screen
+    signals: Signals
+    nodes: dict[Host, subprocess.Popen[bytes]] = field(default_factory=dict)
+    lost: dict[Host, str] = field(default_factory=dict)  # whose launcher failed, and its last words
+    apart: list[Host] = field(default_factory=list)  # that do not share the run's folder
+
+    def run_to_end(self) -> Outcome:
+        marker = self.run.path / f".shared-{secrets.token_hex(8)}"
+        marker.touch()
+        seen = f"test -e {shlex.quote(str(marker))}"
+        self.apart = [host for host in self.hosts if remote(host.name, seen).returncode]
+        marker.unlink()
+        if self.apart:  # only this machine has whole checkpoints
+            self.place = replace(self.place, max_restarts=0)
+            names = ", ".join(host.name for host in self.apart)
+            self.screen.remark(f"the job's folder is copied to {names}, and results back")
+        nodes, port = tuple(host.address for host in self.hosts), self.hosts[0].port
+        path = describe(self.prepared, nodes=nodes, port=port, **self.place.kept).write(self.run)
+        self.screen.follow(self.run, self.prepared.job, 0)
+        try:
+            for rank, host in enumerate(self.hosts):
+                self._send(host)
+                self._start(host, path, rank)
+                if rank == 0 and self.apart:
+                    self._share_key()
+            self._follow()
+        finally:
+            for node in self.nodes.values():  # where this is left early: it ends what they run
+                node.stdin.close()  # type: ignore[union-attr]  # a pipe
+            self._fetch()
+            self.screen.finish(max(self.run.attempts(), default=0))
+        return self._outcome()
+
+    def _start(self, host: Host, path: Path, rank: int) -> None:
+        words = [host.python, "-m", "allranks.launch.remote_node", str(path), str(rank)]
+        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+        command = [*SSH, "--", host.name, f"sh -c {shlex.quote(there)}"]
+        given = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
+        with (self.run.path / f"ssh-{host.name}.log").open("ab") as log:
+            # In a session of its own: a Ctrl-C in the terminal is for this process to pass on.
+            self.nodes[host] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+        self._tell(host, json.dumps({**given, **self.prepared.variables}))
+
+    def _tell(self, host: Host, line: str) -> None:
+        with suppress(OSError):  # it has ended
+            os.write(self.nodes[host].stdin.fileno(), line.encode() + b"\n")  # type: ignore[union-attr]
+
+    def _follow(self) -> None:
+        """Until all launchers have ended; one that fails ends the others."""
+        num_told, until, next_fetch, fetching = 0, 0.0, 0.0, threading.Thread()
+        while alive := [host for host, node in self.nodes.items() if node.poll() is None]:
+            time.sleep(0.1)
+            now = time.monotonic()
+            for number in self.signals.received[num_told:]:
+                num_told += 1
+                self.screen.stopping(number.name)
+                for host in alive:
+                    self._tell(host, number.name)
+            for host, node in self.nodes.items():
+                if node.poll() and host not in self.lost and not num_told:
+                    said = (self.run.path / f"ssh-{host.name}.log").read_text(errors="replace")
+                    self.lost[host] = clean(said.strip().rpartition("\n")[2])
+            if not (self.lost or self.signals.at_once):
+                until = now + FOLLOW_SECONDS
+            elif now > until:
+                for host in alive:  # two of them: at once. What does not hear it is gone
+                    self._tell(host, "SIGINT\nSIGINT")
+                    if now > until + AT_ONCE_SECONDS:
+                        self.nodes[host].kill()
+            if now > next_fetch and not fetching.is_alive():
+                fetching, next_fetch = threading.Thread(target=self._fetch), now + FETCH_SECONDS
+                fetching.start()
+            with suppress(OSError, ValueError):  # a closed pipe, a poor terminal
+                self.screen.update(max(self.run.attempts(), default=0))
+        fetching.join() if fetching.ident else None
+
+    def _outcome(self) -> Outcome:
+        attempt, error = max(self.run.attempts(), default=0), None
+        for rank in self.run.ranks(attempt):
+            host = self.hosts[rank // self.prepared.layout.gpus]
+            if host in self.lost and self.run.end(attempt, rank) is None:
+                end = {"error": {"what": f"host {host.name} was lost", "fix": ""}, "exit": 1}
+                append_event(self.run.events(attempt, rank), "end", state="failed", **end)
+        for host, said in self.lost.items():
+            if self.nodes[host].returncode == NO_SSH or not self.run.ranks(attempt):
+                fix = f"{self.run.resume_command} goes on; on other hosts with --hosts A,B"
+                what = f"host {host.name} was lost in attempt {attempt}: {said}"
+                error = AllranksError(what, fix=fix, exit_code=1)
+        state = "failed" if error else self.run.ended_state()
+        return outcome_of(self.run, self.prepared, self.place, self.signals, state, error)
+
+    # --- Hosts that do not share the run's folder ------------------------------------------------
+
+    def _send(self, host: Host) -> None:
+        """Copy the folder of the job, less what git ignores, and the run's own."""
+        here, run = f"{os.getcwd()}/", f"{self.run.path}/"
+        if host in self.apart:
+            remote(host.name, f"mkdir -p {shlex.quote(here)} {shlex.quote(run)}")
+            unsent = ["--exclude=.git", f"--exclude=/{os.path.relpath(self.run.path.parent)}/"]
+            rsync(host, *unsent, "--filter=:- .gitignore", here, f"{host.name}:{here}")
+            rsync(host, "--exclude=.lock", "--exclude=*.log", run, f"{host.name}:{run}")
+
+    def _share_key(self) -> None:
+        """Bring the key of the first host's door to the others: see door.py."""
+        first, folder, found = self.hosts[0], shlex.quote(str(self.run.path)), None
+        while found is None:
+            time.sleep(0.3)
+            if self.nodes[first].poll() is not None or self.signals.received:
+                return
+            said = remote(first.name, f"cd {folder} && head .door-* /dev/null").stdout
+            found = re.match(r"==> (\.door-\w+) <==\n(\w+)", said)
+        for host in self.hosts[1:]:
+            script = f"umask 077; mkdir -p {folder} && cat > {folder}/{found[1]}"
+            remote(host.name, script, found[2])
+
+    def _fetch(self) -> None:
+        """Bring back what ranks have written: events, logs, and checkpoints once they are whole."""
+        for host in [host for host in self.apart if host in self.nodes]:
+            there, here = f"{host.name}:{self.run.path}", self.run.path
+            rsync(host, "--append", f"{there}/attempts/", f"{here}/attempts/", must=False)
+            if host == self.hosts[0]:
+                parts = [f"{there}/checkpoints/", f"{here}/checkpoints/"]
+                rsync(host, "--exclude=.step-*", *parts, must=False)
+            elif self.nodes[host].poll() is not None:  # the first host waits for its ranks' ends
+                first = f"{self.hosts[0].name}:{self.run.path}/attempts/"
+                rsync(host, "--append", f"{here}/attempts/", first, must=False)
+            for commit in commits.commits(self.run.checkpoints):  # its part of each
+                part = f"{there}/checkpoints/.{commit.path.name}.*.writing/"
+                rsync(host, "--remove-source-files", part, f"{commit.path}/", must=False)
+        keep = self.prepared.job.checkpoint.keep if self.apart else None
+        for old in commits.commits(self.run.checkpoints)[keep:] if keep else ():
+            shutil.rmtree(old.path, ignore_errors=True)
+
+
+def rsync(host: Host, *words: str, must: bool = True) -> None:
+    done = run_here(["rsync", "-a", "-e", shlex.join(SSH), *words])
+    if must and done.returncode:
+        what = f"the folder could not be copied to host {host.name}: {clean(done.stderr)}"
+        fix = f"ssh {host.name} rsync --version; or use a folder that all hosts share"
+        raise AllranksError(what, fix=fix, exit_code=1)
