@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from allranks.launch.backends import TABLE
 from allranks.show.tables import Table, markdown
 from allranks.show.text import in_markdown
 from allranks.timing.comparison import bench_of
@@ -71,7 +72,7 @@ def told(by_run: Mapping[str, str]) -> str:
 
 def rows_of(one: Settings) -> dict[str, str]:
     """Every setting of a run that is set, in a line each."""
-    shown = [key for key in SHOWN_SETTINGS if key != "slurm" or one.info.get("backend") == "slurm"]
+    shown = [key for key in SHOWN_SETTINGS if key not in TABLE or key == one.info.get("backend")]
     # One that is measured was told to go on for ever: how long the job is, is in its record.
     job = {**one.job, **bench_of(one.info).get("job", {})}
     rows = {key: job_setting(key, job.get(key)) for key in shown}
