@@ -220,8 +220,7 @@ def test_one_layout_alone_is_not_recommended() -> None:
 def test_the_headline_names_the_largest_loss() -> None:
     text = headline(rows_of([run("1x1", 100), run("1x4", 300)]))
     assert text == (
-        "1x4 is 3.00x as fast as 1x1, at 75.0% efficiency; "
-        "15.0% of its step is communication."
+        "1x4 is 3.00x as fast as 1x1, at 75.0% efficiency; 15.0% of its step is communication."
     )
 
 
