@@ -375,10 +375,10 @@ def test_as_many_gpus_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     ("answers", "words"),
     [
         ({"TotalEccErrors": 7}, "7 uncorrected memory errors"),
-        ({"RemappedRows": (0, 1, 1, 0)}, "waits for a reset"),
-        ({"RemappedRows": Lost(), "RetiredPagesPendingStatus": 1}, "waits for a reset"),
+        ({"RemappedRows": (0, 1, 1, 0)}, "next reset"),
+        ({"RemappedRows": Lost(), "RetiredPagesPendingStatus": 1}, "next reset"),
         ({"CurrentClocksThrottleReasons": 0x48}, "hardware slowdown, hardware thermal slowdown"),
-        ({"Temperature": 91}, "91 degrees, and it slows down at 90"),
+        ({"Temperature": 91}, "91 °C, and it slows down at 90 °C"),
         ({"MemoryInfo": SimpleNamespace(used=2**35, total=2**36)}, "32 GiB of its memory"),
     ],
 )
@@ -393,7 +393,7 @@ def test_worries_about_a_gpu(
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"RemappedRows": (0, 9, 0, 1)}, "could not be replaced"),
+        ({"RemappedRows": (0, 9, 0, 1)}, "could not be remapped"),
         ({"Temperature": Lost("lost")}, "lost"),
     ],
 )

@@ -121,7 +121,8 @@ def status(found: dict[str, Any], name: str) -> tuple[str, str, str]:
 
 
 def megabits(value: str) -> float:
-    return float(value.split()[0]) * 1000
+    number, unit = value.split()[:2]
+    return float(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
 
 
 def test_a_shaped_link_is_measured_in_the_direction_that_is_slow(pair: Pair) -> None:
@@ -149,14 +150,12 @@ def test_a_firewall_that_lets_one_port_through_is_found(pair: Pair) -> None:
         pytest.skip("this kernel has no rules by port")
     here, there = pair.test("10.77.0.1:29500")
     kind, value, fix = status(here, "port")
-    assert kind == "fail" and "29500 works, but others do not" in value
+    assert kind == "fail" and "29500 works, but other ports do not" in value
     assert "ip_local_port_range" in fix and not here["ok"] and not there["ok"]
 
 
 def test_the_ways_that_lead_nowhere(pair: Pair) -> None:
-    assert status(pair.connect("10.77.0.1:29500"), "port")[1].endswith(
-        "nothing listens there (refused)"
-    )
+    assert status(pair.connect("10.77.0.1:29500"), "port")[1].endswith("(refused)")
     unknown = pair.connect("no-such-machine.invalid:29500")
     assert status(unknown, "name")[0] == "fail"
     far = pair.connect("10.99.0.1:29500")

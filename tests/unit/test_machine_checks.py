@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import typer
 from rich.console import Console
 
 from allranks.cli.doctor import doctor
-from allranks.doctor.check import Check, failed, passed, warned
-from allranks.doctor.machine import env_checks, gpu_checks, screen, system_checks
-from allranks.doctor.machine.facts import MachineFacts, Roots, TorchFacts, collect, has_nvidia_card
-from allranks.doctor.machine.gpu_checks import has_kernels
-from allranks.doctor.machine.nodes import as_checks
+from allranks.doctor.check import failed, passed, warned
+from allranks.doctor.machine.checks import check_machine, folder_check, has_kernels, variables
+from allranks.doctor.machine.facts import MachineFacts, TorchFacts, collect, has_nvidia_card
+from allranks.doctor.machine.here import as_checks
+from allranks.doctor.show import show_checks
 from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.machine.disks import FolderFacts, look_at
 from allranks.machine.gpus import LocalGPU
@@ -55,8 +54,7 @@ HEALTHY: dict[str, Any] = {
     "memory_bytes": 512 * GIB,
     "memory_allotted": 512 * GIB,
     "limits": {"nofile": (65536, 65536), "memlock": (-1, -1), "stack": (8 << 20, -1)},
-    "shm_bytes": 256 * GIB,
-    "shm_free": 255 * GIB,
+    "shm": (256 * GIB, 255 * GIB),
     "clock_synchronised": True,
     "clock_error": 0.002,
     "folders": (RUNS,),
@@ -68,7 +66,7 @@ def facts(**changes: Any) -> MachineFacts:
 
 
 def test_a_healthy_machine_passes_every_check() -> None:
-    checks = screen.check_machine(facts())
+    checks = check_machine(facts())
     assert {check.status for check in checks} == {"pass"}, checks
     assert len({check.name for check in checks}) >= 18
 
@@ -78,179 +76,156 @@ def test_a_laptop_has_things_not_here_and_fails_nothing() -> None:
         **{"has_driver": False, "nvml_answers": False, "gpus": (), "num_gpus_in_all": 0},
         **{"health": None, "ports": (), "torch": TorchFacts(version="2.13.0+cpu")},
     )
-    statuses = {check.name: check.status for check in screen.check_machine(bare)}
+    statuses = {check.name: check.status for check in check_machine(bare)}
     absent = ("driver", "cuda", "gpu health", "peer access", "infiniband", "nccl")
     assert {statuses[name] for name in absent} == {"not here"}
     assert set(statuses.values()) == {"pass", "not here"}
 
 
-CASES: list[tuple[Callable[[MachineFacts], Any], str, str, dict[str, Any], str]] = [
-    # What is asked, its name, how it ends, what is different, what the fix has.
-    (gpu_checks.gpu_checks, "driver", "fail", {"nvml_answers": False, "gpus": ()}, "nvidia-smi"),
+CASES: list[tuple[str, str, dict[str, Any], str]] = [
+    # The check's name, how it ends, what is different, what the fix has.
+    ("driver", "fail", {"nvml_answers": False, "gpus": ()}, "nvidia-smi"),
     (
-        gpu_checks.gpu_checks,
         "driver",
         "fail",
         {"has_driver": False, "has_nvidia_card": True, "gpus": ()},
         "--gpus all",
     ),
     (
-        gpu_checks.gpu_checks,
         "driver",
         "fail",
         {"gpus": (), "env": {"CUDA_VISIBLE_DEVICES": ""}},
         "unset CUDA_VISIBLE_DEVICES",
     ),
-    (gpu_checks.gpu_checks, "torch", "fail", {"torch": TorchFacts()}, "pip install torch"),
+    ("torch", "fail", {"torch": TorchFacts()}, "pip install torch"),
     (
-        gpu_checks.gpu_checks,
         "torch",
         "fail",
         {"torch": TorchFacts(version="2.13", cuda="12.8", problem="libcudart.so.12: no such")},
-        "anew",
+        "new environment",
     ),
     (
-        gpu_checks.gpu_checks,
         "torch",
         "warn",
         {"torch": TorchFacts(version="2.13", cuda="12.8", asked={**ASKED, "seconds": 40.0})},
         "local disk",
     ),
-    (gpu_checks.gpu_checks, "cuda", "fail", {"driver_cuda": "11.8"}, "whl/cu118"),
-    (gpu_checks.gpu_checks, "cuda", "warn", {"driver_cuda": "12.4"}, "driver"),
-    (gpu_checks.gpu_checks, "cuda", "fail", {"torch": TorchFacts(version="2.13+cpu")}, "whl/cu128"),
+    ("cuda", "fail", {"driver_cuda": "11.8"}, "whl/cu118"),
+    ("cuda", "warn", {"driver_cuda": "12.4"}, "driver"),
+    ("cuda", "fail", {"torch": TorchFacts(version="2.13+cpu")}, "whl/cu128"),
     (
-        gpu_checks.gpu_checks,
         "cuda",
         "fail",
         {"torch": TorchFacts(version="2", cuda="12.8", asked={**ASKED, "available": False})},
         "torch.cuda.init",
     ),
     (
-        gpu_checks.gpu_checks,
         "kernels",
         "fail",
         {"gpus": (LocalGPU(0, "GPU-0", "Tesla V100", GIB, "7.0", None),)},
         "older torch",
     ),
     (
-        gpu_checks.gpu_checks,
         "gpu health",
         "fail",
         {"health": failed("health", "GPU 1: a faulty row could not be replaced")},
         "--exclude",
     ),
     (
-        gpu_checks.gpu_checks,
         "gpu health",
         "warn",
         {"health": warned("health", "GPU 0: slowed down: power brake")},
         "nvidia-smi",
     ),
-    (gpu_checks.gpu_checks, "peer access", "warn", {"peer_access": False}, "NVLink"),
-    (gpu_checks.gpu_checks, "peer access", "not here", {"peer_access": None}, ""),
+    ("peer access", "warn", {"peer_access": False}, "NVLink"),
+    ("peer access", "not here", {"peer_access": None}, ""),
     (
-        gpu_checks.gpu_checks,
         "nccl",
         "warn",
         {"other_nccl": ("/usr/lib/libnccl.so.2.18.3",)},
         "LD_LIBRARY_PATH",
     ),
-    (gpu_checks.gpu_checks, "nccl", "fail", {"torch": TorchFacts(version="2")}, "pip install"),
-    (system_checks.network_checks, "interfaces", "not here", {"interfaces": (LO,)}, ""),
-    (system_checks.network_checks, "infiniband", "fail", {"ports": (DOWN,)}, "NCCL_IB_DISABLE=1"),
+    ("nccl", "fail", {"torch": TorchFacts(version="2")}, "pip install"),
+    ("interfaces", "not here", {"interfaces": (LO,)}, ""),
+    ("infiniband", "fail", {"ports": (DOWN,)}, "NCCL_IB_DISABLE=1"),
     (
-        system_checks.network_checks,
         "infiniband",
         "warn",
         {"ports": (PORT, DOWN)},
         "NCCL_IB_HCA==mlx5_0:1",
     ),
     (
-        system_checks.network_checks,
         "own name",
         "warn",
         {"host_address": None},
         "GLOO_SOCKET_IFNAME=eth0",
     ),
     (
-        system_checks.network_checks,
         "own name",
         "fail",
         {"host_address": "127.0.1.1", "env": {"SLURM_JOB_NODELIST": "n[1-2]"}},
         "GLOO_SOCKET_IFNAME=eth0",
     ),
-    (system_checks.network_checks, "own name", "pass", {"host_address": "127.0.1.1"}, ""),
-    (system_checks.network_checks, "port", "warn", {"default_port_taken": True}, "ss -ltnp"),
+    ("own name", "pass", {"host_address": "127.0.1.1"}, ""),
+    ("port", "warn", {"default_port_taken": True}, "ss -ltnp"),
     (
-        system_checks.system_checks,
         "open files",
         "warn",
         {"limits": {"nofile": (1024, 524288)}},
         "ulimit -n 65536",
     ),
-    (system_checks.system_checks, "open files", "fail", {"limits": {"nofile": (256, 256)}}, "site"),
+    ("open files", "fail", {"limits": {"nofile": (256, 256)}}, "site"),
     (
-        system_checks.system_checks,
         "locked memory",
         "fail",
         {"limits": {"memlock": (65536, 65536)}},
         "ulimit -l unlimited",
     ),
     (
-        system_checks.system_checks,
         "locked memory",
         "pass",
         {"limits": {"memlock": (65536, 65536)}, "ports": ()},
         "",
     ),
-    (system_checks.system_checks, "stack", "warn", {"limits": {"stack": (1 << 18, -1)}}, "-s 8192"),
+    ("stack", "warn", {"limits": {"stack": (1 << 18, -1)}}, "-s 8192"),
     (
-        system_checks.system_checks,
         "processes",
         "warn",
         {"limits": {"nproc": (512, 4096)}},
         "ulimit -u 4096",
     ),
     (
-        system_checks.system_checks,
         "shared memory",
         "fail",
-        {"shm_bytes": 64 << 20, "shm_free": 64 << 20},
+        {"shm": (64 << 20, 64 << 20)},
         "--ipc=host",
     ),
     (
-        system_checks.system_checks,
         "shared memory",
         "warn",
-        {"shm_free": 1 << 20},
+        {"shm": (256 * GIB, 1 << 20)},
         "ls -l /dev/shm",
     ),
-    (system_checks.system_checks, "shared memory", "fail", {"shm_bytes": None}, "docker"),
-    (system_checks.system_checks, "cpus", "warn", {"cpus_allotted": 2}, "use fewer ranks"),
+    ("shared memory", "fail", {"shm": None}, "docker"),
+    ("cpus", "warn", {"cpus_allotted": 2}, "use fewer ranks"),
     (
-        system_checks.system_checks,
         "cpus",
         "warn",
         {"cpus_allotted": 1, "gpus": (), "env": {"SLURM_JOB_ID": "7"}},
         "--cpus-per-task=4",
     ),
-    (system_checks.system_checks, "memory", "warn", {"memory_allotted": 8 * GIB}, "--mem=0"),
-    (system_checks.system_checks, "clock", "warn", {"clock_synchronised": False}, "timedatectl"),
-    (system_checks.system_checks, "clock", "warn", {"clock_error": 5.0}, "chrony"),
-    (system_checks.system_checks, "clock", "not here", {"clock_synchronised": None}, ""),
+    ("memory", "warn", {"memory_allotted": 8 * GIB}, "--mem=0"),
+    ("clock", "warn", {"clock_synchronised": False}, "timedatectl"),
+    ("clock", "warn", {"clock_error": 5.0}, "chrony"),
+    ("clock", "not here", {"clock_synchronised": None}, ""),
 ]
 
 
-@pytest.mark.parametrize(("group", "name", "status", "changes", "fix"), CASES)
+@pytest.mark.parametrize(("name", "status", "changes", "fix"), CASES)
 def test_each_check_says_what_is_wrong_and_what_to_type(
-    group: Callable[[MachineFacts], list[Check]],
-    name: str,
-    status: str,
-    changes: dict[str, Any],
-    fix: str,
+    name: str, status: str, changes: dict[str, Any], fix: str
 ) -> None:
-    (found,) = [check for check in group(facts(**changes)) if check.name == name]
+    (found,) = [check for check in check_machine(facts(**changes)) if check.name == name]
     assert found.status == status, found
     assert fix in found.fix
     assert bool(found.fix) == (status in ("warn", "fail"))
@@ -280,7 +255,7 @@ def folder(**changes: Any) -> FolderFacts:
     ],
 )
 def test_folders_have_room_and_speed(changes: dict[str, Any], status: str, fix: str) -> None:
-    (found,) = system_checks.folder_checks(folder(**changes))
+    found = folder_check(folder(**changes))
     assert found.status == status, found
     assert fix in found.fix
 
@@ -324,7 +299,7 @@ def test_folders_have_room_and_speed(changes: dict[str, Any], status: str, fix: 
     ],
 )
 def test_variables_that_fight(env: dict[str, str], name: str, status: str, fix: str) -> None:
-    (found,) = env_checks.env_checks(facts(env=env))
+    (found,) = variables(facts(env=env))
     assert (found.name, found.status) == (name, status), found
     assert fix in found.fix
 
@@ -348,13 +323,13 @@ def test_variables_that_fight(env: dict[str, str], name: str, status: str, fix: 
     ],
 )
 def test_variables_that_do_not(env: dict[str, str]) -> None:
-    (found,) = env_checks.env_checks(facts(env=env))
+    (found,) = variables(facts(env=env))
     assert found.status == "pass", found
 
 
 def test_p2p_may_be_off_where_there_is_none() -> None:
     off = facts(env={"NCCL_P2P_DISABLE": "1"}, peer_access=False)
-    assert [check.status for check in env_checks.env_checks(off)] == ["pass"]
+    assert [check.status for check in variables(off)] == ["pass"]
 
 
 def test_kernels_run_on_newer_gpus_of_their_major() -> None:
@@ -371,11 +346,11 @@ def test_facts_come_from_the_given_roots(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     (tmp_path / "sys/class/net/made_up0").mkdir(parents=True)
-    roots = Roots(sys=tmp_path / "sys", shm=tmp_path / "no-shm")
-    found = collect(tmp_path / "runs", [tmp_path / "absent"], env={"A": "b"}, roots=roots)
+    roots = {"sys_root": tmp_path / "sys", "shm": tmp_path / "no-shm"}
+    found = collect(tmp_path / "runs", [tmp_path / "absent"], env={"A": "b"}, **roots)
     assert found.has_nvidia_card and not has_nvidia_card(tmp_path)
     assert found.ports[0].name == "mlx5_0:1" and found.names == ("made_up0",)
-    assert found.shm_bytes is None and found.env == {"A": "b"}
+    assert found.shm is None and found.env == {"A": "b"}
     runs, data = found.folders
     assert runs.free_bytes and runs.write_speed and data.problem
     assert not list(tmp_path.glob(".allranks-speed*"))
@@ -389,9 +364,9 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_the_screen_fits_a_narrow_terminal_and_keeps_every_word() -> None:
-    checks = screen.check_machine(facts(env={"WORLD_SIZE": "2"}, driver_cuda="11.8"))
+    checks = check_machine(facts(env={"WORLD_SIZE": "2"}, driver_cuda="11.8"))
     output = StringIO()
-    screen.show(checks, "node1", 1.0, Console(file=output, width=60))
+    show_checks(checks, "node1", 1.0, Console(file=output, width=60))
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= 75  # a long URL is not cut
     text = " ".join(output.getvalue().split())

@@ -7,17 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allranks.cli.doctor import teller
-from allranks.doctor.pair import connect as connecting
-from allranks.doctor.pair import protocol
-from allranks.doctor.pair.connect import check_connection, connect, is_neighbour
-from allranks.doctor.pair.facts import PairFacts, Side, from_fields, from_report, to_fields
-from allranks.doctor.pair.listen import MOST_AT_ONCE, Listening, check_as_listener
+from allranks.doctor.pair import talk
+from allranks.doctor.pair.facts import REPORTED, PairFacts, Side, from_fields, from_report
+from allranks.doctor.pair.talk import (
+    MOST_AT_ONCE,
+    Listening,
+    check_as_listener,
+    check_connection,
+    connect,
+    is_neighbour,
+    split_target,
+)
 from allranks.doctor.pair.verdict import verdict
 from allranks.errors import AllranksError
 
@@ -59,7 +66,7 @@ def test_a_good_way_passes_on_both_sides(listens: bool) -> None:
 
 
 def test_several_interfaces_have_the_one_named_that_was_used() -> None:
-    here = Side(**{**to_fields(HERE), "interfaces": {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}})
+    here = Side(**{**asdict(HERE), "interfaces": {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}})
     found = rows(here=here, also={"10.9.0.2": "ib0"})
     assert "NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0" in found["interface"][2]
     assert "10.9.0.2 (ib0)" in found["interface"][1]
@@ -78,8 +85,8 @@ def test_several_interfaces_have_the_one_named_that_was_used() -> None:
         ({"refusals": {"10.9.9.9": "timeout"}}, "name", "warn", "use 10.0.0.2"),
         ({"addresses": ["127.0.1.1"]}, "name", "fail", "/etc/hosts"),
         ({"named": "10.0.0.2"}, "name", "not here", ""),
-        ({"there": Side(**{**to_fields(THERE), "sees": "9.9.9.9"})}, "route", "fail", "VPN"),
-        ({"there": Side(**{**to_fields(THERE), "mtu": 9000})}, "mtu", "warn", "eth0 mtu 1500"),
+        ({"there": Side(**{**asdict(THERE), "sees": "9.9.9.9"})}, "route", "fail", "VPN"),
+        ({"there": Side(**{**asdict(THERE), "mtu": 9000})}, "mtu", "warn", "eth0 mtu 1500"),
     ],
 )
 def test_what_is_wrong_on_the_way(
@@ -151,7 +158,7 @@ def test_two_sides_over_the_loopback() -> None:
             assert is_shown_the_door(stranger)
         wait_until(lambda: len(said) == 1)
         with socket.create_connection(("127.0.0.1", listening.port), 5) as stranger:
-            protocol.say(stranger, session="guess", mode="down", seconds=1)
+            talk.say(stranger, session="guess", mode="down", seconds=1)
             assert is_shown_the_door(stranger)
         wait_until(lambda: len(said) == 2)
         found = connect("127.0.0.1", listening.port, seconds=0.1)
@@ -170,14 +177,14 @@ def test_a_second_machine_is_told_to_wait() -> None:
         listener() as (listening, _, _),
         socket.create_connection(("127.0.0.1", listening.port), 5) as first,
     ):
-        protocol.say(first, allranks=protocol.VERSION, nonce="n", side=to_fields(HERE), port=1)
-        assert protocol.hear(first)["nonce"] == "n"
+        talk.say(first, allranks=talk.VERSION, nonce="n", side=asdict(HERE), port=1)
+        assert talk.hear(first)["nonce"] == "n"
         found = connect("127.0.0.1", listening.port, seconds=0.1)
     assert "busy" in found.stranger
 
 
 def test_what_answers_but_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "TALK_SECONDS", 30.0)
+    monkeypatch.setattr(talk, "TALK_SECONDS", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -200,11 +207,11 @@ def test_a_port_that_is_taken_is_said_before_anything_waits() -> None:
 
 
 def test_what_the_other_machine_says_is_fit_for_a_terminal() -> None:
-    fields = {**to_fields(HERE), "host": "a\x1b[31m\nb" + "x" * 999}
+    fields = {**asdict(HERE), "host": "a\x1b[31m\nb" + "x" * 999}
     assert from_fields(fields).host.startswith("a[31mb") and len(from_fields(fields).host) < 256
     with pytest.raises(ValueError, match="mapping"):
         from_fields({**fields, "interfaces": []})
-    report = connecting.summary(PairFacts(**GOOD))
+    report = {key: getattr(PairFacts(**GOOD), key) for key in REPORTED}
     assert from_report(report, here=HERE, there=THERE, port=1).rate_in == GOOD["rate_in"]
     with pytest.raises(ValueError, match="could not convert"):
         from_report({**report, "rate_in": "fast"}, here=HERE, there=THERE, port=1)
@@ -223,7 +230,7 @@ def test_a_neighbour_is_looked_up_in_the_kernel_s_table(tmp_path: Path) -> None:
 
 
 def test_a_target_is_a_host_and_maybe_a_port() -> None:
-    split = connecting.split_target
+    split = split_target
     assert split("node1") == ("node1", 29500) and split("node1:7") == ("node1", 7)
     assert split("[fd00::2]:7") == ("fd00::2", 7) and split("fd00::2") == ("fd00::2", 29500)
 
@@ -250,7 +257,7 @@ def test_silent_strangers_lock_nobody_out() -> None:
 
 
 def test_a_letter_now_and_then_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "TALK_SECONDS", 0.3)
+    monkeypatch.setattr(talk, "TALK_SECONDS", 0.3)
     with listener() as (listening, said, _):
         with socket.create_connection(("127.0.0.1", listening.port), 60) as stranger:
             while not said:
@@ -277,6 +284,6 @@ def test_what_a_stranger_says_is_no_markup(
             told[0]("10.0.0.9: it said b'[/x]\x1b[2J'")
             return PairFacts(**GOOD)
 
-    monkeypatch.setattr("allranks.doctor.pair.listen.Listening", Once)
+    monkeypatch.setattr("allranks.doctor.pair.talk.Listening", Once)
     check_as_listener(1, teller(as_json=False))
     assert "it said b'[/x]'" in capsys.readouterr().out

@@ -77,18 +77,18 @@ def doctor(
     if list_causes:
         print_causes(as_json)
     elif connect is not None:
-        from allranks.doctor.pair.connect import check_connection
+        from allranks.doctor.pair.talk import check_connection
 
         print_checks(check_connection(connect), connect, started, as_json=as_json)
     elif listen:
-        from allranks.doctor.pair.listen import check_as_listener, read_port
+        from allranks.doctor.pair.talk import check_as_listener, read_port
 
         checks, host = check_as_listener(read_port(subject or []), teller(as_json))
         print_checks(checks, host, started, as_json=as_json)
     elif subject:
         print_diagnosis(runs, subject, threshold or [], stalled, as_json=as_json)
     else:
-        from allranks.doctor.machine.screen import check_here
+        from allranks.doctor.machine.here import check_here
 
         checks, host = check_here(runs, data or [])
         print_checks(checks, host, started, as_json=as_json)
@@ -124,12 +124,13 @@ def print_diagnosis(
 
 def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json: bool) -> None:
     """Check by check; exits with 1 if one failed."""
-    from allranks.doctor.machine import screen
+    from allranks.doctor.check import report
+    from allranks.doctor.show import show_checks
     from allranks.run.events import to_json
 
     seconds = time.monotonic() - started
-    screen.show(checks, host, seconds, people_console(as_json))
-    found = screen.report(checks, host, seconds)
+    show_checks(checks, host, seconds, people_console(as_json))
+    found = report(checks, host, seconds)
     if as_json:
         print(to_json(found))
     raise typer.Exit(0 if found["ok"] else 1)

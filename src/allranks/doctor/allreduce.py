@@ -1,4 +1,4 @@
-"""An all-reduce across the nodes, one rank a node: the right sum, and how fast."""
+"""An all-reduce across the nodes, one rank per node: is the sum right, and how fast is it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28)  # bytes
 SECONDS_PER_SIZE = 0.06
-SECONDS_IN_ALL = 0.3  # ranks wait for it
+SECONDS_IN_ALL = 0.3  # the training waits for it
 MOST_REPEATS = 50
 
 
@@ -30,7 +30,7 @@ def all_reduce(
 
     device = torch.device("cpu")
     if backend == "nccl":
-        # Our own deadline comes first: torch would end the process, and with it what is known.
+        # Our own deadline comes first: torch would kill the process before it reports anything.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         try:
             device = torch.device("cuda", 0)
@@ -53,18 +53,18 @@ def all_reduce(
         return failed("allreduce", wrong, **more)
     best = max(row["bus_bandwidth"] for row in rows)
     more["bus_bandwidth"] = best
-    detail = f"right sums over {num_nodes} nodes by {backend}, {rate(best)} on the bus"
+    detail = f"right sums over {num_nodes} nodes with {backend}, bus bandwidth {rate(best)}"
     return passed("allreduce", detail, **more)
 
 
 def _measure(
     device: torch.device, rank: int, num_nodes: int, seconds: float
 ) -> tuple[list[dict[str, float]], str]:
-    """Sizes, seconds and bandwidths, as far as the time goes; and what was wrong, if anything."""
+    """Seconds and bandwidth of the sizes there was time for; and what was wrong, if anything."""
     import torch
     import torch.distributed as dist
 
-    _slowest(0.0, device)  # the first one opens the connections
+    _slowest(0.0, device)  # the first call opens the connections
     start = time.monotonic()
     rows: list[dict[str, float]] = []
     expected = num_nodes * (num_nodes + 1) / 2
@@ -74,7 +74,7 @@ def _measure(
         dist.all_reduce(tensor)
         is_right = bool((tensor == expected).all())  # waits for the GPU too
         once = _slowest(time.monotonic() - begun if is_right else math.inf, device)
-        if once == math.inf:  # on some node: all stop together
+        if once == math.inf:  # wrong on some node: all stop together
             where = "another node" if is_right else "this node"
             return rows, f"an all-reduce of {size} bytes gave a wrong sum on {where}"
         repeats = max(1, min(MOST_REPEATS, int(SECONDS_PER_SIZE / once)))
@@ -87,7 +87,7 @@ def _measure(
         each = _slowest((time.monotonic() - begun) / repeats, device)
         bus = size / each * 2 * (num_nodes - 1) / num_nodes
         rows.append({"bytes": size, "seconds": each, "bus_bandwidth": bus})
-        # The next size takes at least four times as long, twice. Asked of all: they must agree.
+        # The next size takes at least four times as long, twice. All ranks must agree to stop.
         if _slowest(time.monotonic() - start, device) + 8 * each > seconds:
             break
     return rows, ""

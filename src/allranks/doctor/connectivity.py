@@ -1,4 +1,4 @@
-"""Which nodes can open a connection to which, and how far their clocks are apart. No torch."""
+"""Which nodes can connect to which, and how far apart their clocks are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from allranks.run.folder import write_atomically
 
 
 class OpenPort:
-    """Listens on every address, IPv4 and IPv6; `take` is given each connection, in one thread.
+    """Listens on every address, IPv4 and IPv6; one thread gives each connection to `take`.
 
-    Port 0 is any free one. Raises OSError where the port is taken. Nobody is heard before `begin`,
-    or within `with`.
+    Port 0 is any free one. Raises OSError if the port is taken. Connections are accepted from
+    `begin` on, or within `with`.
     """
 
     def __init__(self, take: Callable[[socket.socket], None], port: int = 0) -> None:
@@ -59,7 +60,7 @@ TIME = struct.Struct("!d")
 
 
 class Listener:
-    """A port of this node that greets with the node's name, then tells the time when asked."""
+    """A port that greets with this node's name, then gives the time whenever asked."""
 
     def __init__(self, node: str, clock: Callable[[], float] = time.time) -> None:
         self._node = node
@@ -84,7 +85,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How far another node's clock is ahead of ours; right to half the round trip."""
+    """How far another node's clock is ahead of ours, to within half the round trip."""
 
     offset: float  # seconds
     round_trip: float
@@ -92,17 +93,17 @@ class Clock:
 
 @dataclass(slots=True)
 class Reached:
-    """Peers that answered, with their clocks where asked, and those that did not, with why."""
+    """Peers that answered, with their clocks if asked for, and why the others did not."""
 
     answered: dict[str, Clock | None] = field(default_factory=dict)
     silent: dict[str, str] = field(default_factory=dict)
 
 
 class Directory:
-    """Where the nodes listen: told through files in the folder, and through the store.
+    """Where the nodes listen, as they say in files in the folder and through the store.
 
-    Files are there first, before torch is imported; but a network disk may show a new file late,
-    and a node that cannot write has none.
+    Files come first, before torch is imported; but a network disk may show a new file late, and a
+    node that cannot write has none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +134,7 @@ def reach_all(
     ask_clock_of: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Reached:
-    """Connect to every peer, trying again until `deadline` (of time.monotonic)."""
+    """Connect to every peer, retrying until `deadline` (of time.monotonic)."""
     reached = Reached(silent=dict.fromkeys(peers, NEVER_CAME))
     waiting: queue.Queue[str] = queue.Queue()
     for peer in peers:
@@ -171,7 +172,7 @@ def reach_all(
 
 
 def _greet(peer: str, entry: Mapping[str, Any], clock: Callable[[], float] | None) -> Clock | None:
-    """Connect once; raises OSError in the kernel's words, or ValueError at the wrong greeting."""
+    """Connect once; raises OSError in the kernel's words, or ValueError for a wrong greeting."""
     failure: Exception = OSError("it has no address")
     for host in entry["addresses"]:
         try:
@@ -180,23 +181,30 @@ def _greet(peer: str, entry: Mapping[str, Any], clock: Callable[[], float] | Non
                 there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 name = _line(there)
                 if name == peer:
-                    return None if clock is None else ask_clock(there, clock)
+                    ask = partial(_ask_time, there)
+                    return None if clock is None else quickest_clock(ask, ROUND_TRIPS, clock)
                 failure = ValueError(f"{host}:{entry['port']} is answered by {name!r}")
         except OSError as error:
             failure = OSError(f"{host}:{entry['port']}: {error.strerror or error}")
     raise failure
 
 
-def ask_clock(there: socket.socket, clock: Callable[[], float]) -> Clock:
-    """The quickest of several round trips: a slow one may have been slow one way only."""
+def quickest_clock(
+    ask: Callable[[], float], times: int, clock: Callable[[], float] = time.time
+) -> Clock:
+    """The other's clock by the quickest of several answers: a slow one may be slow one way only."""
     clocks = []
-    for _ in range(ROUND_TRIPS):
-        asked, start = clock(), time.monotonic()
-        there.sendall(b"?")
-        (answer,) = TIME.unpack(_exactly(there, TIME.size))
-        round_trip = time.monotonic() - start
+    for _ in range(times):
+        asked, start = clock(), time.perf_counter()
+        answer = ask()
+        round_trip = time.perf_counter() - start
         clocks.append(Clock(answer - (asked + round_trip / 2), round_trip))
     return min(clocks, key=lambda each: each.round_trip)
+
+
+def _ask_time(there: socket.socket) -> float:
+    there.sendall(b"?")
+    return float(TIME.unpack(_exactly(there, TIME.size))[0])
 
 
 def _line(there: socket.socket) -> str:

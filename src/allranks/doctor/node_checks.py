@@ -1,4 +1,4 @@
-"""Checks of one node that need no other: disks and GPUs. No torch."""
+"""Checks of one node that need no other node: disks and GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from allranks.show.numbers import size
 WRITE_BYTES = 1 << 20
 LEAST_FREE_BYTES = 1 << 30
 LEFT_OVER_BYTES = 1 << 30  # of GPU memory in use before the job has started
-# Bits of NVML's "clocks event reasons" that tell of trouble, not of an idle or busy GPU.
+# Bits of NVML's "clocks event reasons" that mean trouble, not just an idle or busy GPU.
 SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -39,12 +39,12 @@ def write_test(folder: Path, node: str) -> Check:
     except OSError as error:
         return failed("write", f"cannot write in {folder}: {error.strerror}")
     if back != data:
-        return failed("write", f"{folder} gives back other bytes than were written")
+        return failed("write", f"{folder} does not return the bytes that were written")
     return passed("write", f"{len(data)} bytes written to {folder} and read back")
 
 
 def free_disk(folder: Path) -> Check:
-    """What is left where the run is kept. A user's quota is not seen by this."""
+    """How much space is left where the run is kept. This does not see a user's quota."""
     try:
         free = shutil.disk_usage(folder).free
         inodes = os.statvfs(folder)
@@ -53,13 +53,13 @@ def free_disk(folder: Path) -> Check:
     if free < LEAST_FREE_BYTES:
         return warned("disk", f"only {size(free)} free in the run folder", free_bytes=free)
     if inodes.f_files and not inodes.f_favail:
-        value = "no file can be made in the run folder: out of inodes"
+        value = "the run folder's disk is out of inodes: no file can be created"
         return warned("disk", value, free_bytes=free)
     return passed("disk", f"{size(free)} free in the run folder", free_bytes=free)
 
 
 def free_tmp() -> Check:
-    """What the node's own disk has, for data staged there; never a failure."""
+    """How much space the node's own disk has for staged data; never a failure."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
@@ -69,7 +69,7 @@ def free_tmp() -> Check:
 
 
 def visible_gpus(wanted: int) -> Check:
-    """As many GPUs as the job was promised, by NVML and CUDA_VISIBLE_DEVICES."""
+    """Whether the job can use as many GPUs as it asked for, by NVML and CUDA_VISIBLE_DEVICES."""
     if wanted == 0:
         return not_here("gpus", "no GPU was asked for")
     if not any(map(os.path.exists, DRIVER_FILES)):
@@ -85,13 +85,13 @@ def visible_gpus(wanted: int) -> Check:
 
 
 def gpu_health(wanted: int) -> Check:
-    """ECC errors, rows that could not be replaced, slowdowns and memory left in use."""
+    """ECC errors, failed row remapping, slowdowns, and memory still in use."""
     if wanted == 0:
         return not_here("health", "no GPU was asked for")
     with nvml() as pynvml:
         gpus = local_gpus() if pynvml is not None else []
         if not gpus:
-            return not_here("health", "no GPU to look at")
+            return not_here("health", "no GPU to check")
         broken: list[str] = []
         worries: list[str] = []
         for gpu in gpus:
@@ -105,7 +105,7 @@ def gpu_health(wanted: int) -> Check:
         return failed("health", "; ".join(broken), warning="; ".join(worries))
     if worries:
         return warned("health", "; ".join(worries))
-    return passed("health", f"{len(gpus)} GPUs without fault")
+    return passed("health", f"{len(gpus)} GPUs are healthy")
 
 
 def _broken(pynvml: Any, handle: Any) -> Iterator[str]:
@@ -113,11 +113,11 @@ def _broken(pynvml: Any, handle: Any) -> Iterator[str]:
     pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)  # a lost GPU raises
     rows = _ask(pynvml, pynvml.nvmlDeviceGetRemappedRows, handle)
     if rows and rows[3]:
-        yield "a faulty row of its memory could not be replaced"
+        yield "a faulty row of its memory could not be remapped"
 
 
 def _worries(pynvml: Any, handle: Any) -> Iterator[str]:
-    """What the user should know of a GPU that works."""
+    """What the user should know about a GPU that works."""
 
     def ask(function: Callable[..., Any], *args: Any) -> Any:
         return _ask(pynvml, function, handle, *args)
@@ -131,7 +131,7 @@ def _worries(pynvml: Any, handle: Any) -> Iterator[str]:
         yield f"{errors} uncorrected memory errors since its last reset"
     rows = ask(pynvml.nvmlDeviceGetRemappedRows)
     if (rows and rows[2]) or ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus):
-        yield "faulty memory waits for a reset to be replaced"
+        yield "faulty memory will be remapped at the next reset"
     reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
     slow = [words for bit, words in SLOWDOWNS.items() if reasons & bit]
     if slow:
@@ -141,14 +141,14 @@ def _worries(pynvml: Any, handle: Any) -> Iterator[str]:
         pynvml.nvmlDeviceGetTemperatureThreshold, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
     )
     if temperature and limit and temperature >= limit:
-        yield f"{temperature} degrees, and it slows down at {limit}"
+        yield f"{temperature} °C, and it slows down at {limit} °C"
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
     if memory and memory.used > max(LEFT_OVER_BYTES, memory.total // 20):
-        yield f"{size(memory.used)} of its memory are in use already"
+        yield f"{size(memory.used)} of its memory is already in use"
 
 
 def _ask(pynvml: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """NVML's answer, or None where this GPU or driver has none."""
+    """NVML's answer, or None if this GPU or driver has none."""
     try:
         return function(*args)
     except pynvml.NVMLError:

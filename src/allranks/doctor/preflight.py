@@ -1,12 +1,12 @@
-"""Checks on the nodes of an allocation before training: one process a node, all at once.
+"""Checks on the nodes of an allocation before training: one process per node, all at once.
 
     srun --ntasks-per-node=1 python -m allranks.doctor.preflight --folder RUN/preflight/KEY \\
         --nodes a,b,c --node b --master HOST:PORT --gpus N --seconds 25
 
-The folder must exist. Each node leaves NODE.json there: every check with `ok` (null: not made),
-`detail`, `warning` and `seconds`. It does so before the time is over, whatever hangs: a check that
-did not end is written down as that. The first node serves the store at --master. Run it in the
-environment that the ranks will have, NCCL's and gloo's variables included.
+The folder must exist. Each node writes NODE.json there: every check with `ok` (null: not made),
+`detail`, `warning` and `seconds`. It does so in time, whatever hangs: a check that has not ended is
+recorded as such. The first node serves the store at --master. Run it in the environment that the
+ranks will have, including NCCL's and gloo's variables.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from allranks.slurm.nodelist import expand
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-MEETING_SHARE = 0.75  # of the time, at least, for all nodes to come
-ALL_REDUCE_SECONDS = 5.0  # that are kept for the all-reduce
+MEETING_SHARE = 0.75  # of the time, at least, for all nodes to arrive
+ALL_REDUCE_SECONDS = 5.0  # kept for the all-reduce
 CLOSING_SECONDS = 1.0  # to write what is known
-LEAVING_SECONDS = 4.0  # that a node which is done waits for the others
+LEAVING_SECONDS = 4.0  # that a finished node waits for the others
 POLL_SECONDS = 0.1  # at most
 MOST_SKEW_SECONDS = 1.0
 NOT_ENDED = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure if they hang
@@ -53,7 +53,7 @@ NOT_ENDED = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure 
 
 @dataclass(slots=True)
 class Preflight:
-    """One node's part in it, and what it knows so far."""
+    """One node's part of the preflight, and what it knows so far."""
 
     folder: Path
     nodes: list[str]
@@ -78,7 +78,7 @@ class Preflight:
 
     @property
     def poll_seconds(self) -> float:
-        """The first node answers everyone: the more ask, the less often."""
+        """The first node answers everyone: with more nodes each asks less often."""
         return min(POLL_SECONDS, 0.005 * len(self.nodes))
 
     @property
@@ -87,11 +87,11 @@ class Preflight:
 
     @property
     def meeting_deadline(self) -> float:
-        """When nodes that have not come are given up."""
+        """When nodes that have not arrived are given up."""
         return self.start + max(MEETING_SHARE * self.seconds, self.seconds - ALL_REDUCE_SECONDS)
 
     def check(self, name: str, function: Callable[..., Check], *args: Any) -> Check:
-        """Make one check; whatever it raises is its outcome."""
+        """Make one check; if it raises, it has failed."""
         begun = self.begun[name] = time.monotonic()
         try:
             check = function(*args)
@@ -102,7 +102,7 @@ class Preflight:
         return check
 
     def record(self) -> dict[str, Any]:
-        """What is known now, as it is written."""
+        """What is known now, in the form it is written."""
         checks = []
         for name, begun in list(self.begun.items()):
             check = self.checks.get(name)
@@ -127,7 +127,7 @@ class Preflight:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     preflight = _parse(arguments)
-    # Even if a library holds the interpreter for good, say, in reading from a dead disk.
+    # Even if a library blocks the interpreter for good, for example reading from a dead disk.
     faulthandler.dump_traceback_later(preflight.seconds + 2, exit=True)
     is_known = run(preflight)
     sys.stderr.flush()
@@ -160,13 +160,13 @@ def _parse(arguments: Sequence[str] | None) -> Preflight:
 
 
 def run(preflight: Preflight) -> bool:
-    """All checks, side by side; whether their outcome was written or told to another node."""
+    """All checks at once; whether their outcome was written or given to another node."""
     directory = Directory(preflight.folder)
     listener = Listener(preflight.node)
     alone = [_thread(_check_gpus, preflight), _thread(_check_disks, preflight)]
     threads = list(alone)
     if preflight.others:
-        reach = _thread(_check_network, preflight, directory, listener.port)
+        reach = _thread(preflight.check, "reach", _reach, preflight, directory, listener.port)
         meet = _thread(_meet, preflight, directory, listener.port, [*alone, reach])
         threads += [reach, meet]
     for thread in threads:
@@ -179,13 +179,13 @@ def run(preflight: Preflight) -> bool:
 
 
 def _stay(preflight: Preflight, listener: Listener) -> None:
-    """For nodes that came later: they would find nobody here, and this node would be blamed."""
+    """Wait for late nodes: they would find nobody here, and this node would be blamed."""
     until = min(preflight.deadline, time.monotonic() + LEAVING_SECONDS)
     while len(listener.greeted) < len(preflight.others) and time.monotonic() < until:
         time.sleep(preflight.poll_seconds / 2)
 
 
-def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+def _thread(function: Callable[..., Any], *args: Any) -> threading.Thread:
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
@@ -209,13 +209,9 @@ def _entry(preflight: Preflight, port: int) -> dict[str, Any]:
     return {"addresses": [address] if address else [], "port": port}
 
 
-def _check_network(preflight: Preflight, directory: Directory, port: int) -> None:
-    preflight.check("reach", _reach, preflight, directory, port)
-
-
 def _reach(preflight: Preflight, directory: Directory, port: int) -> Check:
     entry = _entry(preflight, port)
-    with suppress(OSError):  # the write test says so; the store will tell the others
+    with suppress(OSError):  # the write test reports it; the store will tell the others
         directory.publish(preflight.node, entry)
     first = preflight.nodes[0]
     ask = first if preflight.rank else None
@@ -238,25 +234,23 @@ def _skew(clock: Any, first: str) -> Check:
     detail = f"{abs(clock.offset):.3f} s {sign} {first}, give or take {clock.round_trip / 2:.3f} s"
     more = {"offset": clock.offset, "round_trip": clock.round_trip}
     is_off = abs(clock.offset) - clock.round_trip / 2 > MOST_SKEW_SECONDS
-    return (
-        warned("clock", f"the clock is {detail}", **more)
-        if is_off
-        else passed("clock", detail, **more)
-    )
+    if is_off:
+        return warned("clock", f"the clock is {detail}", **more)
+    return passed("clock", detail, **more)
 
 
 def _meet(
     preflight: Preflight, directory: Directory, port: int, before: list[threading.Thread]
 ) -> None:
-    """Everything that needs torch; then wait for the other nodes to be done too."""
+    """Everything that needs torch; then wait until the other nodes are done too."""
     if not preflight.check("torch", _import_torch).ok:
         return
     if time.monotonic() > preflight.meeting_deadline:
-        # Nobody's fault: a machine this busy, or a disk this slow, trains all the same.
+        # Not the node's fault: a machine this busy, or with a disk this slow, can still train.
         words = _slow_import(preflight.took["torch"])
         preflight.check("rendezvous", lambda: not_here("rendezvous", "not made", warning=words))
         return
-    # Torch may be imported before the GPU checks are done; their result decides on NCCL.
+    # NCCL is used only if the GPU checks have passed, and torch may be imported before they end.
     before[0].join(max(0.0, preflight.start + preflight.seconds / 2 - time.monotonic()))
     found = preflight.check("rendezvous", _rendezvous, preflight, directory, port)
     if found.ok:
@@ -266,7 +260,7 @@ def _meet(
     if preflight.store is not None:
         missing = found.more.get("missing", [])
         came = [node for node in preflight.others if node not in missing]
-        with suppress(Exception):  # the first node has gone: nobody needs this one any more
+        with suppress(Exception):  # the first node is gone: nobody needs this one any more
             _leave(preflight, preflight.store, came)
 
 
@@ -281,7 +275,7 @@ def _slow_import(seconds: float) -> str:
 
 
 def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
-    """Meet in a store on the first node; the first decides whether all are there in time."""
+    """Meet in a store on the first node, which decides whether all came in time."""
     import torch
     import torch.distributed as dist
 
@@ -299,7 +293,7 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
         )
     except (RuntimeError, OSError) as error:
         verb = "serve at" if is_first else "reach the store at"
-        # That the port is taken is not the node's fault: another port will do.
+        # A taken port is not the node's fault: another port will do.
         fault = "port" if "EADDRINUSE" in str(error) else ""
         value = f"cannot {verb} {where}: {_words(error)}"
         return failed("rendezvous", value, missing=[], store=False, fault=fault)
@@ -331,7 +325,7 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
 
 
 def _wait_for_port(preflight: Preflight) -> None:
-    """Until the store listens: torch's own waiting has a limit of its own."""
+    """Wait until the store listens: torch's own waiting has a limit of its own."""
     while True:
         left = preflight.meeting_deadline - time.monotonic()
         try:
@@ -354,7 +348,7 @@ def _all_reduce(preflight: Preflight) -> Check:
 
 
 def _leave(preflight: Preflight, store: dist.TCPStore, came: list[str]) -> None:
-    """Say what was found, and stay for the others: they may be connecting to this node still."""
+    """Say what was found, and stay: others may still be connecting to this node."""
     is_written = _write(preflight, preflight.node, preflight.record())
     done = {"written": is_written, "record": preflight.record()}
     store.set(f"done/{preflight.node}", json.dumps(done))
@@ -367,7 +361,7 @@ def _leave(preflight: Preflight, store: dist.TCPStore, came: list[str]) -> None:
             waiting.remove(node)
             theirs = json.loads(store.get(f"done/{node}"))
             if is_written and not theirs["written"]:
-                _write(preflight, node, theirs["record"])  # it has nobody else to do it
+                _write(preflight, node, theirs["record"])  # it could not do it itself
         time.sleep(preflight.poll_seconds / 2)
 
 
@@ -380,7 +374,7 @@ def _write(preflight: Preflight, node: str, record: dict[str, Any]) -> bool:
 
 
 def _close(preflight: Preflight) -> bool:
-    """Write the final word, in a thread of its own: the disk may be what hangs."""
+    """Write the result, in a thread of its own: the disk may be what hangs."""
     record = preflight.record()
     outcome: list[bool] = []
     closing = _thread(lambda: outcome.append(_write(preflight, preflight.node, record)))

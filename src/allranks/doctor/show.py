@@ -1,7 +1,8 @@
-"""Findings for people: the first one large and clear, the others short."""
+"""Findings and checks on the screen; of several findings the first is shown in full."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -11,21 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from allranks.doctor.catalogue import Cause
+from allranks.doctor.check import Check, Status
 from allranks.doctor.finding import Evidence, Finding
 from allranks.show.text import plain
 
 COLOURS = {"high": "red", "medium": "yellow", "low": "cyan"}
 SURE = {"high": "sure", "medium": "likely", "low": "a guess"}
+STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "red", "not here": "dim"}
+NAME_WIDTH = 14  # of a check
 MAX_EVIDENCE = 3
 MAX_SHOWN = 220  # characters of a line: the file has the rest
 
 
 def show_findings(console: Console, findings: Sequence[Finding], subject: str) -> None:
-    """All findings; of the first everything, of the others what they are and their fix."""
+    """Everything about the first finding; title and fix of the others."""
     if not findings:
-        console.print(
-            Text(f"{plain(subject)}: nothing is wrong that the doctor knows of", style="green")
-        )
+        console.print(Text(f"{plain(subject)}: the doctor found nothing wrong", style="green"))
         return
     console.print(first_finding(findings[0]))
     if findings[1:]:
@@ -51,7 +53,7 @@ def first_finding(found: Finding) -> RenderableType:
 
 
 def whose(found: Finding) -> str:
-    """` rank 3 on node7`, as far as it is known."""
+    """` rank 3 on node7`, as far as known."""
     rank = f" rank {found.rank}" if found.rank is not None else ""
     node = f" on {found.node}" if found.node else ""
     return plain(rank + node)
@@ -68,7 +70,7 @@ def _quoted(line: Evidence) -> RenderableType:
 
 
 def show_causes(console: Console, causes: Sequence[Cause]) -> None:
-    """What the doctor knows, by family."""
+    """Every cause the doctor knows, by family."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -79,3 +81,27 @@ def show_causes(console: Console, causes: Sequence[Cause]) -> None:
             table.add_row(Text(family, style="bold"), "")
         table.add_row(f"  {cause.slug}", Text(cause.words({})))
     console.print(table)
+
+
+def show_checks(checks: Sequence[Check], host: str, seconds: float, console: Console) -> None:
+    """One line per check, and its fix below it."""
+    indent = " " * (10 + NAME_WIDTH)
+    room = max(20, max(40, console.width) - len(indent))
+
+    def wrapped(text: str) -> list[str]:
+        return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+    for check in checks:
+        first, *more = wrapped(check.value)
+        line = Text(f"{check.status:<9}", style=STYLES[check.status])
+        line.append(f"{check.name:<{NAME_WIDTH}} ", style="bold")
+        line.append(first, style="dim" if check.status == "not here" else "")
+        console.print(line, soft_wrap=True)
+        for rest in more:
+            console.print(Text(indent + rest), soft_wrap=True)
+        word = "use" if check.status == "pass" else "fix"
+        for rest in wrapped(f"{word}: {check.fix}") if check.fix else []:
+            console.print(Text(indent + rest, style="cyan"), soft_wrap=True)
+    counts = {status: sum(check.status == status for check in checks) for status in STYLES}
+    words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(Text(f"{host}: {words} ({seconds:.1f} s)"), soft_wrap=True)

@@ -1,8 +1,4 @@
-"""What the checks of a machine look at, collected in one place. No torch.
-
-Everything here is plain data; `collect` is the one function that touches the machine. The roots
-that it reads (/sys, /proc, /dev/shm) can be others, so that tests have a machine of their own.
-"""
+"""What the checks of a machine look at: plain data, which `collect` reads from the machine."""
 
 from __future__ import annotations
 
@@ -63,22 +59,13 @@ print(json.dumps({"seconds": time.perf_counter() - start, "version": torch.__ver
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Roots:
-    """Where the kernel's files are."""
-
-    sys: Path = Path("/sys")
-    proc: Path = Path("/proc")
-    shm: Path = Path("/dev/shm")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """The installed torch, by its files; `asked` is what it says itself where it was asked."""
+    """The installed torch, by its files; `asked` is its own answer, if it was asked."""
 
     version: str | None = None
-    cuda: str | None = None  # that it was built for
-    nccl: str | None = None  # that comes with it
+    cuda: str | None = None  # the version it was built for
+    nccl: str | None = None  # the version that comes with it
     asked: Mapping[str, Any] | None = None
     problem: str = ""  # why it could not be asked
 
@@ -89,20 +76,20 @@ class MachineFacts:
 
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "localhost"
-    host_address: str | None = "10.0.0.1"  # that its own name has here
+    host_address: str | None = "10.0.0.1"  # what its own name resolves to
     default_port_taken: bool = False
     has_nvidia_card: bool = False  # on the PCI bus
     has_driver: bool = False
     nvml_answers: bool = False
     driver: str | None = None
-    driver_cuda: str | None = None  # the newest that it runs
+    driver_cuda: str | None = None  # the newest version it supports
     gpus: tuple[LocalGPU, ...] = ()
-    num_gpus_in_all: int = 0  # CUDA_VISIBLE_DEVICES apart
+    num_gpus_in_all: int = 0  # whatever CUDA_VISIBLE_DEVICES says
     gpu_link: str = "none"
     peer_access: bool | None = None
     health: Check | None = None
     torch: TorchFacts = TorchFacts()
-    other_nccl: tuple[str, ...] = ()  # libraries that LD_LIBRARY_PATH puts before torch's own
+    other_nccl: tuple[str, ...] = ()  # libraries found before torch's own
     interfaces: tuple[Interface, ...] = ()
     names: tuple[str, ...] = ()  # of all interfaces, up or not
     ports: tuple[Port, ...] = ()  # of InfiniBand and RoCE
@@ -111,15 +98,14 @@ class MachineFacts:
     memory_bytes: int = 0
     memory_allotted: int = 0
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # soft, hard; -1: none
-    shm_bytes: int | None = None
-    shm_free: int | None = None
+    shm: tuple[int, int] | None = None  # bytes of /dev/shm, and how many are free
     clock_synchronised: bool | None = None
-    clock_error: float | None = None  # seconds, at most, by the kernel
+    clock_error: float | None = None  # seconds at most, as the kernel estimates
     folders: tuple[FolderFacts, ...] = ()
 
     @property
     def num_nodes(self) -> int:
-        """Of the SLURM job that this is in; 1 outside of one."""
+        """Nodes of the SLURM job that this runs in; 1 outside of a job."""
         try:
             return max(1, len(expand(self.env.get("SLURM_JOB_NODELIST", ""))))
         except AllranksError:
@@ -131,10 +117,10 @@ def collect(
     data: Sequence[Path] = (),
     *,
     env: Mapping[str, str] = os.environ,
-    roots: Roots | None = None,
+    sys_root: Path = Path("/sys"),
+    shm: Path = Path("/dev/shm"),
 ) -> MachineFacts:
     """Look at this machine; takes a few seconds where torch must be asked."""
-    at = roots or Roots()
     has_driver = any(map(os.path.exists, DRIVER_FILES))
     with ThreadPoolExecutor(4) as pool:
         torch = pool.submit(torch_facts, ask=has_driver)
@@ -142,23 +128,21 @@ def collect(
         folders = [pool.submit(look_at, runs, "runs", writes=True)]
         folders += [pool.submit(look_at, folder, "data", writes=False) for folder in data]
         synchronised, error = clock_state()
-        shm = _size_of(at.shm)
         facts = {
             **gpu_facts(),
             "has_driver": has_driver,
-            "has_nvidia_card": has_nvidia_card(at.sys),
+            "has_nvidia_card": has_nvidia_card(sys_root),
             "host": socket.gethostname(),
             "default_port_taken": is_taken(DEFAULT_PORT),
             "interfaces": tuple(up_interfaces()),
-            "names": tuple(names_in(at.sys / "class/net")),
-            "ports": tuple(infiniband_ports(at.sys)),
+            "names": tuple(names_in(sys_root / "class/net")),
+            "ports": tuple(infiniband_ports(sys_root)),
             "cpus": os.cpu_count() or 1,
             "cpus_allotted": allotted.cpus_allotted(),
             "memory_bytes": allotted.memory_total(),
             "memory_allotted": allotted.memory_allotted(),
             "limits": limits(),
-            "shm_bytes": shm and shm[0],
-            "shm_free": shm and shm[1],
+            "shm": _size_of(shm),
             "clock_synchronised": synchronised,
             "clock_error": error,
             "other_nccl": other_nccl(env),
@@ -193,7 +177,7 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def has_nvidia_card(sys_root: Path) -> bool:
-    """A display or 3D controller of NVIDIA's, whether or not a driver knows it."""
+    """Whether there is an NVIDIA display or 3D controller, with or without a driver."""
     for folder in (sys_root / "bus/pci/devices").glob("*"):
         kind = read(folder / "class") or ""
         if read(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
@@ -202,7 +186,7 @@ def has_nvidia_card(sys_root: Path) -> bool:
 
 
 def torch_facts(*, ask: bool) -> TorchFacts:
-    """From torch's files; where there are GPUs, also from a process that imports it."""
+    """From torch's files and, where there are GPUs, from a process that imports it."""
     packages = machine.package_versions()
     found = machine.nccl(packages, {})
     nccl = found["version"] if found else None
@@ -224,14 +208,14 @@ def torch_facts(*, ask: bool) -> TorchFacts:
             return TorchFacts(version=version, cuda=cuda, nccl=nccl, asked=asked)
         problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        problem = f"its import had not ended after {TORCH_SECONDS:.0f} s"
+        problem = f"its import had not finished after {TORCH_SECONDS:.0f} s"
     except (OSError, ValueError) as error:
         problem = str(error)
     return TorchFacts(version=version, cuda=cuda, nccl=nccl, problem=problem)
 
 
 def own_address() -> str | None:
-    """What this machine's own name stands for; None if it stands for nothing."""
+    """The address that this machine's own name resolves to, if any."""
     found: list[str] = []
 
     def look_up() -> None:
@@ -245,19 +229,18 @@ def own_address() -> str | None:
 
 
 def limits() -> dict[str, tuple[int, int]]:
-    """The soft and the hard limits of this process; -1 where there is none."""
+    """The soft and hard limits of this process; -1 means unlimited."""
     kinds = {
         "nofile": resource.RLIMIT_NOFILE,
         "memlock": resource.RLIMIT_MEMLOCK,
         "stack": resource.RLIMIT_STACK,
         "nproc": resource.RLIMIT_NPROC,
-        "core": resource.RLIMIT_CORE,
     }
     return {name: resource.getrlimit(kind) for name, kind in kinds.items()}
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of Linux's struct timex; the rest is room."""
+    """The beginning of Linux's struct timex, with room for the rest."""
 
     _fields_ = [
         ("modes", ctypes.c_uint),
@@ -269,7 +252,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_state() -> tuple[bool | None, float | None]:
-    """Whether the kernel holds its clock for right, and by how much it may be off at most."""
+    """Whether the kernel trusts its clock, and how many seconds it may be off at most."""
     if sys.platform != "linux":
         return None, None
     state = _Timex()
@@ -288,7 +271,7 @@ def _size_of(folder: Path) -> tuple[int, int] | None:
 
 
 def other_nccl(env: Mapping[str, str]) -> tuple[str, ...]:
-    """NCCLs that the loader finds before the one that came with torch."""
+    """NCCL libraries that the dynamic loader finds before the one that came with torch."""
     folders = [Path(part) for part in env.get("LD_LIBRARY_PATH", "").split(":") if part]
     found = [
         str(folder / name)
@@ -297,5 +280,5 @@ def other_nccl(env: Mapping[str, str]) -> tuple[str, ...]:
         for name in names_in(folder)
         if name.startswith("libnccl.so.")
     ]
-    preloaded = [name for name in env.get("LD_PRELOAD", "").replace(":", " ").split()]
+    preloaded = env.get("LD_PRELOAD", "").replace(":", " ").split()
     return (*found, *(name for name in preloaded if "libnccl.so" in name))

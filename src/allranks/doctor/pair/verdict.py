@@ -1,4 +1,4 @@
-"""What a test between two machines means, for each of them: a pure function of what was found."""
+"""What a test between two machines means for each of them: a pure function of its facts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 
 from allranks.doctor.check import Check, failed, not_here, passed, warned
 from allranks.doctor.pair.facts import PairFacts, Side
-from allranks.doctor.pair.protocol import LEAST_BYTES
 from allranks.show import numbers
 
 MOST_SKEW = 1.0  # seconds
 SLOW_ROUND_TRIP = 2e-3
-SHARE_OF_LINK = 0.5  # that a second of bytes should come to
-SLOW_RATE = 110e6  # bytes a second: what an old 1 Gbit/s link carries
+SHARE_OF_LINK = 0.5  # that a transfer should reach
+SLOW_RATE = 110e6  # bytes per second: what an old 1 Gbit/s link carries
+LEAST_RATE = 1 << 16  # less is nothing: only small packets get through
 MANY_GAIN = 1.5
 
 
 def verdict(facts: PairFacts, *, listens: bool) -> list[Check]:
-    """Check by check, in the order in which a connection comes about."""
+    """The checks, in the order in which a connection is made."""
     if facts.here is None or facts.there is None or facts.round_trip is None:
         return list(unreached(facts))
     own, other = (facts.there, facts.here) if listens else (facts.here, facts.there)
     return [
-        name(facts) if not listens else passed("name", f"{other.host} came from {own.sees}"),
+        name(facts) if not listens else passed("name", f"{other.host} connected from {own.sees}"),
         route(own, other),
         ports(facts, listens=listens),
         latency(facts),
@@ -36,9 +36,9 @@ def verdict(facts: PairFacts, *, listens: bool) -> list[Check]:
 
 def unreached(facts: PairFacts) -> Iterator[Check]:
     """Where the way to the listener ends."""
-    there = "type allranks doctor --listen there: it prints the addresses to use"
+    there = "allranks doctor --listen there prints the addresses to use"
     if facts.name_error:
-        value = f"{facts.named} stands for no address: {facts.name_error}"
+        value = f"{facts.named} does not resolve: {facts.name_error}"
         yield failed("name", value, f"check the spelling, or use its address; {there}")
         return
     yield name(facts)
@@ -47,23 +47,23 @@ def unreached(facts: PairFacts) -> Iterator[Check]:
     if facts.stranger:
         fix = f"start allranks doctor --listen there, with another port if {facts.port} is taken"
         where = f"{facts.named}:{facts.port}"
-        yield failed("port", f"{where} answers, but not as it should: {facts.stranger}", fix)
+        yield failed("port", f"{where} answers, but not as a doctor: {facts.stranger}", fix)
 
 
 def refused(facts: PairFacts, address: str, why: str) -> Check:
     where = f"{address}:{facts.port}"
     listen = f"allranks doctor --listen {facts.port}"
     if why == "refused":
-        fix = f"start {listen} there; if it runs, a firewall there rejects the port: let it through"
-        return failed("port", f"{where}: nothing listens there (refused)", fix)
+        fix = f"start {listen} there; if it is running, a firewall there rejects the port: open it"
+        return failed("port", f"{where}: nothing is listening there (refused)", fix)
     if why == "no route":
-        fix = f"ip route get {address}; use an address in a network that both machines are in"
+        fix = f"ip route get {address}; use an address in a network that both machines share"
         return failed("route", f"{address}: no route from here", fix)
     if why == "forbidden":
-        fix = "ask who runs this machine: a rule of its own firewall forbids it (nft list ruleset)"
+        fix = "ask the site: a rule of this machine's own firewall forbids it (nft list ruleset)"
         return failed("port", f"{where}: this machine may not connect", fix)
     if why == "timeout" and facts.neighbour is False:
-        fix = f"check the address: ip addr on the other machine; is it up? Then {listen} there"
+        fix = f"check the address with ip addr on the other machine; is it up? Then {listen} there"
         return failed("route", f"no machine on this network has the address {address}", fix)
     if why == "timeout":
         known = " (it is on this network)" if facts.neighbour else ""
@@ -83,19 +83,19 @@ def name(facts: PairFacts) -> Check:
     there = facts.there
     loops = [each for each in facts.addresses if ipaddress.ip_address(each).is_loopback]
     if loops and (there is None or facts.here is None or there.host != facts.here.host):
-        fix = "use the address that the listener prints; mend the line in /etc/hosts"
+        fix = "use the address that the listener prints; correct the line in /etc/hosts"
         return failed("name", f"{value}: this machine itself", fix)
     if there is not None and facts.refusals:
         first = next(iter(facts.refusals))
-        fix = f"use {there.address}, or mend the name: ranks try {first} first and wait"
-        return warned("name", f"{value}, of which {first} does not answer", fix)
+        fix = f"use {there.address}, or correct the name: ranks try {first} first and wait"
+        return warned("name", f"{value}, but {first} does not answer", fix)
     return passed("name", value)
 
 
 def route(own: Side, other: Side) -> Check:
     value = f"{own.address} ({own.interface or 'no interface'}) to {own.sees}"
     if own.address != other.sees or other.address != own.sees:
-        fix = "address translation is between them: ranks need a network without (VPN, same subnet)"
+        fix = "there is NAT between them: ranks need a network without it (VPN, same subnet)"
         return failed("route", f"{value}, but the other side sees {other.sees}", fix)
     return passed("route", value)
 
@@ -108,11 +108,11 @@ def ports(facts: PairFacts, *, listens: bool) -> Check:
         f"{words} {why}" for words, why in (("from here:", out), ("from there:", back)) if why
     ]
     if not blocked:
-        return passed("port", f"{facts.port}, and others that the kernel hands out, both ways")
+        return passed("port", f"{facts.port} and the kernel's ephemeral ports work, both ways")
     return failed(
         "port",
-        f"{facts.port} works, but others do not ({'; '.join(blocked)})",
-        "gloo and NCCL take any port: open all between these machines, or at least those of "
+        f"{facts.port} works, but other ports do not ({'; '.join(blocked)})",
+        "gloo and NCCL use any port: open all between these machines, or at least those of "
         "sysctl net.ipv4.ip_local_port_range, both ways",
     )
 
@@ -123,7 +123,7 @@ def latency(facts: PairFacts) -> Check:
     if facts.jitter is not None:
         value += f", up to {facts.jitter * 1e6:.0f} us more"
     if facts.round_trip > SLOW_ROUND_TRIP:
-        fix = "use machines of one network (same zone, same switch): every exchange pays this"
+        fix = "use machines on one network (same zone, same switch): every exchange pays this"
         return warned("latency", value, fix)
     return passed("latency", value)
 
@@ -142,18 +142,18 @@ def bandwidth(facts: PairFacts, own: Side, *, listens: bool) -> Iterator[Check]:
 
 def direction(label: str, measured: float | None, facts: PairFacts, own: Side) -> Check:
     assert facts.here is not None and facts.there is not None
-    if measured is None or measured < LEAST_BYTES:
+    if measured is None or measured < LEAST_RATE:
         fix = (
             f"large packets are lost on the way: ip link set dev {own.interface} mtu 1500, on both"
         )
-        return failed(label, "small packets get through, large ones do not", fix)
+        return failed(label, "small packets get through, but large ones do not", fix)
     links = [side.link_rate for side in (facts.here, facts.there) if side.link_rate]
     value = rate(measured)
     if links and measured < SHARE_OF_LINK * min(links):
-        fix = f"ethtool -S {own.interface} counts errors; who else uses it? Is it the right one?"
+        fix = f"ethtool -S {own.interface} shows errors; is it shared, or the wrong one?"
         return warned(label, f"{value} of the link's {rate(min(links))}", fix)
     if not links and measured < SLOW_RATE:
-        fix = "use a faster interface of both, if there is one; else prefer layouts of fewer nodes"
+        fix = "use faster interfaces if there are any; otherwise prefer layouts with fewer nodes"
         return warned(label, value, fix)
     return passed(label, value)
 
@@ -162,10 +162,10 @@ def mtu(own: Side, other: Side, path: int | None) -> Check:
     ends = [side.mtu for side in (own, other) if side.mtu]
     if not ends:
         return not_here("mtu", "not known")
-    value = f"{path or min(ends)} bytes on the way"
+    value = f"{path or min(ends)} bytes along the route"
     if len(set(ends)) > 1:
         value += f"; the interfaces have {own.mtu} here and {other.mtu} on {other.host}"
-        fix = f"ip link set dev {own.interface} mtu {min(ends)}: both must have the same"
+        fix = f"ip link set dev {own.interface} mtu {min(ends)}: both must be equal"
         return warned("mtu", value, fix)
     return passed("mtu", value)
 
@@ -176,26 +176,24 @@ def clock(facts: PairFacts, other: Side) -> Check:
         return not_here("clock", "not known")
     value = f"{abs(offset):.3f} s apart, give or take {slack:.3f} s"
     if abs(offset) - slack > MOST_SKEW:
-        fix = f"timedatectl set-ntp true, here and on {other.host}: logs cannot be compared"
+        fix = f"timedatectl set-ntp true, here and on {other.host}: logs cannot be compared yet"
         return warned("clock", value, fix)
     return passed("clock", value)
 
 
 def interface(facts: PairFacts, own: Side, other: Side, *, listens: bool) -> Check:
-    """What NCCL and gloo are to be told, with the names that were really used."""
+    """What to tell NCCL and gloo, with the interface names that the test really used."""
     if own.interface is None:
-        return not_here("interface", f"none here has {own.address}")
+        return not_here("interface", f"no interface here has {own.address}")
     value = f"{own.interface} here, {other.interface} on {other.host}"
     tell = f"export NCCL_SOCKET_IFNAME=={own.interface} GLOO_SOCKET_IFNAME={own.interface}"
     master = own.address if listens else own.sees
-    use = f"{tell}; --master {master}:{facts.port}"
+    use = f"--master {master}:{facts.port}"
     if facts.also and not listens:
         ways = ", ".join(f"{address} ({iface})" for address, iface in facts.also.items())
-        value += f"; {other.host} is also reached at {ways}"
-    several = len(set(own.interfaces.values())) > 1
-    is_clear = not several and not facts.also
-    fix = f"--master {master}:{facts.port}" if is_clear else use
-    return Check("interface", "pass", value, fix)
+        value += f"; {other.host} can also be reached at {ways}"
+    has_choice = len(set(own.interfaces.values())) > 1 or bool(facts.also)
+    return Check("interface", "pass", value, f"{tell}; {use}" if has_choice else use)
 
 
 def rate(bytes_per_second: float) -> str:
