@@ -14,7 +14,7 @@ from tests.colours import contrast
 from tests.commandline import run_allranks
 from tests.report_runs import make_run, scaling_study
 
-from allranks.report.page import page_data
+from allranks.report.files import page_data
 
 pytestmark = pytest.mark.browser
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allranks.bench import data, data_screen
+from allranks.bench import data
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
 from allranks.timing.steps import Timing
@@ -282,7 +282,7 @@ def test_what_a_script_is_told(
 
 def drawn(answer: dict[str, Any], width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    data_screen.show(console, answer)
+    data.show(console, answer)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]  # a StringIO
 
 

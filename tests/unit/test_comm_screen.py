@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.commandline import Allranks
 
 from allranks.bench import comm_counts as comm
-from allranks.bench import comm_screen
+from allranks.bench.comm import plot, show
 from allranks.errors import AllranksError
 
 
@@ -53,7 +53,7 @@ def made_up(**changes: Any) -> dict[str, Any]:
 
 def shown(found: dict[str, Any], width: int = 60) -> str:
     file = io.StringIO()
-    comm_screen.show(Console(file=file, width=width, highlight=False), found)
+    show(Console(file=file, width=width, highlight=False), found)
     return file.getvalue()
 
 
@@ -103,7 +103,7 @@ def test_what_is_missing_is_said() -> None:
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    comm_screen.plot(made_up(), tmp_path / "comm.png")
+    plot(made_up(), tmp_path / "comm.png")
     assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -112,7 +112,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(AllranksError, match="matplotlib is not installed") as caught:
-        comm_screen.plot(made_up(), tmp_path / "comm.png")
+        plot(made_up(), tmp_path / "comm.png")
     assert "allranks[report]" in caught.value.fix
     assert not (tmp_path / "comm.png").exists()
 

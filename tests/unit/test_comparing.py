@@ -14,8 +14,7 @@ from allranks.bench.comm import run_to_show
 from allranks.bench.measure import Ended
 from allranks.bench.scaling import as_json, repeat_of
 from allranks.errors import AllranksError
-from allranks.report.build import build
-from allranks.report.chosen_runs import chosen_runs, chosen_words
+from allranks.report.build import build, chosen_runs, chosen_words
 from allranks.report.facts import read_run
 from allranks.run.folder import RunDir, find_runs
 from allranks.run.record import final_step

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allranks.bench import profile, profile_screen, trace
+from allranks.bench import profile, trace
 from allranks.probe.profile import STEP_MARK
 from allranks.run.folder import RunDir
 
@@ -178,14 +178,14 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
         write(run, rank, gzip.compress(json.dumps(cpu_trace(slower=slower)).encode()))
     write(run, 3, b"\x1f\x8b torn")
     console = Console(file=io.StringIO())
-    found = profile_screen.show_profile(run, console)
+    found = profile.show_profile(run, console)
     assert found is not None
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
     slow = [one for one in found["differences"] if one["part"] == "compute_seconds"]
     assert [one["rank"] for one in slow] == [1]
     assert slow[0]["seconds"] == pytest.approx(90e-6)
     assert "of the communication is hidden" in found["verdict"]
-    text = profile_screen.markdown(found)
+    text = profile.markdown(found)
     assert (run.path / "profile.md").read_text() == text
     assert "rank 1 computes 90.0µs a step longer" in text
     assert "https://ui.perfetto.dev" in text
@@ -199,7 +199,7 @@ def test_the_summary_fits(tmp_path: Path, width: int) -> None:
     found = profile.summarise(run)
     assert found is not None
     console = Console(file=io.StringIO(), width=width)
-    profile_screen.show(console, found)
+    profile.show(console, found)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     tables = [line for line in text.splitlines() if not line.startswith(("of a step", "traces"))]
     assert max(len(line) for line in tables if str(tmp_path) not in line) <= width
@@ -222,7 +222,7 @@ def test_a_gpu_that_may_not_be_profiled_is_noticed() -> None:
     content = cpu_trace()
     content["traceEvents"].append(event("cudaLaunchKernel", "cuda_runtime", 500, 5, correlation=1))
     found = profile.together([{**profile.rank_summary(read(content)), "trace_bytes": 1}])
-    assert any("missing from the traces" in line for line in profile_screen.remarks(found))
+    assert any("missing from the traces" in line for line in profile.remarks(found))
 
 
 def test_both_sides_call_the_marks_alike() -> None:

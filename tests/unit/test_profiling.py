@@ -13,8 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from allranks.bench.profile import LOUDNESS, VARIABLE
-from allranks.bench.profile_screen import show_profile
+from allranks.bench.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.bench.trace import read_trace
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
@@ -154,7 +153,7 @@ def test_a_gpu_that_was_not_recorded_is_told(
     append_event(run.events(0, 0), "profile", first=1, last=2, with_device=with_device)
     monkeypatch.setattr("allranks.bench.profile.summarise", lambda run: {"device": "cpu"})
     for name in ("markdown", "show"):
-        monkeypatch.setattr(f"allranks.bench.profile_screen.{name}", lambda *args: "")
+        monkeypatch.setattr(f"allranks.bench.profile.{name}", lambda *args: "")
     console = Console(file=io.StringIO())
     show_profile(run, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO

@@ -15,9 +15,8 @@ from tests.report_runs import make_run, scaling_study
 
 from allranks.report.build import build
 from allranks.report.facts import read_run
-from allranks.report.files import markdown, write_files
-from allranks.report.page import data_block, inside_script
-from allranks.report.terminal import show_report
+from allranks.report.files import data_block, inside_script, markdown, write_files
+from allranks.report.tables import show_report
 from allranks.run.folder import RunDir
 from allranks.show.text import in_markdown
 
@@ -111,7 +110,7 @@ def test_runs_without_steps_say_so(tmp_path: Path) -> None:
     queued.attempt(0).rmdir()
     built = report_of([short, empty, queued])
     notes = [note for section in built["sections"] for note in section["notes"]]
-    assert any("fewer than two steps" in note for note in notes)
+    assert any("too few steps" in note for note in notes)
     assert any("never started" in note for note in notes)
     assert any("not started yet" in note for note in notes)
 

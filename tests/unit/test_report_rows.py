@@ -10,8 +10,7 @@ import pytest
 from allranks.machine.prices import parse_price
 from allranks.report.build import build
 from allranks.report.facts import RunFacts
-from allranks.report.rows import Row, groups, rows_of
-from allranks.report.verdicts import Targets, headline, recommended, verdict
+from allranks.report.rows import Row, Targets, groups, headline, recommended, rows_of, verdict
 from allranks.timing.comparison import mode_of
 from allranks.timing.steps import Timing
 
@@ -163,7 +162,7 @@ def test_strong_or_weak_is_seen_from_the_batches(batches: tuple[int, int], mode:
     one = run("1x1", 100, timing=measured(100, 1, batches[0]))
     two = run("1x2", 180, timing=measured(180, 2, batches[1]))
     assert mode_of(rows_of([one, two])) == mode
-    assert mode_of(rows_of([one])) == "one size"
+    assert mode_of(rows_of([one])) == "one layout"
 
 
 @pytest.mark.parametrize(

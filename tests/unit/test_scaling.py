@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from allranks.bench import scaling_screen
 from allranks.bench.laws import fit_of
-from allranks.bench.scaling import Repeat, as_json, nothing_measured, plan_runs
+from allranks.bench.scaling import Repeat, as_json, plan_runs, show
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.layout import Layout
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
 from allranks.timing.comparison import compare, mode_of
-from allranks.timing.steps import PART_WORDS, PARTS, Timing
+from allranks.timing.steps import PART_WORDS, PARTS, Timing, why_no_pace
+from allranks.timing.steps import timing as timing_of_run
 
 
 def timing(ranks: int, step_seconds: float, samples_per_step: int = 100, **parts: float) -> Timing:
@@ -130,7 +133,7 @@ def test_a_single_step_has_no_interval() -> None:
     assert row.ci95 is None
     assert as_json([one])["rows"][0]["ci95"] is None
     console = Console(width=120, record=True, file=io.StringIO())
-    scaling_screen.show(console, as_json([one]))
+    show(console, as_json([one]))
     assert "1x1" in console.export_text()
 
 
@@ -186,7 +189,7 @@ def test_the_verdict_names_the_greatest_loss_and_what_to_try(
 def test_parts_have_the_words_of_the_report() -> None:
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.08, straggler=0.03)])
     console = Console(file=io.StringIO(), width=120)
-    scaling_screen.show(console, found)
+    show(console, found)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert "straggler" not in text
     heads = [line.split() for line in text.splitlines() if "compute" in line]
@@ -217,17 +220,25 @@ def test_what_is_too_good_is_questioned() -> None:
 @pytest.mark.parametrize(
     ("state", "steps", "words"),
     [
-        ("finished", {}, "no optimizer step was seen"),
+        ("finished", {}, "not started yet"),
         ("finished", {0: 0, 1: 0}, "no optimizer step was seen: the script"),
-        ("finished", {0: 200, 1: 0}, "rank 0 made 200, rank 1 none"),
-        ("finished", {0: 0, 1: 9, 2: 0}, "rank 1 made 9, 2 other ranks none"),
-        ("finished", {0: 1, 1: 1}, "only one step"),
+        ("finished", {0: 200, 1: 0}, "on rank 1, while rank 0 made 200"),
+        ("finished", {0: 0, 1: 9, 2: 0}, "on 2 other ranks, while rank 1 made 9"),
+        ("finished", {0: 1, 1: 1}, "too few steps"),
         ("finished", {0: 30}, "no samples were seen"),
         ("stopped", {0: 0}, "it was stopped"),
     ],
 )
-def test_why_nothing_was_measured(state: str, steps: dict[int, int], words: str) -> None:
-    assert words in nothing_measured(state, steps)
+def test_why_there_is_no_pace(
+    tmp_path: Path, state: str, steps: dict[int, int], words: str
+) -> None:
+    run = RunDir(tmp_path / "job-20260101-000000-abcd")
+    for rank, number in steps.items():
+        append_event(run.events(0, rank), "start", rank=rank)
+        for step in range(1, number + 1):
+            append_event(run.events(0, rank), "step", step=step, seconds=0.1)
+        append_event(run.events(0, rank), "end", state=state, exit=0)
+    assert words in (why_no_pace(run, timing_of_run(run)) or "")
 
 
 def test_what_failed_beside_what_was_measured_is_said() -> None:
@@ -274,7 +285,7 @@ def test_the_screen_shows_every_layout_and_every_column_at_any_width(width: int)
 
 def shown(found: dict[str, Any], width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    scaling_screen.show(console, json.loads(json.dumps(found)))
+    show(console, json.loads(json.dumps(found)))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]  # a StringIO
 
 

@@ -25,7 +25,7 @@ from allranks.run.failures import failure, failure_in_words
 from allranks.run.record import read_rank
 from allranks.show.numbers import NOTHING, between, metric, number, ratio, size
 from allranks.show.tables import Table, show_table
-from allranks.timing.steps import timing
+from allranks.timing.steps import STOPPED_EARLY, timing, why_no_pace
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
@@ -140,8 +140,10 @@ def trial_of(ended: Ended) -> Trial:
     problem = None
     if broken is not None:
         problem = f"{failure_in_words(broken)}: see {broken['log']}"
-    elif end.get("state") != "finished" or measured is None:
-        problem = "it was stopped before its last step"
+    else:
+        problem = why_no_pace(run, measured)
+        if end.get("state") != "finished":
+            problem = STOPPED_EARLY
     on_device, on_host = end.get("memory_peak"), end.get("host_memory")
     losses = read_rank(run, attempt, 0).losses
     lost = next((step for step, loss in losses.items() if loss is None), None)

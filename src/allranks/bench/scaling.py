@@ -1,9 +1,9 @@
-"""`bench scaling`: which runs it needs, what they have measured, and what that says."""
+"""`bench scaling`: which runs it needs, what they measured, and what follows from that."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
 from allranks.run.events import read_events
 from allranks.run.failures import failure, failure_in_words
-from allranks.run.results import samples_per_epoch, steps_by_rank
-from allranks.show.numbers import number, percent, ratio
+from allranks.run.results import samples_per_epoch
+from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
+from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
     CPU,
     SCALING,
@@ -32,11 +33,10 @@ from allranks.timing.comparison import (
     mode_of,
 )
 from allranks.timing.samples_seen import APART, remarks
-from allranks.timing.steps import Timing, timing
+from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing, why_no_pace
 
 ENDLESS_STEPS = 10_000_000  # the probe ends the run long before
-STOPPED = "it was stopped before there was enough to measure"
-NOTHING_TO_MEASURE = ("no optimizer step", "only one step", "no samples")  # in a run that is well
+NO_PACE = ("no optimizer step", "too few steps", "no samples")  # in a run that is well
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ def repeat_of(ended: Ended) -> Repeat:
     if broken is not None:
         fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
         problem = f"{failure_in_words(broken)}: {fix}"
-    elif measured is None or not measured.samples:
-        problem = nothing_measured(run.state(), steps_by_rank(run))
+    else:
+        problem = why_no_pace(run, measured)
     kept = measured if measured is not None and measured.samples else None
     info, attempts = run.info(), run.attempts()
     start = (run.start(attempts[-1]) if attempts else None) or {}
@@ -222,31 +222,12 @@ def error_in(found: Mapping[str, Any]) -> AllranksError | None:
     if not failed:
         return AllranksError("nothing was measured", fix=fix, exit_code=1)
     problem = failed[0]["problem"]
-    if problem != STOPPED:
+    if problem != STOPPED_EARLY:
         run = next((one["run"] for one in failed[0]["repeats"] if one.get("problem")), "")
         fix = f"what it said: allranks logs {run}" if run else "fix it, then measure again"
-        if run and not problem.startswith(NOTHING_TO_MEASURE):
+        if run and not problem.startswith(NO_PACE):
             fix = f"see allranks doctor {run}; {fix}"
     return AllranksError(f"{failed[0]['layout']}: {problem}", fix=fix, exit_code=1)
-
-
-def nothing_measured(state: str, steps: Mapping[int, int]) -> str:
-    """Why a run that did not fail has no timing; `steps`: how many each rank has made."""
-    if state == "stopped":
-        return STOPPED
-    most = max(steps, key=lambda rank: steps[rank], default=0)
-    if not steps.get(most):
-        return "no optimizer step was seen: the script must train with a torch optimizer, in Python"
-    none = [rank for rank in steps if not steps[rank]]
-    if none:
-        ranks = f"rank {none[0]}" if len(none) == 1 else f"{len(none)} other ranks"
-        return (
-            f"no optimizer step was seen on every rank: rank {most} made {steps[most]}, {ranks} "
-            "none, so there is nothing to measure"
-        )
-    if min(steps.values()) < 2:
-        return "only one step was made: the first one is no measure of the others"
-    return "no samples were seen: the batches have no length"
 
 
 def as_json(
@@ -420,3 +401,116 @@ def _beyond(fit: Fit | None, top: Compared) -> str:
         return ""
     twice = 2 * top.ranks
     return f". Predicted for {twice} ranks: {ratio(fit.speedup(twice))}"
+
+
+PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """What `as_json` made."""
+    rows = [row for row in found["rows"] if row["efficiency"] is not None]
+    for table in tables(found, rows):
+        console.print()
+        show_table(console, table)
+    if not rows:  # the reason is told with the error
+        return
+    console.print()
+    law = fit_words(found, rows[-1]["ranks"])
+    if law:
+        console.print(Text(law, style="cyan"), soft_wrap=True)
+    console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
+    for note in notes(found, rows):
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+
+
+def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Speed and cost, where the time goes, what that costs: as far as they were measured."""
+    if rows:
+        yield speed_table(rows, found["mode"], found.get("unit", "rank"))
+    if rows and all(row["parts"] for row in rows):
+        yield parts_table(rows)
+        if any(row["lost"] for row in rows[1:]):
+            yield lost_table(rows[1:])
+
+
+def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Table:
+    means = {"strong": "same global batch", "weak": "same batch a rank"}.get(mode, mode)
+    title = f"{mode} scaling ({means}), measured" if means != mode else f"{mode}, measured"
+    columns = (
+        *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
+        *(f"{unit}-hours/epoch", "cost/epoch"),
+    )
+    cells = []
+    for row in rows:
+        hours, cost = row["hours_per_epoch"], row["cost_per_epoch"]
+        cells.append(
+            (
+                name_of(row, rows),
+                str(row["ranks"]),
+                number(row["samples_per_second"]),
+                between(row["ci95"]),
+                ratio(row["speedup"]),
+                percent(row["efficiency"]),
+                duration(row["step_seconds"]),
+                number(hours),
+                dollars(cost),
+            )
+        )
+    return Table(title, columns, tuple(cells))
+
+
+def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The layout, with its device where the queue gave several."""
+    several = len({one["device"] for one in rows}) > 1
+    return f"{row['layout']} {row['device']}" if several else str(row["layout"])
+
+
+def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is odd in a row, and why a column has nothing in it."""
+    told = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
+    if all(row["hours_per_epoch"] is None for row in rows):
+        told.append("no hours and no cost: how many samples an epoch has is not known")
+    elif all(row["cost_per_epoch"] is None for row in rows):
+        device = str(found.get("device") or "the device")
+        name = f"name one with --price '{device.lower()}=DOLLARS'"
+        told.append(f"no price is known for {device}: {name}")
+    return told
+
+
+def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
+        cells.append((name_of(row, rows), *(duration(row["parts"][p]) for p in PARTS), slowest))
+    return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
+
+
+def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = [
+        (name_of(row, rows), *(percent(row["lost"][part]) for part in PARTS))
+        for row in rows
+        if row["lost"]
+    ]
+    return Table("efficiency that each part costs", ("layout", *PART_NAMES), tuple(cells))
+
+
+def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
+    """The law, and what it says beyond the layouts that were measured; or why there is none."""
+    fit = found["fit"]
+    if fit is None:
+        layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
+        return f"no law fits: {found['fit_problem']}" if len(layouts) > 1 else ""
+    if fit["serial_fraction"] is not None:
+        error = fit["serial_fraction_error"]
+        margin = f" ± {percent(error)}" if error else ""
+        words = [f"serial fraction {percent(fit['serial_fraction'])}{margin} (Amdahl, fitted)"]
+    else:
+        words = [
+            f"contention {percent(fit['contention'])}, coherence {percent(fit['coherence'], 2)} "
+            "(Universal Scalability Law, fitted)"
+        ]
+    limits = {"fastest_at_ranks": "no faster than", "half_efficient_at_ranks": "half efficient"}
+    for key, what in limits.items():
+        if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
+            words.append(f"predicted: {what} at {count(fit[key])} ranks")
+    return "; ".join(words)

@@ -130,8 +130,7 @@ def scaling(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.bench import scaling_screen
-    from allranks.bench.scaling import measure, plan_runs
+    from allranks.bench.scaling import measure, plan_runs, show
     from allranks.launch.prepare import prepare
     from allranks.machine.prices import parse_price
 
@@ -143,7 +142,7 @@ def scaling(
     prices = [*map(parse_price, price or [])]
     console = people_console(as_json)
     found = measure(plan, prepare_with, console, backend=backend, prices=prices)
-    finish(found, scaling_screen.show, console, as_json=as_json)
+    finish(found, show, console, as_json=as_json)
 
 
 @never_with(
@@ -163,8 +162,7 @@ def comm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.bench import comm_screen
-    from allranks.bench.comm import found_in, measure, prepare_comm, run_to_show
+    from allranks.bench.comm import found_in, measure, prepare_comm, run_to_show, show
     from allranks.bench.measure import Result
 
     console = people_console(as_json)
@@ -183,8 +181,7 @@ def comm(
             send_comm(prepared, as_json=as_json)
             return
         found = measure(prepared, console, oversubscribe=oversubscribe, debug=debug)
-    comm_screen.show(console, found.found)
-    comm_screen.show_files(console, found.found)
+    show(console, found.found)
     finish(found, None, console, as_json=as_json)
 
 
@@ -212,8 +209,7 @@ def data(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.bench import data_screen
-    from allranks.bench.data import measure, read_workers
+    from allranks.bench.data import measure, read_workers, show
     from allranks.launch.prepare import prepare
 
     def prepare_with(more: Sequence[str]) -> Prepared:
@@ -232,7 +228,7 @@ def data(
         repeats=repeats,
         steps=steps,
     )
-    finish(found, data_screen.show, console, as_json=as_json)
+    finish(found, show, console, as_json=as_json)
 
 
 def precision(

@@ -67,12 +67,11 @@ def report(
     debug: Debug = False,
 ) -> None:
     from allranks.machine.prices import parse_price, read_prices
-    from allranks.report.build import build
-    from allranks.report.chosen_runs import chosen_runs
+    from allranks.report.build import build, chosen_runs
     from allranks.report.facts import read_run
     from allranks.report.files import write_files
-    from allranks.report.terminal import show_report
-    from allranks.report.verdicts import Targets
+    from allranks.report.rows import Targets
+    from allranks.report.tables import show_report
     from allranks.run.events import to_json
     from allranks.show.text import clean
 

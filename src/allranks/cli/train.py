@@ -120,7 +120,7 @@ def run(
 
     def add_profile(outcome: Outcome) -> None:
         if profile is not None:
-            from allranks.bench.profile_screen import show_profile
+            from allranks.bench.profile import show_profile
 
             found = show_profile(outcome.run, people_console(as_json))
             outcome.result["profile"] = found and str(outcome.run.path / "profile.json")

@@ -42,7 +42,7 @@ def suspect(facts: FailureFacts) -> Suspect | None:
     if died is not None:
         end = facts.ends[died]
         hits = [end.hit, *echoes] if end.hit is not None else echoes
-        how = {"how": f" {end.in_words}"}
+        how = {"how": end.in_words}
         return Suspect("rank-died", died, "high" if end.is_crash else "medium", hits, how)
     if timeouts:
         return _missing(facts, timeouts, echoes)
@@ -66,7 +66,7 @@ def _died(facts: FailureFacts, echoes: Sequence[Hit]) -> int | None:
 def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
     """Some waited until their time was over."""
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
-    fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
+    fields = {"ops": ", ".join(sorted(ops))} if ops else {}
     tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
     if _is_stuck(facts, timeouts):
         return Suspect("collective-mismatch", None, "medium", tellers, fields)
@@ -123,7 +123,7 @@ def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Suspect | None:
     if facts.of("nccl-connect-failed"):
         return None  # nothing says that anybody died
     rank = silent[0] if len(silent) == 1 else None
-    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
+    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": "without a message"})
 
 
 def _is_gone(facts: FailureFacts) -> bool:

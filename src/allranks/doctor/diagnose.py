@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from allranks.doctor import differing_results, kernel_messages, out_of_memory, run_evidence
-from allranks.doctor.catalogue import load
+from allranks.doctor.catalogue import finding, load
 from allranks.doctor.failure_facts import FailureFacts, gather
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.flight_recorder import flight_source, is_dump
@@ -226,16 +226,10 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
 
 
 def _waiting(run: RunDir, queue: run_state.Queue) -> list[Finding]:
-    cause = load()["slurm-pending"]
+    """Why a job is still in the queue, in SLURM's words."""
     jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
-    found = []
-    for job in jobs[:1]:
-        words = job.why
-        fields = {"reason": words}
-        title = cause.words({"reason": f": {words}"})
-        line = Evidence("squeue", 0, f"{job.job} {job.state} ({job.reason})")
-        found.append(Finding(cause.slug, title, cause.advice(fields), None, None, "high", (line,)))
-    return found
+    lines = [Evidence("squeue", 0, f"{job.job} {job.state} ({job.reason})") for job in jobs[:1]]
+    return [finding("slurm-pending", lines, reason=jobs[0].why)] if lines else []
 
 
 def _never_started(run: RunDir) -> list[Finding]:
@@ -273,10 +267,8 @@ def odd_folder(run: RunDir) -> list[Finding]:
     problem = run.problem()
     if problem is None:
         return []
-    cause, fields = load()["odd-run-folder"], {"problem": problem.removeprefix(ODD)}
     line = Evidence(shown_path(run.path), 0, problem)
-    title, fix = cause.words(fields), cause.advice(fields)
-    return [Finding(cause.slug, title, fix, None, None, cause.confidence, (line,))]
+    return [finding("odd-run-folder", [line], problem=problem.removeprefix(ODD))]
 
 
 # What logs say of a run that has hung: ranks that waited, or were ended for it.

@@ -256,7 +256,7 @@ def _crashes(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
     end = own[0]
     sure: Confidence = "high" if end.is_crash else "medium"
     hits = [end.hit] if end.hit is not None else []
-    fields = {"how": f" {end.in_words}", "node": end.node or "", **facts.known}
+    fields = {"how": end.in_words, "node": end.node or "", **facts.known}
     cause = _cause_of_end("rank-died", end, catalogue)
     return [Candidate(cause, hits, end.rank, sure, fields, LEVELS[cause.kind])]
 

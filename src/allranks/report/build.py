@@ -1,19 +1,33 @@
-"""The report as one plain object: what --json prints, and what every other form is made from."""
+"""Which runs a report compares, and the report as one plain object: what --json prints, and what
+every other form is made from."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from allranks.errors import AllranksError
 from allranks.machine.prices import Price, find_price
-from allranks.report import verdicts
 from allranks.report.facts import RunFacts
-from allranks.report.rows import MEASURED, PREDICTED, Row, groups, rows_of, what_differs
-from allranks.report.rows import work_of as samples_of
-from allranks.report.verdicts import Targets
-from allranks.timing.comparison import SUSPICIOUS, mode_of
+from allranks.report.rows import (
+    BOTH,
+    MEASURED,
+    PREDICTED,
+    Row,
+    Targets,
+    groups,
+    headline,
+    recommended,
+    rows_of,
+    verdict,
+    what_differs,
+    work_of,
+)
+from allranks.run.folder import RunDir, find_run, find_runs, list_runs
+from allranks.timing.comparison import SUSPICIOUS, bench_of, is_comparable, is_compared, mode_of
 
 VERSION = 1
 
@@ -45,7 +59,7 @@ def build(
         "created": created,
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(created)),
         "chosen": chosen,
-        "targets": {**asdict(targets), "both": verdicts.BOTH},
+        "targets": {**asdict(targets), "both": BOTH},
         "notes": notes,
         "prices": used,
         "sections": sections,
@@ -61,9 +75,9 @@ def section(
     """One job: its layouts against each other."""
     rows = rows_of(runs, prices)
     job = runs[0].same_job
-    work = samples_of(runs)
+    work = work_of(runs)
     mode = mode_of(rows)
-    choices = verdicts.recommended(rows, targets)
+    choices = recommended(rows, targets)
     return {
         "job": runs[-1].job,
         "trains": _plain(job.get("command") or job.get("task")),
@@ -73,7 +87,7 @@ def section(
         "devices": list(dict.fromkeys(row.device for row in rows)),
         "batch": rows[0].batch if rows and mode != "weak" else None,
         "samples": work,
-        "headline": verdicts.headline(rows),
+        "headline": headline(rows),
         "notes": list(section_notes(runs, rows, mode)),
         "rows": [row_object(row, targets) for row in rows],
         "recommended": {
@@ -88,7 +102,7 @@ def section(
 
 
 def row_object(row: Row, targets: Targets) -> dict[str, Any]:
-    judged = verdicts.verdict(row, targets)
+    judged = verdict(row, targets)
     fields = {**asdict(row), "num_counted": len(row.counted)}
     return {**fields, "verdict": ", ".join(judged.words), "verdict_text": judged.text}
 
@@ -197,3 +211,64 @@ def prices_used(
 
 def _plain(value: Any) -> str | None:
     return " ".join(map(str, value)) if isinstance(value, list) else value and str(value)
+
+
+def chosen_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str | None]:
+    """The runs to compare, newest first, and in words which they are where that was not typed."""
+    if references:
+        return named_runs(runs, references)
+    known = [one for one in list_runs(runs) if one.job_file.exists()]
+    infos = {one.name: one.info() for one in known}
+    newest = next((one for one in known if is_comparable(infos[one.name])), None)
+    if newest is None:
+        find_run(runs, "last")  # says so, if there is none at all
+        raise nothing_to_compare(runs, [bench_of(info) for info in infos.values()])
+    mine = infos[newest.name]
+    those = [
+        one
+        for one in known
+        if one.job_name == newest.job_name and is_compared(mine, infos[one.name])
+    ]
+    others = [one.job_name for one in known if is_comparable(infos[one.name])]
+    is_bench = bool(bench_of(mine))
+    return those, chosen_words(newest.job_name, len(those), is_bench=is_bench, jobs=others)
+
+
+def named_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str | None]:
+    """Every run that was named; of several that one word stands for, those that train."""
+    named: dict[Path, RunDir] = {}
+    num_left = 0
+    for reference in references:
+        found = find_runs(runs, reference)
+        those = [one for one in found if is_comparable(one.info())] or found
+        num_left += len(found) - len(those)
+        named |= {one.path: one for one in those}
+    ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
+    if not num_left:
+        return ordered, None
+    what, are = ("run", "is") if num_left == 1 else ("runs", "are")
+    return ordered, f"{num_left} {what} of other benchmarks than bench scaling {are} left out."
+
+
+def chosen_words(job: str, number: int, *, is_bench: bool, jobs: Sequence[str]) -> str:
+    """Which runs are compared where none was named, and how to compare others."""
+    count = f"{number} run{'s' if number > 1 else ''}"
+    if is_bench:
+        more = f"; all of {job}: allranks report {job}" if jobs.count(job) > number else ""
+        words = f"Compared: the {count} of the newest bench scaling, of {job}{more}."
+    else:
+        words = f"Compared: the {count} of {job}, the newest job."
+    others = [name for name in dict.fromkeys(jobs) if name != job]
+    if others:
+        names = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        words += f" Other jobs: {names} (allranks report NAME)."
+    return words
+
+
+def nothing_to_compare(runs: Path, benches: Sequence[Mapping[str, Any]]) -> AllranksError:
+    kinds = " and ".join(sorted({f"bench {bench.get('kind')}" for bench in benches}))
+    what = f"what is there is of {kinds}" if kinds else "none has the job.yaml of a run"
+    return AllranksError(
+        f"no run in {runs} is there to be compared: {what}",
+        fix="measure layouts: allranks bench scaling job.yaml; or name runs: allranks report RUN",
+    )

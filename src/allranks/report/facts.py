@@ -16,7 +16,7 @@ from allranks.run.results import outcome, samples_per_epoch
 from allranks.run.run_state import KILLED, NEVER_STARTED, unreadable
 from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
 from allranks.timing.samples_seen import remarks
-from allranks.timing.steps import Timing, timing
+from allranks.timing.steps import Timing, timing, why_no_pace
 
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
 
@@ -108,8 +108,7 @@ def _read_run(run: RunDir) -> RunFacts:
         device=device,
         device_memory=memory,
         state=state,
-        problem="; ".join(filter(None, [problem_of(run, state, measured, layout), run.problem()]))
-        or None,
+        problem="; ".join(filter(None, [problem_of(run, state, measured), run.problem()])) or None,
         bench=bench_of(info),
         steps=found["steps"],
         samples=found["samples"] or seen.samples or None,
@@ -150,9 +149,7 @@ def target_samples(job: Mapping[str, Any], start: Mapping[str, Any]) -> int | No
     return steps * batch if isinstance(steps, int) and isinstance(batch, int) else None
 
 
-def problem_of(
-    run: RunDir, state: str, measured: Timing | None, layout: Layout | None
-) -> str | None:
+def problem_of(run: RunDir, state: str, measured: Timing | None) -> str | None:
     """In a line, why a run is failed or has no pace; None if all is well."""
     if state == "failed":
         failed = failure(run)
@@ -162,13 +159,7 @@ def problem_of(
         if failed:
             return failure_in_words(failed)
         return KILLED if run.attempts() else NEVER_STARTED
-    if layout is None:
-        return "it has not started yet"
-    if measured is None:
-        return "it made fewer than two steps that all ranks recorded"
-    if not measured.samples:
-        return "how many samples a step takes is not known"
-    return None
+    return why_no_pace(run, measured)
 
 
 class AllRanks:

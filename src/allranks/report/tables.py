@@ -1,9 +1,12 @@
-"""The report's words and tables, for the terminal, Markdown and the page."""
+"""The report's words and tables, and the report in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from allranks.show.numbers import (
     NOTHING,
@@ -16,7 +19,7 @@ from allranks.show.numbers import (
     percent,
     ratio,
 )
-from allranks.show.tables import Table
+from allranks.show.tables import Table, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.steps import PART_WORDS, PARTS
 
@@ -25,7 +28,7 @@ MODES = {
     "strong": "strong scaling (the same batch on every layout)",
     "weak": "weak scaling (the same batch on every rank)",
     "mixed": "scaling with batches that differ",
-    "one size": "one size",
+    "one layout": "one layout",
 }
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
 READING = (
@@ -188,3 +191,47 @@ def target_line(report: Record) -> str:
         f"doubling of ranks adds more than {percent(targets['doubling'])} hours. "
         f"Best of both: {targets['both']}."
     )
+
+
+COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
+STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}
+
+
+def show_report(console: Console, report: Mapping[str, Any]) -> None:
+    if report["chosen"]:
+        console.print(Text(printable(report["chosen"]), style="dim"))
+        console.print()
+    for section in report["sections"]:
+        console.print(Text(title(section), style="bold"), soft_wrap=True)
+        console.print(Text("; ".join(subtitle(section)), style="dim"))
+        if section["headline"]:
+            console.print(Text(printable(section["headline"])))
+        for table in tables(section):
+            # A column that says nothing anywhere is not worth its width.
+            told = without_empty(table)
+            if len(told.columns) > 1:
+                console.print()
+                show_table(console, told, styled=styled)
+        console.print()
+        show_choices(console, section)
+        for note in section["notes"]:
+            console.print(Text(f"note: {printable(note)}", style="yellow"), soft_wrap=True)
+        console.print()
+    for line in price_lines(report):
+        console.print(Text(f"price of {line}", style="dim"), soft_wrap=True)
+    for note in report["notes"]:
+        console.print(Text(f"note: {printable(note)}", style="yellow"), soft_wrap=True)
+
+
+def show_choices(console: Console, section: Mapping[str, Any]) -> None:
+    choices = list(recommendation(section))
+    if not choices:
+        console.print(Text("nothing to recommend: it takes two layouts that were measured"))
+    for name, layout, why in choices:
+        line = Text(f"{name}: ") + Text(layout, style="bold") + Text(f"  {why}", style="dim")
+        console.print(line, soft_wrap=console.width >= 100)
+
+
+def styled(cell: str) -> Text:
+    style = STATES.get(cell) or COLOURS.get(cell.split()[0] if cell else "", "")
+    return Text(cell, style=style)

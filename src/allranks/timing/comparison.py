@@ -13,7 +13,7 @@
 - What a step's time goes to is that of the repeat in the middle (of the two, where their number is
   even), as shares of the step that belongs to the median.
 - Scaling is `strong` if all layouts train the same batch, `weak` if all ranks do, to 2%; `mixed` if
-  neither, `one size` if no two layouts differ in ranks.
+  neither, `one layout` if no two layouts differ in ranks.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def unsure(row: Compared) -> float:
 def mode_of(rows: Sequence[Compared]) -> str:
     known = [(row.batch, row.ranks) for row in rows if row.batch]
     if len({ranks for _, ranks in known}) < 2:
-        return "one size"
+        return "one layout"
     batches = [batch for batch, _ in known]
     if is_same(min(batches), max(batches)):
         return "strong"

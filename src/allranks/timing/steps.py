@@ -18,7 +18,7 @@ from typing import Any
 
 from allranks.run.folder import RunDir, State
 from allranks.run.record import RankRecord, newest_window, read_ranks
-from allranks.run.results import outcome
+from allranks.run.results import outcome, steps_by_rank
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
@@ -30,6 +30,7 @@ LEAST_STEPS = 5  # of fewer, one rank or another is late in most by chance alone
 LEAST_PART = 0.1  # of what others wait for it: what takes a slow rank so much longer is told
 LEAST_AFTER = 0.25  # of the exchange: so much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps, in which all ranks wait longest in the same exchange
+STOPPED_EARLY = "it was stopped before there was enough to measure"
 AFFORDABLE_BYTES = 32 << 20  # of events, of which ten megabytes take a second
 PARTS = ("compute", "comm", "straggler", "data", "other")
 PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
@@ -81,6 +82,29 @@ def timing(
     layout = str(run.info().get("layout", ""))
     steps = {rank: record.timed_steps for rank, record in records.items()}
     return timing_of(steps, newest_window(records.values()), one_clock=layout.startswith("1x"))
+
+
+def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
+    """Why a run that has not failed has no samples a second; None if it has."""
+    if measured is not None and measured.samples:
+        return None
+    state, steps = run.state(), steps_by_rank(run)
+    if not run.attempts():
+        return "it has not started yet"
+    if state == "stopped":
+        return STOPPED_EARLY
+    most = max(steps, key=lambda rank: steps[rank], default=0)
+    none = [rank for rank in steps if not steps[rank]]
+    if not steps.get(most):
+        if state == "running":
+            return "no optimizer step was seen yet"
+        return "no optimizer step was seen: the script must train with a torch optimizer, in Python"
+    if none:
+        ranks = f"rank {none[0]}" if len(none) == 1 else f"{len(none)} other ranks"
+        return f"no optimizer step was seen on {ranks}, while rank {most} made {steps[most]}"
+    if measured is None:
+        return "too few steps were made: it takes two on every rank, as the first is always slower"
+    return "no samples were seen: the batches have no length"
 
 
 def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:
