@@ -173,7 +173,7 @@ def test_a_finding_names_rank_node_line_and_fix(tmp_path: Path) -> None:
     assert found.title == who_is_where(some, blame(some))  # what the launcher says by itself
     assert "train.py:9 in stuck" in found.title
     assert (found.evidence[0].file, found.evidence[0].line) == ("/me/train.py", 9)
-    assert "25 collectives, others to 26" in found.evidence[1].text
+    assert "25 collectives, others 26" in found.evidence[1].text
     assert "/me/train.py:9" in found.fix
 
 
