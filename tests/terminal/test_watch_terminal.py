@@ -51,8 +51,8 @@ def growing(*runs: GrowingRun) -> Iterator[None]:
 
 def step_of(screen: str, name: str) -> int:
     rows = [line for line in screen.splitlines() if line[2:].startswith(name)]
-    found = re.search(r"(\d+)/1000", rows[0] if rows else "")
-    return int(found[1]) if found else 0
+    found = re.search(r"([\d,]+)/1,000", rows[0] if rows else "")
+    return int(found[1].replace(",", "")) if found else 0
 
 
 def selected(screen: str) -> str:

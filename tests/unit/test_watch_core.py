@@ -16,9 +16,8 @@ from tests.watch_runs import GrowingRun, event_line
 
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue, QueuedJob
-from allranks.watch.live import Watcher
-from allranks.watch.series import MAX_BUCKETS, MAX_POINTS, Points, Series
-from allranks.watch.slurm_polling import ASK_SECONDS, MAX_SECONDS, Asking
+from allranks.watch.live import ASK_SECONDS, MAX_SECONDS, Asking, Watcher
+from allranks.watch.reader import MAX_BUCKETS, MAX_POINTS, Points, Series
 from allranks.watch.tail import MAX_STEPS, WHOLE_BYTES, EventTail
 
 

@@ -18,29 +18,32 @@ from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
 from allranks.watch import sampler
-from allranks.watch.job_screen import job_lines, times
-from allranks.watch.jobs import (
+from allranks.watch.job_screen import (
     SAMPLER,
     JobFacts,
     Pieces,
+    job_lines,
     parse_job,
     srun_command,
     stack_lines,
+    times,
 )
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
+from allranks.watch.modes import follow
 from allranks.watch.notify import Changes, News, Notifier, call
-from allranks.watch.plain_lines import follow, plain_line
-from allranks.watch.settings import job_setting, typed
 from allranks.watch.status import (
     RunStatus,
     commands,
     gather,
+    job_setting,
     next_steps,
     resource_lines,
     resources,
+    shown_override,
     status_page,
 )
+from allranks.watch.table_cells import plain_line
 from allranks.watch.views import Parts, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
@@ -383,8 +386,8 @@ def test_variables_are_told_by_name_unless_they_are_known_to_be_settings() -> No
     env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 4, "MY_LOGIN": "hunter2"}
     assert job_setting("env", env) == "NCCL_DEBUG=INFO, OMP_NUM_THREADS=4, MY_LOGIN"
     assert job_setting("optimizer", {"lr": 0.1}) == "lr=0.1"
-    assert typed("env.MY_LOGIN=hunter2") == "env.MY_LOGIN"
-    assert [typed(word) for word in ("env.NCCL_DEBUG=INFO", "seed=1")] == [
+    assert shown_override("env.MY_LOGIN=hunter2") == "env.MY_LOGIN"
+    assert [shown_override(word) for word in ("env.NCCL_DEBUG=INFO", "seed=1")] == [
         "env.NCCL_DEBUG=INFO",
         "seed=1",
     ]

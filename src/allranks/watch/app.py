@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -20,15 +22,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from allranks.errors import AllranksError
 from allranks.run.events import to_json
 from allranks.show.secrets import redact
-from allranks.watch import logs, uplot
-from allranks.watch.gate import Gate
+from allranks.watch import logs
 from allranks.watch.hub import Hub
 from allranks.watch.page_data import METRICS, Wish
+from allranks.watch.server import PLOT_FILES, plot_file
 
 FOLDER = Path(__file__).parent / "page"
 SCRIPTS = (
@@ -42,11 +44,23 @@ SCRIPTS = (
     "frames.js",
     "logs.js",
 )
-STATIC = (*SCRIPTS, "page.css", *uplot.FILES)
+STATIC = (*SCRIPTS, "page.css", *PLOT_FILES)
 MAX_BESIDE = 9
 MAX_QUERY = 200
 MAX_BODY = 4096
 BODY_SECONDS = 10.0
+# By any port: ssh may forward another one of the laptop's.
+HOSTS = {b"127.0.0.1", b"localhost", b"[::1]"}
+HEADERS = {
+    # The icon is a data: image.
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
 
 Stop = Callable[[str], str]
 
@@ -194,7 +208,7 @@ def _count(text: str | None) -> int | None:
 @cache
 def static_file(name: str) -> bytes:
     """By its bare name, which the caller has looked up: never a path from outside."""
-    path = uplot.find(name) if name in uplot.FILES else FOLDER / name
+    path = plot_file(name) if name in PLOT_FILES else FOLDER / name
     assert path is not None, "the server does not start without it"
     return path.read_bytes()
 
@@ -207,3 +221,90 @@ def _packed(name: str) -> bytes:
 def static_version() -> str:
     """Changes with any file of the page, so that no browser shows an old one."""
     return hashlib.sha256(b"".join(static_file(name) for name in STATIC)).hexdigest()[:10]
+
+
+class Gate:
+    """Lets a request pass to the app if it names this machine and brings the token.
+
+    The token comes in the address once; from then on a cookie brings it that no script can read
+    and no other site can send. It is not left in the address, which people show on screens.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app = app
+        self._token = token.encode()
+        # Browsers keep one jar for all ports of a host: each server has a cookie of its own name.
+        self.cookie = f"allranks-{hashlib.sha256(self._token).hexdigest()[:12]}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # before accepting: a 403
+        elif (status := self._refusal(scope)) is not None:
+            await _refuse(send, *status)
+        else:
+            is_first = self._fits(_query_token(scope))
+            await self.app(scope, receive, self._dressed(send, with_cookie=is_first))
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        host = headers.get(b"host", b"")
+        # A name that an attacker points at 127.0.0.1 arrives here as that name.
+        if _without_port(host) not in HOSTS:
+            return 403, "This server answers to 127.0.0.1 and localhost only.\n"
+        tokens = (_query_token(scope), self._cookie_token(headers), _bearer_token(headers))
+        if not any([self._fits(token) for token in tokens]):  # a list: all are compared
+            return 401, "Open the address that `allranks watch --web` printed, token and all.\n"
+        # A page of another port is the same site to a browser, so that it sends the cookie.
+        origin = headers.get(b"origin")
+        if scope["method"] not in ("GET", "HEAD") and origin not in (None, b"http://" + host):
+            return 403, "This request comes from another page.\n"
+        return None
+
+    def _fits(self, token: bytes) -> bool:
+        return secrets.compare_digest(token, self._token)
+
+    def _cookie_token(self, headers: dict[bytes, bytes]) -> bytes:
+        # By hand: the parser of the library gives up at what other servers of a host put there.
+        pairs = [pair.strip().partition(b"=") for pair in headers.get(b"cookie", b"").split(b";")]
+        values = [value for name, _, value in pairs if name == self.cookie.encode()]
+        return values[0] if values else b""
+
+    def _dressed(self, send: Send, *, with_cookie: bool) -> Send:
+        async def dressed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", []))
+                headers += [(name.encode(), text.encode()) for name, text in HEADERS.items()]
+                if not any(name == b"cache-control" for name, _ in headers):
+                    headers.append((b"cache-control", b"no-store"))
+                if with_cookie:
+                    token = self._token.decode()
+                    text = f"{self.cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
+                    headers.append((b"set-cookie", text.encode()))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return dressed
+
+
+def _without_port(host: bytes) -> bytes:
+    name, colon, port = host.lower().rpartition(b":")
+    return name if colon and port.isdigit() else host.lower()
+
+
+def _query_token(scope: Scope) -> bytes:
+    values = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+    return values[0].encode() if len(values) == 1 else b""
+
+
+def _bearer_token(headers: dict[bytes, bytes]) -> bytes:
+    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if kind.lower() == b"bearer" else b""
+
+
+async def _refuse(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store")]
+    headers += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -18,7 +18,7 @@ from allranks.timing.comparison import (
     is_comparable,
 )
 from allranks.timing.steps import AFFORDABLE_BYTES, affordable_timing, event_bytes
-from allranks.watch.summary import ranks_of
+from allranks.watch.views import ranks_of
 
 if TYPE_CHECKING:
     from allranks.watch.live import Followed

@@ -7,19 +7,26 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
-from allranks.watch import uplot
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.views import RunView
 
+if TYPE_CHECKING:
+    import asyncio
+
 ADDRESS = "127.0.0.1"
 HEADER_SECONDS = 10  # within which a request must be there
 MOST_CONNECTIONS = 64
+# uPlot's files, by the names that the page asks for. The package itself, a wrapper for notebooks,
+# is not imported.
+PLOT_FILES = {"uplot.js": "uPlot.iife.js", "uplot.css": "uPlot.min.css"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,6 @@ def serve(
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import ServerHead, make_app
-    from allranks.watch.gate import prompt_protocol
     from allranks.watch.hub import Hub
 
     listener = listen(port)
@@ -148,7 +154,7 @@ def _uvicorn() -> Any:
         assert starlette
     except ImportError as error:
         missing = error.name
-    if missing is None and not all(uplot.find(name) for name in uplot.FILES):
+    if missing is None and not all(plot_file(name) for name in PLOT_FILES):
         missing = "uplot-python"
     if missing is not None:
         raise AllranksError(
@@ -156,3 +162,51 @@ def _uvicorn() -> Any:
             fix="pip install 'allranks[web]'; or leave out --web for the terminal",
         )
     return uvicorn
+
+
+def prompt_protocol(seconds: float, most: int) -> Any:
+    """uvicorn's HTTP, but for strangers who send nothing, or a letter now and then.
+
+    A connection without a request is closed after so many seconds; of more than `most`, the one
+    that has waited longest without any makes room.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Prompt(H11Protocol):
+        waits_since = 0.0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.waits_since = self.loop.time()
+            waiting = [one for one in self.connections if isinstance(one, Prompt) and one.is_idle]
+            if len(self.connections) > most:
+                min(waiting, key=lambda one: one.waits_since).transport.abort()
+            self.loop.call_later(seconds, self._look)
+
+        @property
+        def is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def on_response_complete(self) -> None:
+            self.waits_since = self.loop.time()
+            super().on_response_complete()
+
+        def _look(self) -> None:
+            if self.transport.is_closing():
+                return
+            left = self.waits_since + seconds - self.loop.time()
+            if self.is_idle and left <= 0:
+                self.transport.abort()
+            else:
+                self.loop.call_later(left if left > 0 else seconds, self._look)
+
+    return Prompt
+
+
+def plot_file(name: str) -> Path | None:
+    """A file of uPlot by its name on the page; None if the package is not installed."""
+    spec = find_spec("uplot")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name("static") / PLOT_FILES[name]
+    return path if path.is_file() else None  # another package may have the same name

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,32 @@ from allranks.show.tables import Table, markdown
 from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
+from allranks.timing.comparison import bench_of
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
-from allranks.watch.settings import Settings, settings_lines
 from allranks.watch.table_cells import reason, state_word
 from allranks.watch.views import Parts, RankView, RunView
 
 DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look
+SHOWN_SETTINGS = (
+    *("task", "command", "launcher", "options", "batch_size", "batch_size_per_rank"),
+    *("micro_batch_size", "epochs", "steps", "seed", "precision", "compile"),
+    *("activation_checkpointing", "lr_scaling", "compress", "optimizer", "data", "checkpoint"),
+    *("slurm", "env"),
+)
+# What the ranks made of them, as reported by the first rank.
+APPLIED = {
+    "precision": "precision",
+    "compile": "compile",
+    "backend": "backend",
+    "link": "network",
+    "rank_batch": "batch of a rank",
+    "accumulation": "accumulation",
+    "num_workers": "loader workers",
+    "threads": "threads",
+}
+# Environment variables whose values are safe to show.
+OPEN_VARIABLES = ("NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +136,7 @@ def status_page(
     lines += ["## Resources", "", *resource_lines(resources), ""]
     lines += ["## Runs", "", *run_table(runs, created), ""]
     lines += ["## Performance", "", *performance_lines(runs, marks), ""]
-    described = [Settings(one.view.run, one.view.job, one.job, one.info, one.start) for one in runs]
-    lines += ["## Settings", "", *settings_lines(described)]
+    lines += ["## Settings", "", *settings_lines(runs)]
     lines += ["## Next steps", "", *next_lines(runs), ""]
     lines += ["## To follow it", "", "```", *commands(runs, folder), "```", ""]
     return redact(plain("\n".join(lines)))
@@ -317,3 +336,87 @@ def commands(runs: Sequence[RunStatus], folder: Path | None = None) -> list[str]
     lines += [as_code(f"allranks logs {shlex.quote(name)} -f{option}")[1:-1] for name in active]
     jobs = [job for one in runs if one.view.is_active for job in one.view.jobs]
     return lines + ([f"squeue -j {','.join(jobs)}"] if jobs else [])
+
+
+def settings_lines(runs: Sequence[RunStatus]) -> list[str]:
+    """One table per job; where its runs differ, each value names the runs that have it."""
+    lines = []
+    by_job = sorted(runs, key=lambda one: one.view.job)
+    for job, group in groupby(by_job, key=lambda one: one.view.job):
+        known = {one.view.run: settings_of(one) for one in group}
+        keys = dict.fromkeys(key for rows in known.values() for key in rows)
+        rows = [
+            [key, value_by_run({run: known[run].get(key, "") for run in known})] for key in keys
+        ]
+        lines += [f"### {in_markdown(job)}: {in_markdown(', '.join(known))}", ""]
+        table = markdown(Table("", ("setting", "value"), rows, texts=("value",)))
+        lines += table if rows else ["None known.", ""]
+    return lines or ["None.", ""]
+
+
+def value_by_run(by_run: Mapping[str, str]) -> str:
+    """The value that all runs share, or each value with the ends of the names of its runs."""
+    values = dict.fromkeys(by_run.values())
+    if len(values) == 1:
+        return next(iter(values))
+    return "; ".join(
+        f"{value or 'none'} (…{', …'.join(run[-4:] for run in by_run if by_run[run] == value)})"
+        for value in values
+    )
+
+
+def settings_of(one: RunStatus) -> dict[str, str]:
+    """Every setting that a run sets, and its value in one line."""
+    shown = [key for key in SHOWN_SETTINGS if key != "slurm" or one.info.get("backend") == "slurm"]
+    # A benchmark runs its job without an end: the job's own length is in the benchmark's record.
+    job = {**one.job, **bench_of(one.info).get("job", {})}
+    rows = {key: job_setting(key, job.get(key)) for key in shown}
+    for key, word in APPLIED.items():
+        if is_set(one.start.get(key)):
+            rows[f"applied: {word}"] = setting(one.start[key])
+    rows["typed"] = " ".join(shown_override(str(word)) for word in one.info.get("overrides") or [])
+    code, packages = one.info.get("code") or {}, one.info.get("packages") or {}
+    if code.get("commit"):
+        rows["code"] = str(code["commit"])[:12] + (", changed" if code.get("dirty") else "")
+    versions = [f"{name} {packages[name]}" for name in ("allranks", "torch") if name in packages]
+    rows["versions"] = ", ".join(versions)
+    return {key: value for key, value in rows.items() if value}
+
+
+def is_set(value: object) -> bool:
+    return value not in (None, "", [], {})
+
+
+def job_setting(key: str, value: object) -> str:
+    """A setting of the job; of its environment, only values that cannot be secrets."""
+    if not is_set(value):
+        return ""
+    if key != "env":
+        return setting(value)
+    if not isinstance(value, Mapping):
+        return ""
+    return ", ".join(
+        f"{name}={setting(item)}" if is_open(str(name)) else str(name)
+        for name, item in value.items()
+    )
+
+
+def shown_override(word: str) -> str:
+    """An override as it was typed, but without the value of `env.NAME=VALUE` unless it is safe."""
+    name, sign, _ = word.removeprefix("env.").partition("=")
+    return f"env.{name}" if sign and word.startswith("env.") and not is_open(name) else word
+
+
+def is_open(name: str) -> bool:
+    return name.startswith(OPEN_VARIABLES)
+
+
+def setting(value: object) -> str:
+    """A value in one line; of a mapping, only the keys that are set."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={setting(item)}" for key, item in value.items() if is_set(item))
+    if isinstance(value, list):
+        return ", ".join(map(setting, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -96,6 +96,23 @@ def run_cells(run: RunView, now: float) -> dict[str, Text]:
     return cells
 
 
+def plain_line(run: RunView, now: float) -> str:
+    """One run in one line of plain text, each number with its name."""
+    cells = {key: cell.plain for key, cell in run_cells(run, now).items()}
+    forms = {
+        "epoch": "epoch {}",
+        "step": "step {}",
+        "loss": "loss {}",
+        "pace": "{} samples/s",
+        "efficiency": "{} efficiency",
+        "left": "{} left",
+        "hours": "{} GPU-hours" if run.is_gpu else "{} rank-hours",
+        "why": "({})",
+    }
+    said = [run.run, cells["state"], cells["layout"]]
+    return "  ".join(said + [form.format(cells[key]) for key, form in forms.items() if cells[key]])
+
+
 def reason(run: RunView, now: float) -> str:
     """Why it waits and until when, why it ended, or what to look at."""
     said = [clean(run.reason)] if run.reason else []
