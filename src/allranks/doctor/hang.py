@@ -14,23 +14,23 @@ from allranks.doctor.log_lines import num_lines
 from allranks.launch import backends
 from allranks.run import files, stacks
 from allranks.run.folder import RunDir
-from allranks.run.frames import Frame, source_lines
-from allranks.run.progress import ALIKE_SECONDS
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
+    ALIKE_SECONDS,
     Blame,
     RankState,
     blame,
     ended_for,
-    in_seconds,
     is_stalled,
-    patience,
+    patience_with,
     read_states,
     silence,
     wait_apart,
     who_is_where,
     with_stacks,
 )
+from allranks.run.tracebacks import Frame, source_lines
+from allranks.show.numbers import duration
 from allranks.show.secrets import redact
 from allranks.show.text import plain
 
@@ -50,7 +50,7 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     states = read_states(run, attempts[-1])
     if any(state.ended == "failed" for state in states) or not states:
         return []  # what failed is the cause
-    usual = patience(states, asked=after)
+    usual = patience_with(states, asked=after)
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
@@ -149,7 +149,7 @@ def nobody_to_blame(
     }.get(frozenset(str(each) for each in doing), "all ranks are alike: look at what they share")
     return Finding(
         "no-progress",
-        f"no step for {in_seconds(seconds)}: {who_is_where(states, None)}",
+        f"no step for {duration(seconds, whole=True)}: {who_is_where(states, None)}",
         common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
         confidence="low",
         evidence=evidence(states, None, run),
