@@ -27,7 +27,7 @@ from allranks.launch.backends.slurm.gate import ENDED, OPEN
 from allranks.launch.backends.slurm.inside import (
     FIRST_PORT,
     NUM_PORTS,
-    Place,
+    SlurmNodes,
     free_port,
     job_state,
     no_progress,
@@ -50,8 +50,8 @@ DOWN = "Unable to contact slurm controller (connect failure)"
 RACER = Racer.parse("1x2")
 
 
-def place_of(job: str, restart: int = 0, nodes: tuple[str, ...] = ("n1",)) -> Place:
-    return Place(job=job, restart=restart, nodes=nodes, cpus_per_node=4)
+def place_of(job: str, restart: int = 0, nodes: tuple[str, ...] = ("n1",)) -> SlurmNodes:
+    return SlurmNodes(job=job, restart=restart, nodes=nodes, cpus_per_node=4)
 
 
 def make_run(folder: Path, **values: Any) -> RunDir:
@@ -1029,15 +1029,15 @@ def test_the_place_is_what_slurm_says() -> None:
         "SLURM_JOB_NODELIST": "n[01-02],m",
         "SLURM_JOB_CPUS_PER_NODE": "8(x2),4",
     }
-    place = Place.from_environment(env)
-    assert place == Place(job="17", restart=2, nodes=("n01", "n02", "m"), cpus_per_node=4)
-    few = Place.from_environment({"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1"})
+    place = SlurmNodes.from_environment(env)
+    assert place == SlurmNodes(job="17", restart=2, nodes=("n01", "n02", "m"), cpus_per_node=4)
+    few = SlurmNodes.from_environment({"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1"})
     assert (few.restart, few.cpus_per_node) == (0, 1)
 
 
 def test_outside_of_a_job_there_is_no_place() -> None:
     with pytest.raises(AllranksError, match="for the inside of a SLURM job") as error:
-        Place.from_environment({})
+        SlurmNodes.from_environment({})
     assert "allranks submit" in error.value.fix
 
 

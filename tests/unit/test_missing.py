@@ -14,12 +14,12 @@ import pytest
 from allranks.doctor.diagnose import on_which_nodes
 from allranks.doctor.finding import Evidence, Finding
 from allranks.launch.backends.slurm import missing_files
-from allranks.launch.backends.slurm.inside import Place
+from allranks.launch.backends.slurm.inside import SlurmNodes
 from allranks.run.events import append_event
 from allranks.run.failures import missing_in_words, missing_path
 from allranks.run.folder import RunDir
 
-PLACE = Place(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
+PLACE = SlurmNodes(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,12 @@ from allranks.launch import network
 from allranks.launch import node as node_module
 from allranks.launch.attempt import Attempt, describe
 from allranks.launch.backends.slurm import relay, step
-from allranks.launch.backends.slurm.inside import Place, check_command, step_command, stop_signal
+from allranks.launch.backends.slurm.inside import (
+    SlurmNodes,
+    check_command,
+    step_command,
+    stop_signal,
+)
 from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay
 from allranks.launch.prepare import Prepared, Request
 from allranks.layout import Layout
@@ -35,7 +40,7 @@ from allranks.slurm import commands as slurm
 
 GRACE = 120  # of a limit of an hour
 HOUR = 3600
-PLACE = Place(job="100", restart=0, nodes=("n1", "n2"), cpus_per_node=4)
+PLACE = SlurmNodes(job="100", restart=0, nodes=("n1", "n2"), cpus_per_node=4)
 TOLD = Attempt(
     number=0,
     layout="2x1",

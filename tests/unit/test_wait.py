@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allranks.job.job import parse_job
-from allranks.launch import agent, backends, link, node, waiting
+from allranks.launch import agent, backends, meeting, node, waiting
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import Signals
 from allranks.run import run_state
@@ -151,7 +151,7 @@ def test_a_rank_that_was_done_before_another_failed_was_not_ended_by_it(
         (False, "finished", math.inf),  # SLURM's job ends this launcher if a node is lost
         (False, "stopped", math.inf),
         (False, "failed", waiting.ENDING_SECONDS),
-        (True, "finished", link.MEETING_SECONDS),  # without a sign of life
+        (True, "finished", meeting.MEETING_SECONDS),  # without a sign of life
         (True, "failed", waiting.ENDING_SECONDS),
     ],
 )

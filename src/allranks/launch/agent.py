@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from allranks.errors import AllranksError
-from allranks.launch.link import MEETING_SECONDS
+from allranks.launch.meeting import MEETING_SECONDS
 from allranks.launch.rendezvous import FixedNodes
 from allranks.show.numbers import duration
 

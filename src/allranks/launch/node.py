@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
-from allranks.launch import door, link, prepare
+from allranks.launch import meeting, prepare
 from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
@@ -105,33 +105,35 @@ class Launch:
         place, prepared = self.place, self.prepared
         node_rank, layout = place.node_rank or 0, str(prepared.layout)
         num_nodes = 1 if place.node_rank is None else prepared.layout.nodes
-        master = link.split_master(place.master)
+        master = meeting.split_master(place.master)
         waits = (self._interrupted, self._show_wait)
         if node_rank == 0:
             assert prepared.run is not None
             path = str(prepared.run.path)
-            mine = door.Meeting(path, prepared.attempt, layout, prepared.checkpoint, prepared.claim)
+            mine = meeting.Meeting(
+                path, prepared.attempt, layout, prepared.checkpoint, prepared.claim
+            )
         if num_nodes == 1:
-            met = door.alone(mine)
+            met = meeting.alone(mine)
         elif node_rank == 0:
-            met = door.receive(*master, mine, num_nodes, link.Wait(*waits))
+            met = meeting.receive(*master, mine, num_nodes, meeting.Wait(*waits))
         else:
-            met = door.enter(*master, node_rank, layout, link.Wait(*waits))
-        meeting = met.meeting
-        store = rendezvous.open_store(met, link.Wait(*waits))
+            met = meeting.enter(*master, node_rank, layout, meeting.Wait(*waits))
+        decided = met.meeting
+        store = rendezvous.open_store(met, meeting.Wait(*waits))
         self._show(lambda: self.screen.stalled(None))
-        run = RunDir(Path(meeting.run_dir))
-        prepared.checkpoint, prepared.attempt = meeting.checkpoint, meeting.attempt
-        prepared.claim = meeting.claim
+        run = RunDir(Path(decided.run_dir))
+        prepared.checkpoint, prepared.attempt = decided.checkpoint, decided.attempt
+        prepared.claim = decided.claim
         # Node 0's job is the one that counts; its layout is that of the meeting.
-        prepared.job = prepare.load_resolved(run, layout=meeting.layout)
+        prepared.job = prepare.load_resolved(run, layout=decided.layout)
         nodes = rendezvous.FixedNodes(
             store,
             node_rank=node_rank,
             num_nodes=num_nodes,
             address=met.address if num_nodes == 1 else master[0],
             run=run.name,
-            attempt=meeting.attempt,
+            attempt=decided.attempt,
         )
         self.environment = prepare.ranks_environment(
             prepared, run, here=self.here, oversubscribe=place.oversubscribe
@@ -209,7 +211,7 @@ class Launch:
             if is_deaf or (self._interrupted() and no_ranks):
                 self.agent.leave()
                 thread.join(1.0)  # one that runs Python while the process ends would abort it
-                raise link.Interrupted
+                raise meeting.Interrupted
             self._pass_signals_on()
             self._show(lambda: self.screen.update(self.agent.attempt))
             if awaits:
@@ -279,7 +281,7 @@ class Launch:
         seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
         if not is_lost:
             # In SLURM the job knows of a node that is lost, and ends this launcher.
-            seconds = link.MEETING_SECONDS if self.prepared.request.leads else math.inf
+            seconds = meeting.MEETING_SECONDS if self.prepared.request.leads else math.inf
         begin = time.monotonic()
 
         def is_enough() -> bool:

@@ -13,8 +13,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from allranks.errors import AllranksError
-from allranks.launch.door import Met, names_of
-from allranks.launch.link import MEETING_SECONDS, Interrupted, Wait, listen, own_address
+from allranks.launch.meeting import (
+    MEETING_SECONDS,
+    Interrupted,
+    Met,
+    Wait,
+    listen,
+    names_of,
+    own_address,
+)
 from allranks.show.numbers import duration
 
 ROUND_POLL_SECONDS = 0.01
@@ -23,7 +30,7 @@ MORE_PORTS = 16  # that are tried for the ranks of a restart
 
 
 def open_store(met: Met, wait: Wait) -> dist.TCPStore:
-    """The store that all nodes share; node 0 serves it, at the door through which they came."""
+    """The store that all nodes share; node 0 serves it where they met."""
     descriptor = met.listener.detach() if met.listener is not None else None
 
     def connect() -> dist.TCPStore:

@@ -28,7 +28,7 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
     """Check all nodes of the SLURM job that this process is in, at once, with one srun."""
     if "SLURM_JOB_ID" not in os.environ:
         return [not_here("nodes", "not within a SLURM job: only this machine was checked")]
-    place = inside.Place.from_environment(os.environ)
+    place = inside.SlurmNodes.from_environment(os.environ)
     folder = runs.absolute() / f".doctor-{place.job}-{os.getpid()}"  # on a disk that all nodes have
     folder.mkdir(parents=True)
     try:

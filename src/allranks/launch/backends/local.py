@@ -18,7 +18,7 @@ from allranks.launch import checks, prepare
 from allranks.launch.attempt import FILE, describe, read
 from allranks.launch.backends import Draft, Options
 from allranks.launch.backends.slurm.held_nodes import check_allocation
-from allranks.launch.link import split_master
+from allranks.launch.meeting import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen

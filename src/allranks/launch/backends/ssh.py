@@ -274,7 +274,7 @@ class Head:
             rsync(host, "--exclude=.lock", "--exclude=*.log", run, f"{host.name}:{run}")
 
     def _share_key(self) -> None:
-        """Bring the key of the first host's door to the others: see door.py."""
+        """Bring the key of the first host's door to the others: see meeting.py."""
         first, folder, found = self.hosts[0], shlex.quote(str(self.run.path)), None
         while found is None:
             time.sleep(0.3)

@@ -31,7 +31,7 @@ from allranks.launch.attempt import describe
 from allranks.launch.backends.slurm import ladder, node_checks, submit
 from allranks.launch.backends.slurm.gate import Gate
 from allranks.launch.backends.slurm.inside import (
-    Place,
+    SlurmNodes,
     check_command,
     check_words,
     free_port,
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--racer", type=Racer.parse, required=True)
     parser.add_argument("--claim", type=int, required=True)
     wanted = parser.parse_args()
-    run, place = RunDir(wanted.run_dir), Place.from_environment(os.environ)
+    run, place = RunDir(wanted.run_dir), SlurmNodes.from_environment(os.environ)
     if is_stopped(run, place.job) or is_held_elsewhere(run):
         return 0
     claim: Claim | None = None
@@ -108,7 +108,7 @@ def is_held_elsewhere(run: RunDir) -> bool:
     return True
 
 
-def take_claim(run: RunDir, place: Place, racer: Racer, number: int) -> Claim | None:
+def take_claim(run: RunDir, place: SlurmNodes, racer: Racer, number: int) -> Claim | None:
     """Take the run for this job; None (and nothing is written) if another one has it."""
     claims.look_anew(run.claims)
     holder = claims.newest(run.claims)
@@ -148,7 +148,7 @@ def is_stopped(run: RunDir, job: str) -> bool:
 class Allocation:
     """A job that trains a run: from its first second to what comes after it."""
 
-    def __init__(self, run: RunDir, place: Place, racer: Racer, claim: Claim) -> None:
+    def __init__(self, run: RunDir, place: SlurmNodes, racer: Racer, claim: Claim) -> None:
         self.run = run
         self.place = place
         self.racer = racer
@@ -489,8 +489,7 @@ class Allocation:
     ) -> tuple[State, str | None]:
         """How the attempt has ended, said in the log; and who kept the others waiting."""
         # Not needed before the end, and a job that starts has no time to import them.
-        from allranks.launch.node import Place as OneMachine
-        from allranks.launch.node import describe_failure
+        from allranks.launch.node import Place, describe_failure
         from allranks.launch.screen import Screen
         from allranks.show.console import PeopleConsole
         from allranks.timing.steps import result
@@ -504,7 +503,7 @@ class Allocation:
         if lost or stalled:
             say(str(lost or stalled))
         if state == "failed" and not lost:
-            print(describe_failure(self.run, prepared, OneMachine()).shown, flush=True)
+            print(describe_failure(self.run, prepared, Place()).shown, flush=True)
         elif not lost:
             console = PeopleConsole(highlight=False, width=100)
             Screen(console).summary(result(self.run, state), can_go_on=False)

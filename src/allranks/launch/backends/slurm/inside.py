@@ -31,7 +31,7 @@ MAX_SCRIPTS, MAX_SCRIPT_BYTES = 100, 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SlurmNodes:
     """Where SLURM put this job, from the variables that it sets."""
 
     job: str
@@ -40,7 +40,7 @@ class Place:
     cpus_per_node: int  # of the node that has the fewest
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> Place:
+    def from_environment(cls, env: Mapping[str, str]) -> SlurmNodes:
         if "SLURM_JOB_ID" not in env:
             raise AllranksError(
                 "this is for the inside of a SLURM job",
@@ -89,7 +89,7 @@ def job_state(job: str) -> tuple[str, str]:
     return state, reason
 
 
-def requeue(place: Place) -> str:
+def requeue(place: SlurmNodes) -> str:
     """Have SLURM run this job again."""
     try:
         with blocked_signals():  # a requeue ends all that this job runs, scontrol as well
@@ -167,7 +167,7 @@ def step_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in env.items() if not key.startswith(ours)}
 
 
-def srun(place: Place, *, tasks_per_node: int, ends_together: bool) -> list[str]:
+def srun(place: SlurmNodes, *, tasks_per_node: int, ends_together: bool) -> list[str]:
     """The beginning of a step on all nodes of this job."""
     return [
         "srun",
@@ -183,14 +183,14 @@ def srun(place: Place, *, tasks_per_node: int, ends_together: bool) -> list[str]
     ]
 
 
-def check_words(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
+def check_words(place: SlurmNodes, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
     """What the preflight of every node is told; what it finds is written into the folder."""
     words = ["--folder", str(folder), "--nodes", ",".join(place.nodes)]
     words += ["--master", f"{place.nodes[0]}:{port}", "--gpus", str(gpus)]
     return [*words, "--seconds", str(seconds)]
 
 
-def check_command(place: Place, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
+def check_command(place: SlurmNodes, folder: Path, port: int, gpus: int, seconds: int) -> list[str]:
     """The preflight as a step of its own, once on every node."""
     nodes = ",".join(place.nodes)
     words = [sys.executable, "-m", "allranks.launch.network", "--peers", nodes, "--"]
@@ -204,7 +204,7 @@ def has_launchers(job: Job) -> bool:
     return job.command is None or job.launcher != "srun"
 
 
-def step_command(job: Job, place: Place, attempt: Path) -> list[str]:
+def step_command(job: Job, place: SlurmNodes, attempt: Path) -> list[str]:
     """What srun starts: a launcher on every node, or every rank by itself."""
     tasks = 1 if has_launchers(job) else job.layout.gpus
     words = [sys.executable, "-m", "allranks.launch.backends.slurm.step", str(attempt)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from allranks.launch.backends.slurm.inside import Place, srun, step_environment
+from allranks.launch.backends.slurm.inside import SlurmNodes, srun, step_environment
 from allranks.run.failures import missing_path
 from allranks.run.folder import RunDir
 from allranks.run.logs import tail
@@ -23,7 +23,7 @@ LOOK = 'for path; do [ -e "$path" ]; echo "$? $SLURMD_NODENAME $path"; done'
 
 
 def look_for_missing(
-    run: RunDir, attempt: int, place: Place, said: Iterable[str]
+    run: RunDir, attempt: int, place: SlurmNodes, said: Iterable[str]
 ) -> dict[str, Any] | None:
     """The missing path that a run failed for, and the nodes that have it; None if there is none.
 
@@ -69,7 +69,7 @@ def said_by(record: RankRecord) -> list[str]:
     return [*errors, str(((record.end or {}).get("error") or {}).get("what", ""))]
 
 
-def ask_nodes(place: Place, paths: Sequence[str]) -> dict[str, dict[str, bool]]:
+def ask_nodes(place: SlurmNodes, paths: Sequence[str]) -> dict[str, dict[str, bool]]:
     """For each path, whether each node has it; empty where they do not answer in time."""
     step = srun(place, tasks_per_node=1, ends_together=False)
     command = [*step, "--overlap", "--chdir=/", "sh", "-c", LOOK, "sh", *paths]

@@ -18,7 +18,7 @@ from typing import IO
 from allranks.job.job import Job
 from allranks.launch.backends.slurm import submit
 from allranks.launch.backends.slurm.inside import (
-    Place,
+    SlurmNodes,
     nodes_failed,
     say,
     step_environment,
@@ -50,7 +50,7 @@ class Relay:
     def __init__(
         self,
         run: RunDir,
-        place: Place,
+        place: SlurmNodes,
         job: Job,
         signals: list[signal.Signals],
         said: deque[str],

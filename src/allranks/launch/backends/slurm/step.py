@@ -94,7 +94,7 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
     """
     from allranks.launch.backends.slurm import allocation, inside, sbatch
 
-    claim, place = claims.newest(run.claims), inside.Place.from_environment(os.environ)
+    claim, place = claims.newest(run.claims), inside.SlurmNodes.from_environment(os.environ)
     if claim is None or claim.number != number or not is_holder(claim.pid, run):
         return  # it runs on another node, or where its processes are not seen
     try:

@@ -17,9 +17,8 @@ from tests.ports import free_port
 from tests.unit.test_prepare import of_user
 
 from allranks.errors import AllranksError
-from allranks.launch import door
-from allranks.launch.door import Meeting, Met, enter, receive
-from allranks.launch.link import Interrupted, Wait, with_proof
+from allranks.launch import meeting
+from allranks.launch.meeting import Interrupted, Meeting, Met, Wait, enter, receive, with_proof
 
 HOST = "127.0.0.1"
 GUARD = 60.0  # seconds; everything here takes a fraction of one
@@ -104,8 +103,8 @@ def test_a_stranger_at_node_0s_port_is_told_from_node_0(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It neither keeps a node waiting for ever nor gets its words into a terminal."""
-    monkeypatch.setattr(door, "ANSWER_SECONDS", 0.4)
-    monkeypatch.setattr(door, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(meeting, "FIRST_SECONDS", 0.1)
     answer, word = STRANGERS[kind]
     with at_the_port(answer) as port, pytest.raises(AllranksError) as caught:
         enter(HOST, port, 1, "2x1", waiting())
@@ -123,7 +122,7 @@ def test_names_and_networks_that_are_not_there(monkeypatch: pytest.MonkeyPatch) 
         enter(name, 1, 1, "2x1", waiting())
     with pytest.raises(AllranksError, match=message):
         receive(name, 1, Meeting("/tmp", 0, "2x1", ""), 2, waiting())
-    monkeypatch.setattr(door, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.2)
     with pytest.raises(AllranksError, match=r"240\.0\.0\.1:9 is not node 0|waiting .* for node 0"):
         enter("240.0.0.1", 9, 1, "2x1", waiting(1.0))  # an address that no router takes
 
@@ -218,7 +217,7 @@ def test_a_stranger_who_plays_node_0_has_nothing_run(
 def test_a_run_on_one_machine_is_reached_from_no_other(run_dir: Path) -> None:
     from allranks.launch.rendezvous import open_store
 
-    met = door.alone(Meeting(str(run_dir), 0, "1x2", ""))
+    met = meeting.alone(Meeting(str(run_dir), 0, "1x2", ""))
     store = open_store(met, waiting())
     store.set("a", "b")
     port = f":{store.port:04X} "
