@@ -14,11 +14,10 @@ import pytest
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.launch import logs, terminal
-from allranks.launch.echo import MOST_KEPT, Echo, read_ranks
+from allranks.launch import echo, logs
+from allranks.launch.echo import MOST_KEPT, Echo, RankTerminal, ScreenLines, read_ranks
 from allranks.launch.logs import Together
-from allranks.launch.status_line import StatusLine
-from allranks.launch.terminal import RankTerminal, ScreenLines
+from allranks.launch.screen import StatusLine
 from allranks.run.folder import RunDir
 
 # What was drawn, and the lines that a terminal shows in the end.
@@ -219,14 +218,14 @@ def test_what_a_rank_draws_is_shown_as_it_is_and_logged_by_line(tmp_path: Path) 
 def test_a_screen_that_takes_no_more_does_not_hold_up_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "FLUSH_SECONDS", 0.1)
-    monkeypatch.setattr(terminal, "MOST_QUEUED", 10_000)
+    monkeypatch.setattr(echo, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(echo, "MOST_QUEUED", 10_000)
     screened = Screened(tmp_path)
     screened.may_write.clear()
     lines = [f"line {number} {'x' * 80}" for number in range(2000)]
     screened.draw("\n".join(lines))  # many times what a terminal keeps
     screened.may_write.set()
-    monkeypatch.setattr(terminal, "FLUSH_SECONDS", 60.0)
+    monkeypatch.setattr(echo, "FLUSH_SECONDS", 60.0)
     assert screened.terminal.flush()
     screened.draw("\nthe end")
     assert screened.close()

@@ -77,7 +77,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, printed: str) -> list[Sequence[str]]
 
     def run(command: Sequence[str], **options: Any) -> Any:
         asked.append(command)
-        return SimpleNamespace(stdout=printed)
+        return SimpleNamespace(stdout=printed, returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
     return asked

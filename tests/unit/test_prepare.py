@@ -139,7 +139,7 @@ def test_what_others_may_have_written_is_not_run(
     for path, request in ((folder / "job.yaml", typed()), (run.path, again), (run.job_file, again)):
         mode = path.stat().st_mode & 0o777
         path.chmod(mode | 0o022)
-        with pytest.raises(AllranksError, match=f"everyone may write to {path}"):
+        with pytest.raises(AllranksError, match=f"anyone may write to {path}"):
             prepare(request)
         path.chmod(mode | 0o020)
         prepare(request)
@@ -186,7 +186,7 @@ def test_resuming_is_the_next_attempt_of_the_same_job(file: bool) -> None:
 )
 def test_another_mathematics_is_refused_unless_forced(change: str) -> None:
     run = started()
-    with pytest.raises(AllranksError, match="another mathematics") as refusal:
+    with pytest.raises(AllranksError, match="different mathematics") as refusal:
         prepare(typed(change, resume=run.name))
     assert change.partition("=")[0] in refusal.value.what
     assert "--force" in refusal.value.fix

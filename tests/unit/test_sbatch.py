@@ -201,7 +201,7 @@ def test_a_folder_that_no_script_can_name_is_refused(name: str) -> None:
 def test_what_is_no_text_is_refused(where: str, bad: str) -> None:
     values: dict[str, dict[str, Any]] = {"modules": {"modules": [bad]}, "setup": {"setup": bad}}
     job = job_of(values.get(where, {}), env={"NAME": bad} if where == "env" else {})
-    with pytest.raises(AllranksError, match="cannot stand in a script"):
+    with pytest.raises(AllranksError, match="cannot be written into a script"):
         script_of(job, folder=Path(f"/{bad}" if where == "folder" else "/"))
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from tests.unit.test_screen import START
 
 from allranks.job.job import parse_job
-from allranks.launch.screen import QuietScreen, Screen
-from allranks.launch.status_line import StatusLine, fitting
+from allranks.launch.screen import QuietScreen, Screen, StatusLine, fitting
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 

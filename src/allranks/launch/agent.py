@@ -1,4 +1,4 @@
-"""torch's elastic agent, taught to leave signals to the launcher."""
+"""torch's elastic agent, changed so that it leaves signals to the launcher."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class Agent(LocalElasticAgent):
         return self._nodes.awaits is not None
 
     def leave(self) -> None:
-        """Wait for no other node any more."""
+        """Stop waiting for other nodes."""
         self._nodes.leaves = True
 
     def awaits(self) -> tuple[str, float] | None:
-        """What of other nodes it waits for, and how long it has, before or after its ranks.
+        """What it waits for on other nodes, before or after its ranks, and for how long so far.
 
-        Raises if it waits in vain: torch's own calls wait for ever where node 0 is silent.
+        Raises if node 0 stays silent: torch's own calls would wait forever.
         """
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         if self.meets or any(handler.proc.poll() is None for handler in handlers.values()):
@@ -119,7 +119,7 @@ class Agent(LocalElasticAgent):
 
     def run_quietly(self) -> dict[int, int | None]:
         """Run to the end; exit code by (global) rank, None for ranks ended because of another."""
-        # Its warnings tell of what the launcher tells better.
+        # The launcher explains better what its warnings are about.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         try:
             outcome = self.run()
@@ -147,7 +147,7 @@ class Agent(LocalElasticAgent):
         return list(context.pids().values()) if context is not None else []
 
     def never_restart(self) -> None:
-        """Whatever ends the ranks from now on was asked for."""
+        """From now on the ranks end because somebody asked for it."""
         self._remaining_restarts = 0
 
     def kill(self) -> None:

@@ -1,6 +1,6 @@
-"""`attempts/N/attempt.json`: what all nodes of an attempt are told, by whoever starts it.
+"""`attempts/N/attempt.json`: what whoever starts an attempt tells all of its nodes.
 
-It is written once, before any of its ranks; a node's launcher is given its path, and no more.
+It is written once, before any rank starts; a node's launcher is given only its path.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ FILE = "attempt.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt, as its launchers find it."""
+    """What the launchers of an attempt need to know."""
 
     number: int
     layout: str
-    checkpoint: str  # to go on from; empty: from step 0
-    threads: int | None  # of the attempt that wrote it, if its layout was the same
+    checkpoint: str  # to resume from; empty: start at step 0
+    threads: int | None  # per rank, as when the checkpoint was written in the same layout
     claim: int | None
-    nodes: tuple[str, ...]  # by which they reach each other; the first one leads
-    port: int  # of the first, where the others meet it
+    nodes: tuple[str, ...]  # names by which they reach each other; the first one leads
+    port: int  # of the first node, where the others meet it
     max_restarts: int | None = None  # None: what the job says
     oversubscribe: bool = False
-    check: tuple[str, ...] = ()  # what launchers tell the preflight of their node, if anything
+    check: tuple[str, ...] = ()  # arguments of the preflight, where launchers are to run it
 
     @property
     def master(self) -> str:
         return f"{self.nodes[0]}:{self.port}"
 
     def write(self, run: RunDir) -> Path:
-        """Into the run's folder; the path to pass."""
+        """Write it into the run's folder; returns its path."""
         path = run.attempt(self.number) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
@@ -64,7 +64,7 @@ def read(path: Path) -> Attempt:
 
 
 def prepared_for(attempt: Attempt, run: RunDir, variables: Mapping[str, str]) -> Prepared:
-    """What a launcher of one node starts; `variables`: of its ranks alone."""
+    """What the launcher of one node starts; `variables`: for its ranks only."""
     layout = Layout.parse(attempt.layout)
     return Prepared(
         request=Request(runs=run.path.parent, leads=False),

@@ -1,4 +1,4 @@
-"""What is refused before anything is written or started: it could not be run here. No torch."""
+"""What is refused before anything is written or started, because it could not run here."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from allranks.machine.processes import Setting
 if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
 
-# Ranks on a CPU core, at most: more tell nothing of how a training scales, or start for minutes.
+# The most ranks per CPU core: with more, a measurement says nothing about scaling, and a run takes
+# minutes to start.
 MEASURED_PER_CPU, RUN_PER_CPU = 4, 16
 
 
 def check_owner(path: Path, info: os.stat_result | None = None) -> None:
-    """Refuse to run what another user wrote, or everyone may write: it would run as this user.
+    """Refuse to run what another user wrote, or anyone may write: it would run as this user.
 
-    To read it is another matter; so is a group, which trusts its members. What the administrator
-    owns is trusted, and where `sudo` was typed, what the one who typed it owns. `info`: of what was
-    opened, where the path may lead elsewhere by now.
+    Reading it is another matter, and members of a group trust each other. Root's files are trusted,
+    and under `sudo` those of the user who typed it. `info`: of the file that was opened, where the
+    path may lead elsewhere by now.
     """
     path = path.resolve()
     trusted = os.environ.get("ALLRANKS_TRUST", "").split(os.pathsep)
@@ -42,11 +43,11 @@ def check_owner(path: Path, info: os.stat_result | None = None) -> None:
     if str(info.st_uid) not in (str(os.geteuid()), "0", os.environ.get("SUDO_UID")):
         why, fix = f"{path} belongs to {_user(info.st_uid)}", "copy it, and run the copy"
     elif info.st_mode & stat.S_IWOTH:
-        why, fix = f"everyone may write to {path}", f"chmod o-w {shlex.quote(str(path))}"
+        why, fix = f"anyone may write to {path}", f"chmod o-w {shlex.quote(str(path))}"
     if why:
         folder = path if path.is_dir() else path.parent
         raise AllranksError(
-            f"{why}: what it says would be run as {_user(os.geteuid())}",
+            f"{why}: it would run as {_user(os.geteuid())}",
             fix=f"{fix}; or, if you trust all who can write to it: export ALLRANKS_TRUST={folder}",
         )
 
@@ -59,7 +60,7 @@ def _user(number: int) -> str:
 
 
 def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:
-    """Refuse `here` ranks that this machine cannot hold; remarks on those it holds badly."""
+    """Refuse more ranks (`here`) than this machine can run; remarks on those that it runs badly."""
     gpus = local_gpus()
     if gpus and here > len(gpus) and not oversubscribe:
         raise AllranksError(
@@ -76,13 +77,13 @@ def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str
             f"layout {layout} is larger than this machine: {here} ranks would take turns on "
             f"{cpus} CPU core(s)",
             fix=f"write --layout 1x{RUN_PER_CPU * cpus} or a smaller one, or add --oversubscribe "
-            "to start them all the same",
+            "to start them anyway",
         )
     return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
 
 
 def check_measurable(layout: Layout) -> list[str]:
-    """The same for all ranks of a measurement: of too many it would tell nothing, and take long."""
+    """Refuse to measure a layout with more ranks than can say anything about scaling here."""
     cpus = allotted.cpus_allotted()
     most = MEASURED_PER_CPU * cpus
     if not local_gpus() and layout.ranks > most:
@@ -95,9 +96,9 @@ def check_measurable(layout: Layout) -> list[str]:
 
 
 def settle_precision(prepared: Prepared) -> list[str]:
-    """Have ranks compute in bf16 and fp16 with what this machine's CPU may use; what was decided.
+    """Limit oneDNN to instructions that really run on this CPU; what was decided, in words.
 
-    Only where it can matter: for a task in one of them, or a script, on a machine without GPUs.
+    Only where it can matter: for a task in bf16 or fp16, or a script, on a machine without GPUs.
     """
     job = prepared.job
     given = {**os.environ, **prepared.variables, **job.env}
@@ -120,7 +121,7 @@ def settle_precision(prepared: Prepared) -> list[str]:
 
 
 def check_supported(job: Job) -> None:
-    """Refuse what the words allow but the training cannot do yet."""
+    """Refuse what a job may say but the training cannot do yet."""
     if job.compress is not None:
         raise AllranksError(
             f"compress: {job.compress.name} is not supported yet", fix="remove compress"
@@ -138,7 +139,7 @@ def check_supported(job: Job) -> None:
 
 
 def check_command(job: Job) -> None:
-    """Refuse a command that is not there, once: every rank would say so, in a traceback each."""
+    """Refuse a command that does not exist, before every rank fails with a traceback of its own."""
     program, script, *_ = [*job.argv, "", ""]
     if "{" in program or not program:
         return
@@ -154,7 +155,7 @@ def check_command(job: Job) -> None:
 
 
 def no_program(program: str) -> AllranksError:
-    """The command's program cannot be started, and what to type instead."""
+    """The error for a program that cannot be started, with what to type instead."""
     what, typed = f"the command's program {program!r} was not found here", shlex.quote(program)
     is_file = os.path.isfile(program)
     if os.path.isdir(program):

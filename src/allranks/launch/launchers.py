@@ -1,4 +1,4 @@
-"""Commands that start ranks themselves: torchrun and the like, and what to type instead. No torch.
+"""Commands that start ranks themselves: torchrun and the like, and what to type instead.
 
 allranks starts the ranks. If it started a launcher, every rank of the layout would start a whole
 training of its own, and all of them would record the same ranks.

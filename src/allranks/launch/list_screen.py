@@ -1,4 +1,4 @@
-"""Tables of runs, and of what would be sent, for people."""
+"""The tables of `allranks ls` and of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOURS = {
 def show_runs(
     console: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
 ) -> None:
-    """One line a run, more where that is too wide; the reasons below."""
+    """One line per run, more if that is too wide; the reasons below."""
     if not runs:
         console.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
         return
@@ -43,7 +43,7 @@ def show_runs(
 
 
 def cells(run: Mapping[str, Any]) -> list[Text]:
-    """What the columns after the name say."""
+    """The cells of a run after its name."""
     job = ",".join(run["jobs"]) if run["state"] == "queued" else run["job"]
     state = Text(run["state"], style=COLOURS[run["state"]])
     said = (run["layout"], job, progress(run["step"], run["steps"]), left(run))
@@ -57,7 +57,7 @@ def left(run: Mapping[str, Any]) -> str:
 
 
 def show_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
-    """What each layout asks for, one column each."""
+    """What each layout asks for, one column per layout."""
     names = next(iter(columns.values()), {})
     rows = [(name, *(str(column[name]) for column in columns.values())) for name in names]
     tables.show_table(console, Table("", ("layout", *columns), rows, texts=tuple(columns)))

@@ -1,4 +1,4 @@
-"""What a run's ranks print: all of it at once, or as it comes. From the run folder alone."""
+"""Prints the logs of a run from its folder: what is there, or as it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node has to talk to the others, and what NCCL and gloo must be told of it. No torch.
+"""How a node reaches the others, and what NCCL and gloo must be told about it.
 
 Nothing is set without a reason found on this very node; what the user set is never touched. Run as
 
@@ -45,7 +45,7 @@ class NodeNetwork:
 
 
 def settings(node: NodeNetwork, env: Mapping[str, str], *, num_nodes: int) -> list[Setting]:
-    """What this node's facts ask for, less what `env` has already. Nodes may differ in it.
+    """The variables that this node needs and `env` does not have yet. Nodes may differ.
 
     Left to NCCL, whatever the facts: NCCL_NET_GDR_LEVEL and NCCL_P2P_LEVEL. NCCL finds the
     distances, nvidia_peermem and DMA-BUF by itself, and its manual lists them for debugging only.
@@ -106,7 +106,7 @@ def describe_node(peers: Sequence[str], sys_root: Path = SYS) -> NodeNetwork:
 
 
 def variables(nodes: Sequence[str]) -> dict[str, str]:
-    """The variables that ranks on this node need, having said why; `nodes`: all of the job."""
+    """The variables that ranks on this node need, printed with their reasons; `nodes`: all."""
     own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     own |= {os.environ.get("SLURMD_NODENAME", "")}
     node = describe_node([name for name in nodes if name not in own])
@@ -116,7 +116,7 @@ def variables(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def say_once(lines: Sequence[str]) -> None:
-    """Into the job's log, by one of the tasks that a node has."""
+    """Print lines into the job's log, from only one of a node's tasks."""
     if os.environ.get("SLURM_LOCALID", "0") == "0":
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         for line in lines:

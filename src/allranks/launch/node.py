@@ -1,4 +1,4 @@
-"""Ranks on this machine, through torch's elastic agent: started, followed, stopped, no orphans."""
+"""Starts, follows and stops the ranks on this machine through torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Outcome:
     result: dict[str, Any]
     exit_code: int
     error: AllranksError | None = None
-    can_go_on: bool = False  # in a later attempt, from where it is or from a checkpoint
+    can_go_on: bool = False  # whether a later attempt can continue it
 
 
 class Launch:
@@ -161,7 +161,7 @@ class Launch:
         return bool(self.signals.received)
 
     def run_to_end(self) -> Outcome:
-        """Run this node's ranks, and say what the run came to, which the first node decides."""
+        """Run this node's ranks, and report how the run ended, which the first node decides."""
         self.run_ranks()
         return self._outcome()
 
@@ -220,7 +220,7 @@ class Launch:
                 self._end_if_stalled()
 
     def _show(self, draw: Callable[[], None]) -> None:
-        """Draw, if it can be: a closed pipe or a poor terminal must not end the training."""
+        """Draw if possible: a closed pipe or a broken terminal must not end the training."""
         try:
             draw()
         except (OSError, ValueError):
@@ -245,7 +245,7 @@ class Launch:
             self._show(lambda: self.screen.stopping(received[-1].name))
 
     def _end_if_stalled(self) -> None:
-        """Hours of a whole allocation may be left when ranks wait for one that never comes."""
+        """End ranks that wait in vain: they would hold a whole allocation for hours."""
         # Ranks told to stop may save for as long as it takes: they are not ended, only reported.
         attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
         is_over = self._claim.is_lost() or (processes and not stops and self._twice.look(attempt))
@@ -256,7 +256,7 @@ class Launch:
         self._show(lambda: self.screen.stalled(*(line or (None,))))
 
     def _record_ends(self, exit_codes: dict[int, int | None], attempt: int) -> None:
-        """Write the end of every rank that could not, or (a user's script) did not know how to."""
+        """Write the end of every rank that did not: it was killed, or is a user's script."""
         self._claim.check()  # a newer holder's ranks have written what there is to write
         # The kernel's own count: its messages are mostly not for users to read.
         kills = (memory_kills() or 0) - self._memory_kills
@@ -276,7 +276,7 @@ class Launch:
         self._memory_kills += kills
 
     def _wait_for_other_nodes(self) -> None:
-        """Until their ranks have ended; what the run came to is not known before."""
+        """Wait until their ranks have ended: only then is it known how the run ended."""
         is_lost = "failed" in self.own_states()  # the others are ended because of it
         seconds = SAVING_SECONDS if self._interrupted() else ENDING_SECONDS
         if not is_lost:
@@ -319,7 +319,7 @@ def outcome_of(
     state: State,
     error: AllranksError | None = None,
 ) -> Outcome:
-    """What the command line reports of a run in this state; `error`: where it is not a rank's."""
+    """What the command line reports for a run in this state; `error`: one that is not a rank's."""
     outcome, attempt = result(run, state), max(run.attempts(), default=0)
     if state == "finished" and not signals.at_once:
         return Outcome(run, outcome, 0)
@@ -334,7 +334,7 @@ def outcome_of(
 
 
 def stopped_code(run: RunDir, prepared: Prepared, attempt: int, signals: Signals) -> int:
-    """75 if the run can go on from where it was stopped."""
+    """The exit code of a stopped run: 75 if it can resume from where it stopped."""
     ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
     if prepared.job.command is None or all(end and end["exit"] == 0 for end in ends):
         return STOPPED_AT_CHECKPOINT
@@ -344,9 +344,9 @@ def stopped_code(run: RunDir, prepared: Prepared, attempt: int, signals: Signals
 
 
 def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:
-    """The ranks of one node beside those of others, for whom somebody else speaks of the run.
+    """Run one node's ranks where another process reports on the run; returns an exit code.
 
-    0 unless ranks of its own failed by themselves. Ranks have logs: nothing is shown twice.
+    It is 0 unless ranks of this node failed by themselves. What ranks print is only in their logs.
     """
     screen = Screen(PeopleConsole(highlight=False, width=100), echo=False)
     if place.node_rank:
@@ -365,7 +365,7 @@ def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:
 
 
 def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, Any]:
-    """The end event of a rank that cannot write it; `code` is None if it was ended by others."""
+    """The end event of a rank that did not write one; `code`: None if another rank caused it."""
     if is_command and stopped:
         state = "stopped"
     else:
@@ -385,7 +385,7 @@ def max_restarts(prepared: Prepared, place: Place) -> int:
 
 
 def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksError:
-    """The failed rank in one message."""
+    """The error that names the rank that failed, with the fix."""
     failed = failure(run)
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=f"see {run.path}", exit_code=1)

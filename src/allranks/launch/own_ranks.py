@@ -1,4 +1,4 @@
-"""A command that starts ranks itself: two processes record a rank, and the run is ended for it."""
+"""Notices a command that starts ranks itself: two processes record the same rank. Ends the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OwnRanksWatch:
         self._next_look = 0.0
 
     def look(self, attempt: int) -> bool:
-        """Whether the ranks are to be ended now; then all that they have started is ended here."""
+        """Whether the ranks must end now; if so, everything that they started is killed here."""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -38,7 +38,7 @@ class OwnRanksWatch:
         return True
 
     def end(self, attempt: int) -> dict[str, Any] | None:
-        """The end event of every rank of such an attempt; None if there is nothing wrong."""
+        """The end event for every rank of such an attempt; None if nothing is wrong."""
         found = self._found(attempt)
         if found is not None:
             what = f"two processes recorded rank {found['rank']}"
@@ -78,7 +78,7 @@ def end_of_own_ranks(seen: str, job: Job) -> dict[str, Any]:
 
 
 def kill_all(run: RunDir, attempt: int, proc: Path = PROC) -> None:
-    """End every process of an attempt on this machine: a launcher's own ranks outlive it."""
+    """Kill every process of an attempt on this machine: ranks of another launcher outlive it."""
     for folder in proc.glob("[0-9]*"):
         with suppress(OSError, ValueError, LookupError):
             if rank_of(folder / "environ", run.name, attempt) is not None:

@@ -1,4 +1,4 @@
-"""From what was typed to a run to start: a new one, or an old one's next attempt. No torch."""
+"""Turns what was typed into a run to start: a new one, or the next attempt of an old one."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Request:
     layout: str | None = None
     resume: str | None = None
     force: bool = False
-    here: bool = False  # even where this is one of several nodes that SLURM gave us
-    leads: bool = True  # False on nodes other than 0: the run is node 0's to hold
+    here: bool = False  # run here even if SLURM gave us several nodes
+    leads: bool = True  # False on nodes other than 0, since node 0 holds the run
     runs: Path = Path("runs")
 
 
@@ -56,9 +56,9 @@ class Prepared:
     job: Job
     run: RunDir | None  # None: a new one
     attempt: int = 0
-    checkpoint: str = ""  # the checkpoint to go on from
-    threads: int | None = None  # of the attempt that wrote it, if its layout was the same
-    claim: int | None = None  # that was taken for it; None where there are no hard links
+    checkpoint: str = ""  # the checkpoint to resume from
+    threads: int | None = None  # per rank, as when it was written in the same layout
+    claim: int | None = None  # the claim taken for it; None without hard links
     variables: dict[str, str] = field(default_factory=dict)  # of this attempt's ranks alone
     settings: list[Setting] = field(default_factory=list)  # those of them that have a reason
     bench: dict[str, Any] = field(default_factory=dict)  # the benchmark that it is part of
@@ -133,13 +133,13 @@ def _load(request: Request, earlier: Sequence[str] = ()) -> Job:
 
 
 def load_resolved(run: RunDir, overrides: Sequence[str] = (), *, layout: str | None = None) -> Job:
-    """The job as it stands in the run's folder, with what is typed now."""
+    """The job in the run's folder, with the overrides that are typed now."""
     job = load_job(run.job_file, overrides, layout=layout, resolved=True)
     return withheld.restored(job, run)
 
 
 def _next_attempt(request: Request, run: RunDir) -> Prepared:
-    """The run's job, with the changes that were asked for and may be made."""
+    """The run's next attempt, with the changes that were asked for and are allowed."""
     before = load_resolved(run)
     if request.job_file is None and request.command is None:
         job = load_resolved(run, request.overrides, layout=request.layout)
@@ -152,7 +152,7 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
     if forbidden and not request.force:
         lines = [f"{change.key}: {change.ours!r} became {change.theirs!r}" for change in forbidden]
         raise AllranksError(
-            f"run {run.name} cannot go on with another mathematics: {'; '.join(lines)}",
+            f"run {run.name} cannot resume with different mathematics: {'; '.join(lines)}",
             fix="undo the change, start a new run without --resume, or add --force to go on anyway",
         )
     records = withheld.records(changes)
@@ -171,7 +171,7 @@ def next_attempt(run: RunDir) -> int:
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
-    """The name of the checkpoint that the next attempt would go on from."""
+    """The name of the checkpoint that the next attempt would resume from."""
     commit, _ = commits.newest_whole(run.checkpoints)
     return commit.path.name if commit else None
 
@@ -194,7 +194,7 @@ def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
 
 
 def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
-    """Make or take the run's folder for this process alone; what to start there by then."""
+    """Take the run's folder for this process alone; returns what to start, as of then."""
     request = prepared.request
     run = prepared.run = prepared.run or create_run(request.runs, prepared.job.name)
     held.enter_context(run.held())
@@ -218,7 +218,7 @@ def hold_run(prepared: Prepared, held: ExitStack) -> Prepared:
 
 
 def check_not_in_queue(run: RunDir) -> None:
-    """Refuse to take a run from a job that trains it: locks are not seen on every file system."""
+    """Refuse to take a run from a job that is training it: not every file system shows its lock."""
     from allranks.launch import backends
 
     queue = backends.look([run])
@@ -259,7 +259,7 @@ def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
 
 
 def describe_run(prepared: Prepared, run: RunDir, info: dict[str, Any]) -> dict[str, Any]:
-    """What run.json says of a run before any rank has started."""
+    """What run.json says about a run before any rank has started."""
     request = prepared.request
     return {
         "v": 1,
@@ -278,7 +278,7 @@ def describe_run(prepared: Prepared, run: RunDir, info: dict[str, Any]) -> dict[
 
 
 def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
-    """Overrides of all attempts: a later one takes the place of the same key, or of its rival."""
+    """The overrides of all attempts; a later one replaces the same key, or one that excludes it."""
     now = [*request.overrides, *([f"layout={request.layout}"] if request.layout else [])]
     keys = {override.partition("=")[0] for override in now}
     keys |= {key for pair in EXCLUSIVE for key in pair if keys & set(pair)}
@@ -319,7 +319,7 @@ def last_of(prepared: Prepared, run: RunDir) -> str:
 
 
 def has_checkpoint(prepared: Prepared, run: RunDir) -> bool:
-    """Whether a later attempt would go on from somewhere."""
+    """Whether a later attempt would have a checkpoint to resume from."""
     saved = commits.commits(run.checkpoints)
     return bool(saved) if prepared.job.command is None else bool(last_change(run, prepared.job))
 
@@ -348,7 +348,7 @@ def _fill(text: str, values: dict[str, str]) -> str:
 def ranks_environment(
     prepared: Prepared, run: RunDir, *, here: int, oversubscribe: bool
 ) -> dict[str, str]:
-    """What `here` ranks on this machine find besides torchrun's variables and the user's own.
+    """The variables of `here` ranks on this machine, besides torchrun's and the user's own.
 
     The launcher's own environment stays as it is: the next run of this process starts from it.
     """
@@ -389,7 +389,7 @@ def ranks_environment(
 
 
 def environment_warnings(job: Job) -> list[str]:
-    """Variables that do not do what people set them for."""
+    """Warnings about variables that do not do what people set them for."""
     if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
         return [
             "NCCL_TIMEOUT is set, but NCCL does not read it: "

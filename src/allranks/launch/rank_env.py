@@ -1,4 +1,4 @@
-"""The first thing every rank runs: its environment and its log, then the training itself.
+"""What every rank runs first: it sets up its environment and log, then starts the training.
 
 Run by the launcher as `python -m allranks.launch.rank_env [COMMAND ...]`; without a command the
 rank is one of a native task. It keeps its process id: a command replaces it.
@@ -73,7 +73,7 @@ def play_node(env: os._Environ[str]) -> None:
 
 
 def own_terminal(env: os._Environ[str], rank: int) -> int | None:
-    """The terminal that the launcher has for this rank, which keeps its log then."""
+    """The terminal that the launcher opened for this rank; the launcher then writes its log."""
     owner, _, path = env.pop("ALLRANKS_TERMINAL", "").partition(":")
     with suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_NOCTTY) if owner == str(rank) else None
@@ -81,7 +81,7 @@ def own_terminal(env: os._Environ[str], rank: int) -> int | None:
 
 
 def redirect_output(path: Path, terminal: int | None) -> None:
-    """What this process and its children print goes to its terminal, or else to its log."""
+    """Send what this process and its children print to its terminal, or else to its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log if terminal is None else terminal, 1)

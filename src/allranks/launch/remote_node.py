@@ -2,8 +2,8 @@
 
     python -m allranks.launch.remote_node RUN_DIR/attempts/0/attempt.json NODE_RANK
 
-Its standard input carries variables for the ranks, as JSON in a line, and then the name of a signal
-a line. When that ends (the connection is lost, whoever started it is gone) the ranks save and stop.
+Its standard input carries variables for the ranks as one line of JSON, then one signal name per
+line. When that ends (the connection is lost, whoever started it is gone), the ranks save and stop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def obey(words: IO[bytes]) -> None:
-    """Take signals from whoever started this; when that is gone, save and stop."""
+    """Pass on signals from whoever started this; when the connection ends, save and stop."""
     while line := words.readline().strip():
         os.kill(os.getpid(), signal.Signals[line.decode()])
     os.kill(os.getpid(), signal.SIGTERM)

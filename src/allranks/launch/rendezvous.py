@@ -1,4 +1,4 @@
-"""How the launchers of all nodes meet: one store, node ranks as typed, rounds for restarts."""
+"""The rendezvous of torch's agents: one store, node ranks as typed, a round for each restart."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_store(met: Met, wait: Wait) -> dist.TCPStore:
 
 
 class FixedNodes(RendezvousHandler):
-    """Nodes with the ranks that they were given, meeting anew whenever one restarts its ranks."""
+    """A fixed set of nodes, which meet again whenever one of them restarts its ranks."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class FixedNodes(RendezvousHandler):
         )
 
     def _wait_for_all(self) -> None:
-        """Until every node has come to this round; `awaits` says meanwhile which ones have not."""
+        """Wait until every node has come to this round; `awaits` says which ones have not yet."""
         keys = {node: f"round/{self.round}/{node}" for node in range(self._num_nodes)}
         begin, next_look = time.monotonic(), 0.0
         missing = [node for node in keys if node != self._node_rank]
@@ -123,7 +123,7 @@ class FixedNodes(RendezvousHandler):
             self.awaits = None
 
     def _port_of_ranks(self) -> int:
-        """The port of the store in which the ranks meet: a fresh one after a restart.
+        """The port of the store in which the ranks meet: a new one after a restart.
 
         torch leaves the addresses of the ranks in it, and would have new ranks call dead ones.
         """
@@ -154,7 +154,7 @@ class FixedNodes(RendezvousHandler):
         self._store.set(f"port/{self.round}", str(port))
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 if another node has gone on to a further round: this one must follow."""
+        """More than 0 if another node has moved on to a later round: this one must follow."""
         if self._num_nodes == 1:
             return 0
         try:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from allranks.job.job import Job
 from allranks.launch.echo import Echo
-from allranks.launch.status_line import NotedProgress, Notes, StatusLine
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
@@ -26,7 +27,8 @@ from allranks.show.numbers import count, duration, number, percent
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
-FIRST_STEP_SECONDS = 60.0  # without one, the user of a benchmark is told
+FIRST_STEP_SECONDS = 60.0  # without a step, before the user of a benchmark is told
+FIRST_NOTE_SECONDS = 30.0  # until the second note on a wait; then twice as long each time
 
 
 class Screen:
@@ -61,7 +63,7 @@ class Screen:
         self._bar: Bar | None = None
 
     def mute(self) -> None:
-        """Show nothing more: what is shown cannot be written any longer."""
+        """Show nothing more, because it can no longer be written."""
         self._bar = None
         self.makes_steps = False  # nobody would read that there are none
         self.console = Console(file=io.StringIO())
@@ -78,7 +80,7 @@ class Screen:
             self._note(text)
 
     def stalled(self, line: str | None, seconds: float = 0.0) -> None:
-        """Say that the ranks make no progress, and take it back (None) when they do."""
+        """Show that the ranks make no progress; None takes it away when they do."""
         if not self.console.is_terminal:
             self._notes.show(line, seconds)
         elif self._bar is not None:
@@ -87,7 +89,7 @@ class Screen:
             self._status.show(line)
 
     def waiting(self, line: str, seconds: float) -> None:
-        """Say which nodes this one is waiting for, and how long; `stalled(None)` takes it back."""
+        """Show which nodes this one waits for, and how long; `stalled(None)` takes it away."""
         is_terminal = self.console.is_terminal
         self._status.show(line) if is_terminal else self._wait_notes.show(line, seconds)
 
@@ -157,7 +159,7 @@ class Screen:
             self._show_progress()
 
     def finish(self, attempt: int) -> None:
-        """Show the rest and take the bar away."""
+        """Show the rest and remove the bar."""
         self._next_read = 0.0
         self.update(attempt)
         if self._echo is not None:
@@ -201,6 +203,119 @@ class Screen:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class StatusLine:
+    """One line below everything else on a terminal, which `clear` removes without a trace.
+
+    `column`: where the cursor is. Whoever writes anything else clears the line first; other threads
+    write through `put`.
+    """
+
+    def __init__(self, console: Console, column: Callable[[], int] = lambda: 0) -> None:
+        self._console = console
+        self._column = column
+        self._text = ""  # what is shown
+        self._came_from = 0  # the column to go back to
+        self._lock = threading.RLock()
+
+    def put(self, text: str) -> None:
+        """Write something else, from where the cursor is without the line."""
+        with self._lock:
+            self.clear()
+            self._write(text)
+
+    def show(self, text: str | None) -> None:
+        """Show this line in place of the previous one; None: show no line."""
+        with self._lock:
+            return self.clear() if text is None else self._show(text)
+
+    def _show(self, text: str) -> None:
+        text = fitting(text, self._console.width - 1)
+        if text == self._text:
+            return
+        before = ""
+        if not self._text:
+            self._came_from = self._column()
+            before = "\r\n" if self._came_from > 0 else ""
+        colour, plain = ("", "") if self._console.no_color else ("\x1b[33m", "\x1b[0m")
+        # The cursor stays at its beginning: the ^C that a terminal shows must not wrap below it.
+        self._write(f"{before}\r{colour}{text}{plain}\x1b[K\r")
+        self._text = text
+
+    def clear(self) -> None:
+        """Remove the line; the cursor goes back to where it was."""
+        with self._lock:
+            if not self._text:
+                return
+            back = ""
+            if 0 < self._came_from < self._console.width:  # at the edge it was about to wrap
+                back = f"\x1b[A\x1b[{self._came_from + 1}G"
+            self._text = ""
+            self._write(f"\r\x1b[K{back}")
+
+    def leave(self) -> None:
+        """Remove the line, and go to a fresh one: a rank's bar may have been left in mid-line."""
+        with self._lock:
+            self.clear()
+            if self._column() > 0:
+                self._write("\r\n")
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class Notes:
+    """Where nothing can be taken back: a note when a wait begins, then fewer, one at its end.
+
+    `after`: seconds before the first one. `over`: what is said at the end; empty: nothing.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[str], None],
+        *,
+        after: float = 0.0,
+        over: str = "makes progress again after",
+    ) -> None:
+        self._note = note
+        self._after = after
+        self._over = over
+        self._seconds: float | None = None  # as last reported
+        self._next = 0.0
+
+    def show(self, text: str | None, seconds: float) -> None:
+        """`seconds`: that it has lasted. None: it is over."""
+        if text is None or seconds < (self._seconds or 0.0):
+            if self._seconds is not None and self._over:
+                self._note(f"{self._over} {duration(self._seconds, whole=True)}")
+            self._seconds = None
+        if text is None or seconds < self._after:
+            return
+        if self._seconds is None or seconds >= self._next:
+            self._note(text)
+            self._next = FIRST_NOTE_SECONDS
+            while self._next <= seconds:
+                self._next *= 2
+        self._seconds = seconds
+
+
+def fitting(text: str, width: int) -> str:
+    """As much of a line as a terminal has room for."""
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…"
+
+
+class NotedProgress(Progress):
+    """A bar with a line of text below it while there is something to say."""
+
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.note:
+            room = self.console.width - len("^C") - 1  # the terminal shows it at the end
+            yield Text(fitting(self.note, room), style="yellow", no_wrap=True)
 
 
 class Bar:
@@ -319,7 +434,7 @@ def batch_product(start: dict[str, Any]) -> str:
 
 
 class QuietScreen(Screen):
-    """For a run that is only measured: nothing of its own, but what its user waits for."""
+    """For a run that is only measured: shows nothing but what its user waits for."""
 
     def __init__(self, console: Console, *, makes_steps: bool = True) -> None:
         super().__init__(console, echo=False)
@@ -328,7 +443,7 @@ class QuietScreen(Screen):
         self._begin = time.monotonic()
 
     def remark(self, text: str) -> None:
-        """Said before all runs, not before each."""
+        """Not shown: it was said before the first run."""
 
     def stalled(self, line: str | None, seconds: float = 0.0) -> None:
         self._notes.show(line, seconds)
@@ -359,7 +474,7 @@ class QuietScreen(Screen):
 
 
 def summary_table(result: dict[str, Any]) -> Table:
-    """What came of it."""
+    """How a run ended."""
     table = Table(show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Ranks that make no more steps: say who is where, and end the run if that is asked for."""
+"""Notices ranks that make no more steps: says who is where, and ends the run if asked to."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StallWatch:
         return min(LOOK_SECONDS if self._said is None else SOON_SECONDS, self.limit / 4)
 
     def line(self) -> tuple[str, float] | None:
-        """What to say of ranks that are stuck, and for how many seconds; None if none are."""
+        """What to say about stuck ranks, and how long they have been stuck, in seconds."""
         if (said := self._said) is None:
             return None
         seconds = time.monotonic() - said[0]
@@ -91,7 +91,7 @@ class StallWatch:
         return f"{begin} {duration(seconds, whole=True)}: {said[1]}", seconds
 
     def look_beside(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
-        """`look`, in a thread of its own: a disk that does not answer holds nobody up."""
+        """`look` in a separate thread, so that a disk that does not answer holds nobody up."""
         is_looking = self._thread is not None and self._thread.is_alive()
         if not is_looking and time.monotonic() - self._looked >= self.pause:
 
@@ -105,7 +105,7 @@ class StallWatch:
         return may_end and self._shall_end
 
     def look(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
-        """Whether these ranks are to be ended now. Cheap: most calls only read a clock."""
+        """Whether to end these ranks now. Cheap: most calls only read a clock."""
         now = time.monotonic()
         if now - self._looked < self.pause or self._ends:
             return False
@@ -151,7 +151,7 @@ class StallWatch:
         return True
 
     def _find_words(self, now: float, attempt: int, processes: Sequence[int]) -> None:
-        """Who is where, if the run takes longer than is usual for it."""
+        """Describe who is where, if a step takes longer than is usual for the run."""
         states = read_states(self.run, attempt)
         usual, seconds = patience_with(states), silence(states, time.time())
         if seconds < usual or any(state.ended == "failed" for state in states):
@@ -218,9 +218,9 @@ def ends_of(
     *,
     can_go_on: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """The end events of a run that is ended for making no steps, by rank.
+    """The end events, by rank, of a run that is ended because it makes no steps.
 
-    `can_go_on`: it is stopped at the checkpoint that it has, else it has failed.
+    `can_go_on`: it has a checkpoint, so it counts as stopped rather than failed.
     """
     culprits = found.ranks if found is not None else ()
     words = who_is_where(states, found)
@@ -243,7 +243,7 @@ def ends_of(
 
 
 def frames_in_words(stack: Stack) -> str:
-    """As faulthandler prints them, which others may know to read."""
+    """Frames in the form that faulthandler prints, which other tools can read."""
     lines = [
         f'  File "{frame.file}", line {frame.line} in {frame.function}'
         for frame in stack.frames[:MOST_FRAMES]

@@ -1,4 +1,4 @@
-"""Waiting for a run wherever it is: across requeues and moves, a line for every change."""
+"""Waits for the end of a run in any backend, through requeues and moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """What became of a run that was waited for."""
+    """How a run ended that was waited for."""
 
     result: dict[str, Any]
     exit_code: int
@@ -51,7 +51,7 @@ class Waited:
 
 
 def wait_for_result(run: RunDir, say: Callable[[str], None]) -> Waited:
-    """What became of a run, once it has ended; `say` is told of every change."""
+    """Wait for a run to end, and return how; `say` gets a line for every change."""
     now = wait_for_end(run, say)
     found = {**result(run, now["state"]), "jobs": run.info().get("jobs", [])}
     found["reason"] = now["reason"]
@@ -113,7 +113,7 @@ def in_words(now: Mapping[str, Any]) -> str:
 
 
 def why_failed(run: RunDir, now: Mapping[str, Any]) -> AllranksError:
-    """The error that ends a command which has waited for a run that failed."""
+    """The error of a command that waited for a run that failed."""
     name, seen = run.reference, run.info().get("missing") or {}
     fix = f"allranks doctor {name} shows why; allranks logs {name} shows its output"
     if seen.get("attempt") == max(run.attempts(), default=0):

@@ -1,4 +1,4 @@
-"""Secrets in a job's `env`: their values are in one file that its user alone can read. No torch.
+"""Secrets in a job's `env`: their values are kept in one file that only its user can read.
 
 job.yaml, run.json and the script for SLURM hold placeholders, so that others can read the run.
 """
@@ -22,7 +22,7 @@ PLACEHOLDER = f"(in {FILE})"
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """By the rules for everything that is shown: a telling name, or a value that is known."""
+    """Whether a variable looks like a secret, by its name or by the form of its value."""
     text = f"{name}={value}"
     return value != PLACEHOLDER and redact(text) != text
 
@@ -38,7 +38,7 @@ def write_job(run: RunDir, job: Job) -> None:
 
 
 def restored(job: Job, run: RunDir) -> Job:
-    """The job with the values that were withheld, as far as they can be read here."""
+    """The job with its secret values filled in, as far as they can be read here."""
     if PLACEHOLDER not in job.env.values():
         return job
     known = _read(run)
@@ -47,7 +47,7 @@ def restored(job: Job, run: RunDir) -> Job:
 
 
 def check(job: Job, run: RunDir) -> None:
-    """Refuse to start ranks with a placeholder in place of a value."""
+    """Refuse to start ranks with placeholders in place of values."""
     missing = [name for name, value in job.env.items() if value == PLACEHOLDER]
     if missing:
         raise AllranksError(
@@ -83,7 +83,7 @@ def is_any(override: str) -> bool:
 
 
 def told(key: str, value: Any) -> Any:
-    """The value of a job's key, where it is recorded or shown that it has changed."""
+    """The value of a job's key as it may be recorded or shown: secrets as placeholders."""
     place, _, name = key.partition(".")
     return PLACEHOLDER if place == "env" and is_secret(name, value) else value
 

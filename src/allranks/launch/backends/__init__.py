@@ -1,7 +1,7 @@
-"""Where runs execute: one protocol and one table. A new kind of place is a module and a row here.
+"""Where runs execute: one protocol and one table. A new backend is a module and a row here.
 
-A backend is a module with the functions of `Backend`. Whoever has a run asks `of(run)` for its
-place, and calls `look` and `stop` for runs in any of them.
+A backend is a module with the functions of `Backend`. `of(run)` names the backend of a run; `look`
+and `stop` take runs of any backend.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TABLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to start a run, beyond its job; each backend takes what it knows."""
+    """How to start a run, besides its job; each backend uses the options that it knows."""
 
-    place: Place | None = None  # of these ranks, where the user starts every node
+    place: Place | None = None  # which node this is, where the user starts each one
     hosts: tuple[str, ...] = ()
     race: str | None = None  # layouts of which the first to start wins, as typed
     ladder: str | None = None  # layouts to climb while that pays, as typed
@@ -53,7 +53,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Submitted:
-    """A run that others start later: the jobs that may."""
+    """A run in a queue, and the jobs that may start it."""
 
     run: RunDir
     jobs: list[str] = field(default_factory=list)
@@ -61,24 +61,24 @@ class Submitted:
 
 
 class Backend(Protocol):
-    """A kind of place. In a queue runs are handed over; elsewhere the user's process holds them."""
+    """Where runs execute: handed to a queue (`is_queue`), or held by the user's own process."""
 
     is_queue: bool
 
     def check(self, request: Request, options: Options) -> Prepared:
-        """The run to start, once everything that can be refused was. Writes nothing."""
+        """The run to start; raises for everything that can be refused by now. Writes nothing."""
 
     def draft(self, prepared: Prepared, options: Options) -> Draft:
         """What `start` would start. Writes nothing."""
 
     def start(self, prepared: Prepared, options: Options) -> Outcome | Submitted:
-        """Run it to its end, or hand it to whoever does."""
+        """Run it to its end, or put it into the queue."""
 
     def move(self, prepared: Prepared, options: Options) -> Outcome | Submitted:
-        """Go on with a run, in another layout if one was asked for; one that runs is moved."""
+        """Resume a run, in another layout if one was asked for; a running one is moved."""
 
     def look(self, runs: Sequence[RunDir]) -> Queue:
-        """What is known of these runs besides what their folders say."""
+        """What is known about these runs besides what their folders say."""
 
     def stop(self, run: RunDir, queue: Queue, *, now: bool) -> str:
         """Stop a run at a checkpoint (`now`: at once); what was done, in words."""
@@ -92,13 +92,13 @@ def named(name: str) -> Backend:
 
 
 def of(run: RunDir) -> str:
-    """The name of the place where a run lives."""
+    """The name of a run's backend."""
     name = run.info().get("backend")
     return name if name in TABLE else "local"
 
 
 def look(runs: Iterable[RunDir]) -> Queue:
-    """What the places of these runs know of them: each is asked once for all of its runs."""
+    """What the backends of these runs know about them; each is asked once for all of its runs."""
     places: dict[str, list[RunDir]] = {}
     for run in runs:
         places.setdefault(of(run), []).append(run)

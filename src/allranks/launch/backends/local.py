@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def start(prepared: Prepared, options: Options) -> Outcome:
 
 
 def move(prepared: Prepared, options: Options) -> Outcome:
-    """Go on as it was started; one that runs was refused when this was prepared."""
+    """Resume it the way it was started; `check` has refused one that is running."""
     if options.place is None and prepared.run is not None:
         options = replace(options, place=last_place(prepared.run))
     return start(prepared, options)
@@ -76,7 +76,7 @@ def last_place(run: RunDir) -> Place:
 
 
 def look(runs: Sequence[RunDir]) -> Queue:
-    """Nothing: the folders of runs here say it all."""
+    """Nothing: the folders of local runs say it all."""
     return Queue()
 
 
@@ -108,7 +108,7 @@ def run_here(
 
 
 def finished(prepared: Prepared, screen: Screen) -> Outcome | None:
-    """The outcome of a run that has nothing left to do; None if it has."""
+    """The outcome of a run that is finished already; None if there is something to do."""
     extends = any(change["key"] != "layout" for change in prepared.changes)
     if prepared.run is None or prepared.run.state() != "finished" or extends:
         return None
@@ -141,11 +141,12 @@ def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     return output_of([sys.executable, *words], seconds)
 
 
-def output_of(command: Sequence[str], seconds: float) -> str:
+def output_of(command: Sequence[str], seconds: float, env: Mapping[str, str] = os.environ) -> str:
     """What a command prints within so many seconds; empty if it fails."""
     try:
         done = subprocess.run(
             command,
+            env=env,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -161,7 +162,7 @@ def will_stop(run: RunDir) -> str:
     """What a run does when it is told to stop, in words."""
     with suppress(AllranksError):  # it is only about a word
         if prepare.load_resolved(run).command is not None:
-            # The signal is sent to the user's script: what it makes of it is its own affair.
+            # The signal goes to the user's script, which may do anything with it.
             return "its script was asked to stop"
     return "saves a checkpoint and stops"
 

@@ -39,13 +39,13 @@ from allranks.show.text import clean
 is_queue = False
 look, stop = local.look, local.stop  # this machine has the folder, and the process that holds it
 
-# It asks for nothing, and notices within 15 seconds that a host is gone.
+# ssh must never ask for a password, and must notice within 15 seconds that a host is gone.
 ANSWERS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 SSH = ["ssh", *(word for answer in ANSWERS for word in ("-o", answer))]
 FETCH_SECONDS = 2.0  # between fetches from hosts that do not share the run's folder
 FOLLOW_SECONDS = 5.0  # for the other hosts to end by themselves after one has failed
 PASSED_ON = ("ALLRANKS_", "NCCL_", "TORCH_", "OMP_")  # variables that ranks there get, too
-# What is asked of each host: a Python that has allranks, and a port for the first of them.
+# Run on each host: does its Python have allranks, and which port is free?
 PROBE = """import allranks, random, socket, sys
 ports = random.sample(range(20000, 30000), 100)
 port = next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
@@ -55,7 +55,7 @@ NO_PYTHON, NO_ALLRANKS, NO_SSH = 90, 91, 255
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host, as the user names it, and what it said of itself."""
+    """A host as the user names it, and what it answered."""
 
     name: str
     address: str  # by which the other hosts reach it
@@ -108,11 +108,11 @@ def start(prepared: Prepared, options: Options) -> Outcome:
         return Head(prepared, run, hosts, place, options.screen, options.signals).run_to_end()
 
 
-move = start  # one that runs was refused when this was prepared: its process holds it
+move = start  # `check` has refused a running one
 
 
 def ask_host(name: str) -> Host:
-    """What a host has; raises with its name and the fix."""
+    """What a host has; raises AllranksError if it cannot be used."""
     pythons = f"for python in {shlex.quote(sys.executable)} python3"
     tries = f'command -v "$python" >/dev/null && "$python" -c {shlex.quote(PROBE)} && exit'
     none = f"command -v python3 >/dev/null && exit {NO_ALLRANKS}; exit {NO_PYTHON}"

@@ -1,12 +1,12 @@
-"""One SLURM job of a run, from its first second to what comes after it. No torch.
+"""One SLURM job of a run, from its first second to what comes after it.
 
 The script that was sent becomes this process, on the first node, as
 
     python -m allranks.launch.backends.slurm.allocation RUN_DIR --racer 2x2 --claim 0
 
-It takes the run (or finds it taken, and ends), cancels the jobs that it beat, checks the nodes, has
-srun start the ranks, passes signals on to them, and sees to it that a run that was stopped by its
-time limit goes on in another job.
+It claims the run (or finds it taken, and ends), cancels the jobs that it beat, checks the nodes,
+has srun start the ranks, passes signals on to them, and has a run that was stopped by its
+time limit continue in another job.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def give_up(run: RunDir, reason: str, state: str = "failed") -> None:
-    """Say in the run's folder that nobody will go on with it, and why."""
+    """Record in the run's folder that no job will continue it, and why."""
     ended = {"state": state, "reason": reason}
     run.update_info(lambda info: info.update(queued=False, ended=ended))
 
@@ -193,7 +193,7 @@ class Allocation:
         return self._what_next(prepared, code)
 
     def _train(self, prepared: Prepared | None = None) -> tuple[Prepared, int]:
-        """An attempt; how it was prepared, and the code with which srun ended."""
+        """Make an attempt; returns how it was prepared, and srun's exit code."""
         prepared = prepared or self._open()
         for _ in range(STEP_TRIES):
             code = self._run_step(prepared)
@@ -246,7 +246,7 @@ class Allocation:
         return self._train() if self._preflight() else None
 
     def _climb(self, racer: Racer) -> int:
-        """Go on in another layout."""
+        """Continue in another layout."""
         self.run.update_info(lambda info: info.update(queued=True, layout=str(racer)))
         if self._resubmit(f"climbs to {racer}", racer):
             return 0
@@ -270,7 +270,7 @@ class Allocation:
         self.signals.append(signal.Signals(number))
 
     def _cancel_rivals(self) -> None:
-        """Take the other jobs of this run out of the queue, however long SLURM is deaf."""
+        """Cancel the other jobs of this run, however long SLURM does not answer."""
         cancelled: set[str] = set()
         pause = 1.0
         for _ in range(20):  # who is sending them may not have recorded the last one yet
@@ -288,7 +288,7 @@ class Allocation:
             pause = min(60.0, 2 * pause)
 
     def _leave_failed_nodes(self) -> bool:
-        """Go elsewhere if SLURM gave us a node that this run has seen fail."""
+        """Ask for other nodes if SLURM gave us one on which this run has failed before."""
         earlier = claims.all_of(self.run.claims)[:-1][-1:]
         if self.place.restart and earlier:
             self._record_failed(unusable_nodes(earlier[0].nodes))
@@ -314,7 +314,7 @@ class Allocation:
         return True if not verdict.failed else self._replace_nodes(verdict.failed)
 
     def _hear(self, verdict: node_checks.Verdict) -> bool:
-        """Say and record what is known of the nodes; False if there is no time for it."""
+        """Print and record what is known about the nodes; False if there is no time for it."""
         if self.signals:
             return False  # let the ranks save what there is
         for line in node_checks.words(verdict).splitlines():
@@ -346,7 +346,7 @@ class Allocation:
         return port, ask(self.job, self.racer).gpus_per_node, PREFLIGHT_SECONDS
 
     def _replace_nodes(self, failed: Mapping[str, str]) -> bool:
-        """Send the job again without the nodes that failed; True if it has to do with them."""
+        """Submit the job again without the nodes that failed; True if it must use them anyway."""
         self._record_failed(failed)
         named = "; ".join(f"{node}: {reason}" for node, reason in failed.items())
         if self.run.info().get("replaced_nodes"):
@@ -357,12 +357,12 @@ class Allocation:
             )
         self.run.update_info(lambda info: info.update(replaced_nodes=True))
         if not self._resubmit(f"preflight failed: {named}"):
-            say("no other job could be sent: going on with these nodes")
+            say("no other job could be submitted: continuing with these nodes")
             return True
         return False
 
     def _prepare(self) -> Prepared:
-        """The attempt that is next."""
+        """The next attempt."""
         layout = str(self.racer.layout)
         # What may change was decided when the job was sent.
         request = Request(resume=str(self.run.path), layout=layout, leads=False, force=True)
@@ -417,7 +417,7 @@ class Allocation:
         return state not in ("RUNNING", "UNKNOWN"), reason
 
     def _what_next(self, prepared: Prepared, code: int) -> int:
-        """Go on in another job if the run was stopped short; the exit code of this one."""
+        """Continue in another job if the run was stopped before its end; returns an exit code."""
         claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
         self.run.look_anew()
         has_begun = self._has_begun(prepared)
@@ -461,7 +461,7 @@ class Allocation:
         return 0 if native else 1
 
     def _killed(self, code: int) -> str | None:
-        """What was killed that is no rank, in words: srun, or a launcher; None if nothing was.
+        """Whether srun or a launcher was killed, in words; None if neither was.
 
         A launcher that lives writes an end for each of its ranks, whatever became of them.
         """
@@ -555,7 +555,7 @@ class Allocation:
         return [rank for rank in self.run.ranks(attempt) if self.run.end(attempt, rank) is None]
 
     def _continue(self, *, may_requeue: bool = True) -> None:
-        """Have SLURM run this job again; where it may not, send another."""
+        """Have SLURM requeue this job; if it refuses, submit another."""
         needed, asked = submit.grace_needed(self.run), self.job.slurm.grace
         if asked is not None and needed > asked.seconds:
             say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
@@ -573,7 +573,7 @@ class Allocation:
             give_up(self.run, f"could be neither requeued nor sent again: {refused}")
 
     def _resubmit(self, why: str, racer: Racer | None = None) -> bool:
-        """Send another job that starts when this one has ended, in its layout or another."""
+        """Submit another job, in this layout or another, that starts when this one has ended."""
         racer = racer or self.racer
         job = submit.with_layout(self.job, racer)
         excluded = ",".join(self.run.info().get("failed_nodes", {}))

@@ -1,4 +1,4 @@
-"""`run` inside a SLURM allocation: what it would start there, refused unless that is intended."""
+"""Refuses an `allranks run` inside a SLURM allocation that would not start what its user means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process inside a SLURM job knows of it, asks SLURM, and starts on its nodes. No torch."""
+"""What a process inside a SLURM job knows about it, asks SLURM, and starts on its nodes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SlurmNodes:
 
 
 def say(text: str) -> None:
-    """Into the job's log, which is what people read first when something is odd."""
+    """Print into the job's log, which people read first when something looks wrong."""
     with suppress(OSError):  # a disk that is full, a reader that is gone: no run ends of it
         print(f"allranks: {text}", flush=True)
 
@@ -67,7 +67,7 @@ def patiently(*words: str, seconds: float = 900.0) -> str:
 
 
 def while_silent(call: Callable[[], str], *, seconds: float = 900.0) -> str:
-    """Call again while the controller is silent, for so long."""
+    """Repeat a call while the controller does not answer, for at most so many seconds."""
     deadline, pause = time.monotonic() + seconds, 1.0
     while True:
         try:
@@ -115,7 +115,7 @@ def time_to_limit(job: str) -> tuple[float | None, int | None]:
 
 
 def unusable_nodes(nodes: Sequence[str]) -> dict[str, str]:
-    """Which of these SLURM has taken out of use, and its word for it."""
+    """Which of these nodes SLURM has taken out of use, and its word for their state."""
     try:
         printed = slurm.call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
     except slurm.SlurmError:
@@ -130,7 +130,7 @@ def unusable_nodes(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
-    """Whether a further attempt would go on from where a stopped one has left off."""
+    """Whether another attempt would resume from where the stopped one left off."""
     if prepared.job.command is None:
         return True
     attempt = max(run.attempts(), default=0)
@@ -152,7 +152,7 @@ def no_progress(run: RunDir, job: Job) -> bool:
 
 
 def why_it_ends(run: RunDir, prepared: Prepared) -> str:
-    """Why nobody goes on with a run that was stopped."""
+    """Why no job continues a run that was stopped."""
     if not prepared.job.slurm.requeue:
         return "stopped short of its end, and slurm.requeue is false"
     last = prepare.last_of(prepared, run)
@@ -161,7 +161,7 @@ def why_it_ends(run: RunDir, prepared: Prepared) -> str:
 
 
 def step_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """srun reads options from these, and would take them for its own."""
+    """The environment without the variables that srun would read as options."""
     options = ("CPU_BIND", "NTASKS", "NPROCS", "TASKS_PER_NODE", "CPUS_PER_TASK", "DISTRIBUTION")
     ours = ("SRUN_", "SLURM_TRES_PER_TASK", *(f"SLURM_{option}" for option in options))
     return {key: value for key, value in env.items() if not key.startswith(ours)}
@@ -212,7 +212,7 @@ def step_command(job: Job, place: SlurmNodes, attempt: Path) -> list[str]:
 
 
 def stop_signal(job: Job) -> tuple[signal.Signals, str]:
-    """What tells the ranks to save and stop; why, where that was chosen here."""
+    """The signal that tells ranks to save and stop; and why, if it was chosen here."""
     if job.slurm.signal is not None:
         return signal.Signals[f"SIG{job.slurm.signal}"], ""
     texts = script_texts(job.argv)

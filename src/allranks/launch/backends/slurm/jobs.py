@@ -1,4 +1,4 @@
-"""Jobs of runs in SLURM's queue: looked at, stopped, raced, moved to another layout."""
+"""The jobs of runs in SLURM's queue: look at them, stop them, race them, move them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def signal_job(job: str) -> None:
 
 
 def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
-    """One more layout for a run that still waits."""
+    """Queue a waiting run in further layouts."""
     prepare.check_owners(run)
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)

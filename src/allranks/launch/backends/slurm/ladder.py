@@ -1,4 +1,4 @@
-"""A run that climbs: measured on one layout after another while that pays, trained on the best.
+"""A run that climbs a ladder of layouts: measured on each while that pays, trained on the best.
 
 For a task nothing is lost: the steps that are measured are steps of its training, and the next
 layout goes on from there. A script is measured on each rung, and trained anew on the last good one.
@@ -20,7 +20,7 @@ DEFAULT_STEPS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """As it stands in run.json."""
+    """A ladder as run.json records it."""
 
     layouts: tuple[str, ...]  # the smallest first; with a type of GPU where one was named
     min_efficiency: float

@@ -1,4 +1,4 @@
-"""After a failure on several nodes: which of them have the path that a rank did not find. No torch.
+"""After a failure on several nodes: which of them have the path that a rank did not find.
 
 One short srun step finds out, since disks that are thought to be shared may not be.
 """
@@ -6,11 +6,10 @@ One short srun step finds out, since disks that are thought to be shared may not
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
+from allranks.launch.backends.local import output_of
 from allranks.launch.backends.slurm.inside import SlurmNodes, srun, step_environment
 from allranks.run.failures import missing_path
 from allranks.run.folder import RunDir
@@ -73,17 +72,7 @@ def ask_nodes(place: SlurmNodes, paths: Sequence[str]) -> dict[str, dict[str, bo
     """For each path, whether each node has it; empty where they do not answer in time."""
     step = srun(place, tasks_per_node=1, ends_together=False)
     command = [*step, "--overlap", "--chdir=/", "sh", "-c", LOOK, "sh", *paths]
-    printed = ""
-    with suppress(OSError, subprocess.SubprocessError):
-        printed = subprocess.run(
-            command,
-            env=step_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LOOK_SECONDS,
-        ).stdout
+    printed = output_of(command, LOOK_SECONDS, step_environment(os.environ))
     answers: dict[str, dict[str, bool]] = {}
     for line in printed.splitlines():
         code, node, path = [*line.split(" ", 2), "", ""][:3]

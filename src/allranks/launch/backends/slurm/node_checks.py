@@ -1,4 +1,4 @@
-"""What the preflight's files say of the nodes: which failed, why, and what to know. No torch."""
+"""Judges the nodes by the preflight's files: which failed, why, and warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Records = Mapping[str, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Verdict:
-    """`failed` nodes are worth excluding; `trouble` is no single node's, and would stay."""
+    """`failed`: nodes to exclude; `trouble`: what is wrong with none of them in particular."""
 
     nodes: tuple[str, ...]
     failed: dict[str, str] = field(default_factory=dict)  # node: reason
@@ -42,7 +42,7 @@ def verdict(folder: Path, nodes: Sequence[str]) -> Verdict:
 
 
 def judge(records: Records, nodes: Sequence[str]) -> Verdict:
-    """Who is to blame. A failure that another one explains is nobody's."""
+    """Which nodes are to blame. A failure that another one explains is not counted."""
     found = Verdict(tuple(nodes))
     if not records:
         found.trouble = "no node answered: the checks could not be started, or not write"

@@ -1,4 +1,4 @@
-"""A step of srun, run to its end, and the word to stop brought to its ranks in time. No torch."""
+"""Runs a step of srun to its end, and tells its ranks in time to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to SLURM: a script, built from a job and a layout by pure functions. No torch."""
+"""The script that is submitted to SLURM, built from a job and a layout by pure functions."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def ask(job: Job, racer: Racer, *, grace: int | None = None) -> Ask:
     seconds = None if slurm.time is None else time_seconds(slurm.time)
     if seconds == 0:
         raise AllranksError(
-            f"slurm.time: {slurm.time} is no time at all",
+            f"slurm.time: {slurm.time} is zero",
             fix="write slurm.time=2h, or leave it out for the partition's own limit",
         )
     return Ask(
@@ -229,7 +229,8 @@ def sbatch_script(
     for text in (*words, str(folder), *slurm.modules, slurm.setup, *(value for _, value in env)):
         if re.search("[\0\ud800-\udfff]", text):  # a null byte, or what is no UTF-8
             raise AllranksError(
-                f"{text!r:.200} cannot stand in a script", fix="remove what is no text from it"
+                f"{text!r:.200} cannot be written into a script",
+                fix="remove the non-text characters",
             )
     excluded = ",".join(part for part in (slurm.exclude, exclude) if part)
     directives = _directives(job, asked, run_dir, excluded, dependency or slurm.dependency)

@@ -2,8 +2,8 @@
 
     srun python -m allranks.launch.backends.slurm.step RUN_DIR/attempts/0/attempt.json
 
-It ends with code 0 when its own ranks did not fail, or were told to stop: srun would end the other
-tasks at any other. What the run came to is the job's to say, once all tasks have ended.
+It exits with 0 if its own ranks did not fail, or were told to stop: with any other code srun would
+end the other tasks. The job reports how the run ended, once all tasks have ended.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def watch(look: Callable[..., None], *args: object) -> threading.Thread:
-    """Have this process look after something until it ends."""
+    """Run a function in a thread for as long as this process lives."""
     thread = threading.Thread(target=look, args=args, daemon=True)
     thread.start()
     return thread
@@ -116,7 +116,7 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
 def watching_job(
     run: RunDir, number: int | None, is_first: bool, is_told: Callable[[], bool]
 ) -> Iterator[None]:
-    """Have the first task of a job look after it; it does not end before the job is requeued."""
+    """Have the first task of a job watch over it, and not end before the job is requeued."""
     if not is_first or number is None:
         yield
         return

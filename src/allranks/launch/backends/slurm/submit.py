@@ -1,4 +1,4 @@
-"""Runs into SLURM's queue: new ones, racers beside them, the next job of an old one. No torch."""
+"""Puts runs into SLURM's queue: new ones in one or more layouts, and the next jobs of old ones."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from allranks.run.folder import RunDir, create_run, list_runs, write_atomically
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
 
-# Reasons of waiting that time does not mend.
+# Reasons for waiting that time does not fix.
 HOPELESS = r"Partition(Time|Node)Limit|PartitionConfig|BadConstraints|MaxWall|Invalid(Account|QOS)"
 
 
 def check(prepared: Prepared, racers: Sequence[Racer]) -> None:
-    """Refuse what could only fail later, in the queue or after it."""
+    """Refuse what could only fail later, in the queue or once it runs."""
     for racer in racers:
         checks.check_supported(with_layout(prepared.job, racer))
 
@@ -62,7 +62,7 @@ def submit(
 ) -> Submitted:
     """Queue a new run, in every layout that was asked for.
 
-    `climb`: what is to become of it, if it is sent in the first of several layouts. `options`: as
+    `climb`: the ladder, if it starts on the first of several rungs. `options`: as
     in `sbatch_script`.
     """
     slurm.call("sbatch", "--version")  # before a folder is made for a job that cannot be sent
