@@ -183,7 +183,7 @@ def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.End
 def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
     """Of a run whose ranks stopped in order: why, unless its user wanted it."""
     ended = str((run.info().get("ended") or {}).get("reason", ""))
-    if run.info().get("backend") != "slurm" or ended.startswith(BY_USER):
+    if not backends.named(backends.of(run)).is_queue or ended.startswith(BY_USER):
         return []
     sources = [
         *run_evidence.accounting(_of_last_job(run, queue)),
@@ -204,8 +204,7 @@ def _soft_alone(facts: FailureFacts) -> list[Finding]:
 
 
 def _situations(run: RunDir) -> tuple[str, ...]:
-    slurm = ("slurm",) if run.info().get("backend") == "slurm" else ()
-    return (*(("task",) if run.job().get("task") else ()), *slurm)
+    return (*(("task",) if run.job().get("task") else ()), backends.of(run))
 
 
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
