@@ -88,7 +88,7 @@ class Bases:
         )
 
     def measure(self, one: Followed) -> bool:
-        """Read the pace of a run that has ended if there is time; returns whether it is known."""
+        """Measure an ended run over the same steps as every other command, if there is time."""
         if one.is_active or one.is_measured:
             return True
         if time.monotonic() > self._deadline:
@@ -96,7 +96,12 @@ class Bases:
             return False
         if one.reader.lead is None:
             one.reader.look(all_ranks=False)
-        measure(one, self._max_bytes)
+        one.is_measured, one.measured = True, None
+        if event_bytes(one.run) > self._max_bytes:
+            one.pace = one.reader.steady_pace(ranks_of(layout_of(one)) or 1)
+            return True
+        one.measured = affordable_timing(one.run, self._max_bytes)
+        one.pace = one.measured.samples_per_second or None if one.measured else None
         return True
 
 
@@ -134,13 +139,3 @@ def pace_of(one: Followed) -> float | None:
         return one.pace
     lead, ranks = one.reader.lead, ranks_of(layout_of(one)) or 1
     return one.reader.steady_pace(ranks) if lead and (lead.last_step or 0) >= MIN_STEPS else None
-
-
-def measure(one: Followed, max_bytes: int) -> None:
-    """Measure the pace of an ended run over the same steps as every other command."""
-    one.is_measured, one.measured = True, None
-    if event_bytes(one.run) > max_bytes:
-        one.pace = one.reader.steady_pace(ranks_of(layout_of(one)) or 1)
-        return
-    one.measured = affordable_timing(one.run, max_bytes)
-    one.pace = one.measured.samples_per_second or None if one.measured else None

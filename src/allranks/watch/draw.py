@@ -31,15 +31,15 @@ from allranks.watch.table_cells import (
 from allranks.watch.views import Parts, RankView, RunView
 
 KEYS = (
-    ("up, down, k, j", "move; also page up, page down, home and end"),
+    ("up, down, k, j", "move; also page up and down, home, end"),
     ("tab", "switch between runs and ranks"),
-    ("enter, l", "log of the run or the selected rank; / searches it"),
-    ("s", "save a checkpoint and stop the run (asks first)"),
+    ("enter, l", "log of the run or rank; / searches it"),
+    ("s", "save a checkpoint and stop; asks first"),
     ("q", "quit; the runs continue"),
     ("?", "this page"),
 )
 LOG_KEYS = "↑↓ scroll  ←→ other rank  / search  end follow  q back"
-NO_RUNS = "no runs here: start one with allranks run job.yaml, or queue it with allranks submit"
+NO_RUNS = "no runs here: start one with allranks run or allranks submit"
 TAKING_TURNS = 0.1  # share of a step spent waiting for slower ranks
 MAIN_KEYS = "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help"
 
@@ -260,8 +260,9 @@ def help_screen(marks: Mapping[str, Mark], width: int, height: int) -> list[Text
     lines += [Text(f"  {words:<16}{meaning}") for words, meaning in typed]
     lines += [
         Text(),
-        Text("took, data, wait: means over the last steps; wait: for other ranks and the network"),
-        Text("eff: pace compared with perfect scaling of a smaller layout measured here"),
+        Text("took, data, wait: averages over the last steps"),
+        Text("wait: for other ranks and the network"),
+        Text("eff: speed compared with perfect scaling of a smaller layout"),
         Text("hours: GPU-hours, or rank-hours on CPUs, of all attempts"),
     ]
     return framed(lines, width, height, "press any key to go back")

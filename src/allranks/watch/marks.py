@@ -15,6 +15,7 @@ Verdict = Literal["good", "warn", ""]
 # Not by colour alone: not every terminal has it, and not everyone sees it.
 SIGNS: Mapping[Verdict, str] = {"good": "+", "warn": "!", "": " "}
 STYLES: Mapping[Verdict, str] = {"good": "green", "warn": "yellow", "": ""}
+LIMIT_SIGNS = {"warn_under": "! under", "good_from": "+ from", "warn_over": "! over"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,7 @@ class Mark:
     @property
     def limits(self) -> dict[str, float]:
         """The limits that are set, in the order in which they are typed."""
-        named = {
-            "warn_under": self.warn_under,
-            "good_from": self.good_from,
-            "warn_over": self.warn_over,
-        }
+        named = {name: getattr(self, name) for name in LIMIT_SIGNS}
         return {name: limit for name, limit in named.items() if limit is not None}
 
 
@@ -80,9 +77,8 @@ def parse_marks(texts: Iterable[str]) -> dict[str, Mark]:
 
 def mark_in_words(name: str, mark: Mark) -> tuple[str, str]:
     """`gpu_util=80,90` as it is typed, and `GPU utilisation: ! under 80%, + from 90%`."""
-    signs = {"warn_under": "! under", "good_from": "+ from", "warn_over": "! over"}
     typed = ",".join(f"{limit:g}" for limit in mark.limits.values())
-    said = ", ".join(f"{signs[key]} {limit:g}%" for key, limit in mark.limits.items())
+    said = ", ".join(f"{LIMIT_SIGNS[key]} {limit:g}%" for key, limit in mark.limits.items())
     return f"{name}={typed}", f"{mark.about}: {said}"
 
 

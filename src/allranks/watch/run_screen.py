@@ -190,7 +190,8 @@ class RunScreen:
             self.say(f"{run.name} has no logs yet")
             return
         if rank is None:  # the rank that ended the run if known, else the first
-            culprit = re.match(r"rank (\d+)\b", self._reason())
+            reason = next((one.reason or "" for one in self.runs if one.run == run.name), "")
+            culprit = re.match(r"rank (\d+)\b", reason)
             first = next((one for one in known if one != JOB), known[0])
             rank = int(culprit[1]) if culprit and int(culprit[1]) in known else first
         path = log_path(run, rank)
@@ -199,9 +200,6 @@ class RunScreen:
             return
         self.log = OpenLog(run.name, rank, LogPage(path))
         self.log.page.look()
-
-    def _reason(self) -> str:
-        return next((run.reason or "" for run in self.runs if run.run == self.selected), "")
 
     def _press_in_log(self, log: OpenLog, key: str, rows: int) -> None:
         page = max(1, rows - 2)
