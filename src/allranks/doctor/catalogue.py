@@ -278,10 +278,10 @@ LONG = 7  # from here on a word has four bytes at a multiple of four wherever it
 # Roughly how common a character is in logs: the rarer, the better to search for.
 _COMMON = {char: 12 - place // 3 for place, char in enumerate(" etaoinsrhldcumfpgwybvkxjqz")}
 # Long, but in the lines of every healthy run.
-_EVERYDAY = "loss checkpoint collective network connection batch world backend".split()
+_EVERYDAY = ("backend", "batch", "checkpoint", "collective", "connection", "loss", "network")
 _EVERYDAY_TEXT = (
     f" {' '.join(_EVERYDAY)} process worker memory device loading forward optimizer gradient "
-    "tensor warning info error step loss rank epoch data file model "
+    "tensor warning info error step loss rank epoch data file model world "
 )
 
 
