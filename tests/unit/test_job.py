@@ -217,7 +217,7 @@ WRONG = [
     ("task: spirall", "job.yaml:1: task", "spiral"),
     ("task: mine:Mime", "no class Mime", "mine:Mine"),
     ("task: 3", "task: expected text, got 3", "text"),
-    ("task: ''", "no bundled task", "package.module:Class"),
+    ("task: ''", "not a bundled task", "package.module:Class"),
     ("task: mine:Mine\noptions: {sise: x}", "job.yaml:2: options.sise", "options.size"),
     ("epochs: 3\nsteps: 4", "epochs and steps are both given", "remove"),
     ("batch_size: 3\nbatch_size_per_rank: 4", "both given", "remove"),

@@ -164,6 +164,8 @@ def comm(
 ) -> None:
     from allranks.bench.comm import found_in, measure, prepare_comm, run_to_show, show
     from allranks.bench.measure import Result
+    from allranks.cli.cluster import show_submitted
+    from allranks.launch.backends import Options, named
 
     console = people_console(as_json)
     if earlier is not None:
@@ -177,24 +179,15 @@ def comm(
             seconds=seconds,
             runs=runs,
         )
-        if backend == "slurm":
-            send_comm(prepared, as_json=as_json)
+        if named(backend).is_queue:
+            queued = named(backend).start(prepared, Options())
+            show_submitted(queued, as_json=as_json)
+            if not as_json:
+                print(f"then allranks bench comm --from {queued.run.name}")
             return
         found = measure(prepared, console, oversubscribe=oversubscribe, debug=debug)
     show(console, found.found)
     finish(found, None, console, as_json=as_json)
-
-
-def send_comm(prepared: Prepared, *, as_json: bool) -> None:
-    """Into the queue; the ranks write the result into the run's folder."""
-    from allranks.cli.cluster import show_submitted
-    from allranks.launch.backends.slurm import submit
-    from allranks.launch.backends.slurm.sbatch import racers_of
-
-    done = submit.submit(prepared, racers_of(prepared.job, []))
-    show_submitted(done, as_json=as_json)
-    if not as_json:
-        print(f"then allranks bench comm --from {done.run.name}")
 
 
 def data(

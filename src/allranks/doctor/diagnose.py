@@ -22,8 +22,9 @@ from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import read_slow_facts
 from allranks.errors import AllranksError
 from allranks.launch import backends
-from allranks.run import claims, missing, run_state
+from allranks.run import claims, run_state
 from allranks.run.events import to_json
+from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
@@ -142,7 +143,7 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     seen = run.info().get("missing") or {}
     if seen.get("attempt") != attempt:
         return found
-    title, fix = missing.in_words(seen, is_task=bool(run.job().get("task")))
+    title, fix = missing_in_words(seen, is_task=bool(run.job().get("task")))
     line = Evidence(shown_path(run.path / "run.json"), 0, f"missing: {to_json(seen)}")
     name = Path(seen["path"]).name
     same = [one for one in found if any(name in each.text for each in one.evidence)]
@@ -182,7 +183,7 @@ def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.End
 def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
     """Why the ranks of a run were stopped, unless its user stopped them."""
     ended = str((run.info().get("ended") or {}).get("reason", ""))
-    if run.info().get("backend") != "slurm" or ended.startswith(BY_USER):
+    if not backends.named(backends.of(run)).is_queue or ended.startswith(BY_USER):
         return []
     sources = [
         *run_evidence.accounting(_of_last_job(run, queue)),
@@ -203,8 +204,7 @@ def _soft_alone(facts: FailureFacts) -> list[Finding]:
 
 
 def _situations(run: RunDir) -> tuple[str, ...]:
-    slurm = ("slurm",) if run.info().get("backend") == "slurm" else ()
-    return (*(("task",) if run.job().get("task") else ()), *slurm)
+    return (*(("task",) if run.job().get("task") else ()), backends.of(run))
 
 
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:

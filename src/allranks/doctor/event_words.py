@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from allranks.run.crash import in_a_line
+from allranks.run.tracebacks import in_a_line
 from allranks.show.numbers import duration, size
 
 Event = Mapping[str, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,29 +11,28 @@ from pathlib import Path
 
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.log_lines import num_lines
+from allranks.launch import backends
 from allranks.run import files, stacks
-from allranks.run.claims import newest
 from allranks.run.folder import RunDir
-from allranks.run.frames import Frame, source_lines
-from allranks.run.progress import ALIKE_SECONDS
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
+    ALIKE_SECONDS,
     Blame,
     RankState,
     blame,
     ended_for,
-    in_seconds,
     is_stalled,
-    patience,
+    patience_with,
     read_states,
     silence,
     wait_apart,
     who_is_where,
     with_stacks,
 )
+from allranks.run.tracebacks import Frame, source_lines
+from allranks.show.numbers import duration
 from allranks.show.secrets import redact
 from allranks.show.text import plain
-from allranks.slurm import commands as slurm
 
 OTHER_NODES_SECONDS = 20.0
 LOG_BYTES = 1 << 20  # of the end of a log, which may have stacks
@@ -52,7 +50,7 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     states = read_states(run, attempts[-1])
     if any(state.ended == "failed" for state in states) or not states:
         return []  # the failure is the cause
-    usual = patience(states, asked=after)
+    usual = patience_with(states, asked=after)
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
@@ -154,7 +152,7 @@ def nobody_to_blame(
     )
     return Finding(
         "no-progress",
-        f"no step for {in_seconds(seconds)}: {who_is_where(states, None)}",
+        f"no step for {duration(seconds, whole=True)}: {who_is_where(states, None)}",
         common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
         confidence="low",
         evidence=evidence(states, None, run),
@@ -225,26 +223,14 @@ def source(place: Frame) -> str:
 
 
 def looked_at(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
-    """The states with the stacks of ranks on this node and, in a SLURM job, on the others."""
+    """The states with the stacks of their ranks, on this machine and on the run's other nodes."""
     processes = stacks.processes_of(run, attempt)
     more: dict[int, Stack] = {}
     if len(processes) < len(states):
-        more = elsewhere(run, attempt, len({state.node for state in states}))
+        words = ["-m", "allranks.run.stacks", str(run.path), str(attempt)]
+        backend = backends.named(backends.of(run))
+        more = stacks.from_lines(backend.on_nodes(run, words, OTHER_NODES_SECONDS))
     return with_stacks(states, processes, more)
-
-
-def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
-    """The stacks on all nodes of the SLURM job that trains the run, read with srun."""
-    holder = newest(run.claims)
-    if holder is None or not holder.job:
-        return {}
-    command = ["srun", f"--jobid={holder.job}", "--overlap", "--quiet", f"--nodes={num_nodes}"]
-    command += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    command += [sys.executable, "-m", "allranks.run.stacks", str(run.path), str(attempt)]
-    try:
-        return stacks.from_lines(slurm.call(*command, seconds=OTHER_NODES_SECONDS))
-    except slurm.SlurmError:
-        return {}
 
 
 def stack_in_log(log: Path) -> tuple[float, Stack] | None:

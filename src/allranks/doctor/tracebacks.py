@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from allranks.doctor.log_lines import Line, parse
 from allranks.doctor.log_search import Hit, Scanned, read_around
-from allranks.run.frames import FRAME, INSTALLED, RAISED, is_type
+from allranks.run.tracebacks import FRAME, INSTALLED, RAISED, is_type
 
 READ_BYTES = 1 << 16
 CONTEXT_BYTES = 300

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.run.folder import RunDir
-from allranks.run.frames import OURS, Frame
+from allranks.run.tracebacks import OURS, Frame
 
 PROC = Path("/proc")
 HEAD = re.compile(

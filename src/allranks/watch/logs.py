@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from allranks.run.files import is_regular, open_file
 from allranks.run.folder import RunDir
-from allranks.run.log_tail import LogTail
+from allranks.run.logs import LogTail
 from allranks.show.secrets import redact
 from allranks.show.text import last_state, plain
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.launch.backends import TABLE
 from allranks.machine.inventory import describe_machine
 from allranks.run.folder import RunDir, write_atomically
 from allranks.show.numbers import count, duration, metric, number, percent, size
@@ -367,7 +368,7 @@ def value_by_run(by_run: Mapping[str, str]) -> str:
 
 def settings_of(one: RunStatus) -> dict[str, str]:
     """Every setting that a run sets, and its value in one line."""
-    shown = [key for key in SHOWN_SETTINGS if key != "slurm" or one.info.get("backend") == "slurm"]
+    shown = [k for k in SHOWN_SETTINGS if k not in TABLE or k == one.info.get("backend")]
     # A benchmark runs its job without an end: the job's own length is in the benchmark's record.
     job = {**one.job, **bench_of(one.info).get("job", {})}
     rows = {key: job_setting(key, job.get(key)) for key in shown}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.run.progress import patience
 from allranks.run.record import final_step
+from allranks.run.stalls import patience
 from allranks.show.numbers import duration
 from allranks.timing.comparison import device_name
 
