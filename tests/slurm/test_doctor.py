@@ -11,7 +11,9 @@ import pytest
 from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
-from allranks.doctor.hang import elsewhere, hang
+from allranks.doctor.hang import hang
+from allranks.launch import backends
+from allranks.run import stacks
 from allranks.run.events import read_last_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak]
@@ -68,7 +70,8 @@ def test_stacks_of_other_nodes_come_through_srun(cluster: Cluster, tmp_path: Pat
         return len(beats) == 2 and min(beats) > 3
 
     cluster.wait(lambda: run.attempts() and hangs(), 60, "the hang")
-    found = elsewhere(run, 0, 2)
+    words = ["-m", "allranks.run.stacks", str(run.path), "0"]
+    found = stacks.from_lines(backends.named("slurm").on_nodes(run, words, 60.0))
     assert sorted(found) == [0, 1], found
     place = found[1].place
     assert place is not None and (Path(place.file).name, place.function) == (

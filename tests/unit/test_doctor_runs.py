@@ -162,7 +162,7 @@ def test_two_runs_of_which_one_has_the_larger_batch(tmp_path: Path) -> None:
         write_rank(other, rank, [STEP])
     found = compare([one, other])
     assert [each.cause for each in found] == ["effective-batch-grew", "seeds-differ"]
-    assert "128 samples in place of 64" in found[0].title
+    assert "128 samples instead of 64" in found[0].title
 
 
 def test_findings_fit_into_80_columns() -> None:

@@ -127,7 +127,7 @@ def test_a_rank_that_the_kernel_killed_by_its_own_count(tmp_path: Path) -> None:
     assert found.evidence[0].text.startswith("host memory of rank 1: 1 GiB to 5 GiB")
     assert (found.evidence[1].line, found.evidence[1].text) == (
         5,
-        "the kernel killed one process of the run's cgroup for want of memory",
+        "the kernel killed one process in the run's cgroup, which was out of memory",
     )
 
 

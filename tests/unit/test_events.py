@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import allranks
 from allranks.errors import AllranksError
-from allranks.run import crash
+from allranks.run import tracebacks
 from allranks.run.event_schema import COMMON, EVENTS, undeclared
 from allranks.run.events import (
     EventLog,
@@ -322,7 +322,7 @@ def test_what_ends_a_rank_is_described_as_declared() -> None:
     try:
         raise ValueError("no") from KeyError("label")
     except ValueError as error:
-        event = {"v": 1, "t": 1.0, "event": "error", "pid": 1, **crash.describe(error)}
+        event = {"v": 1, "t": 1.0, "event": "error", "pid": 1, **tracebacks.describe(error)}
     assert undeclared(event) == []
 
 

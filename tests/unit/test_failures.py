@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from allranks.launch.echo import WithoutTraceback
-from allranks.run import crash
+from allranks.run import tracebacks
 from allranks.run.events import append_event
 from allranks.run.failures import (
     COLUMNS,
     failure,
     failure_in_words,
-    last_words,
     lines_of,
-    ranks_in_words,
     traceback_lines,
 )
 from allranks.run.folder import RunDir
-from allranks.run.frames import Frame, read_tracebacks
+from allranks.run.logs import last_line
+from allranks.run.tracebacks import Frame, read_tracebacks
+from allranks.show.numbers import ranks_in_words
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py"
 
@@ -213,11 +213,11 @@ def test_a_crash_in_c_is_told_by_the_handler_in_c(run: RunDir) -> None:
 def test_the_last_words_of_a_rank_that_failed(run: RunDir) -> None:
     log = run.log(0, 0)
     log.parent.mkdir(parents=True)
-    assert last_words(log) == ""  # there is no log
+    assert last_line(log) == ""  # there is no log
     log.write_bytes(b"epoch 1\n\x1b[31mValueError: no such data\x1b[0m\n\n")
-    assert last_words(log) == "ValueError: no such data"
+    assert last_line(log) == "ValueError: no such data"
     log.write_bytes(b"x" * 100_000)
-    assert len(last_words(log)) < 200
+    assert len(last_line(log)) < 200
 
 
 # --- Lines --------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def caught(call: Any) -> dict[str, Any]:
     try:
         call()
     except BaseException as error:
-        return crash.describe(error)
+        return tracebacks.describe(error)
     raise AssertionError
 
 
@@ -306,7 +306,7 @@ def test_the_exception_of_a_loaders_worker_is_that_of_its_own_line() -> None:
     ],
 )
 def test_echoes(name: str, message: str, echo: bool) -> None:
-    assert crash.is_echo(name, message) is echo
+    assert tracebacks.is_echo(name, message) is echo
 
 
 def test_an_exception_that_cannot_be_printed() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import allranks
 from allranks.errors import AllranksError
-from allranks.job.job import Difference, Duration, Job, load_job, parse_job
+from allranks.job.job import Difference, Job, load_job, parse_job
+from allranks.job.values import Duration
 from allranks.layout import Layout
 
 # A loaded machine is no failure.
@@ -217,7 +218,7 @@ WRONG = [
     ("task: spirall", "job.yaml:1: task", "spiral"),
     ("task: mine:Mime", "no class Mime", "mine:Mine"),
     ("task: 3", "task: expected text, got 3", "text"),
-    ("task: ''", "no bundled task", "package.module:Class"),
+    ("task: ''", "not a bundled task", "package.module:Class"),
     ("task: mine:Mine\noptions: {sise: x}", "job.yaml:2: options.sise", "options.size"),
     ("epochs: 3\nsteps: 4", "epochs and steps are both given", "remove"),
     ("batch_size: 3\nbatch_size_per_rank: 4", "both given", "remove"),

@@ -12,9 +12,9 @@ import pytest
 
 from allranks.errors import AllranksError
 from allranks.launch.logs import show
-from allranks.run import log_tail
+from allranks.run import logs as rank_logs
 from allranks.run.folder import RunDir
-from allranks.run.log_tail import LogTail
+from allranks.run.logs import LogTail
 
 
 def write(path: Path, text: str) -> None:
@@ -69,7 +69,7 @@ def test_a_letter_that_is_cut_in_two_by_a_look_is_one_letter(tmp_path: Path) -> 
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(rank_logs, "CHUNK_BYTES", 7)
     lines = [f"line {number}" for number in range(50)]
     (tmp_path / "log").write_text("\n".join(lines))
     tail = LogTail(tmp_path / "log")

@@ -16,8 +16,8 @@ from allranks.doctor.finding import Evidence, Finding
 from allranks.launch.backends.slurm import missing_files
 from allranks.launch.backends.slurm.inside import Place
 from allranks.run.events import append_event
+from allranks.run.failures import missing_in_words, missing_path
 from allranks.run.folder import RunDir
-from allranks.run.missing import found_on, in_words, missing_path
 
 PLACE = Place(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
 
@@ -52,15 +52,13 @@ def test_what_was_said_long_before_the_end_is_not_its_reason() -> None:
 
 
 def test_words() -> None:
-    seen = found_on("/scratch/data.pt", {"node1": True, "node2": False, "node3": False}, 0)
-    assert seen is not None
-    what, fix = in_words(seen)
+    seen = {"path": "/scratch/data.pt", "on": ["node1"], "not_on": ["node2", "node3"]}
+    what, fix = missing_in_words(seen)
     assert what == "/scratch/data.pt is on node1 but not on node2, node3"
     assert "stage: [SHARED/data.pt]" in fix and "{stage}/data.pt" in fix
-    assert "data.stage: local" in in_words(seen, is_task=True)[1]
-    assert found_on("/x", {"node1": True, "node2": True}, 0) is None
-    none = found_on("/x", {"node1": False, "node2": False}, 0)
-    assert none is not None and in_words(none)[0] == "/x is on none of the nodes (node1, node2)"
+    assert "data.stage: local" in missing_in_words(seen, is_task=True)[1]
+    seen = {"path": "/x", "on": [], "not_on": ["node1", "node2"]}
+    assert missing_in_words(seen)[0] == "/x is on none of the nodes (node1, node2)"
 
 
 def failed_run(folder: Path, said: str, cwd: str = "/work") -> RunDir:
@@ -136,7 +134,8 @@ def test_the_doctor_names_the_nodes(tmp_path: Path) -> None:
     line = Evidence("rank-1.log", 1, NOT_FOUND)
     found = [Finding("rank-raised", "Rank 1 raised", "mend it", 1, "node2", evidence=(line,))]
     assert on_which_nodes(run, 0, found) == found
-    seen = found_on("/work/data/x.pt", {"node1": True, "node2": False}, 0)
+    path = "/work/data/x.pt"
+    seen = {"attempt": 0, "path": path, "on": ["node1"], "not_on": ["node2"]}
     run.update_info(lambda info: info.update(missing=seen))
     (told,) = on_which_nodes(run, 0, found)
     assert (told.cause, told.rank, told.node) == ("missing-file", 1, "node2")

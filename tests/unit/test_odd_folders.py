@@ -123,6 +123,7 @@ def look_with_page(runs: Path) -> None:
         watcher.close()
 
 
+@pytest.mark.timeout(1200)  # half a minute alone; with old libraries beside other tests, ten
 @settings(
     max_examples=200 // AT_ONCE,
     deadline=None,
@@ -138,7 +139,7 @@ def test_every_command_answers_for_the_other_runs(odd: list[list[Change]]) -> No
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000 // AT_ONCE, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(ODD_FOLDERS, min_size=AT_ONCE, max_size=AT_ONCE))
 def test_every_command_answers_for_the_other_runs_again_and_again(odd: list[list[Change]]) -> None:
     with folder_of_runs(odd) as runs:

@@ -28,9 +28,12 @@ def test_a_hangup_is_a_request_to_end_but_under_nohup(before: str, received: str
         "print(*[one.name for one in signals.received] or ['none'])"
     )
     command = f'{before}exec {sys.executable} -c "$CODE"'
-    done = subprocess.run(
-        ["sh", "-c", command], env={**os.environ, "CODE": code}, capture_output=True, text=True
-    )
+    env = {**os.environ, "CODE": code}
+    as_before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be under nohup
+    try:
+        done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, as_before)
     assert done.stdout.strip() == received, done.stderr
 
 

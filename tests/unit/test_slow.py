@@ -167,7 +167,7 @@ def test_thresholds_can_be_others() -> None:
     assert slow(facts, Thresholds.parse(["least_seconds=60"])) == []
     assert len(slow(facts, Thresholds.parse(["data=0.3"]))) == 1
     for wrong in ("dat=0.1", "data=much", "data=-1", "data"):
-        with pytest.raises(AllranksError, match="no threshold"):
+        with pytest.raises(AllranksError, match="not a threshold"):
             Thresholds.parse([wrong])
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from allranks import __version__
 from allranks.errors import AllranksError
+from allranks.launch import backends
 from allranks.launch.backends import Options, ssh
 from allranks.launch.prepare import Request
+from allranks.run.folder import RunDir
 
 
 @pytest.fixture
@@ -40,6 +42,18 @@ def test_the_question_works_with_a_real_shell_and_python(fake_ssh: Path) -> None
     answer(fake_ssh, 'eval "last=\\${$#}"; eval "$last"; exit $?')
     host = ssh.ask_host("here")
     assert Path(host.python).name.startswith("python") and 20000 <= host.port < 30000
+
+
+def test_a_command_runs_on_every_host_of_a_run_that_answers(fake_ssh: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.update_info(lambda info: info.update(backend="ssh", hosts=["a", "gone", "b"]))
+    fake_ssh.write_text(
+        '#!/bin/sh\ncase "$*" in *"-- gone "*) exit 255;; esac\n'
+        'eval "last=\\${$#}"; eval "$last"; exit $?\n'
+    )
+    backend = backends.named(backends.of(run))
+    assert backend.on_nodes(run, ["-c", "print('it is here')"], 60.0) == "it is here\n" * 2
 
 
 @pytest.mark.parametrize(

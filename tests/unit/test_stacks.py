@@ -14,8 +14,8 @@ import pytest
 import allranks
 from allranks.run import stacks
 from allranks.run.folder import RunDir
-from allranks.run.frames import OURS, Frame
 from allranks.run.stacks import Stack, parse_dump, parse_py_spy, processes_of, takes_signal
+from allranks.run.tracebacks import OURS, Frame
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 

@@ -86,7 +86,7 @@ def test_where_nothing_can_be_taken_back_there_are_few_notes() -> None:
         screen.stalled(None)
         screen.stalled(None)
     lines = [f"note: no step for {seconds} s: rank 1 is asleep" for seconds in (12, 30, 60, 120)]
-    assert text.getvalue().splitlines() == [*lines, "note: makes progress again after 129 s"] * 2
+    assert text.getvalue().splitlines() == [*lines, "note: makes progress again after 2m09s"] * 2
 
 
 def test_with_a_bar_the_line_is_the_bar_s(tmp_path: Path) -> None:

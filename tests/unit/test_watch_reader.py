@@ -10,8 +10,7 @@ import pytest
 from tests.watch_runs import GrowingRun, event_line
 
 from allranks.watch.live import Watcher
-from allranks.watch.reader import RunReader
-from allranks.watch.series import MAX_POINTS, Points
+from allranks.watch.reader import MAX_POINTS, Points, RunReader
 
 STEP_SECONDS, PAUSE = 0.1, 400.0
 

@@ -27,12 +27,12 @@ from tests.page_runs import LiveRun, held
 
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
-from allranks.watch import app, server, uplot
+from allranks.watch import app, server
 from allranks.watch.app import FOLDER, ServerHead, make_app
-from allranks.watch.gate import prompt_protocol
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
 from allranks.watch.page_data import Wish
+from allranks.watch.server import PLOT_FILES, plot_file, prompt_protocol
 from allranks.watch.views import RunView
 
 TOKEN = "a-token-that-nobody-knows"
@@ -163,7 +163,7 @@ def test_every_file_of_the_page_is_served_and_nothing_else(let_in: TestClient) -
 
 
 def test_uplot_is_the_packages_own(let_in: TestClient) -> None:
-    for name, file in uplot.FILES.items():
+    for name, file in PLOT_FILES.items():
         own = importlib.metadata.distribution("uplot-python").locate_file(f"uplot/static/{file}")
         plain = let_in.get(f"/static/{name}", headers={"accept-encoding": "identity"})
         packed = let_in.get(f"/static/{name}", headers={"accept-encoding": "gzip"})
@@ -177,7 +177,7 @@ def test_another_package_of_uplots_name_is_not_taken_for_it(
     (tmp_path / "uplot").mkdir()
     (tmp_path / "uplot" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert uplot.find("uplot.js") is None
+    assert plot_file("uplot.js") is None
 
 
 def test_scripts_import_only_what_there_is() -> None:

@@ -18,29 +18,32 @@ from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
 from allranks.watch import sampler
-from allranks.watch.job_screen import job_lines, times
-from allranks.watch.jobs import (
+from allranks.watch.job_screen import (
     SAMPLER,
     JobFacts,
     Pieces,
+    job_lines,
     parse_job,
     srun_command,
     stack_lines,
+    times,
 )
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
-from allranks.watch.notify import Changes, News, Notifier, call
-from allranks.watch.plain_lines import follow, plain_line
-from allranks.watch.settings import job_setting, typed
+from allranks.watch.modes import follow
+from allranks.watch.notify import News, Notifier, call
 from allranks.watch.status import (
     RunStatus,
     commands,
     gather,
+    job_setting,
     next_steps,
     resource_lines,
     resources,
+    shown_override,
     status_page,
 )
+from allranks.watch.table_cells import plain_line
 from allranks.watch.views import Parts, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
@@ -61,7 +64,7 @@ def view(state: str, **fields: object) -> RunView:
 
 
 def test_each_change_is_told_once() -> None:
-    changes = Changes()
+    notifier = Notifier("true")
     told = []
     for run in (
         view("queued"),
@@ -74,13 +77,14 @@ def test_each_change_is_told_once() -> None:
         view("running"),  # resumed
         view("failed", reason="rank 1"),
     ):
-        told += [news.state for news in changes.since([run])]
+        told += [news.state for news in notifier.look([run])]
+    notifier.close()
     assert told == ["stalled", "finished", "failed"]
 
 
 def test_what_ended_before_is_no_news() -> None:
-    changes = Changes()
-    assert changes.since([view("failed")]) == changes.since([view("failed")]) == []
+    notifier = Notifier("true")
+    assert notifier.look([view("failed")]) == notifier.look([view("failed")]) == []
 
 
 def test_the_command_gets_variables_and_json(tmp_path: Path) -> None:
@@ -211,14 +215,14 @@ def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
     parts = Parts(seconds=seconds, steps=16, slowest_rank=3, slowest_share=1.0, slowest_part="data")
     run = view("running", world_size=4, step=5)
     steps = next_steps(RunStatus(view=run, parts=parts))
-    assert "50% of its steps for data" in steps[0] and "bench data" in steps[0]
-    assert "25% of its steps for rank 3" in steps[1] and "--layout 1x1" in steps[2]
+    assert "50% of its step time on data" in steps[0] and "bench data" in steps[0]
+    assert "25% of its step time waiting for rank 3" in steps[1] and "--layout 1x1" in steps[2]
 
 
 def test_ranks_that_take_turns_are_not_called_by_a_number() -> None:
     seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.0, "other": 0.0}
     steps = next_steps(RunStatus(view=view("finished"), parts=Parts(seconds=seconds, steps=32)))
-    assert "50% of its steps for whichever rank is last" in steps[0] and "None" not in steps[0]
+    assert "50% of its step time waiting for slower ranks" in steps[0] and "None" not in steps[0]
 
 
 def test_commands_say_where_the_runs_are() -> None:
@@ -246,7 +250,7 @@ def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path
     ("words", "said"),
     [
         (["nothing-here"], "no run 'nothing-here'"),
-        (["--mark", "gpu=1,2"], "no mark is called 'gpu'"),
+        (["--mark", "gpu=1,2"], "there is no mark 'gpu'"),
         (["--stacks"], "without a SLURM job"),
         (["--stalled", "0"], "--stalled"),
     ],
@@ -383,8 +387,8 @@ def test_variables_are_told_by_name_unless_they_are_known_to_be_settings() -> No
     env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 4, "MY_LOGIN": "hunter2"}
     assert job_setting("env", env) == "NCCL_DEBUG=INFO, OMP_NUM_THREADS=4, MY_LOGIN"
     assert job_setting("optimizer", {"lr": 0.1}) == "lr=0.1"
-    assert typed("env.MY_LOGIN=hunter2") == "env.MY_LOGIN"
-    assert [typed(word) for word in ("env.NCCL_DEBUG=INFO", "seed=1")] == [
+    assert shown_override("env.MY_LOGIN=hunter2") == "env.MY_LOGIN"
+    assert [shown_override(word) for word in ("env.NCCL_DEBUG=INFO", "seed=1")] == [
         "env.NCCL_DEBUG=INFO",
         "seed=1",
     ]

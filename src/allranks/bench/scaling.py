@@ -14,6 +14,7 @@ from allranks.bench.laws import Fit, differ_too_much, fit_object, law_of
 from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
 from allranks.job.job import Job
+from allranks.launch.backends import named
 from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
@@ -126,7 +127,7 @@ def measure(
         return price.usd_per_hour if price else None
 
     added = str(plan.added) if plan.added else None
-    done = series.in_slurm(read, added) if backend == "slurm" else series.here(read)
+    done = series.in_slurm(read, added) if named(backend).is_queue else series.here(read)
     device = next((one.device for one in done if one.timing is not None), None)
     found = as_json(
         done,

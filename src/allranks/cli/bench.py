@@ -140,6 +140,8 @@ def comm(
         show_files,
     )
     from allranks.bench.measure import Result
+    from allranks.cli.cluster import show_submitted
+    from allranks.launch.backends import Options, named
 
     console = people_console(as_json)
     if earlier is not None:
@@ -153,25 +155,16 @@ def comm(
             seconds=seconds,
             runs=runs,
         )
-        if backend == "slurm":
-            send_comm(prepared, as_json=as_json)
+        if named(backend).is_queue:
+            queued = named(backend).start(prepared, Options())
+            show_submitted(queued, as_json=as_json)
+            if not as_json:
+                print(f"then allranks bench comm --from {queued.run.name}")
             return
         found = measure(prepared, console, oversubscribe=oversubscribe, debug=debug)
     show(console, found.found)
     show_files(console, found.found)
     finish(found, None, console, as_json=as_json)
-
-
-def send_comm(prepared: Prepared, *, as_json: bool) -> None:
-    """Into the queue; the ranks write the result into the run's folder."""
-    from allranks.cli.cluster import show_submitted
-    from allranks.launch.backends.slurm import submit
-    from allranks.launch.backends.slurm.sbatch import racers_of
-
-    done = submit.submit(prepared, racers_of(prepared.job, []))
-    show_submitted(done, as_json=as_json)
-    if not as_json:
-        print(f"then allranks bench comm --from {done.run.name}")
 
 
 def data(

@@ -26,7 +26,6 @@ from allranks.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from allranks.launch.backends.slurm.sbatch import Racer
     from allranks.run.folder import RunDir
 
 Race = Annotated[
@@ -84,7 +83,7 @@ def cluster(
     debug: Debug = False,
 ) -> None:
     from allranks.run.events import to_json
-    from allranks.slurm import screen as cluster_screen
+    from allranks.slurm import cluster_screen
     from allranks.slurm.cluster import describe_cluster
     from allranks.slurm.queue import queue as look_at_queue
 
@@ -114,31 +113,17 @@ def submit(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.backends.slurm import ladder as ladders
-    from allranks.launch.backends.slurm import submit as sending
-    from allranks.launch.backends.slurm.sbatch import parse_race, racers_of
-    from allranks.launch.prepare import prepare
+    from allranks.launch import backends
 
-    climb = None
-    if ladder is not None:
-        climb = ladders.of(parse_race(ladder), min_efficiency=min_efficiency, steps=steps)
-    rivals, first = read_layouts(climb.rung if climb else race, layout)
-    prepared = prepare(typed_request(job, overrides, layout=first, runs=runs))
-    racers = racers_of(prepared.job, rivals)
+    queue = backends.named("slurm")
+    options = backends.Options(
+        race=race, ladder=ladder, min_efficiency=min_efficiency, ladder_steps=steps
+    )
+    prepared = queue.check(typed_request(job, overrides, layout=layout, runs=runs), options)
     if dry_run:
-        show_draft(sending.draft(prepared, racers), as_json=as_json)
+        show_draft(queue.draft(prepared, options), as_json=as_json)
         return
-    show_submitted(sending.submit(prepared, racers, climb), as_json=as_json, wait=wait)
-
-
-def read_layouts(race: str | None, layout: str | None) -> tuple[list[Racer], str | None]:
-    """The racers, and the layout to check the job with: the first of them, or the typed one."""
-    from allranks.launch.backends.slurm.sbatch import parse_race
-
-    if race is None:
-        return [], layout
-    racers = parse_race(race)
-    return racers, str(racers[0].layout)
+    show_submitted(queue.start(prepared, options), as_json=as_json, wait=wait)
 
 
 def race(
@@ -159,6 +144,7 @@ def race(
 
 @never_with("race", "layout")
 @never_with("backend=local", "race", "wait", "hosts")
+@never_with("backend=ssh", "race", "wait")
 @never_with("backend=slurm", "hosts")
 @never_with("hosts", "race", "wait")
 @never_with("dry_run", "wait")
@@ -181,8 +167,7 @@ def resume(
     from allranks.launch.backends import Options
     from allranks.run.folder import find_run
 
-    _, first = read_layouts(race, layout)
-    request = typed_request(None, overrides, layout=first, resume=run, force=force, runs=runs)
+    request = typed_request(None, overrides, layout=layout, resume=run, force=force, runs=runs)
     named = tuple(hosts.split(",")) if hosts else ()
     typed = "slurm" if race else "ssh" if named else None
     place = backends.named(backend or typed or backends.of(find_run(runs, run)))

@@ -1,27 +1,28 @@
 """The causes that the doctor knows: one readable file per family in causes/, read and checked.
 
-Each cause of a family's file has
+Each cause in a family's file has
 
-    slug, title      its stable name, and one line; {field|otherwise} is filled from the log
-    kind             root: explains a failure by itself, and the first of them wins (the default)
-                     soft: wrong, but nothing that ends a run at once
-                     generic: true of many failures; said where nothing better is known
-                     echo: what ranks say because another one is in trouble; never a finding
+    slug, title      its permanent name, and one line. {field|otherwise} is filled from the log;
+                     [a part with a {field}] is left out if the field is unknown
+    kind             root: explains a failure by itself; the first root found wins (the default)
+                     soft: wrong, but does not end a run at once
+                     generic: true of many failures; reported if nothing better is known
+                     echo: what ranks print because another rank is in trouble; never a finding
                      mark: a fact that the reasoning needs; never a finding
-    patterns         regular expressions, one of which must be found in a line; case is ignored.
+    patterns         regular expressions, one of which must match a line; case is ignored.
                      Named groups are fields for title and fix; rank, node, pid say whose line it is
-    unless           expressions that must not be found in the line
-    raised           tracebacks that tell it: `exception` (type and message) and `within`, the files
+    unless           expressions that must not match the line
+    raised           tracebacks that show it: `exception` (type and message) and `within`, the files
                      and functions of its frames, as expressions
     where            comparisons of sizes that were captured: "unused + free >= tried and …"
     culprit          line (the default), none (the same for all ranks), or the number of a rank
     on_warning       true: a line that is only a warning counts too
     confidence       high (the default), medium, low
-    unsure           expressions of lines that tell it with medium confidence only
-    explains         slugs that follow from this one, and are said after it
+    unsure           expressions of lines that show it with medium confidence only
+    explains         slugs of causes that follow from this one and are not reported with it
     cause, fix       what happened, and what to type or change
     fix_for          other fixes where more is known: task, lightning, slurm, accelerate
-    references       where to read on
+    references       where to read more
     examples         lines that must be recognised: a test proves each"""
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 import yaml
 
-from allranks.doctor.finding import Confidence
+from allranks.doctor.finding import Confidence, Evidence, Finding
 
 FOLDER = Path(__file__).parent / "causes"
 Kind = Literal["root", "soft", "generic", "echo", "mark"]
@@ -45,15 +47,17 @@ KEYS = {
     *("confidence", "unsure", "explains", "cause", "fix", "fix_for", "references", "examples"),
 }
 SITUATIONS = ("task", "lightning", "accelerate", "slurm")
-# What is escaped or in brackets is no repeat.
+# Escaped characters and those in brackets do not repeat anything.
 _REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]")
 _AT_MOST = {"*": "{0,1000}", "+": "{1,1000}"}
-_PLACE = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
+_FIELD = re.compile(r"\{(\w+)\}")
+# {field|otherwise}, or [a part that {field} is needed for]
+_PLACE = re.compile(r"\{(?P<field>\w+)\|(?P<otherwise>[^{}]*)\}|\[(?P<part>[^][]*?\{\w+\}[^][]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression, and a word without which it cannot match."""
+    """A regular expression, and a word that every match contains."""
 
     word: str
     text: str
@@ -62,13 +66,13 @@ class Pattern:
         return _compiled(self.text).search(line)
 
     def may_match(self, raw: str) -> bool:
-        """Whether a line may fit once its prefixes are taken off: those matter to `^` alone."""
+        """Whether a line may match once its prefixes are removed: they matter to `^` alone."""
         return self.text.startswith("^") or self.search(raw) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Exceptional:
-    """What a traceback must have: words at its end, and a frame."""
+    """What a traceback must have: its exception, and one of its frames."""
 
     exception: str
     within: str
@@ -108,7 +112,7 @@ class Cause:
         return self.kind in ("root", "soft", "generic")
 
     def match(self, line: str) -> dict[str, str] | None:
-        """The fields that a line gives, from all patterns that fit; None if none does."""
+        """The fields of a line, from all patterns that match it; None if none does."""
         fields: dict[str, str] | None = None
         for pattern in self.patterns:
             found = pattern.search(line)
@@ -120,7 +124,7 @@ class Cause:
         return fields if not self.where or holds(self.where, fields) else None
 
     def confidence_of(self, lines: Sequence[str]) -> Confidence:
-        """How sure it is by these lines: as the surest of them tells it."""
+        """How sure these lines make it: as sure as the surest of them."""
         told = [any(_compiled(text).search(line) for text in self.unsure) for line in lines]
         return "medium" if self.confidence == "high" and told and all(told) else self.confidence
 
@@ -128,7 +132,7 @@ class Cause:
         return fill(self.title, fields)
 
     def advice(self, fields: Mapping[str, Any], situations: Sequence[str] = ()) -> str:
-        """The fix for what is known: the most special that fits."""
+        """The fix for the first situation that has one of its own, or the general fix."""
         for situation in situations:
             if situation in self.fix_for:
                 return fill(self.fix_for[situation], fields)
@@ -163,13 +167,20 @@ class Catalogue:
 
 
 def fill(text: str, fields: Mapping[str, Any]) -> str:
-    """`{port|the port}` becomes the field, or what stands behind the bar."""
+    """`{port|the port}` becomes the field, or what is after the bar if it is unknown.
 
-    def value(match: re.Match[str]) -> str:
-        known = fields.get(match[1])
-        return str(known) if known not in (None, "") else (match[2] or "")
+    `[: {path}]` is left out unless all its fields are known.
+    """
+    known = {key: str(value).strip() for key, value in fields.items() if value is not None}
 
-    return re.sub(r"\s+", " ", _PLACE.sub(value, text)).strip()
+    def filled(place: re.Match[str]) -> str:
+        part = place["part"]
+        if part is None:
+            return known.get(place["field"]) or place["otherwise"]
+        is_complete = all(known.get(field) for field in _FIELD.findall(part))
+        return _FIELD.sub(lambda field: known[field[1]], part) if is_complete else ""
+
+    return re.sub(r"\s+", " ", _PLACE.sub(filled, text)).strip()
 
 
 def holds(where: str, fields: Mapping[str, str]) -> bool:
@@ -206,21 +217,21 @@ def _size(name: str, fields: Mapping[str, str]) -> float:
 
 @cache
 def _compiled(text: str) -> re.Pattern[str]:
-    """When it is first needed: most patterns never are."""
+    """Compiled when first needed: most patterns never are."""
     return re.compile(bounded(text), re.IGNORECASE)
 
 
 def bounded(text: str) -> str:
-    """A pattern whose `*` and `+` repeat often enough for any line that people read.
+    """A pattern whose `*` and `+` are limited, but enough for any line that people read.
 
-    Without an end to them, a line of many kilobytes takes time by the square of its length.
+    Without a limit, the time for a line of many kilobytes grows with the square of its length.
     """
     return _REPEAT.sub(lambda found: _AT_MOST.get(found[0], found[0]), text)
 
 
 @cache
 def load(folder: Path = FOLDER) -> Catalogue:
-    """Every family's file."""
+    """Read every family's file."""
     causes: dict[str, Cause] = {}
     for path in sorted(folder.glob("*.yaml")):
         for entry in yaml.load(path.read_text(), Loader=_loader()):
@@ -229,6 +240,13 @@ def load(folder: Path = FOLDER) -> Catalogue:
                 raise ValueError(f"{path.name}: {cause.slug} is in {causes[cause.slug].family} too")
             causes[cause.slug] = cause
     return Catalogue(causes)
+
+
+def finding(slug: str, evidence: Sequence[Evidence], **fields: str) -> Finding:
+    """A known cause as a finding that blames no rank."""
+    cause = load()[slug]
+    title, fix = cause.words(fields), cause.advice(fields)
+    return Finding(slug, title, fix, confidence=cause.confidence, evidence=tuple(evidence))
 
 
 def _loader() -> Any:
@@ -257,15 +275,14 @@ def _parse(entry: Mapping[str, Any], family: str) -> Cause:
 
 SHORTEST = 3  # characters; shorter words are in too many lines
 LONG = 7  # from here on a word has four bytes at a multiple of four wherever it begins
-# How common a character is in logs, roughly: the rarer the better to search for.
+# Roughly how common a character is in logs: the rarer, the better to search for.
 _COMMON = {char: 12 - place // 3 for place, char in enumerate(" etaoinsrhldcumfpgwybvkxjqz")}
-# Long, and in the lines of every healthy run all the same.
-_EVERYDAY = {"checkpoint", "collective", "network", "connection", "batch", "world", "backend"}
-_EVERYDAY_TEXT = f" {' '.join(sorted(_EVERYDAY))} process worker memory device loading forward "
-_EVERYDAY_TEXT += (
-    "optimizer gradient tensor warning info error step loss rank epoch data file model "
+# Long, but in the lines of every healthy run.
+_EVERYDAY = ("backend", "batch", "checkpoint", "collective", "connection", "loss", "network")
+_EVERYDAY_TEXT = (
+    f" {' '.join(_EVERYDAY)} process worker memory device loading forward optimizer gradient "
+    "tensor warning info error step loss rank epoch data file model world "
 )
-_REPEATED = set("*+?{")
 
 
 class NoWord(ValueError):
@@ -275,22 +292,19 @@ class NoWord(ValueError):
 def required_word(pattern: str) -> str:
     """The best run of plain characters that every match contains: long, then rare.
 
-    Only the top level counts: not what is in groups, brackets or alternatives, nor a character
-    that may be repeated or left out. Digits end a run: they differ from line to line.
+    What is in brackets or alternatives, or may be left out, does not count. Digits end a run: they
+    differ from line to line.
     """
-    runs, current, index = [], "", 0
-    while index < len(pattern):
-        plain, length = _next(pattern, index)
-        after = pattern[index + length : index + length + 1]
-        if plain is None or plain.isdigit() or after in _REPEATED:
-            if after == "+" and plain is not None:
-                current += plain
-            runs.append(current)
-            current = ""
-        else:
-            current += plain
-        index += length
-    runs.append(current)
+    runs = [""]
+    for operation, value in _parser.parse(pattern):
+        is_repeated = str(operation) == "MAX_REPEAT" and value[0] > 0  # at least once
+        if is_repeated and len(value[2]) == 1:
+            operation, value = value[2][0]
+        char = chr(value) if str(operation) == "LITERAL" else ""
+        if char and not char.isdigit():
+            runs[-1] += char
+        if is_repeated or not char or char.isdigit():
+            runs.append("")
     words = [run for run in runs if len(run.strip()) >= SHORTEST]
     if not words:
         raise NoWord(f"no word of {SHORTEST} plain characters outside of groups in {pattern!r}")
@@ -299,55 +313,15 @@ def required_word(pattern: str) -> str:
 
 def _worth(word: str) -> tuple[int, float]:
     is_everyday = any(word.strip().lower() in (each, f"{each}s") for each in _EVERYDAY)
-    return SHORTEST if is_everyday else min(len(word), 12), -commonness(word)
-
-
-def _next(pattern: str, index: int) -> tuple[str | None, int]:
-    """The plain character at a place (None if there is none), and how long its spelling is."""
-    char = pattern[index]
-    if char == "\\":
-        escaped = pattern[index + 1]
-        return (None if escaped.isalnum() else escaped), 2
-    if char == "[":
-        # A bracket that comes first is a character.
-        end = index + (3 if pattern[index + 1] == "^" else 2)
-        while pattern[end - 1] == "\\" or pattern[end] != "]":
-            end += 1
-        return None, end + 1 - index
-    if char == "(":
-        return None, _group_end(pattern, index) - index
-    if char == "|":
-        raise NoWord(f"alternatives at the top level of {pattern!r}: write several patterns")
-    if char == "{":
-        return None, pattern.index("}", index) + 1 - index
-    if char in ".^$*+?":
-        return None, 1
-    return char, 1
-
-
-def _group_end(pattern: str, index: int) -> int:
-    depth, place = 0, index
-    while place < len(pattern):
-        char = pattern[place]
-        if char == "\\":
-            place += 2
-            continue
-        if char == "[":
-            place += _next(pattern, place)[1]
-            continue
-        depth += (char == "(") - (char == ")")
-        place += 1
-        if depth == 0:
-            return place
-    raise NoWord(f"a group of {pattern!r} does not end")
+    return 0 if is_everyday else min(len(word), 12), -commonness(word)
 
 
 def commonness(word: str) -> float:
-    """How many lines have it, as a rank: the mean over its characters."""
+    """How common a word is in logs: the mean over its characters."""
     return sum(_COMMON.get(char, 4) for char in word.lower()) / len(word)
 
 
 def window_cost(window: str) -> tuple[int, float]:
-    """How bad a part of a word is to search for: how much of it is in everyday words."""
+    """How bad a part of a word is to search for: how much of it occurs in everyday words."""
     grams = [window[start : start + 4].lower() for start in range(len(window) - 3)]
     return sum(gram in _EVERYDAY_TEXT for gram in grams), commonness(window)

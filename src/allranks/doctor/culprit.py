@@ -1,4 +1,4 @@
-"""Which rank is to blame, from what the ranks say: who did not come, or whose call differs."""
+"""Which rank is to blame, from what all ranks print: which did not join, or whose call differs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from allranks.doctor.tracebacks import Raised
 # [PG ID 1 PG GUID 3(tp) Rank 0], [PG 1 Rank 0]
 GROUP = re.compile(r"\[PG (?:ID )?(?:(?P<id>\d+) ?)?(?:PG )?(?:GUID (?P<guid>[^\s\]()]+))?")
 ECHOES = ("collective-timeout", "collective-dumped", "peer-closed", "store-lost")
-# Their ranks may give different numbers of elements to one call.
+# Ranks may pass different numbers of elements to these.
 UNEQUAL = ("ALLTOALL", "GATHER", "SCATTER", "SEND", "RECV")
+Call = tuple[str, str, str | None]  # number, kind and elements of a collective
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """What follows from echoes: the cause, the rank, and the lines that tell."""
+    """What follows from echoes: the cause, the rank, and the lines that show it."""
 
     slug: str
     rank: int | None
@@ -42,7 +43,7 @@ def suspect(facts: FailureFacts) -> Suspect | None:
     if died is not None:
         end = facts.ends[died]
         hits = [end.hit, *echoes] if end.hit is not None else echoes
-        how = {"how": f" {end.in_words}"}
+        how = {"how": end.in_words}
         return Suspect("rank-died", died, "high" if end.is_crash else "medium", hits, how)
     if timeouts:
         return _missing(facts, timeouts, echoes)
@@ -50,23 +51,23 @@ def suspect(facts: FailureFacts) -> Suspect | None:
 
 
 def echoes_of(facts: FailureFacts) -> list[Hit]:
-    """What ranks say because another one is in trouble."""
+    """What ranks print because another rank is in trouble."""
     return [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
 
 
 def _died(facts: FailureFacts, echoes: Sequence[Hit]) -> int | None:
-    """The rank that ended by itself and said nothing of its own."""
+    """The rank that failed by itself and printed nothing."""
     spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
     own = [end for end in facts.ends.values() if end.is_own and end.rank not in spoke]
-    # NCCL's watchdog aborts ranks that have waited too long: an abort after a timeout is an echo.
+    # NCCL's watchdog aborts ranks that waited too long: an abort after a timeout is an echo.
     own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
     return own[0].rank if own else None
 
 
 def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
-    """Some waited until their time was over."""
+    """The suspect if some ranks waited until they timed out."""
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
-    fields = {"op_words": f" ({', '.join(sorted(ops))})"} if ops else {}
+    fields = {"ops": ", ".join(sorted(ops))} if ops else {}
     tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
     if _is_stuck(facts, timeouts):
         return Suspect("collective-mismatch", None, "medium", tellers, fields)
@@ -89,23 +90,23 @@ def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]
         return Suspect("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
     is_seen = len(silent) == 1 and silent[0] in facts.ranks
-    # One that came to its end had nothing more to do: it may be another call that differs.
+    # A rank that reached its end had nothing more to do: perhaps another rank's call differs.
     is_gone = bool({hit.rank for hit in facts.of("program-ended")} & set(silent))
     sure = "high" if is_seen and not is_gone else "medium"
     return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
 def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
-    """The one rank that came when those who had waited for it were gone."""
+    """The one rank that arrived after those that waited for it had gone."""
     waited = {hit.rank for hit in timeouts}
     came = {hit.rank for hit in echoes if hit.cause.slug == "peer-closed"} - waited
-    # Where another one says nothing, both may have waited for that one, and this one not as long.
+    # If yet another is silent, all may have waited for that one, and this one less long.
     if None in waited | came or len(came) != 1 or facts.ranks - waited - came:
         return None
     calls = collectives_of(facts)
     at, then = ({calls[rank] for rank in calls if rank in some} for some in (waited, came))
     if at and then and not at & then:
-        return None  # it did not come to where they waited, but somewhere else
+        return None  # it arrived at another call than the one they waited in
     last = {id(hit.source): hit.number for hit in sorted(timeouts, key=lambda hit: hit.number)}
     closed = [hit for hit in echoes if hit.cause.slug == "peer-closed" and hit.rank in came]
     is_after = any(hit.number > last.get(id(hit.source), 0) for hit in closed)
@@ -113,7 +114,7 @@ def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -
 
 
 def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Suspect | None:
-    """Connections broke, and nobody says why."""
+    """The suspect if connections broke and no rank says why."""
     silent = _silent(facts, echoes)
     left = _ended_well(facts, silent, echoes)
     if left is None and len(silent) == 1 and _is_gone(facts):
@@ -121,28 +122,28 @@ def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Suspect | None:
     if left is not None:
         return Suspect("uneven-inputs", left, "medium", echoes[:4], {})
     if facts.of("nccl-connect-failed"):
-        return None  # nothing says that anybody died
+        return None  # there is no sign that any rank died
     rank = silent[0] if len(silent) == 1 else None
-    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": " without a message"})
+    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": "without a message"})
 
 
 def _is_gone(facts: FailureFacts) -> bool:
-    """Whether a launcher that was told to stop had fewer ranks to end than there were."""
+    """Whether a launcher that was told to stop had fewer ranks left than it started."""
     closed = {hit.fields["pid"] for hit in facts.of("agent-block") if "closing" in hit.fields}
     stopped = bool(facts.of("terminated-by-signal"))
-    # A rank that failed would have made it stop before: those that are gone ended well.
+    # A failed rank would have stopped it earlier: those that are gone ended well.
     return stopped and not facts.ends and 0 < len(closed) < len(facts.ranks | {1})
 
 
 def _ended_well(facts: FailureFacts, silent: Sequence[int], echoes: Sequence[Hit]) -> int | None:
-    """A rank that was done and left, while those that complain still had work.
+    """A rank that was done and left while those that complain still had work.
 
     A launcher lists every rank that failed or that it had to end: one that is not in its list
-    ended well. Where all that are known complain, there is one more, or nobody would.
+    ended well. If all known ranks complain, there must be one more that they complain about.
     """
-    if not facts.ends or _num_closed(facts):  # one that is not in the list was still there
+    if not facts.ends or _num_closed(facts):  # a rank that is not in the list was still running
         return None
-    # Our own launchers, one a node, name the first of theirs alone, or are ended before they do.
+    # Our own launchers, one per node, name only their first failure, or are ended before that.
     own = facts.of("allranks-end") if len(facts.ranks) > 2 else []
     if own or any("," in hit.fields["nodes"] for hit in facts.of("allranks-job")):
         return None
@@ -158,7 +159,7 @@ def _ended_well(facts: FailureFacts, silent: Sequence[int], echoes: Sequence[Hit
 
 
 def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
-    """Every rank came to a collective, but not to the same one."""
+    """The suspect if every rank came to a collective, but not to the same one."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     last = {one.rank: one for one in facts.raised if one.rank in spoke}
     if len(last) < 2 or facts.ranks - spoke or len({_call(one) for one in last.values()}) < 2:
@@ -173,7 +174,7 @@ def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -
 
 
 def _call(raised: Raised) -> str:
-    """The script's line, and the collective of torch's that it calls there."""
+    """The script's line, and torch's collective that it calls there."""
     name = _collective(raised)
     return f"{raised.where} in {name}" if name is not None else raised.where
 
@@ -185,18 +186,18 @@ def _collective(raised: Raised) -> str | None:
 
 
 def _is_training(raised: Raised) -> bool:
-    """Whether it was raised in a pass of a model, whose exchanges DDP makes."""
+    """Whether it was raised in a forward or backward pass, where DDP communicates."""
     return any(re.search(r"backward$|parallel/distributed\.py", one) for one in raised.frames)
 
 
 def collectives_of(facts: FailureFacts) -> dict[int, str]:
-    """The collective that each rank was in when it raised, where its traceback tells."""
+    """The collective that each rank was in when it raised, if its traceback shows it."""
     told = ((one.rank, "a pass" if _is_training(one) else _collective(one)) for one in facts.raised)
     return {rank: name for rank, name in told if rank is not None and name is not None}
 
 
 def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
-    """Ranks that do not complain; where all that are known do, there is one more."""
+    """Ranks that do not complain; if all known ranks do, there must be one more."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     silent = sorted(rank for rank in facts.ranks if rank not in spoke) if spoke else []
     if spoke and not silent and facts.world is None and (not facts.ends or _num_closed(facts) == 1):
@@ -205,18 +206,18 @@ def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
 
 
 def _num_closed(facts: FailureFacts) -> int:
-    """Processes that torchrun had to end, and that it says no more of."""
+    """How many processes torchrun had to end without saying more about them."""
     marks = facts.of("agent-block")
     told = {hit.fields["pid"] for hit in marks if "code" in hit.fields}
     return len({hit.fields["pid"] for hit in marks if "closing" in hit.fields} - told)
 
 
 def _behind(facts: FailureFacts, timeouts: Sequence[Hit]) -> tuple[int, Confidence] | None:
-    """The rank that began fewer collectives than others of the group that timed out.
+    """The rank that began fewer collectives than the others of the group that timed out.
 
-    Each process group counts its own: numbers of two groups say nothing about each other.
+    Each process group counts its own: numbers of two groups cannot be compared.
     """
-    progress = _progress(facts)
+    progress = _progress(facts, "enqueued")
     caught = [hit for hit in timeouts if "seq" in hit.fields]
     waiting = {hit.rank for hit in caught}
     caught += [hit for hit in facts.of("collective-progress") if "watchdog" in hit.line.text]
@@ -225,7 +226,7 @@ def _behind(facts: FailureFacts, timeouts: Sequence[Hit]) -> tuple[int, Confiden
     for group in timed_out or set(progress):
         ranks = progress.get(group, {})
         if len(set(ranks.values())) > 1:
-            # A rank that waits in one group is late in another: it is not the one to blame.
+            # A rank that waits in one group is late in another, but is not to blame.
             _, *blamed = min((number, rank in waiting, rank) for rank, number in ranks.items())
             found.append((bool(blamed[0]), int(blamed[1])))
     if not found:
@@ -234,22 +235,17 @@ def _behind(facts: FailureFacts, timeouts: Sequence[Hit]) -> tuple[int, Confiden
 
 
 def _is_stuck(facts: FailureFacts, timeouts: Sequence[Hit]) -> bool:
-    """Whether a rank waits in a call that another one of its group is already through with.
+    """Whether a rank waits in a call that another rank of its group has already completed.
 
-    That one needed every rank's part, and had it: so the two meant different things by the call.
+    That rank got every rank's part, so the two must have made different calls.
     """
-    done: dict[str | None, dict[int, int]] = {}
-    for hit in facts.of("collective-progress"):
-        if hit.rank is not None and "completed" in hit.fields:
-            ranks = done.setdefault(group_of(hit), {})
-            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["completed"]))
     waits: dict[str | None, dict[int | None, int]] = {}
     for hit in timeouts:
         if "seq" in hit.fields:  # each group counts its own calls
             waits.setdefault(group_of(hit), {})[hit.rank] = int(hit.fields["seq"])
     return any(
         rank in waiting and done_by[rank] < waiting[rank] <= other
-        for group, done_by in done.items()
+        for group, done_by in _progress(facts, "completed").items()
         for waiting in [waits.get(group) or waits.get(None, {})]
         for rank in done_by
         for each, other in done_by.items()
@@ -258,14 +254,11 @@ def _is_stuck(facts: FailureFacts, timeouts: Sequence[Hit]) -> bool:
 
 
 def _differs(timeouts: Sequence[Hit]) -> Confidence | None:
-    """How sure it is that ranks of a group called different things at the same place."""
-    groups: dict[str | None, set[tuple[str, str, str | None]]] = {}
+    """How sure it is that ranks of a group made different calls at the same point."""
+    groups: dict[str | None, set[Call]] = {}
     for hit in timeouts:
         if "seq" in hit.fields:
-            op = hit.fields["op"]
-            is_unequal = any(word in op for word in UNEQUAL)
-            call = (hit.fields["seq"], op, None if is_unequal else hit.fields.get("numel"))
-            groups.setdefault(group_of(hit), set()).add(call)
+            groups.setdefault(group_of(hit), set()).add(_timed_out_call(hit))
     apart = [
         group
         for group, calls in groups.items()
@@ -276,40 +269,46 @@ def _differs(timeouts: Sequence[Hit]) -> Confidence | None:
     return "medium" if apart == [None] else "high"
 
 
+def _timed_out_call(hit: Hit) -> Call:
+    op = hit.fields["op"]
+    is_unequal = any(word in op for word in UNEQUAL)
+    return hit.fields["seq"], op, None if is_unequal else hit.fields.get("numel")
+
+
 def group_of(hit: Hit) -> str | None:
-    """The process group that a line of NCCL's is about: the name that all its ranks know."""
+    """The process group that a line from NCCL is about, by a name that all its ranks share."""
     named = GROUP.search(hit.line.text)
     if named is None:
         return None
-    # Without that name there is only a rank's own number; 0 is the group of all ranks everywhere.
+    # Otherwise there is only a rank's own number; 0 is the group of all ranks everywhere.
     return named["guid"] or (named["id"] if named["id"] == "0" else None)
 
 
-def _progress(facts: FailureFacts) -> dict[str | None, dict[int, int]]:
-    """The last collective that each rank has begun, by process group."""
+def _progress(facts: FailureFacts, what: str) -> dict[str | None, dict[int, int]]:
+    """The last collective that each rank has `enqueued` or `completed`, by process group."""
     found: dict[str | None, dict[int, int]] = {}
     for hit in facts.of("collective-progress"):
-        if hit.rank is not None:
+        if hit.rank is not None and what in hit.fields:
             ranks = found.setdefault(group_of(hit), {})
-            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields["enqueued"]))
+            ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields[what]))
     return found
 
 
-# What ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) says of a rank's call.
+# What ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) prints about a rank's call.
 FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: "
     r"CollectiveFingerPrint\((?P<call>.{0,400}?)(?:, TensorDeviceTypes|\))"
 )
 MAX_TOLD = 4
 SHAPE = re.compile(r"TensorShape=\[[^\]]*\]")
-# A rank that compares the tensors of its own call tells of itself alone.
+# A rank that checks the tensors of its own call reports only itself.
 OWN = re.compile(r"ProcessGroup\w+::\w+: invalid tensor (?:size|type) at index")
 
 
 def odd_one(values: Mapping[int, Hashable], num_ranks: int) -> int | None:
-    """The rank whose value no other has, where all others agree.
+    """The rank whose value differs while all others agree.
 
-    None if those that are not known could be on its side, and be as many.
+    None if enough unknown ranks could agree with it to be as many.
     """
     counts = Counter(values.values())
     if len(counts) != 2 or 1 not in counts.values():
@@ -321,7 +320,7 @@ def odd_one(values: Mapping[int, Hashable], num_ranks: int) -> int | None:
 
 
 def other_call(facts: FailureFacts) -> tuple[int | None, str]:
-    """The rank whose call no other has, if there is one; and what differs, in words."""
+    """The one rank whose call differs, if there is one; and what differs, in words."""
     calls = _fingerprints(facts)
     rank = odd_one(calls, len(facts.ranks))
     if rank is not None:
@@ -342,13 +341,13 @@ def other_call(facts: FailureFacts) -> tuple[int | None, str]:
 
 
 def _fingerprints(facts: FailureFacts) -> dict[int, str]:
-    """What each rank called, as ranks say of themselves and of one other."""
+    """What each rank called, as ranks report of themselves and one other."""
     calls: dict[int, str] = {}
     for hit in facts.of("collective-mismatch"):
         for index, found in enumerate(FINGERPRINT.finditer(hit.line.text)):
             number = int(found["rank"])
             if index == 0 and hit.rank is not None and hit.rank != number:
-                return {}  # of a group of some ranks, which counts them anew
+                return {}  # a group of some ranks, which numbers them anew
             calls[number] = found["call"]
     return calls
 
@@ -366,19 +365,16 @@ def _own_fault(facts: FailureFacts) -> int | None:
 
 
 def _watched(facts: FailureFacts) -> dict[str | None, dict[int, Hashable]]:
-    """The call that each rank waited in, by process group, as NCCL's watchdog tells it."""
+    """The call that each rank waited in, by process group, according to NCCL's watchdog."""
     groups: dict[str | None, dict[int, Hashable]] = {}
     for hit in facts.of("collective-timeout"):
         if "seq" in hit.fields and hit.rank is not None:
-            op = hit.fields["op"]
-            size = None if any(word in op for word in UNEQUAL) else hit.fields.get("numel")
-            calls = groups.setdefault(group_of(hit), {})
-            calls.setdefault(hit.rank, (hit.fields["seq"], op, size))
+            groups.setdefault(group_of(hit), {}).setdefault(hit.rank, _timed_out_call(hit))
     return groups
 
 
 def first_nonfinite(facts: FailureFacts) -> tuple[int, list[int]] | None:
-    """The first step at which a rank's own loss was no number, and of which ranks it was none."""
+    """The first step at which a rank's own loss was not a number, and the ranks concerned."""
     steps = {
         hit.rank: int(hit.fields["step"])
         for hit in facts.of("nan-loss")
@@ -391,11 +387,11 @@ def first_nonfinite(facts: FailureFacts) -> tuple[int, list[int]] | None:
 
 
 def absent(facts: FailureFacts, num_ranks: int | None) -> int | None:
-    """The one rank that never came to the rendezvous, where that is certain."""
+    """The one rank that never came to the rendezvous, if that is certain."""
     hits = facts.of("rendezvous-timeout")
     is_served = any("joined" in hit.fields and "clients" in hit.line.text for hit in hits)
     awaited = {int(hit.fields["awaited"]) for hit in hits if "awaited" in hit.fields}
-    # Rank 0 that serves the store says so when nobody comes, and before that it waits itself.
+    # Rank 0, which serves the store, reports that nobody comes; before that it waits itself.
     if is_served or not facts.of("agent-block"):
         awaited.discard(0)
     if len(awaited) == 1:
@@ -416,7 +412,7 @@ def absent(facts: FailureFacts, num_ranks: int | None) -> int | None:
 
 
 def _gave_up(facts: FailureFacts, num_joined: int) -> set[int | None]:
-    """Ranks that a launcher saw fail, if they are as many as came and as say that they waited."""
+    """Ranks that a launcher saw fail, if as many as joined and as report a timeout."""
     failed = {end.rank for end in facts.ends.values() if end.is_own and not end.is_crash}
     told = {(id(hit.source), hit.number) for hit in facts.of("rendezvous-timeout")}
     return {*failed} if len(failed) == len(told) == num_joined else set()

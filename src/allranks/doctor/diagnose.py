@@ -1,4 +1,4 @@
-"""What is wrong with a run, or with a set of logs: read, put together, judged."""
+"""What is wrong with a run or a set of logs: reads everything, then judges it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from allranks.doctor import differing_results, kernel_messages, out_of_memory, run_evidence
-from allranks.doctor.catalogue import load
+from allranks.doctor.catalogue import finding, load
 from allranks.doctor.failure_facts import FailureFacts, gather
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.flight_recorder import flight_source, is_dump
@@ -22,8 +22,9 @@ from allranks.doctor.slow import Thresholds, slow
 from allranks.doctor.slow_facts import read_slow_facts
 from allranks.errors import AllranksError
 from allranks.launch import backends
-from allranks.run import claims, missing, run_state
+from allranks.run import claims, run_state
 from allranks.run.events import to_json
+from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
@@ -35,7 +36,7 @@ _ERROR_FILE = re.compile(r"error_file: (?P<path>/\S+)")
 
 
 def diagnose_logs(paths: Sequence[Path]) -> list[Finding]:
-    """What is wrong, by log files from anywhere; all of them are of one run."""
+    """What is wrong according to log files from anywhere, all of one run."""
     scanned = read_logs([source for path in paths if (source := source_of(path))])
     unread = [one for one in scanned if one.problem]
     if unread and len(unread) == len(scanned):
@@ -46,11 +47,11 @@ def diagnose_logs(paths: Sequence[Path]) -> list[Finding]:
 
 
 def log_files(path: Path) -> list[Path]:
-    """A file itself; of a folder, everything in it that looks like a log."""
+    """The file itself; for a folder, everything in it that looks like a log."""
     if not path.is_dir():
         return [path]
     root = path.resolve()
-    # A link in the folder does not lead out of it.
+    # A link must not lead out of the folder.
     found = sorted(
         {
             file
@@ -68,7 +69,7 @@ def log_files(path: Path) -> list[Path]:
 
 
 def read_logs(sources: Sequence[Source]) -> list[Scanned]:
-    """Every file, and the error files that they name and that are still there."""
+    """Read every file, and the error files that they name and that still exist."""
     scanned = [_scan(source) for source in sources]
     named = {
         Path(match["path"])
@@ -81,7 +82,7 @@ def read_logs(sources: Sequence[Source]) -> list[Scanned]:
 
 
 def _scan(source: Source) -> Scanned:
-    """One file; a name that says a rank counts only where its lines do not name others."""
+    """Read one file; the rank in its name counts only if its lines name no other."""
     found = scan(source, words())
     if source.rank is not None and found.ranks - {source.rank}:
         found = scan(replace(source, rank=None), words())
@@ -94,7 +95,7 @@ def words() -> Words:
 
 
 def source_of(path: Path) -> Source | None:
-    """A file as it is to be read, with the rank that its name may say."""
+    """How a file is to be read, with the rank that its name may give."""
     if is_dump(path):
         return flight_source(path)
     if path.name == "error.json":
@@ -103,7 +104,7 @@ def source_of(path: Path) -> Source | None:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """rank-3.log, rank3.out, worker_rank_3.txt: one rank's own."""
+    """3 for rank-3.log, rank3.out, worker_rank_3.txt."""
     match = _NAMED_RANK.fullmatch(path.name) or _LOG_DIR.search(str(path))
     return int(match[1]) if match is not None else None
 
@@ -115,7 +116,7 @@ STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-ca
 
 
 def diagnose_run(run: RunDir) -> list[Finding]:
-    """What is wrong with a run; nothing where it is running or finished well."""
+    """What is wrong with a run; nothing if it is running or finished well."""
     queue = backends.look([run])
     row = run_state.describe(run, queue)
     attempts = run.attempts()
@@ -129,7 +130,7 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     if row["state"] == "stopped" and (by_slurm := _stopped_by_slurm(run, queue)):
         return [*by_slurm, *about_data]
     if row["state"] in ("finished", "running", "stopped"):
-        # Words of errors in the log of a run that goes on, or went well, were not its end.
+        # Errors in the log of a run that is still going, or went well, did not end it.
         return [*_soft_alone(facts), *about_data]
     curves = list(run_evidence.memory_curves(run, attempt))
     extra = out_of_memory.candidates(run, attempt, facts, curves, said)
@@ -138,21 +139,21 @@ def diagnose_run(run: RunDir) -> list[Finding]:
 
 
 def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Finding]:
-    """Of a file that was not found, which nodes have it, where the job has looked."""
+    """Add which nodes have a missing file, if the job has looked."""
     seen = run.info().get("missing") or {}
     if seen.get("attempt") != attempt:
         return found
-    title, fix = missing.in_words(seen, is_task=bool(run.job().get("task")))
+    title, fix = missing_in_words(seen, is_task=bool(run.job().get("task")))
     line = Evidence(shown_path(run.path / "run.json"), 0, f"missing: {to_json(seen)}")
     name = Path(seen["path"]).name
     same = [one for one in found if any(name in each.text for each in one.evidence)]
-    told = same[0] if same else Finding(MISSING, title, fix)
-    told = replace(told, cause=MISSING, title=title, fix=fix, confidence="high")
-    return [told.with_evidence(line), *(one for one in found if one not in same)]
+    known = same[0] if same else Finding(MISSING, title, fix)
+    known = replace(known, cause=MISSING, title=title, fix=fix, confidence="high")
+    return [known.with_evidence(line), *(one for one in found if one not in same)]
 
 
 def read_attempt(run: RunDir, attempt: int, queue: run_state.Queue) -> tuple[FailureFacts, Kernel]:
-    """All that an attempt left, put together."""
+    """Everything that an attempt left behind, and the kernel's messages about it."""
     starts = run_evidence.starts_of(run, attempt)
     sources = run_evidence.logs_of(run, attempt, starts)
     sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
@@ -172,7 +173,7 @@ def read_attempt(run: RunDir, attempt: int, queue: run_state.Queue) -> tuple[Fai
 
 
 def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.EndedJob]:
-    """How the job ended that trained the run last; all jobs where none is known to have."""
+    """How the job that last trained the run ended; all jobs if it is not known which did."""
     holder = claims.newest(run.claims)
     if holder is not None and holder.job in queue.ended:
         return {holder.job: queue.ended[holder.job]}
@@ -180,9 +181,9 @@ def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.End
 
 
 def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
-    """Of a run whose ranks stopped in order: why, unless its user wanted it."""
+    """Why the ranks of a run were stopped, unless its user stopped them."""
     ended = str((run.info().get("ended") or {}).get("reason", ""))
-    if run.info().get("backend") != "slurm" or ended.startswith(BY_USER):
+    if not backends.named(backends.of(run)).is_queue or ended.startswith(BY_USER):
         return []
     sources = [
         *run_evidence.accounting(_of_last_job(run, queue)),
@@ -196,19 +197,18 @@ def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
 
 
 def _soft_alone(facts: FailureFacts) -> list[Finding]:
-    """Of a run that is not failed: a loss that is no number, and the like."""
+    """What may be wrong with a run that has not failed, such as a nan loss."""
     facts.hits = [hit for hit in facts.hits if hit.cause.slug in SOFT]
     facts.raised, facts.ends = [], {}
     return judge(facts, load())
 
 
 def _situations(run: RunDir) -> tuple[str, ...]:
-    slurm = ("slurm",) if run.info().get("backend") == "slurm" else ()
-    return (*(("task",) if run.job().get("task") else ()), *slurm)
+    return (*(("task",) if run.job().get("task") else ()), backends.of(run))
 
 
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
-    """Values of the job that a fix can be worked out from."""
+    """Values of the job for the fixes: a smaller batch, a lower rate, the job's number."""
     known = {}
     start = starts.events.get(min(starts.events, default=0), {})
     shares, accumulation = start.get("rank_batch"), start.get("accumulation")
@@ -225,34 +225,28 @@ def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
 
 
 def _waiting(run: RunDir, queue: run_state.Queue) -> list[Finding]:
-    cause = load()["slurm-pending"]
+    """Why a job is still in the queue, in SLURM's words."""
     jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
-    found = []
-    for job in jobs[:1]:
-        words = job.why
-        fields = {"reason": words}
-        title = cause.words({"reason": f": {words}"})
-        line = Evidence("squeue", 0, f"{job.job} {job.state} ({job.reason})")
-        found.append(Finding(cause.slug, title, cause.advice(fields), None, None, "high", (line,)))
-    return found
+    lines = [Evidence("squeue", 0, f"{job.job} {job.state} ({job.reason})") for job in jobs[:1]]
+    return [finding("slurm-pending", lines, reason=jobs[0].why)] if lines else []
 
 
 def _never_started(run: RunDir) -> list[Finding]:
-    """A job that never ran a rank: what it said, or why it was refused."""
+    """Why a job never started a rank: what it printed, or why it was refused."""
     sources = [*(Source(path, shown_path(path)) for path in run.job_logs()), *_reason(run)]
     return judge(gather(read_logs(sources), situations=("slurm",)), load())
 
 
 def _reason(run: RunDir) -> list[Source]:
-    """Why nobody goes on with it, as whoever gave it up wrote it into its folder."""
+    """Why the run was given up, as its run.json says."""
     ended, path = (run.info().get("ended") or {}).get("reason"), run.path / "run.json"
     return [Source(path, shown_path(path), content=str(ended).encode())] if ended else []
 
 
 def stalled(run: RunDir, state: State, *, after: float | None = None) -> list[Finding]:
-    """Why no rank gets on: before anything that the logs tell, which is what came of it.
+    """Why no rank makes progress.
 
-    `after`: seconds without a step that are too many; by default the run's own steps tell.
+    `after`: seconds without a step that count as a stall; by default the run's own steps decide.
     """
     if state == "running":
         return hang(run, after=after)
@@ -260,7 +254,7 @@ def stalled(run: RunDir, state: State, *, after: float | None = None) -> list[Fi
 
 
 def slowed(run: RunDir, state: State, limits: Thresholds | None = None) -> list[Finding]:
-    """Why a run that trains, or has trained, is slow: after everything else there is to say."""
+    """Why a run that trains, or has trained, is slow."""
     if state not in ("running", "finished", "stopped"):
         return []
     facts = read_slow_facts(run)
@@ -268,29 +262,27 @@ def slowed(run: RunDir, state: State, limits: Thresholds | None = None) -> list[
 
 
 def odd_folder(run: RunDir) -> list[Finding]:
-    """A finding if a folder holds what it should not: other findings may be wrong because of it."""
+    """A finding if the folder holds what it should not: other findings may be wrong then."""
     problem = run.problem()
     if problem is None:
         return []
-    cause, fields = load()["odd-run-folder"], {"problem": problem.removeprefix(ODD)}
     line = Evidence(shown_path(run.path), 0, problem)
-    title, fix = cause.words(fields), cause.advice(fields)
-    return [Finding(cause.slug, title, fix, None, None, cause.confidence, (line,))]
+    return [finding("odd-run-folder", [line], problem=problem.removeprefix(ODD))]
 
 
-# What logs say of a run that has hung: ranks that waited, or were ended for it.
+# What the logs of a hung run say: ranks waited, or were ended because of it.
 ECHOES = ("rank-missing-from-collective", "rank-died", "terminated-by-signal", "rank-raised")
 
 
 def together(
     by_logs: Sequence[Finding], stalls: Sequence[Finding], slowness: Sequence[Finding]
 ) -> list[Finding]:
-    """All findings in order: a hang before its echoes in the logs, slowness after everything."""
+    """All findings in order: a hang before its echoes in the logs, slowness last."""
     rest = list(by_logs)
     if stalls:
         ranks = {None, *(one.rank for one in stalls)}
         rest = [one for one in rest if one.cause not in ECHOES or one.rank not in ranks]
-    # Something else that a rank said for certain may be why it did not get on.
+    # If a rank named a certain cause of its own, that may be why it made no progress.
     is_echo = not rest or rest[0].cause in ECHOES or rest[0].confidence != "high"
     return [*stalls, *rest, *slowness] if is_echo else [*rest, *stalls, *slowness]
 
@@ -308,7 +300,7 @@ def diagnosis_of(
 def diagnosis(
     runs: Path, subjects: Sequence[str], limits: Thresholds, stalled_after: float | None = None
 ) -> list[Finding]:
-    """What is wrong with what was named: files are logs of one run, anything else is a run."""
+    """What is wrong with the subjects: files are logs of one run, anything else is a run."""
     logs, references = [], []
     for one in subjects:
         path = Path(one).expanduser()
@@ -317,7 +309,7 @@ def diagnosis(
         elif path.suffix in LOG_SUFFIXES:
             raise AllranksError(
                 f"there is no file {one}",
-                fix="name a log that is there, a folder of logs, or a run",
+                fix="name an existing log, a folder of logs, or a run",
             )
         else:
             references.append(one)

@@ -1,11 +1,11 @@
-"""Results that differ between layouts: what the events of runs tell of batches, seeds and order."""
+"""Why results differ between layouts: batches, seeds and order, from the events of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from allranks.doctor.catalogue import load
+from allranks.doctor.catalogue import finding
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.run.folder import RunDir
 from allranks.run.record import EARLY_EVENTS, read_ranks
@@ -28,12 +28,11 @@ def _same_data(run: RunDir, attempt: int, seen: dict[int, Fingerprints]) -> list
     alike = same_samples(seen)
     if not alike:
         return []
-    ranks = ", ".join(map(str, alike))
     lines = [
         Evidence(shown_path(run.events(attempt, rank)), 0, _in_words(seen[rank][1, 0]))
         for rank in alike[:2]
     ]
-    return [_finding("ranks-read-same-data", {"ranks": ranks}, lines)]
+    return [finding("ranks-read-same-data", lines, ranks=", ".join(map(str, alike)))]
 
 
 def _same_order(run: RunDir, attempt: int, seen: dict[int, Fingerprints]) -> list[Finding]:
@@ -41,18 +40,12 @@ def _same_order(run: RunDir, attempt: int, seen: dict[int, Fingerprints]) -> lis
         return []
     rank = min(seen)
     line = Evidence(shown_path(run.events(attempt, rank)), 0, _in_words(seen[rank][2, 0]))
-    return [_finding("missing-set-epoch", {}, [line])]
+    return [finding("missing-set-epoch", [line])]
 
 
 def _in_words(event: dict[str, Any]) -> str:
     shown = {key: event[key] for key in ("epoch", "batch", "indices", "content") if key in event}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
-
-
-def _finding(slug: str, fields: dict[str, str], lines: Sequence[Evidence]) -> Finding:
-    cause = load()[slug]
-    title, fix = cause.words(fields), cause.advice(fields)
-    return Finding(slug, title, fix, None, None, cause.confidence, tuple(lines))
 
 
 def compare(runs: Sequence[RunDir]) -> list[Finding]:
@@ -64,24 +57,20 @@ def compare(runs: Sequence[RunDir]) -> list[Finding]:
     found = []
     lines = []
     for run, facts in ((first, before), (last, now)):
-        words = f"{facts['samples']} samples a step on {facts['ranks']} ranks"
+        words = f"{facts['samples']} samples per step on {facts['ranks']} ranks"
         lines.append(Evidence(shown_path(run.path / "job.yaml"), 0, words))
     if before["samples"] != now["samples"] and before["rate"] == now["rate"]:
-        factor = now["samples"] / before["samples"]
-        fields = {
-            "before": str(before["samples"]),
-            "now": str(now["samples"]),
-            "factor": f"{factor:g}",
-        }
-        found.append(_finding("effective-batch-grew", fields, lines))
+        fields = {"before": str(before["samples"]), "now": str(now["samples"])}
+        factor = f"{now['samples'] / before['samples']:g}"
+        found.append(finding("effective-batch-grew", lines, **fields, factor=factor))
     if before["seed"] is not None and before["seed"] != now["seed"]:
-        fields = {"seeds": f" is {before['seed']} in one and {now['seed']} in the other"}
-        found.append(_finding("seeds-differ", fields, lines))
+        seeds = f"is {before['seed']} in one and {now['seed']} in the other"
+        found.append(finding("seeds-differ", lines, seeds=seeds))
     return found
 
 
 def _step_facts(run: RunDir) -> dict[str, Any] | None:
-    """Samples of a whole step, learning rate and seed of a run's last attempt."""
+    """Samples per step, learning rate and seed of a run's last attempt."""
     attempts = run.attempts()
     if not attempts:
         return None

@@ -1,4 +1,4 @@
-"""A rank's events as sentences, for people who are shown one as evidence. No torch."""
+"""A rank's events in words, for people who see one as evidence."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from allranks.run.crash import in_a_line
+from allranks.run.tracebacks import in_a_line
 from allranks.show.numbers import duration, size
 
 Event = Mapping[str, Any]
 
 
 def event_in_words(line: str) -> str:
-    """What one line of a rank's events says; the line itself if it is none, or is torn."""
+    """What one line of a rank's events says; the line itself if it is not a whole event."""
     try:
         event = json.loads(line)
         say = _SAY.get(event["event"])
@@ -69,7 +69,7 @@ def _end(event: Event) -> str:
 
 
 def _error(event: Event) -> str:
-    """As failures are reported; a rank that only exited has no message."""
+    """An error as failures report it; a rank that only exited has no message."""
     return f"what ended it: {in_a_line(dict(event)) or event.get('signal')}"
 
 

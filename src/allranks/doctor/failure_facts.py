@@ -1,4 +1,4 @@
-"""Everything that is known of one failure: hits, tracebacks, who spoke, and how each rank ended."""
+"""Everything known about one failure: hits, tracebacks, and how each rank ended."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from allranks.doctor.log_search import Hit, Scanned
 from allranks.doctor.tracebacks import Raised, has_progress, tracebacks
 
 GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
-OUTSIDE = ("slurm", "kernel")  # what they tell of does not end with the lines of a rank
-MAX_RANKS = 4096  # that are counted one by one
+OUTSIDE = ("slurm", "kernel")  # their messages are not part of a rank's output
+MAX_RANKS = 4096  # that are listed one by one
 NEAR_LINES = 8  # a message may have several lines
 
 
 @dataclass(slots=True)
 class FailureFacts:
-    """What logs say, put together; events and accounting may add to it."""
+    """What logs, events and accounting say, put together."""
 
     scanned: Sequence[Scanned]
     hits: list[Hit]
@@ -32,10 +32,10 @@ class FailureFacts:
     world: int | None = None
     known: Mapping[str, str] = field(default_factory=dict)  # of the job and the machine
     situations: tuple[str, ...] = ()
-    # Ranks by node and process; of none, as a launcher is, None.
+    # Ranks by node and process; None for a process that is not a rank, such as a launcher.
     processes: Mapping[tuple[str | None, int], int | None] = field(default_factory=dict)
     has_failed: bool = False
-    passed_by: frozenset[tuple[int, int]] = frozenset()  # file and line: the work went on after it
+    passed_by: frozenset[tuple[int, int]] = frozenset()  # errors that did not end the work
     interfaces: tuple[str, ...] = ()  # of this machine's network
 
     def of(self, slug: str) -> list[Hit]:
@@ -43,25 +43,25 @@ class FailureFacts:
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that there are, as far as the logs tell."""
+        """All ranks, as far as the logs show."""
         seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
         seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
         top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
         return set(range(top)) if top <= MAX_RANKS else seen
 
     def rank_of_process(self, hit: Hit) -> int | None:
-        """The rank whose process, or whose loader's, a line names by its number."""
+        """The rank whose process, or loader worker, a line names by its number."""
         number = hit.fields.get("pid", "")
         if not number.isdigit():
             return None
         if hit.node is not None:
             return self.processes.get((hit.node, int(number)))
-        # Every node counts its processes for itself.
+        # Every node numbers its own processes.
         ranks = {rank for (_, pid), rank in self.processes.items() if pid == int(number)}
         return ranks.pop() if len(ranks) == 1 else None
 
     def is_final(self, hit: Hit) -> bool:
-        """Whether a run may have ended by this line, rather than gone on after it."""
+        """Whether the run may have ended at this line, rather than gone on after it."""
         if any(one.goes_on and is_near(hit, one) for one in self.raised):
             return False
         if self.has_failed or hit.cause.on_warning or hit.cause.kind == "soft":
@@ -81,7 +81,7 @@ def gather(
     world: int | None = None,
     processes: Mapping[tuple[str | None, int], int | None] | None = None,
 ) -> FailureFacts:
-    """Put together what was found in all files of one failure, and what is read for it."""
+    """Put together what was found in all files of one failure."""
     order = {id(one.source): index for index, one in enumerate(scanned)}
     hits = [hit for one in scanned for hit in one.hits]
     raised = [one for each in scanned for one in tracebacks(each)]
@@ -107,7 +107,7 @@ def gather(
 
 
 def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
-    """Lines of errors after which steps are told, in logs that do not tell of a failure."""
+    """Lines of errors that are followed by more steps, in logs without a failure."""
     told = [hit for hit in facts.hits if hit.cause.kind not in ("mark", "soft")]
     for hit in [*told, *(one.mark for one in facts.raised)] if not facts.has_failed else ():
         of_ranks = not hit.cause.on_warning and hit.cause.family not in OUTSIDE
@@ -116,7 +116,7 @@ def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
 
 
 def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:
-    """Causes that the end of a traceback tells together with its frames."""
+    """Causes that a traceback's exception and frames point to."""
     mark = raised.mark
     for cause in catalogue.causes.values():
         if any(one.fits(raised.text, raised.frames) for one in cause.raised):
@@ -136,7 +136,7 @@ def _has_failed(facts: FailureFacts) -> bool:
 
 
 def _ranks_of_processes(hits: Sequence[Hit]) -> dict[tuple[str | None, int], int]:
-    """Ranks by node and process: NCCL says them once, and its later lines only the process."""
+    """Ranks by node and process: NCCL prints them once, and later only the process."""
     found = {}
     for hit in hits:
         if hit.cause.slug == "nccl-rank-of-process" and hit.line.pid is not None:
@@ -173,7 +173,7 @@ def _situations(hits: Sequence[Hit]) -> list[str]:
 
 
 def is_near(hit: Hit, raised: Raised) -> bool:
-    """Whether a hit is part of a traceback or of the message behind it."""
+    """Whether a hit is part of a traceback or of the message after it."""
     return (
         hit.source is raised.mark.source
         and (not raised.mark.line.is_prefixed or hit.rank == raised.rank)
@@ -183,7 +183,7 @@ def is_near(hit: Hit, raised: Raised) -> bool:
 
 SENT_BY_LAUNCHER = ("SIGTERM", "SIGCONT", "SIGINT")
 GRACE = timedelta(seconds=20)  # torchrun waits 30 s for ranks to end before it kills them
-# What srun writes in place of a signal's name.
+# What srun writes instead of a signal's name.
 _WORDS = {
     "killed": "SIGKILL",
     "terminated": "SIGTERM",
@@ -199,7 +199,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of one rank; `hit` is the line that tells it, None where an event does."""
+    """How one rank ended; `hit` is the line that says so, None if an event does."""
 
     rank: int
     code: int | None
@@ -211,12 +211,12 @@ class End:
 
     @property
     def is_own(self) -> bool:
-        """Failed by itself, not because of another rank."""
+        """Whether it failed by itself, not because of another rank."""
         return not self.is_by_launcher and bool(self.code or self.signal)
 
     @property
     def is_crash(self) -> bool:
-        """Ended by a signal that nobody of the job sends."""
+        """Whether a signal ended it that nothing in the job sends."""
         return self.signal is not None and not self.is_by_launcher
 
     @property
@@ -234,14 +234,14 @@ def signal_name(number: int) -> str:
 
 
 def ends_of(hits: Iterable[Hit]) -> dict[int, End]:
-    """The last end of each rank that the marks of one or several logs tell."""
+    """How each rank ended, from the marks of one or several logs."""
     found: dict[int, End] = {}
     marks = list(hits)
     own = list(_own_ends(marks))
-    if own:  # then srun's tasks are launchers, one a node, and torchrun has no part in it
+    if own:  # then srun's tasks are launchers, one per node, and torchrun is not involved
         return {end.rank: end for end in reversed(own)}
     closed = {int(hit.fields["pid"]) for hit in marks if "closing" in hit.fields}
-    # A signal to the launcher itself goes on to all ranks, and then none of them is the first.
+    # A signal to the launcher is passed on to all ranks: none of them failed first.
     closed_all = any(hit.cause.slug == "terminated-by-signal" for hit in marks)
     for end in [
         *_agent_ends(marks, closed, closed_all),
@@ -249,14 +249,14 @@ def ends_of(hits: Iterable[Hit]) -> dict[int, End]:
         *_task_ends(marks),
     ]:
         before = found.get(end.rank)
-        # srun calls an exit of a shell 128 + signal; the block says it better than the line above.
+        # torchrun's block is more exact than the line above it, and than srun's 128 + signal.
         if before is None or before.hit is None or end.hit is None or not before.is_first:
             found[end.rank] = end
     return found
 
 
 def _own_ends(marks: list[Hit]) -> Iterator[End]:
-    """`error: rank 1 was killed by SIGKILL`: what allranks says of the rank that failed first."""
+    """`error: rank 1 was killed by SIGKILL`: what allranks prints about the first failure."""
     nodes: list[str] = []
     ranks_per_node = 1
     for hit in marks:
@@ -274,7 +274,7 @@ def _own_ends(marks: list[Hit]) -> Iterator[End]:
 
 
 def _agent_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
-    """`failed (exitcode: -11) local_rank: 1`: the local rank is the rank on a single node."""
+    """`failed (exitcode: -11) local_rank: 1`: on a single node the local rank is the rank."""
     for hit in marks:
         if hit.cause.slug == "agent-block" and "local" in hit.fields and "code" in hit.fields:
             code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
@@ -284,7 +284,7 @@ def _agent_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterato
 
 @dataclass(slots=True)
 class _Entry:
-    """One rank in torchrun's list, as it is read line by line."""
+    """One rank in torchrun's list, while it is read line by line."""
 
     time: datetime | None = None
     node: str | None = None
@@ -293,7 +293,7 @@ class _Entry:
 
 
 def _block_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
-    """The list that torchrun prints last: time, host, rank, exitcode, one line each."""
+    """The list that torchrun prints at the end: time, host, rank, exitcode, one line each."""
     found: list[tuple[_Entry, Hit]] = []
     entry = _Entry()
     for hit in marks:
@@ -321,11 +321,11 @@ def _block_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterato
 
 
 def _is_by_launcher(code: int, sent: bool, is_first: bool) -> bool:
-    """Whether torchrun ended a rank: by the signal it sends, or later by SIGKILL."""
+    """Whether torchrun ended a rank, with its closing signal or later with SIGKILL."""
     name = signal_name(-code) if code < 0 else None
     if name == "SIGKILL":
         return sent and not is_first
-    # The first failure is nobody's consequence, unless torchrun says that it sent the signal.
+    # The first failure follows from no other, unless torchrun says that it sent the signal.
     return name in SENT_BY_LAUNCHER and (sent or not is_first)
 
 
@@ -345,7 +345,7 @@ def _end(
 
 
 def _task_ends(marks: list[Hit]) -> Iterator[End]:
-    """What srun says of its tasks; those that it ends itself are killed after it says so."""
+    """What srun prints about its tasks; it announces those that it is going to kill."""
     is_ending = False
     for hit in marks:
         is_ending |= hit.cause.slug == "step-ended"

@@ -1,9 +1,9 @@
-"""What the doctor says: findings, each with its evidence, as people and programs read them."""
+"""What the doctor says: findings, each with its evidence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ MAX_TEXT = 400  # characters of a line that are shown
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One line of one file; line 0 where a file has none, as an accounting record."""
+    """One line of one file; line 0 if the source has no lines, such as accounting."""
 
     file: str
     line: int
@@ -22,7 +22,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: what, whose, how sure, why, and what to type."""
+    """One thing that is wrong: what, on which rank, how sure, why, and what to type."""
 
     cause: str
     title: str
@@ -37,25 +37,13 @@ class Finding:
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The form that `--json` prints; its keys stay."""
-    return [
-        {
-            "cause": found.cause,
-            "title": found.title,
-            "rank": found.rank,
-            "node": found.node,
-            "confidence": found.confidence,
-            "evidence": [
-                {"file": one.file, "line": one.line, "text": one.text} for one in found.evidence
-            ],
-            "fix": found.fix,
-        }
-        for found in findings
-    ]
+    """The form that `--json` prints."""
+    keys = ("cause", "title", "rank", "node", "confidence", "evidence", "fix")
+    return [{key: asdict(found)[key] for key in keys} for found in findings]
 
 
 def shown_path(path: Path) -> str:
-    """A path as short as it can be typed from here."""
+    """A path, relative to the current folder if it is inside it."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Words and numbers that a finding's title and fix need, worked out from what was found."""
+"""Fields of a finding's title and fix that are worked out from several facts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ Refine = Callable[[Fields, FailureFacts], Fields]
 
 
 def more_fields(slug: str, fields: Mapping[str, str], facts: FailureFacts) -> Fields:
-    """The fields with what else can be told; `rank` among them if it follows, or is "none"."""
+    """The fields and those that follow from the facts; `rank` is "none" if none is to blame."""
     found: Fields = {key: str(value) for key, value in fields.items()}
-    if slug in _REFINE:
-        found |= _REFINE[slug](found, facts)
-    return found
+    return found | _REFINE[slug](found, facts) if slug in _REFINE else found
 
 
 def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
@@ -27,7 +25,7 @@ def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
     more = {"rank": str(rank)} if rank is not None else {}
     if joined and wanted:
         more["joined_words"] = f": {joined} of {wanted} did"
-        if (joined, wanted) == ("1", "2"):  # the one that tells it is there, so the other is not
+        if (joined, wanted) == ("1", "2"):  # the one that reports it is there, so the other is not
             more["rank"] = "0" if fields.get("reporter") == "1" else "1"
     elif rank is not None:
         more["joined_words"] = f": rank {rank} did not"
@@ -37,7 +35,7 @@ def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
 def _master(fields: Fields, facts: FailureFacts) -> Fields:
     words = re.compile(r"gai ?error|not known|name resolution|route to host|unreachable", re.I)
     is_network = any(words.search(hit.line.text) for hit in facts.of("master-unreachable"))
-    return {"rank": "none"} if is_network else {}  # the address or the way to it, not rank 0
+    return {"rank": "none"} if is_network else {}  # the address or the route to it, not rank 0
 
 
 def _port(fields: Fields, facts: FailureFacts) -> Fields:
@@ -70,12 +68,8 @@ def _memory(fields: Fields, facts: FailureFacts) -> Fields:
 
 
 def _worker(fields: Fields, facts: FailureFacts) -> Fields:
-    more: Fields = {}
-    missing = facts.of("missing-file")
-    path = next((hit.fields["path"] for hit in missing if "path" in hit.fields), None)
-    if path:
-        more |= {"detail": f": {path}", "path_hint": f": {path} is not there"}
-    return more
+    paths = [hit.fields["path"] for hit in facts.of("missing-file") if "path" in hit.fields]
+    return {"path": paths[0]} if paths else {}
 
 
 def _signal(fields: Fields, facts: FailureFacts) -> Fields:
@@ -84,21 +78,20 @@ def _signal(fields: Fields, facts: FailureFacts) -> Fields:
 
 
 def _nan(fields: Fields, facts: FailureFacts) -> Fields:
-    more = {"step_words": f" at step {fields['step']}"} if fields.get("step") else {}
     first = first_nonfinite(facts)
     if first is not None:
         step, ranks = first
         rank = str(ranks[0]) if len(ranks) == 1 and len(facts.ranks) > 1 else "none"
-        return {"step_words": f" at step {step}", "rank": rank}
-    # The losses of most scripts are printed by one rank for all: only an exception is its own.
+        return {"step": str(step), "rank": rank}
+    # In most scripts one rank prints the loss of all: only an exception is a rank's own.
     told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
     own = any((id(one.mark.source), one.number) in told for one in facts.raised)
-    return more if own else {**more, "rank": "none"}
+    return {} if own else {"rank": "none"}
 
 
 def _died(fields: Fields, facts: FailureFacts) -> Fields:
     how = fields.get("how", "")
-    return {"how": how if how.startswith(" ") or not how else f" ({how})"}
+    return {"how": how if not how or how.startswith(("by ", "with")) else f"({how})"}
 
 
 def _mismatch(fields: Fields, facts: FailureFacts) -> Fields:
@@ -109,57 +102,17 @@ def _mismatch(fields: Fields, facts: FailureFacts) -> Fields:
     return {"rank": str(rank), "difference": words or f": rank {rank} unlike the others"}
 
 
-def _shapes(fields: Fields, facts: FailureFacts) -> Fields:
-    if fields.get("one") and fields.get("other"):
-        both = f": {fields['one']} and {fields['other']}"
-        return {"shapes": both, "difference": both, "types": both}
-    return {}
-
-
-def _words(name: str, text: str = ": {}", *, field: str | None = None) -> Refine:
-    """A field that a title appends, in words: `path_words` of `path`, say."""
-
-    def refine(fields: Fields, facts: FailureFacts) -> Fields:
-        value = fields.get(name, "").strip()
-        return {field or f"{name}_words": text.format(value)} if value else {}
-
-    return refine
-
-
-def _with_colon(name: str) -> Refine:
-    return _words(name, field=name)
-
-
 _REFINE: Mapping[str, Refine] = {
     "rendezvous-timeout": _rendezvous,
     "master-unreachable": _master,
     "port-in-use": _port,
-    "not-launched-with-launcher": _words("name", ": {} is not set"),
     "wrong-network-interface": _interface,
     "gloo-connect-failed": _interface,
     "nccl-connect-failed": _interface,
     "host-out-of-memory": _memory,
-    "cuda-out-of-memory": _words("tried", ": could not allocate another {}"),
-    "disk-full": _words("path"),
-    "missing-file": _words("path"),
     "worker-raised": _worker,
-    "worker-killed": _with_colon("how"),
     "terminated-by-signal": _signal,
     "nan-loss": _nan,
-    "label-out-of-range": _words("label"),
-    "checkpoint-keys": _words("prefix", ": they begin with {}"),
     "rank-died": _died,
-    "batch-shape-mismatch": _shapes,
     "collective-mismatch": _mismatch,
-    "dtype-mismatch": _shapes,
-    "slurm-pending": _with_colon("reason"),
-    "ddp-unused-parameters": _with_colon("names"),
-    "ddp-ready-twice": _with_colon("name"),
-    "checkpoint-shape": _with_colon("key"),
-    "cuda-device-assert": _with_colon("assertion"),
-    "nccl-cuda-error": _with_colon("words"),
-    "permission-denied": _with_colon("path"),
-    "tensors-on-different-devices": _with_colon("devices"),
-    "nccl-network-unavailable": _with_colon("network"),
-    "nvswitch-error": _with_colon("code"),
 }

@@ -1,8 +1,9 @@
-"""Dumps of torch's Flight Recorder: pickles, so only read if they are ours, and only plain data."""
+"""Dumps of torch's Flight Recorder: pickles, so only plain data of our own files is read."""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import re
@@ -20,7 +21,7 @@ MAX_SIZES = 16  # dimensions of a tensor
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Numbers, texts, lists and dictionaries; a pickle that asks for any class is refused."""
+    """Reads numbers, strings, lists and dictionaries; refuses a pickle with any class."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
@@ -30,7 +31,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def is_ours(path: Path) -> bool:
-    """Owned by this user (or root), and no link to elsewhere."""
+    """Whether a file belongs to this user (or root) and is not a link."""
     with suppress(OSError):
         status = path.lstat()
         return os.path.isfile(path) and not path.is_symlink() and status.st_uid in (os.getuid(), 0)
@@ -38,7 +39,7 @@ def is_ours(path: Path) -> bool:
 
 
 def read_dump(path: Path) -> dict[str, Any] | None:
-    """The content of a dump; None if it is not ours, too large, or more than plain data."""
+    """The content of a dump; None if it is not ours, too large, or not plain data."""
     with suppress(Exception):  # whatever a broken pickle may raise
         if not is_ours(path) or path.stat().st_size > MAX_BYTES:
             return None
@@ -48,7 +49,7 @@ def read_dump(path: Path) -> dict[str, Any] | None:
 
 
 def is_dump(path: Path) -> bool:
-    """A pickle of protocol 2 or later, by its first bytes."""
+    """Whether a file is a pickle of protocol 2 or later, by its first bytes."""
     with suppress(OSError), files.open_file(path) as file:
         head = file.read(2)
         return len(head) == 2 and head[0] == 0x80 and 2 <= head[1] <= 5
@@ -56,12 +57,12 @@ def is_dump(path: Path) -> bool:
 
 
 def flight_source(path: Path) -> Source | None:
-    """A dump as lines that the doctor reads like a log's."""
+    """A dump as lines that the doctor reads like a log."""
     dump = read_dump(path) if is_dump(path) else None
     if dump is None:
         return None
     lines: list[str] = []
-    # It may hold anything where torch writes lists and numbers.
+    # There may be anything where torch writes lists and numbers.
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):
         lines = lines_of(dump)
     return Source(path, shown_path(path), rank_of(path, dump), None, "\n".join(lines).encode())
@@ -74,7 +75,7 @@ def rank_of(path: Path, dump: dict[str, Any]) -> int | None:
 
 
 def lines_of(dump: dict[str, Any]) -> list[str]:
-    """How far the rank came in each of its process groups, and what it waited in."""
+    """How far the rank got in each of its process groups, and what it waited in."""
     entries = [one for one in (dump.get("entries") or [])[-MAX_ENTRIES:] if isinstance(one, dict)]
     groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for one in entries:
@@ -96,11 +97,10 @@ def lines_of(dump: dict[str, Any]) -> list[str]:
 
 
 def _waits(number: int, entry: dict[str, Any]) -> str:
-    """The collective that did not end, in NCCL's words."""
+    """The collective that did not finish, in NCCL's words."""
     sizes = entry.get("input_sizes") or [[]]
-    count = 1
-    for size in sizes[0][:MAX_SIZES] if isinstance(sizes[0], list | tuple) else []:
-        count *= int(size)
+    shape = sizes[0][:MAX_SIZES] if isinstance(sizes[0], list | tuple) else []
+    count = math.prod(map(int, shape))
     operation = _word(entry.get("profiling_name")).rpartition(":")[2].upper()
     state = _word(entry.get("state"))
     if state not in ("scheduled", "started"):
@@ -112,7 +112,7 @@ def _waits(number: int, entry: dict[str, Any]) -> str:
 
 
 def _group(entry: dict[str, Any]) -> str:
-    """The process group of an entry, as NCCL's lines begin with it; nothing if it has none."""
+    """The process group of an entry, as NCCL's lines begin with it; "" if it has none."""
     named = entry.get("process_group")
     name, *more = named if isinstance(named, list | tuple) and named else [named]
     if name is None:
@@ -122,5 +122,5 @@ def _group(entry: dict[str, Any]) -> str:
 
 
 def _word(value: object) -> str:
-    """A short text or number of a dump; it must not begin another line."""
+    """A short string or number of a dump; it must not begin another line."""
     return re.sub(r"[^\w.:-]", "_", str(value)[:64]) if isinstance(value, str | int) else ""

@@ -1,9 +1,8 @@
-"""Which rank of a run keeps the others waiting, and the line it is in. No torch."""
+"""Which rank of a run keeps the others waiting, and the line it is in."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,58 +11,57 @@ from pathlib import Path
 
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.log_lines import num_lines
+from allranks.launch import backends
 from allranks.run import files, stacks
-from allranks.run.claims import newest
 from allranks.run.folder import RunDir
-from allranks.run.frames import Frame, source_lines
-from allranks.run.progress import ALIKE_SECONDS
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
+    ALIKE_SECONDS,
     Blame,
     RankState,
     blame,
     ended_for,
-    in_seconds,
     is_stalled,
-    patience,
+    patience_with,
     read_states,
     silence,
     wait_apart,
     who_is_where,
     with_stacks,
 )
+from allranks.run.tracebacks import Frame, source_lines
+from allranks.show.numbers import duration
 from allranks.show.secrets import redact
 from allranks.show.text import plain
-from allranks.slurm import commands as slurm
 
 OTHER_NODES_SECONDS = 20.0
-LOG_BYTES = 1 << 20  # of the end of a log, where stacks are looked for
+LOG_BYTES = 1 << 20  # of the end of a log, which may have stacks
 MOST_EVIDENCE = 8
 
 
 def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
-    """A live run that makes no steps; nothing for one that does, or has ended.
+    """Why a live run makes no steps; nothing if it does, or has ended.
 
-    `after`: seconds without a step that are too many; by default the run's own steps tell.
+    `after`: seconds without a step that count as a stall; by default the run's own steps decide.
     """
     attempts = run.attempts()
     if not attempts:
         return []
     states = read_states(run, attempts[-1])
     if any(state.ended == "failed" for state in states) or not states:
-        return []  # what failed is the cause
-    usual = patience(states, asked=after)
+        return []  # the failure is the cause
+    usual = patience_with(states, asked=after)
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
     states = looked_at(run, attempts[-1], states)
     found = judge(states, seconds, run, after=after)
-    # It may have got on while it was looked at.
+    # It may have moved on while its stacks were read.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
 
 def hung(run: RunDir) -> list[Finding]:
-    """A run that was ended by its launcher, which had seen it make no steps, and its stacks."""
+    """Why a run had stalled that its launcher ended, from the stacks in its logs."""
     attempts = run.attempts()
     if not attempts or run.ended_state() == "finished":
         return []
@@ -77,7 +75,7 @@ def hung(run: RunDir) -> list[Finding]:
     when = min((when for when, _ in printed.values()), default=0.0)
     progress = max((state.progress for state in states), default=0.0)
     if not printed or progress > when or ended_for(run, attempts[-1]) is None:
-        return []  # there was none, it got on after that, or something else ended it
+        return []  # no stall, it moved on after that, or something else ended it
     return judge(states, when - progress, run, after=0.0, is_live=False)
 
 
@@ -89,7 +87,7 @@ def judge(
     after: float | None = None,
     is_live: bool = True,
 ) -> list[Finding]:
-    """What to say of ranks that have made no step for so long. Reads nothing but source lines."""
+    """What to say about ranks that have made no step for this long."""
     found = blame(states)
     if not is_stalled(states, found, seconds, after):
         return []
@@ -97,7 +95,7 @@ def judge(
         return [mismatch(states, run)]
     if found is None:
         return [nobody_to_blame(states, seconds, run, is_live=is_live)]
-    has_passed = seconds >= ALIKE_SECONDS  # what an evaluation or a checkpoint may take
+    has_passed = seconds >= ALIKE_SECONDS  # longer than an evaluation or a checkpoint may take
     by_rank = {state.rank: state for state in states}
     culprit = by_rank[found.ranks[0]]
     cause = "rank-missing-from-collective"
@@ -121,7 +119,7 @@ def judge(
 
 
 def is_meeting(states: Sequence[RankState]) -> bool:
-    """Whether these ranks wait for the others to join the world at all."""
+    """Whether these ranks still wait for the others to join the process group."""
     return bool(states) and all(
         state.stack is not None
         and any(frame.function.endswith("init_process_group") for frame in state.stack.frames)
@@ -133,7 +131,7 @@ def mismatch(states: Sequence[RankState], run: RunDir) -> Finding:
     return Finding(
         "collective-mismatch",
         who_is_where(states, None),
-        "all ranks must make the same exchanges in the same order: look for a condition on the "
+        "all ranks must call the same collectives in the same order: look for a condition on the "
         "rank, or on its data, between these lines",
         confidence="medium",
         evidence=evidence(states, None, run),
@@ -143,15 +141,18 @@ def mismatch(states: Sequence[RankState], run: RunDir) -> Finding:
 def nobody_to_blame(
     states: Sequence[RankState], seconds: float, run: RunDir, *, is_live: bool
 ) -> Finding:
-    """All ranks are alike: what hangs is what they have in common."""
+    """All ranks are in the same state: something that they share hangs."""
     doing = {state.doing for state in states}
     common = {
         frozenset({"data"}): "every rank waits for its data: look at the loader, or the disk",
-        frozenset({"wait"}): "every rank waits in an exchange: look at the network between them",
-    }.get(frozenset(str(each) for each in doing), "all ranks are alike: look at what they share")
+        frozenset({"wait"}): "every rank waits in a collective: look at the network between them",
+    }.get(
+        frozenset(str(each) for each in doing),
+        "all ranks are alike: look at what they share",
+    )
     return Finding(
         "no-progress",
-        f"no step for {in_seconds(seconds)}: {who_is_where(states, None)}",
+        f"no step for {duration(seconds, whole=True)}: {who_is_where(states, None)}",
         common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
         confidence="low",
         evidence=evidence(states, None, run),
@@ -162,21 +163,21 @@ def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
     place = culprit.stack.place if culprit.stack else None
     if culprit.ended == "finished":
         return (
-            "give every rank as many batches: DistributedSampler(…, drop_last=True), or train "
+            "give every rank equally many batches: DistributedSampler(…, drop_last=True), or train "
             "within `with model.join():` (torch.distributed.algorithms.join)"
         )
     if culprit.kernel == "T":
         process = stacks.processes_of(run, max(run.attempts(), default=0)).get(culprit.rank)
-        return f"kill -CONT {process}: somebody has stopped it (SIGSTOP, Ctrl-Z, a debugger)"
+        return f"kill -CONT {process}: it was stopped (SIGSTOP, Ctrl-Z, a debugger)"
     if culprit.kernel == "D":
-        return "look at the disk that it waits for (dmesg, df): a network disk that does not answer"
+        return "look at the disk that it waits for (dmesg, df): a network disk may not be answering"
     at = f"look at {place}" if place else look_there(culprit, run)
     stop = f"; end the run with allranks stop {run.name}" if is_live else ""
     if culprit.stack and any("torch/utils/data" in frame.file for frame in culprit.stack.frames):
-        at += ", in its data loader: the file or worker that it waits for"
+        at += ", in its data loader: which file or worker does it wait for?"
     return (
-        f"{at}: every rank must come to the same exchanges{stop}. "
-        "`--stall-timeout 10m` (in the job: stall_timeout) ends such a run by itself"
+        f"{at}: every rank must reach the same collectives{stop}. "
+        "`--stall-timeout 10m` (in the job: stall_timeout) ends such a run automatically"
     )
 
 
@@ -186,7 +187,7 @@ def look_there(culprit: RankState, run: RunDir) -> str:
 
 
 def evidence(states: Sequence[RankState], found: Blame | None, run: RunDir) -> tuple[Evidence, ...]:
-    """Culprits first: the line each rank is in, and what its last sign of life says."""
+    """The line each rank is in, or its last sign of life; culprits first."""
     culprits = found.ranks if found else ()
     rows: list[Evidence] = []
     for state in sorted(states, key=lambda state: (state.rank not in culprits, state.rank)):
@@ -222,30 +223,18 @@ def source(place: Frame) -> str:
 
 
 def looked_at(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
-    """The same with the stacks of the ranks here and, in a SLURM job, on its other nodes."""
+    """The states with the stacks of their ranks, on this machine and on the run's other nodes."""
     processes = stacks.processes_of(run, attempt)
     more: dict[int, Stack] = {}
     if len(processes) < len(states):
-        more = elsewhere(run, attempt, len({state.node for state in states}))
+        words = ["-m", "allranks.run.stacks", str(run.path), str(attempt)]
+        backend = backends.named(backends.of(run))
+        more = stacks.from_lines(backend.on_nodes(run, words, OTHER_NODES_SECONDS))
     return with_stacks(states, processes, more)
 
 
-def elsewhere(run: RunDir, attempt: int, num_nodes: int) -> dict[int, Stack]:
-    """The stacks on all nodes of the SLURM job that trains the run, asked through srun."""
-    holder = newest(run.claims)
-    if holder is None or not holder.job:
-        return {}
-    command = ["srun", f"--jobid={holder.job}", "--overlap", "--quiet", f"--nodes={num_nodes}"]
-    command += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    command += [sys.executable, "-m", "allranks.run.stacks", str(run.path), str(attempt)]
-    try:
-        return stacks.from_lines(slurm.call(*command, seconds=OTHER_NODES_SECONDS))
-    except slurm.SlurmError:
-        return {}
-
-
 def stack_in_log(log: Path) -> tuple[float, Stack] | None:
-    """The stack that the launcher had printed into a rank's log last, and when."""
+    """The last stack that the launcher had a rank print into its log, and when."""
     try:
         with files.open_file(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))

@@ -1,8 +1,8 @@
-"""From facts to findings: which cause came first, whose it is, and how sure that is."""
+"""From facts to findings: which cause came first, which rank is to blame, and how sure it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from allranks.doctor.catalogue import Catalogue, Cause
@@ -17,19 +17,19 @@ from allranks.show.secrets import redact
 from allranks.show.text import plain
 
 LEVELS = {"root": 0, "soft": 1, "generic": 2}
-# Of causes that say little, those that say more first.
+# Among causes that say little, those that say more come first.
 GENERIC = (
     *("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "nccl-connect-failed"),
     "terminated-by-signal",
 )
-AROUND = ("cause-in-another-log", "terminated-by-signal")  # they account for no exception
+AROUND = ("cause-in-another-log", "terminated-by-signal")  # they do not explain an exception
 MAX_FINDINGS = 5
 MAX_EVIDENCE = 4
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A cause that may be the one, with the lines that speak for it."""
+    """A possible cause, with the lines that support it."""
 
     cause: Cause
     hits: Sequence[Hit]
@@ -58,16 +58,16 @@ def judge(
     left.sort(key=lambda one: one.key)
     roots = [one for one in left if one.level == LEVELS["root"]]
     if len(roots) > 1 and roots[0].confidence == "high":
-        roots[0].confidence = "medium"  # the first of several is likely the one, not surely
+        roots[0].confidence = "medium"  # the first of several is likely, not certain
     if left and left[0].confidence == "high" and _has_other_crash(left[0], facts):
         left[0].confidence = "medium"
-    # What is true of many failures is said once, and only where nothing better is known.
+    # What is true of many failures is reported once, and only if nothing better is known.
     left = [one for one in left if one.level < LEVELS["generic"]] or left[:1]
     return [finding_of(one, facts) for one in left[:MAX_FINDINGS]]
 
 
 def _has_other_crash(first: Candidate, facts: FailureFacts) -> bool:
-    """Whether another rank crashed in silence: then what is said of this one may follow from it."""
+    """Whether another rank crashed silently, so that this finding may only follow from it."""
     said = {hit.rank for hit in facts.hits if hit.cause.kind != "mark"}
     said |= {one.rank for one in facts.raised}
     return first.rank is not None and any(
@@ -77,7 +77,7 @@ def _has_other_crash(first: Candidate, facts: FailureFacts) -> bool:
 
 
 def _told(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
-    """Causes that a line tells in so many words."""
+    """Causes that a line states outright."""
     places = {id(hit): index for index, hit in enumerate(facts.hits)}
     found = []
     for slug in dict.fromkeys(hit.cause.slug for hit in facts.hits if hit.cause.is_finding):
@@ -99,7 +99,7 @@ def _told(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
 
 
 def _is_sruns(hit: Hit, facts: FailureFacts) -> bool:
-    """A step that srun cancelled itself, because one of its tasks had failed before."""
+    """Whether srun cancelled the step itself, because one of its tasks had failed."""
     if hit.cause.slug != "job-cancelled" or " STEP " not in hit.line.text:
         return False
     own = [end.hit for end in facts.ends.values() if end.is_own]
@@ -114,13 +114,13 @@ def _is_raised(hit: Hit, facts: FailureFacts) -> bool:
 
 def _merged(hits: Sequence[Hit]) -> dict[str, str]:
     fields: dict[str, str] = {}
-    for hit in reversed(hits):  # what the first line says counts
+    for hit in reversed(hits):  # the first line wins
         fields.update(hit.fields)
     return fields
 
 
 def culprit(cause: Cause, hits: Sequence[Hit], facts: FailureFacts) -> int | None:
-    """The rank that a told cause is of; None if it is of all, of none, or not known."""
+    """The rank that a stated cause belongs to; None if all, none, or unknown."""
     if cause.culprit == "none":
         return None
     if isinstance(cause.culprit, int):
@@ -137,12 +137,12 @@ def culprit(cause: Cause, hits: Sequence[Hit], facts: FailureFacts) -> int | Non
         first = next(hit.rank for hit in hits if hit.rank is not None)
         return None if everybody else first
     if cause.family not in OUTSIDE and set(facts.ends) == facts.ranks == {0}:
-        return 0  # there is no other
+        return 0  # the only rank
     return _only_failed(facts, len({hit.number for hit in hits if _is_raised(hit, facts)}))
 
 
 def _only_failed(facts: FailureFacts, times: int) -> int | None:
-    """The one rank that ended by itself, for lines that do not say whose they are."""
+    """The one rank that failed by itself, for lines that do not name their rank."""
     own = [end for end in facts.ends.values() if end.is_own]
     if len(own) == 1 and (times <= 1 or len(facts.ends) == 1):
         return own[0].rank
@@ -150,7 +150,7 @@ def _only_failed(facts: FailureFacts, times: int) -> int | None:
 
 
 def _derived(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
-    """Causes that follow from what several lines say together."""
+    """Causes that follow from several lines together."""
     found = [_candidate_of_exception(one, facts, catalogue) for one in _unknown(facts)[:1]]
     guess = suspect(facts)
     if guess is not None and not (_is_wait(guess) and _raised_alone(facts)):
@@ -172,7 +172,7 @@ def _derived(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
 
 
 def _cancelled_step(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
-    """A step that was cancelled by itself: srun does so too, but only after a task failed."""
+    """A step that was cancelled from outside: srun cancels one only after a task has failed."""
     hits = [hit for hit in facts.of("step-ended") if "CANCELLED AT" in hit.line.text]
     if not hits or any(end.is_own for end in facts.ends.values()):
         return []
@@ -181,15 +181,14 @@ def _cancelled_step(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate
 
 
 def _is_wait(guess: Suspect) -> bool:
-    """Whether it only says that ranks waited, or lost each other."""
+    """Whether it only says that ranks waited for or lost each other."""
     return guess.slug in ("rank-missing-from-collective", "uneven-inputs") or (
         guess.slug == "rank-died" and guess.confidence != "high"
     )
 
 
 def _raised_alone(facts: FailureFacts) -> bool:
-    """Whether an exception ended a rank that complains about no other: the others' waiting
-    follows from it."""
+    """Whether an exception ended a rank that complains about no other: the rest follows from it."""
     echoes = echoes_of(facts)
     complain = {hit.rank for hit in echoes}
     return any(
@@ -200,9 +199,9 @@ def _raised_alone(facts: FailureFacts) -> bool:
 
 
 def _unknown(facts: FailureFacts) -> list[Raised]:
-    """Tracebacks that no cause and no echo accounts for, nor for what they follow from."""
+    """Tracebacks that no cause or echo explains, nor the exceptions they were raised from."""
     told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug not in AROUND]
-    stopped = facts.of("terminated-by-signal")  # what is raised after it follows from it
+    stopped = facts.of("terminated-by-signal")  # exceptions after it follow from it
     found = [
         one.chain[0]
         for one in facts.raised
@@ -213,7 +212,7 @@ def _unknown(facts: FailureFacts) -> list[Raised]:
         and not any(hit.source is one.mark.source and hit.number < one.number for hit in stopped)
     ]
     complain = {hit.rank for hit in echoes_of(facts)}
-    # One of a rank that later waits for others did not end it.
+    # An exception did not end a rank that later waits for others.
     return sorted(found, key=lambda one: one.rank is not None and one.rank in complain)
 
 
@@ -232,7 +231,7 @@ def _candidate_of_exception(one: Raised, facts: FailureFacts, catalogue: Catalog
     }
     line = Evidence(one.mark.source.name, one.number, _shown(one.text))
     frames = [Evidence(one.mark.source.name, one.mark.number, f"at {one.where}")]
-    # What a library raises is about what it was given; what own code raises is the matter itself.
+    # A library raises because of its input; what the user's own code raises is the cause itself.
     sure: Confidence = "high" if facts.has_failed and one.is_own_code else "medium"
     return Candidate(
         catalogue["rank-raised"],
@@ -246,7 +245,7 @@ def _candidate_of_exception(one: Raised, facts: FailureFacts, catalogue: Catalog
 
 
 def _crashes(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
-    """Ranks that ended by themselves where no other rank complains."""
+    """The rank that failed by itself, if no rank complains about another."""
     raised = {one.rank for one in facts.raised if not one.is_launchers}
     own = [end for end in facts.ends.values() if end.is_own and end.rank not in raised]
     own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
@@ -256,19 +255,19 @@ def _crashes(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
     end = own[0]
     sure: Confidence = "high" if end.is_crash else "medium"
     hits = [end.hit] if end.hit is not None else []
-    fields = {"how": f" {end.in_words}", "node": end.node or "", **facts.known}
+    fields = {"how": end.in_words, "node": end.node or "", **facts.known}
     cause = _cause_of_end("rank-died", end, catalogue)
     return [Candidate(cause, hits, end.rank, sure, fields, LEVELS[cause.kind])]
 
 
 def _cause_of_end(slug: str, end: End | None, catalogue: Catalogue) -> Cause:
-    """What the signal that ended a rank says beyond the fact that it died."""
+    """The cause that the signal which ended a rank points to."""
     is_illegal = slug == "rank-died" and end is not None and end.signal == "SIGILL"
     return catalogue["illegal-instruction" if is_illegal else slug]
 
 
 def _count_mismatch(facts: FailureFacts, catalogue: Catalogue) -> Candidate | None:
-    """WORLD_SIZE and the number of tasks, where a rendezvous failed."""
+    """A rendezvous that failed because WORLD_SIZE is not the number of tasks."""
     waiting = facts.of("rendezvous-timeout")
     said = facts.of("world-said")
     tasks = {int(hit.fields["tasks"]) for hit in said if "tasks" in hit.fields}
@@ -287,7 +286,7 @@ def _count_mismatch(facts: FailureFacts, catalogue: Catalogue) -> Candidate | No
 
 
 def _joined(found: list[Candidate]) -> list[Candidate]:
-    """One candidate for each cause: what is told counts more than what is derived."""
+    """One candidate per cause: what is stated counts more than what is derived."""
     joined: dict[str, Candidate] = {}
     for one in found:
         known = joined.get(one.cause.slug)
@@ -304,22 +303,16 @@ def _joined(found: list[Candidate]) -> list[Candidate]:
 
 
 def _explained(found: Sequence[Candidate]) -> set[str]:
-    """Causes that follow from another one that was found and is more than a guess."""
-    present: Mapping[str, Candidate] = {one.cause.slug: one for one in found}
+    """Causes that follow from another one that was found with some confidence."""
     explained: set[str] = set()
     for one in sorted(found, key=lambda each: each.key):
-        if one.cause.slug in explained or one.confidence == "low":
-            continue
-        explained |= {
-            slug
-            for slug in one.cause.explains
-            if slug in present and one.cause.slug not in explained
-        }
+        if one.cause.slug not in explained and one.confidence != "low":
+            explained |= set(one.cause.explains)
     return explained
 
 
 def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
-    """The candidate in words, with the place of every line."""
+    """The candidate in words, with file and line of its evidence."""
     fields = more_fields(one.cause.slug, one.fields, facts)
     rank, told = one.rank, fields.get("rank", "")
     if told == "none":
@@ -354,7 +347,7 @@ def _node(one: Candidate, rank: int | None, facts: FailureFacts) -> str | None:
     if rank is not None and rank in facts.ends and facts.ends[rank].node:
         return facts.ends[rank].node
     if one.cause.culprit == "none":
-        return None  # where its line was printed says nothing
+        return None  # where the line was printed means nothing
     of_rank = [hit.node for hit in one.hits if hit.node and hit.rank == rank]
     return of_rank[0] if of_rank else None
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a run: its messages, and which process each of them is about."""
+"""What the kernel logged about a run, and which process each message is about."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 
 DMESG_SECONDS = 5.0
-SAMPLES_BYTES = 4 << 20  # of a rank's events: the samples of short steps are far apart
-FIRST_NAMESPACE = 0xEFFFFFFC  # the kernel's own number for the processes as it counts them itself
+SAMPLES_BYTES = 4 << 20  # of a rank's events: with short steps the samples are far apart
+FIRST_NAMESPACE = 0xEFFFFFFC  # inode of the namespace with the kernel's own process numbers
 OF_MEMORY = re.compile(rb"(?i)\boom|out of memory|kill(?:ed)? process")
 VICTIM = re.compile(rb"(?i)kill(?:ed)? process (\d+)|oom-kill:.{0,2000}?\bpid=(\d+)")
 
-Processes = Mapping[tuple[str | None, int], int | None]  # node and number: rank, None if of none
+Processes = Mapping[tuple[str | None, int], int | None]  # by node and number; None if not a rank
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What can be read of the kernel's messages on this machine, from the time of an attempt."""
+    """The kernel's messages on this machine from the time of an attempt, if readable."""
 
     sources: Sequence[Source] = ()
     node: str | None = None
-    victims: frozenset[int] = frozenset()  # all that it killed for memory, of the run or not
+    victims: frozenset[int] = frozenset()  # all processes that it killed for memory
 
     def spares(self, node: str | None, processes: Processes) -> bool:
-        """Whether it killed processes there, and none of the run's."""
+        """Whether it killed processes there, but none of the run."""
         if node is None or node != self.node or not self.victims:
             return False
         return not any((node, pid) in processes for pid in self.victims)
@@ -44,7 +44,7 @@ class Kernel:
 def processes_of(
     run: RunDir, attempt: int, starts: Starts, scanned: Iterable[Scanned]
 ) -> dict[tuple[str | None, int], int | None]:
-    """Ranks by the processes they were, and by those that they had started: loader workers."""
+    """Ranks by their processes, and by those that they started, such as loader workers."""
     found: dict[tuple[str | None, int], int | None] = {}
     with suppress(OSError):
         launcher, its_node = run.holder()
@@ -59,7 +59,7 @@ def processes_of(
                 found[node, pid] = rank
         if isinstance(start.get("pid"), int):
             found[node, start["pid"]] = rank
-    # A worker that lived for less than the time between two samples: torch names it when it dies.
+    # A worker may live for less than the time between two samples: torch names it when it dies.
     for one in scanned:
         for hit in one.hits:
             if hit.cause.slug == "worker-killed" and hit.rank is not None:
@@ -71,7 +71,8 @@ def processes_of(
 def messages(starts: Starts, since: float, until: float, processes: Processes) -> Kernel:
     """The kernel's lines from the time of an attempt, if it ran here and they can be read.
 
-    Of those about memory only what names a process of the run: the rest tell of other programs.
+    Those about memory are kept only if they name a process of the run: others are about other
+    programs.
     """
     node = socket.gethostname()
     if node not in {starts.node(rank) for rank in starts.events}:

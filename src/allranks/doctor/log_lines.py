@@ -1,4 +1,4 @@
-"""Whose line is it? Rank, node and level of a line of a log, by the ways in which logs say so."""
+"""Whose line is it? Rank, node and level of a line, in all the ways that logs have to say so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allranks.run import files
 from allranks.show.text import plain, without_escapes
 
 MOST_PREFIXES = 4
-# What launchers put before each line; several may stand behind one another.
+# What launchers put before each line; there may be several.
 _PREFIXES = (
     re.compile(r"\[rank[: =]{0,2}(?P<rank>\d+)\]:? ?"),  # torch, after init_process_group
     re.compile(r"\[(?P<role>[a-z_]\w*?)(?P<local>\d+)\]:"),  # torchrun --tee: role and local rank
@@ -43,13 +43,13 @@ _WARNING = re.compile(
     re.VERBOSE,
 )
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b(?:: |$)")
-# What looks like a rank's number and is none: the index in torchrun's list of failures.
+# Looks like a rank's number but is the index in torchrun's list of failures.
 _NO_RANK = re.compile(r"\[\d+\]:\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line without its prefixes, and what they said."""
+    """A line without its prefixes, and what they say."""
 
     text: str
     rank: int | None = None
@@ -57,16 +57,16 @@ class Line:
     pid: int | None = None
     local_rank: int | None = None
     is_warning: bool = False
-    is_prefixed: bool = False  # every line of that rank says so
+    is_prefixed: bool = False  # every line of that rank has it
 
 
 def parse(raw: str) -> Line:
-    """Take a line apart."""
+    """Split a line into its text and what it says about its origin."""
     text = without_escapes(raw)
-    if "\r" in text:  # a progress bar draws over itself: what was drawn last is what one saw
+    if "\r" in text:  # a progress bar overwrites itself: only the last version was seen
         text = text.rstrip("\r").rpartition("\r")[2]
     text = plain(text)
-    if (begun := _BEGUN.search(text)) is not None:  # behind a progress bar without an end of line
+    if (begun := _BEGUN.search(text)) is not None:  # after a progress bar that has no line end
         text = text[begun.start() :].lstrip()
     text, rank, local = _without_prefixes(text)
     is_prefixed = rank is not None
@@ -82,7 +82,7 @@ def parse(raw: str) -> Line:
 
 
 def _without_prefixes(text: str) -> tuple[str, int | None, int | None]:
-    """The text, and the rank and local rank that stood before it."""
+    """The text without its prefixes, and the rank and local rank in them."""
     rank: int | None = None
     local: int | None = None
     for _ in range(MOST_PREFIXES):

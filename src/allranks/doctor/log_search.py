@@ -1,9 +1,9 @@
 """Reads logs of any size and finds the lines that may matter: fast, in bounded memory.
 
-Every pattern has a word that its lines must hold. A word of seven letters or more covers four bytes
-at a multiple of four wherever it begins, so that looking at every fourth position is enough: all of
-a chunk at once, in a table of flags. Where the word is long enough, the four bytes behind must be
-known too. Only lines with such a position are read by Python. The few short words (nan) are
+Every pattern has a word that its lines must contain. A word of seven letters or more covers four
+bytes at a multiple of four wherever it begins, so it is enough to look up every fourth position of
+a chunk in a table of flags, all at once. The bytes beside it must be of a word too, as far as the
+word reaches. Only lines with such a position are read by Python. The few short words (nan) are
 searched for one by one.
 """
 
@@ -27,8 +27,8 @@ from allranks.show.text import without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16
-MAX_PIPE_BYTES = 1 << 29  # of what is no file, and may never end
-KEPT_FIRST, KEPT_LAST = 4, 2  # hits of a cause by a rank of a file; marks are all kept
+MAX_PIPE_BYTES = 1 << 29  # of what is not a file, and may never end
+KEPT_FIRST, KEPT_LAST = 4, 2  # hits per cause, rank and file; all marks are kept
 MAX_MARKS = 20_000
 _BLOCK = 1 << 18  # bytes looked up at once: what fits into a core's cache
 _BITS = 20
@@ -37,8 +37,8 @@ _SHIFT = np.uint32(32 - _BITS)
 _OTHER = np.uint32(2246822519)
 _FOLD = np.uint32(0x20202020)  # capitals and small letters alike
 _NEIGHBOURS = [(side, length) for side in ("behind", "before") for length in (1, 2, 3, 4)]
-_LONG_NUMBER = re.compile(r"(\d{15})\d+")  # no rank, no count of bytes: arithmetic would fail
-_RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # who said anything at all
+_LONG_NUMBER = re.compile(r"(\d{15})\d+")  # too long for a rank or a size
+_RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # which ranks printed anything at all
 Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Places = np.ndarray[tuple[int], np.dtype[np.intp]]
 Flags = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -53,14 +53,14 @@ class Source:
     name: str  # as it is shown
     rank: int | None = None
     node: str | None = None
-    content: bytes | None = None  # in place of the file's: its end, or what a command printed
+    content: bytes | None = None  # instead of the file's: its end, or what a command printed
     first_line: int = 1  # the number of the content's first line
-    is_named: bool = False  # by the user: it may be a link, or a pipe
+    is_named: bool = False  # by the user: it may be a link or a pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A line that a cause's pattern fits."""
+    """A line that matches a pattern of a cause."""
 
     cause: Cause
     source: Source
@@ -94,7 +94,7 @@ Owned = tuple[Cause, Pattern]
 
 
 class Words:
-    """All words of all patterns: where a chunk may have one, and whose it is."""
+    """All words of all patterns: where a chunk has one, and which patterns it belongs to."""
 
     def __init__(self, causes: Sequence[Cause]) -> None:
         self._words: dict[bytes, list[Owned]] = {}
@@ -105,7 +105,7 @@ class Words:
                 self._words.setdefault(word, []).append((cause, pattern))
         self.short = [word for word in self._words if len(word) < LONG]
         self._grams: dict[int, list[tuple[int, bytes]]] = {}
-        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # which neighbours are to be looked at
+        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # which neighbours to look at
         self._pairs = [np.zeros(1 << _BITS, dtype=np.bool_) for _ in _NEIGHBOURS]
         for word in self._words:
             if len(word) >= LONG:
@@ -129,7 +129,7 @@ class Words:
             self._pairs[index][_places(gram ^ (masked * _OTHER))] = True
 
     def places(self, chunk: bytes) -> list[tuple[int, list[Owned]]]:
-        """Where words are in a chunk, in order, and whose they are."""
+        """Where words are in a chunk, in order, and the patterns they belong to."""
         found: list[tuple[int, list[Owned]]] = []
         for begin in range(0, len(chunk), _BLOCK):
             count = (min(len(chunk), begin + _BLOCK) - begin) // 4
@@ -152,7 +152,7 @@ class Words:
 
     def _is_known(self, grams: Grams, flagged: Places, flags: Flags) -> Truth:
         """Whether the bytes beside a flagged gram are of a word too, as far as it reaches."""
-        # Beside the first and the last one is another block: they are looked at anyhow.
+        # The first and the last have a neighbour in another block: they are always kept.
         is_known: Truth = (flagged == 0) | (flagged == len(grams) - 1)
         own = grams.take(flagged)
         beside = {
@@ -182,7 +182,7 @@ def _places(grams: Grams) -> Grams:
 
 
 def scan(source: Source, words: Words) -> Scanned:
-    """Every line of a file that some pattern fits; of many alike, the first and the last ones."""
+    """Every line of a file that matches a pattern; of many alike, the first and the last."""
     found = Scanned(source)
     kept: dict[tuple[str, int | None], list[Hit]] = {}
     num_marks = 0
@@ -228,13 +228,13 @@ def _lines(
             end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
             number += chunk.count(b"\n", counted, start)
             counted = start
-            owned: dict[int, list[Owned]] = {}  # a word may stand in a line a thousand times
+            owned: dict[int, list[Owned]] = {}  # a word may occur a thousand times in a line
             while index < len(places) and places[index][0] < end:
                 owned[id(places[index][1])] = places[index][1]
                 index += 1
             text = without_escapes(chunk[start:end].decode(errors="replace"))
             text = _LONG_NUMBER.sub(r"\1", text)
-            # Most words stand in lines that are about something else.
+            # Most words are in lines that are about something else.
             causes = {
                 cause.slug: cause
                 for of_word in owned.values()
@@ -251,7 +251,7 @@ def _lines(
 
 
 def _chunks(source: Source) -> Iterator[bytes]:
-    """The file in pieces that end with a line, unless one is longer than a piece."""
+    """The file in pieces of whole lines, unless a line is longer than a piece."""
     with open_log(source) as file:
         rest, num_bytes = b"", 0
         is_file = source.content is not None or source.path.is_file()
@@ -273,7 +273,7 @@ def _chunks(source: Source) -> Iterator[bytes]:
 
 
 def open_log(source: Source) -> IO[bytes]:
-    """A log as it is, or unpacked."""
+    """Open a log, unpacked if it is compressed."""
     if source.content is not None:
         return io.BytesIO(source.content)
     file = files.open_named(source.path) if source.is_named else files.open_file(source.path)
@@ -281,7 +281,7 @@ def open_log(source: Source) -> IO[bytes]:
 
 
 def read_around(source: Source, offset: int, num_bytes: int) -> str:
-    """What stands in a file from a place on."""
+    """What a file contains from an offset on."""
     try:
         with open_log(source) as file:
             file.seek(offset)

@@ -1,4 +1,4 @@
-"""Whether memory was the cause: the kernel's count, its messages and the ranks' own curves."""
+"""Whether memory was the cause: from the kernel's counts and messages, and the ranks' usage."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
 from allranks.show.numbers import size
 
-FULL_SHARE = 0.85  # of the memory that was allotted: a kill at this height is the kernel's
+FULL_SHARE = 0.85  # of the allotted memory: above it, a SIGKILL is likely the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
 CUT_OFF = re.compile(r"Connection(?:Reset|Refused)Error|EOFError|BrokenPipeError")
-NAMES_IT = ("Killed process", "exceeded memory limit")  # of what the kernel and SLURM say
+NAMES_IT = ("Killed process", "exceeded memory limit")  # what the kernel and SLURM print
 
 
 def candidates(
     run: RunDir, attempt: int, facts: FailureFacts, curves: Sequence[MemoryCurve], said: Kernel
 ) -> list[Candidate]:
-    """A rank that the kernel killed for its memory, by its count; or killed when there was none."""
+    """A rank that was killed while the kernel counted memory kills, or with memory nearly full."""
     if ended_for(run, attempt) is not None:
         return []
     counted = _counted(run, attempt, facts, said)
@@ -36,7 +36,7 @@ def candidates(
         killed = _lost_workers(facts)
     if not killed:
         return []
-    # Of several that were killed, the kernel took first the one that had most.
+    # Of several that were killed, the kernel took the one with most memory first.
     at_last = {curve.rank: curve.last for curve in curves}
     rank = max(killed, key=lambda one: at_last.get(one, 0))
     node = (run.start(attempt, rank) or {}).get("host")
@@ -55,9 +55,9 @@ def candidates(
 
 
 def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: Kernel) -> list[int]:
-    """Ranks beside which the kernel killed something of the cgroup for its memory.
+    """Ranks in whose cgroup the kernel killed something for memory.
 
-    The count is of all in it; where messages say which processes those were, they decide.
+    The count covers the whole cgroup; if messages say which processes were killed, they decide.
     """
     return [
         end.rank
@@ -68,9 +68,9 @@ def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: Kernel) -> li
 
 
 def _lost_workers(facts: FailureFacts) -> list[int]:
-    """Ranks that say that a worker of their loader was killed, or gone in the midst of a batch.
+    """Ranks that report a loader worker as killed, or gone in the middle of a batch.
 
-    How it went is not said where a rank was about to take a batch from it just then.
+    In the latter case, torch does not say how the worker ended.
     """
     hits = facts.of("worker-killed")
     told = [
@@ -82,7 +82,7 @@ def _lost_workers(facts: FailureFacts) -> list[int]:
 
 
 def explained(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:
-    """A finding that memory may be the cause of: with its rank, and that rank's curve."""
+    """A finding that memory may have caused, with its rank and that rank's memory usage."""
     if found.cause not in KILLED:
         return found
     if found.rank is None and found.cause == "host-out-of-memory":
@@ -100,7 +100,7 @@ def explained(run: RunDir, attempt: int, found: Finding, curves: Sequence[Memory
 def _of_hungriest(
     run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]
 ) -> Finding:
-    """Where SLURM ended all ranks for the memory of one: the one that grew most of all."""
+    """If SLURM ended all ranks for the memory of one: the one that grew most."""
     if not curves:
         return found
     hungriest = max(curves, key=lambda curve: curve.grown)

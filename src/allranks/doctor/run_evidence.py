@@ -1,4 +1,4 @@
-"""Everything that a run has left behind: logs, events, accounting, error files, kernel messages."""
+"""Everything that a run has left behind: logs, events, error files, SLURM's accounting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_JOB_LOG_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """What the ranks of an attempt said of themselves."""
+    """The start events of an attempt's ranks."""
 
     events: dict[int, dict[str, Any]]
 
@@ -52,7 +52,7 @@ def starts_of(run: RunDir, attempt: int) -> Starts:
 
 
 def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
-    """What every rank of an attempt printed and recorded, and what its job said."""
+    """What every rank of an attempt printed and recorded, and what its job printed."""
     sources = []
     for rank in run.logs(attempt):
         path = run.log(attempt, rank)
@@ -68,14 +68,14 @@ def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
 
 
 def job_logs(run: RunDir) -> list[Source]:
-    """What the job that trained the run last said, since it last began."""
+    """What the job that last trained the run has printed since it last started."""
     holder = claims.newest(run.claims)
     job = holder.job if holder is not None else ""
     own = run.path / f"slurm-{job}.log"
-    if own not in run.job_logs():  # no job got as far as that
+    if own not in run.job_logs():  # no job got that far
         return [Source(path, shown_path(path)) for path in run.job_logs()[-MAX_JOB_LOGS:]]
     try:
-        # A job that was requeued goes on in the same file: why it was is over and done with.
+        # A requeued job goes on in the same file: why it was requeued no longer matters.
         content = files.read_bytes(own, MAX_JOB_LOG_BYTES)
     except OSError:
         return [Source(own, shown_path(own))]
@@ -85,14 +85,14 @@ def job_logs(run: RunDir) -> list[Source]:
 
 
 def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
-    """The end of a rank's events as lines to be searched."""
+    """The end of a rank's events, as lines to search."""
     with suppress(OSError), files.open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - TAIL_BYTES)
         file.seek(0)
         before = _newlines(file, start)
         content = file.read()
-        if start:  # from the next whole line on
+        if start:  # start at the next whole line
             cut = content.find(b"\n") + 1
             content, before = content[cut:], before + 1
         return [Source(path, shown_path(path), rank, node, content, before + 1)]
@@ -100,7 +100,7 @@ def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
 
 
 def _first_nonfinite(tails: Sequence[Source]) -> list[Source]:
-    """Where losses are no numbers any more: the lines that say since when, however far back."""
+    """The lines that say since when losses are not numbers, however far back."""
     if not any(NONFINITE in (tail.content or b"") for tail in tails):
         return []
     found = []
@@ -127,7 +127,7 @@ MAX_ERROR_BYTES = 16 << 20
 
 
 def error_file(path: Path) -> Source | None:
-    """torch's elastic error file: a rank's traceback, as JSON."""
+    """torchelastic's error file: a rank's traceback as JSON."""
     if not is_ours(path):
         return None  # a log from elsewhere may name any path
     with suppress(OSError, ValueError, AttributeError, TypeError, LookupError):
@@ -140,7 +140,7 @@ def error_file(path: Path) -> Source | None:
 
 
 def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
-    """How each rank ended, by its own word or the launcher's."""
+    """How each rank ended, according to itself or the launcher."""
     found = {}
     for one in failed_ranks(run, attempt):
         rank, code = one["rank"], one.get("exit")
@@ -152,22 +152,22 @@ def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
 
 
 def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
-    """Processes that the kernel killed for memory, as the launcher counted when a rank ended."""
+    """How many processes the kernel killed for memory, as counted when a rank ended."""
     return int((run.end(attempt, rank) or {}).get("memory_kills", 0))
 
 
 def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
-    """Where that count stands."""
+    """The line that has this count."""
     path, count = run.events(attempt, rank), memory_kills(run, attempt, rank)
     with files.open_file(path) as file:
         lines = [number for number, line in enumerate(file, 1) if b'"memory_kills"' in line]
     processes = "one process" if count == 1 else f"{count} processes"
-    text = f"the kernel killed {processes} of the run's cgroup for want of memory"
+    text = f"the kernel killed {processes} in the run's cgroup, which was out of memory"
     return Evidence(shown_path(path), lines[-1] if lines else 0, text)
 
 
 def accounting(ended: Mapping[str, EndedJob]) -> list[Source]:
-    """What SLURM remembers of the run's jobs, and of nodes that it lost."""
+    """What SLURM remembers about the run's jobs, and about nodes that it lost."""
     sources, lost = [], set()
     for job in ended.values():
         state = job.state.split()[0] if job.state else "UNKNOWN"
@@ -180,7 +180,7 @@ def accounting(ended: Mapping[str, EndedJob]) -> list[Source]:
 
 
 def node_states(nodes: Sequence[str]) -> list[Source]:
-    """What SLURM says now of nodes of which it lost one."""
+    """What SLURM now says about nodes, one of which it lost."""
     if not nodes:
         return []
     with suppress(slurm.SlurmError):
@@ -191,7 +191,7 @@ def node_states(nodes: Sequence[str]) -> list[Source]:
 
 
 def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
-    """When an attempt began and when it was last heard of."""
+    """When an attempt began and when it last recorded anything."""
     records = [read_ends(run, attempt, rank) for rank in run.ranks(attempt)]
     now = time.time()
     first = min((each.first_time for each in records if each.first_time), default=now)
@@ -200,7 +200,7 @@ def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Bytes of host memory that a rank had over time: the highest so far at each moment."""
+    """A rank's peak host memory in bytes over time."""
 
     rank: int
     path: Path
@@ -222,7 +222,7 @@ class MemoryCurve:
 
 
 def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
-    """The last stretch of every rank's memory, where the probe recorded it."""
+    """Every rank's recent memory, if the probe recorded it."""
     for rank in run.ranks(attempt):
         path = run.events(attempt, rank)
         points = [

@@ -1,7 +1,7 @@
-"""Why a run is slower than its machine, and what each reason costs of a step. Pure.
+"""Why a run is slower than its machine could be, and what share of a step each reason costs.
 
-A finding has a measured share of the step's time; those that cost most come first. What is below
-its threshold is not told: no run is without any of it.
+The most expensive findings come first. What is below its threshold is not reported: every run has a
+little of everything.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from allranks.errors import AllranksError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """From which value on something is worth a word. Shares are of a step's time."""
+    """From which value on something is reported. Shares are of a step's time."""
 
     data: float = 0.10
     straggler: float = 0.10
     comm: float = 0.50
-    least_ms: float = 5.0  # of a step: what costs less is not worth a change
+    least_ms: float = 5.0  # of a step: a smaller cost is not worth a change
     least_seconds: float = 10.0  # of measured steps
     slowest: float = 0.6  # share of the steps in which the same rank comes last
-    utilization: float = 80.0  # percent of the GPU
+    utilization: float = 80.0  # percent
     temperature: float = 83.0  # degrees Celsius
     clock: float = 0.9  # of the GPU's fastest
-    balance: float = 1.1  # most samples of a rank over the mean
+    balance: float = 1.1  # a rank's samples over the mean
     busy: float = 0.7  # of a CPU, by each loader worker
-    memory: float = 0.5  # of the GPU's, in use at most
+    memory: float = 0.5  # of the GPU's memory
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Thresholds:
-        """Those of `key=value` words, the rest as they are. Raises AllranksError."""
+        """The defaults, changed by `key=value` words. Raises AllranksError."""
         known = {each.name for each in dataclasses.fields(cls)}
         changed: dict[str, float] = {}
         for word in words:
@@ -46,7 +46,7 @@ class Thresholds:
                 number = -1.0
             if key not in known or number < 0:
                 raise AllranksError(
-                    f"{word} is no threshold",
+                    f"{word} is not a threshold",
                     fix=f"write KEY=NUMBER with one of {', '.join(sorted(known))}",
                 )
             changed[key] = number
@@ -86,7 +86,7 @@ def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[flo
     waits = {rank.rank: rank.data_seconds for rank in facts.ranks}
     worst = max(waits, key=lambda rank: waits[rank])
     usual = statistics.median(waits.values())
-    # Only one that waits much longer than the others is to blame.
+    # One rank is to blame only if it waits much longer than the others.
     is_one = len(waits) > 1 and waits[worst] > 2 * min(waits.values()) + limits.least_ms / 1e3
     culprit = facts.of(worst)
     cause, why, fix = _loader(facts, culprit, limits)
@@ -94,14 +94,14 @@ def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[flo
     title = f"{whose} {share:.0%} of each step{why}"
     text = (
         f"data {waits[worst] * 1e3:.1f} ms of a step of {facts.timing.step_seconds * 1e3:.1f} ms"
-        f" (the middle rank {usual * 1e3:.1f} ms), {_window(facts)}"
+        f" (median rank {usual * 1e3:.1f} ms), {_window(facts)}"
     )
     blamed, sure = culprit if is_one else None, _sure(share, limits.data)
     yield share, _finding(cause, title, fix, blamed, sure, text, shown=culprit)
 
 
 def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str, str, str]:
-    """What the loader's workers have to do with it: cause, words, fix."""
+    """What the loader's workers have to do with it: cause, words for the title, fix."""
     workers, means = rank.num_workers, rank.means
     per_node = max(1, len(facts.ranks) // facts.num_nodes)
     cpus = facts.cpus_allotted
@@ -109,23 +109,23 @@ def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str,
     end = "" if facts.is_task else ", prefetch_factor=4, persistent_workers=True)"
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
     if workers == 0:
-        few = ": there is no loader worker, batches are made in between the steps"
+        few = ": there are no loader workers, so batches are made between the steps"
         return "too-few-workers", few, f"{key}{fair}{end}"
     if workers and cpus and workers * per_node > 2 * cpus:
         many = f": {workers * per_node} loader workers share {cpus} CPUs"
-        return "too-many-workers", many, f"{key}{fair}{end}, or more CPUs a rank"
+        return "too-many-workers", many, f"{key}{fair}{end}, or more CPUs per rank"
     busy = means.get("workers_cpu", 0.0) / workers if workers else 0.0
     if workers and busy >= limits.busy:
         few = f": its {workers} loader workers are busy {busy:.0%} of the time"
-        more = f"{key}{max(fair, workers + 1)}{end}; allranks bench data measures how many it takes"
+        more = f"{key}{max(fair, workers + 1)}{end}; allranks bench data finds how many are needed"
         return "too-few-workers", few, more
     stage = "data.stage=local" if facts.is_task else "stage: [PATH] and {stage} in the command"
-    known = f"; its {workers} loader workers wait themselves" if workers else ""
+    known = f"; its {workers} loader workers are waiting too" if workers else ""
     return "data-bound", known, f"keep the data on the node's own disk ({stage}), or {key}…{end}"
 
 
 def unbalanced(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
-    """Ranks with more samples than the others, which wait for them."""
+    """A rank with more samples than the others, which wait for it."""
     share = share_of(facts, "straggler", limits)
     counts = {rank.rank: rank.step_samples for rank in facts.ranks}
     mean = statistics.fmean(counts.values())
@@ -134,16 +134,16 @@ def unbalanced(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fi
     most = max(counts, key=lambda rank: counts[rank])
     if counts[most] < limits.balance * mean:
         return
-    title = f"rank {most} has {counts[most] / mean - 1:.0%} more samples a step than the mean"
+    title = f"rank {most} has {counts[most] / mean - 1:.0%} more samples per step than average"
     title += f": the others wait {share:.0%} of each step"
-    text = f"samples a step: {', '.join(f'{count:.0f}' for count in counts.values())}"
-    fix = "give every rank as many: DistributedSampler, or a sampler that cuts the batch evenly"
+    text = f"samples per step: {', '.join(f'{count:.0f}' for count in counts.values())}"
+    fix = "give every rank the same number: DistributedSampler, or a sampler that splits evenly"
     sure = _sure(share, limits.straggler)
     yield share, _finding("unbalanced-data", title, fix, facts.of(most), sure, text)
 
 
 def slow_rank(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
-    """One that the others wait for, though it has no more to do."""
+    """A rank that the others wait for, though it has no more to do."""
     share, timing = share_of(facts, "straggler", limits), facts.timing
     if share < limits.straggler:
         return
@@ -159,8 +159,8 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fin
     text += (last if slowest is not None else "no rank is slower than the others") + ", "
     text += _window(facts)
     if slowest is None or timing.slowest_share < limits.slowest:
-        title = f"ranks wait for whichever is slowest {share:.0%} of each step"
-        fix = "samples of different length? Group them by length; else other work on the nodes"
+        title = f"ranks wait {share:.0%} of each step for whichever is slowest"
+        fix = "group samples by length if it differs; otherwise look for other work on the nodes"
         yield share, _finding("uneven-steps", title, fix, None, "medium", text, shown=culprit)
         return
     where = f" on {culprit.node}" if culprit.node and facts.num_nodes > 1 else ""
@@ -168,13 +168,13 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fin
     title = f"rank {culprit.rank}{where} is slower{part}: the others wait {share:.0%} of each step"
     fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
     if facts.num_nodes > 1:
-        fix += f"; if it stays, #SBATCH --exclude={culprit.node}"
+        fix += f"; if it stays slow, #SBATCH --exclude={culprit.node}"
     sure = _sure(share, limits.straggler)
     yield share, _finding("slow-rank", title, fix, culprit, sure, text)
 
 
 def throttled(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
-    """A GPU that is hot and runs below its clock."""
+    """A GPU that is hot and runs below its full clock rate."""
     for rank in facts.ranks:
         means = rank.means
         if not {"temperature", "clock", "clock_max", "utilization"} <= set(means):
@@ -184,16 +184,16 @@ def throttled(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fin
             continue
         is_slowest = facts.timing.slowest_rank == rank.rank
         share = max(1 - ratio, share_of(facts, "straggler", limits) if is_slowest else 0.0)
-        title = f"the GPU of rank {rank.rank} is hot and slowed down to {ratio:.0%} of its clock"
-        text = f"{means['temperature']:.0f} degrees, {means['clock']:.0f} of "
-        text += f"{means['clock_max']:.0f} MHz, in the mean of its samples"
-        fix = "tell the site that it is not cooled"
+        title = f"the GPU of rank {rank.rank} is hot and throttled to {ratio:.0%} of its clock"
+        text = f"{means['temperature']:.0f} °C, {means['clock']:.0f} of "
+        text += f"{means['clock_max']:.0f} MHz on average"
+        fix = "tell the site that its cooling is not enough"
         fix += f"; until then #SBATCH --exclude={rank.node}" if rank.node else ""
         yield share, _finding("thermal-throttling", title, fix, rank, "medium", text)
 
 
 def sockets(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
-    """NCCL over TCP between nodes, where that costs something."""
+    """NCCL over TCP between nodes, if that costs something."""
     share = share_of(facts, "comm", limits)
     using = [
         each for each in facts.nccl if "NET/Socket" in each.text or "network Socket" in each.text
@@ -202,26 +202,22 @@ def sockets(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Findi
         return
     disabled = [each for each in facts.nccl if "NCCL_IB_DISABLE" in each.text]
     missing = [each for each in facts.nccl if "No device found" in each.text]
-    fix = (
-        "unset NCCL_IB_DISABLE" if disabled else "allranks doctor on the nodes looks at InfiniBand"
-    )
+    fix = "unset NCCL_IB_DISABLE" if disabled else "allranks doctor on the nodes checks InfiniBand"
     confidence: Confidence = "high" if disabled else "low" if missing else "medium"
-    title = f"NCCL talks over sockets, not InfiniBand: exchanges take {share:.0%} of each step"
+    title = f"NCCL uses sockets, not InfiniBand: communication takes {share:.0%} of each step"
     found = Finding("sockets-instead-of-infiniband", title, fix, confidence=confidence)
     yield share, found.with_evidence(*using[:2], *disabled[:1], *missing[:1])
 
 
 def talking(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
-    """Exchanges that take long beside the work: too little work between them."""
+    """Communication that takes long compared to the work between it."""
     share, timing = share_of(facts, "comm", limits), facts.timing
     if share < limits.comm:
         return
     samples = statistics.fmean(rank.step_samples for rank in facts.ranks)
-    title = (
-        f"exchanges between ranks take {share:.0%} of each step, of {samples:.0f} samples a rank"
-    )
+    title = f"communication takes {share:.0%} of each step, with {samples:.0f} samples per rank"
     grow = "fewer ranks, or a larger batch_size" if facts.is_task else "fewer ranks, a larger batch"
-    fix = f"{grow} (it changes the mathematics), or a faster network: allranks bench comm"
+    fix = f"{grow} (it changes the training), or a faster network: allranks bench comm"
     text = f"comm {1e3 * (timing.parts or {})['comm']:.1f} ms of a step of "
     text += f"{timing.step_seconds * 1e3:.1f} ms, {_window(facts)}"
     yield (
@@ -231,7 +227,7 @@ def talking(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Findi
 
 
 def idle(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
-    """GPUs that have little to do, although nothing keeps them waiting."""
+    """GPUs that have little to do although nothing else keeps them waiting."""
     seen = [rank for rank in facts.ranks if "utilization" in rank.means]
     if not seen:
         return
@@ -240,17 +236,18 @@ def idle(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]
     if percent >= limits.utilization:
         return
     peak, total = worst.means.get("memory_peak", 0.0), worst.means.get("memory_total", 0.0)
-    text = f"GPU utilisation {percent:.0f}% in the mean, {worst.means['utilization']:.0f}% at least"
+    lowest = worst.means["utilization"]
+    text = f"GPU utilisation {percent:.0f}% on average, {lowest:.0f}% on the lowest rank"
     share = 1 - percent / 100
     if total and peak < limits.memory * total:
-        text += f"; {peak / total:.0%} of its memory was ever in use"
-        title = f"the GPUs work {percent:.0f}% of the time on small batches: there is room for more"
-        fix = "a larger micro_batch_size (with accumulation the batch stays), and compile: true"
+        text += f"; at most {peak / total:.0%} of its memory was in use"
+        title = f"the GPUs are busy {percent:.0f}% of the time: larger batches would fit"
+        fix = "a larger micro_batch_size (the batch stays, accumulation shrinks), and compile: true"
         if not facts.is_task:
-            fix = "a larger batch a rank (with less accumulation the whole stays), torch.compile"
+            fix = "a larger batch per rank (with less accumulation the total stays), torch.compile"
         yield share, _finding("small-batch", title, fix, None, "low", text, shown=worst)
         return
-    title = f"the GPUs work {percent:.0f}% of the time"
+    title = f"the GPUs are busy {percent:.0f}% of the time"
     fix = "allranks run --profile 10 JOB.yaml shows what they wait for"
     yield share, _finding("low-gpu-utilization", title, fix, None, "low", text, shown=worst)
 
@@ -265,7 +262,7 @@ def _finding(
     *,
     shown: RankFacts | None = None,
 ) -> Finding:
-    """`shown`: whose events prove it, where no rank is to blame."""
+    """`shown`: whose events prove it, if no rank is to blame."""
     source = culprit or shown
     evidence = (Evidence(source.events, source.last_line, text),) if source else ()
     return Finding(
@@ -284,4 +281,4 @@ def _sure(share: float, limit: float) -> Confidence:
 
 
 def _window(facts: SlowFacts) -> str:
-    return f"in the mean of steps {facts.timing.first_step} to {facts.timing.last_step}"
+    return f"average of steps {facts.timing.first_step} to {facts.timing.last_step}"

@@ -1,4 +1,4 @@
-"""What a run's events and logs tell of its speed, gathered for doctor/slow.py. No torch."""
+"""What a run's events and logs say about its speed, for doctor/slow.py."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from allranks.timing.steps import Timing, timing_of
 from allranks.timing.timeline import DATA
 
 RECENT_BYTES = 1 << 20  # of each rank's events: some thousand steps
-LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL says how it talks
+LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
 NCCL_LINES = re.compile(
     r"NCCL INFO .*(?:Using network|NET/Socket|NET/IB|NCCL_IB_DISABLE|NCCL_NET\b|No device found)"
 )
 NUMBERS = (
     *("utilization", "temperature", "clock", "clock_max", "memory_peak", "memory_total"),
-    *("cpu", "workers_cpu", "num_workers", "power", "power_limit"),
+    "workers_cpu",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """One rank: what it is, and means over its last steps and samples."""
+    """One rank, with means over its last steps and samples."""
 
     rank: int
     node: str | None = None
@@ -37,20 +37,20 @@ class RankFacts:
     last_line: int = 0  # of the last step in it
     step_samples: float = 0.0
     data_seconds: float = 0.0
-    # Means of its `device` events; absent where it has none.
+    # Means over its `device` events; without those that they lack.
     means: Mapping[str, float] = field(default_factory=dict)
     num_workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFacts:
-    """A run, as far as its speed goes."""
+    """What is known about a run's speed."""
 
     timing: Timing
     ranks: tuple[RankFacts, ...]
     cpus_allotted: int | None = None  # of the machine that started it
-    is_task: bool = False  # of allranks, whose job file has the settings
-    nccl: tuple[Evidence, ...] = ()  # lines in which NCCL says how it talks
+    is_task: bool = False  # of allranks: the job file has the settings
+    nccl: tuple[Evidence, ...] = ()  # lines in which NCCL names its network
 
     @property
     def num_nodes(self) -> int:
@@ -61,7 +61,7 @@ class SlowFacts:
 
 
 def read_slow_facts(run: RunDir) -> SlowFacts | None:
-    """From the run's last attempt; None where too little was measured."""
+    """From the run's last attempt; None if too little was measured."""
     attempts = run.attempts()
     if not attempts:
         return None
@@ -83,13 +83,13 @@ def read_slow_facts(run: RunDir) -> SlowFacts | None:
 
 
 def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
-    """One rank from that step on."""
+    """One rank, from this step on."""
     steps = [event for number, event in record.timed_steps.items() if number >= first_step]
     devices = record.devices
     found = {name: record.mean(name, of=devices) for name in NUMBERS}
     workers = record.start.get("num_workers")
     if workers is None and devices:
-        # A script's: the processes that it has started, most of the time.
+        # A script: the processes that it had started most of the time.
         workers = round(statistics.median(int(e.get("num_workers", 0)) for e in devices))
     return RankFacts(
         rank=record.rank,
@@ -104,7 +104,7 @@ def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
 
 
 def nccl_lines(logs: Iterable[Path]) -> list[Evidence]:
-    """NCCL's own words about its network, from the first log that has any."""
+    """What NCCL prints about its network, from the first log that has any of it."""
     for log in logs:
         try:
             with files.open_file(log) as file:

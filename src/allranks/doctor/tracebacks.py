@@ -1,4 +1,4 @@
-"""Exceptions of Python in logs: type, message, whose, and the line of the user's own code."""
+"""Python tracebacks in logs: the exception, its rank, and the line of the user's own code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from allranks.doctor.log_lines import Line, parse
 from allranks.doctor.log_search import Hit, Scanned, read_around
-from allranks.run.frames import FRAME, INSTALLED, RAISED, is_type
+from allranks.run.tracebacks import FRAME, INSTALLED, RAISED, is_type
 
 READ_BYTES = 1 << 16
 CONTEXT_BYTES = 300
 MOST_FOREIGN = 4  # lines of other processes in the middle of a traceback
-ENOUGH_PROGRESS = 4  # lines; other ranks may tell one or two more before they notice
-MAX_TRACEBACKS = 400  # of a file; a crowd of ranks says the same thing
+ENOUGH_PROGRESS = 4  # lines; other ranks may print one or two before they notice
+MAX_TRACEBACKS = 400  # of a file; many ranks say the same thing
 _PROGRESS = re.compile(
     r"\b(?:epoch|step|iter(?:ation)?|batch|loss|it/s)\b\W{0,4}[\w/ ]{0,12}\d|\d(?:it/s|s/it)", re.I
 )
@@ -22,10 +22,10 @@ _RAISES = re.compile(r"\b(?:raise|assert)\b")
 _CHAINED = re.compile(
     r"direct cause of the following exception|During handling of the above exception"
 )
-# Of torch.multiprocessing.spawn; and a logger's message, above the traceback that it adds.
+# From torch.multiprocessing.spawn; and from a logger's message above its traceback.
 _PROCESS = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 _NAMED = re.compile(r"\brank\W{0,2}(?P<rank>\d{1,5})\b", re.I)
-# They tell of a launcher, a signal or an orderly end, not of an error in a rank.
+# They come from a launcher, a signal or an orderly end, not from an error in a rank.
 OF_LAUNCHERS = {
     "ChildFailedError",
     "SignalException",
@@ -51,9 +51,9 @@ class Raised:
     frames: tuple[str, ...]  # file and function of each
     rank: int | None
     is_launchers: bool
-    is_own_code: bool = False  # raised by a line of the user's own code
+    is_own_code: bool = False  # raised by the user's own code
     goes_on: bool = False  # caught: the work goes on after it
-    before: Raised | None = None  # what it was raised from, or while handling it
+    before: Raised | None = None  # the exception it was raised from, or while handling it
 
     @property
     def text(self) -> str:
@@ -61,12 +61,12 @@ class Raised:
 
     @property
     def chain(self) -> tuple[Raised, ...]:
-        """The exceptions that led to this one, the first of them first."""
+        """This exception and those that led to it, the first of them first."""
         return (*self.before.chain, self) if self.before is not None else (self,)
 
 
 def tracebacks(scanned: Scanned) -> list[Raised]:
-    """The tracebacks of a file, the first and the last ones of very many."""
+    """The tracebacks of a file; of very many, the first and the last."""
     marks = [hit for hit in scanned.hits if hit.cause.slug == "traceback"]
     if len(marks) > MAX_TRACEBACKS:
         marks = marks[: MAX_TRACEBACKS // 2] + marks[-MAX_TRACEBACKS // 2 :]
@@ -81,7 +81,7 @@ def tracebacks(scanned: Scanned) -> list[Raised]:
 
 
 def _told(hit: Hit) -> Raised | None:
-    """What the launcher says of a rank that raised, where the rank's own log is not at hand."""
+    """What the launcher says about a rank that raised, if the rank's own log is not here."""
     what = hit.fields.get("what", "") if hit.cause.slug == "allranks-end" else ""
     raised = RAISED.match(what)
     if raised is None or not is_type(raised["type"]):
@@ -93,7 +93,7 @@ def _told(hit: Hit) -> Raised | None:
 
 
 def _with_context(raised: Raised, found: Sequence[Raised]) -> Raised:
-    """With what the lines above it say: the process it is of, the exception it follows from."""
+    """Add what the lines above it say: its process, and the exception it follows from."""
     mark = raised.mark
     start = max(0, mark.offset - CONTEXT_BYTES)
     text = read_around(mark.source, start, mark.offset - start) if mark.offset else ""
@@ -102,24 +102,24 @@ def _with_context(raised: Raised, found: Sequence[Raised]) -> Raised:
         raised = replace(raised, rank=int(named["rank"]))
     last = next((one for one in reversed(found) if one.rank == raised.rank), None)
     before = last if _CHAINED.search(text) else None
-    # torch puts the rank before a traceback only where nobody caught the exception.
+    # torch puts the rank before a traceback only if the exception was not caught.
     goes_on = not mark.line.is_prefixed and _goes_on(raised)
     return replace(raised, before=before, goes_on=goes_on)
 
 
 def _goes_on(raised: Raised) -> bool:
-    """Whether steps, epochs or losses are told after it."""
+    """Whether steps, epochs or losses are printed after it."""
     return has_progress(raised.mark, raised.number - raised.mark.number + 1)
 
 
 def has_progress(hit: Hit, num_lines: int = 1) -> bool:
-    """Whether the work goes on behind a line, or behind several from it on."""
+    """Whether the work goes on after this line, or after this many lines from it on."""
     lines = read_around(hit.source, hit.offset, READ_BYTES).split("\n")[num_lines:]
     return sum(_PROGRESS.search(line[:400]) is not None for line in lines) >= ENOUGH_PROGRESS
 
 
 def _is_in_block(mark: Hit) -> bool:
-    """In torchrun's list of failures, of a script whose main records its error."""
+    """Whether it is in torchrun's list of failures, of a script whose main records its error."""
     return mark.line.text.lstrip().startswith("traceback :")
 
 
@@ -170,7 +170,7 @@ def _read(mark: Hit) -> Raised | None:
 
 
 def _own_lines(mark: Hit) -> Iterator[tuple[int, Line]]:
-    """The lines behind a traceback's first one, without those of other ranks between them."""
+    """The lines after a traceback's first, without those of other ranks in between."""
     text = read_around(mark.source, mark.offset, READ_BYTES)
     for index, raw in enumerate(text.split("\n")):
         if index == 0:

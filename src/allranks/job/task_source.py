@@ -1,16 +1,22 @@
-"""What can be told about a task from its source, without importing it (and torch with it)."""
+"""What a task's source says about it, read without importing it (and torch with it).
+
+Base classes are read where they are defined above the class in its file, or imported there from
+the file that defines them. Whatever cannot be read that way is not known, and importing it decides.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import importlib.machinery
+import importlib.util
 import os
 import pkgutil
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +25,14 @@ from allranks.errors import AllranksError
 from allranks.tasks import BUNDLED
 from allranks.tasks import __path__ as bundled_folders
 
-# A chain of re-exports or of base classes longer than this is a circle.
-MAX_HOPS = 10
-
 
 class _NotFound(AllranksError):
-    """No such module or class: forgiven on the way to a base class, which an import may find."""
+    """No such module or class. Ignored for a base class: importing the task tells more."""
 
 
 @dataclass(frozen=True)
 class TaskSource:
-    """A task's class, the job keys it sets, and the names of its options (None: cannot be told)."""
+    """A task's class, the job keys that it sets, and the names of its options (None: not known)."""
 
     path: str  # module:Class
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +42,7 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class _Module:
-    """A module that was found: its parsed source, or None where it has none (an extension)."""
+    """A module and its parsed source; `tree` is None for an extension, which has none."""
 
     name: str
     file: str
@@ -48,15 +51,14 @@ class _Module:
 
 
 def find_task(name: str) -> TaskSource:
-    """Find a bundled task, or `package.module:Class` from the current directory or sys.path."""
+    """Find a bundled task, or `package.module:Class` in the current directory or on sys.path."""
     if name in BUNDLED:
-        bundled = f"allranks.tasks.{name}"
-        module = _read_module(bundled, _find(name, list(bundled_folders), task=name))
-        return _read_class(module, name.capitalize(), MAX_HOPS)
+        spec = _find(name, list(bundled_folders), task=name)
+        return _read_class(_read_module(f"allranks.tasks.{name}", spec), name.capitalize())
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
         raise _wrong_name(name)
     module_name, _, class_name = name.partition(":")
-    return _read_class(_find_module(module_name, task=name), class_name, MAX_HOPS)
+    return _read_class(_find_module(module_name, task=name), class_name)
 
 
 def _wrong_name(name: str) -> AllranksError:
@@ -68,36 +70,28 @@ def _wrong_name(name: str) -> AllranksError:
     if not close and ":" in dotted:
         fix = f"write {dotted}"
     return AllranksError(
-        f'"{name}" is no bundled task ({", ".join(BUNDLED)}) and not of the form '
+        f'"{name}" is not a bundled task ({", ".join(BUNDLED)}), and not of the form '
         "package.module:Class",
         fix=fix,
     )
 
 
-def _search_path() -> list[str]:
-    """Where `python` would look, run in the current directory."""
-    folder = os.getcwd()
-    return [folder, *(entry for entry in sys.path if entry not in ("", folder))]
-
-
 def _find_module(name: str, *, task: str) -> _Module:
     importlib.machinery.PathFinder.invalidate_caches()
-    folders: Sequence[str] | None = _search_path()
-    spec = None
-    done: list[str] = []
+    here = os.getcwd()
+    # Where `python` would look, started in the current directory.
+    folders: Sequence[str] | None = [here, *(one for one in sys.path if one not in ("", here))]
+    parent = ""
     for part in name.split("."):
         if folders is None:
-            module, child = ".".join(done), ".".join([*done, part])
             raise _NotFound(
-                f"task {task}: {module} is a file, not a package, so there is no module {child}",
-                fix=f"write {module}:Class",
+                f"task {task}: {parent} is a file, not a package, so there is no module "
+                f"{parent}.{part}",
+                fix=f"write {parent}:Class",
             )
-        # The last part alone: the name of a parent that was never imported would be looked up.
-        spec = _find(part, folders, task=task, parent=".".join(done))
-        locations = spec.submodule_search_locations
-        folders = list(locations) if locations is not None else None
-        done.append(part)
-    assert spec is not None
+        spec = _find(part, folders, task=task, parent=parent)
+        folders = spec.submodule_search_locations
+        parent = f"{parent}.{part}" if parent else part
     return _read_module(name, spec)
 
 
@@ -106,184 +100,171 @@ def _find(
 ) -> importlib.machinery.ModuleSpec:
     spec = importlib.machinery.PathFinder.find_spec(part, folders)
     if spec is None and not parent:
-        # A project installed in editable mode may be known to a finder of its own alone.
-        for finder in sys.meta_path:
-            if finder not in (importlib.machinery.PathFinder, importlib.machinery.BuiltinImporter):
-                spec = spec or finder.find_spec(part, None)
+        with suppress(ValueError):
+            # A project installed in editable mode may be known to a finder of its own alone.
+            spec = importlib.util.find_spec(part)
     if spec is not None:
         return spec
     searched = [folder for folder in folders if os.path.exists(folder)]
-    # Not all of sys.path: the standard library's hundreds of names are no likely misspelling.
+    # Not all of sys.path: nobody misspells one of the standard library's hundreds of names.
     names = [module.name for module in pkgutil.iter_modules(searched if parent else searched[:1])]
-    close = difflib.get_close_matches(part, names, n=1) or (
-        names if parent and len(names) == 1 else []
-    )
-    missing = f"{parent}.{part}" if parent else part
+    close = difflib.get_close_matches(part, names, n=1)
+    if parent and len(names) == 1:
+        close = names
     prefix = f"{parent}." if parent else ""
     if close:
-        fix = f"write {task.replace(missing, prefix + close[0], 1)}"
+        fix = f"write {task.replace(prefix + part, prefix + close[0], 1)}"
     elif parent:
         fix = f"name a module of {parent}: {', '.join(names) or 'it has none'}"
     else:
-        fix = f"run this in the folder that holds {part}, or add that folder to PYTHONPATH"
-    raise _NotFound(
-        f"task {task}: there is no module {missing} in {', '.join(searched) or 'any folder'}",
-        fix=fix,
-    )
+        fix = f"run this in the folder that contains {part}, or add that folder to PYTHONPATH"
+    where = ", ".join(searched) or "any folder"
+    raise _NotFound(f"task {task}: there is no module {prefix}{part} in {where}", fix=fix)
 
 
 def _read_module(name: str, spec: importlib.machinery.ModuleSpec) -> _Module:
     file = spec.origin or ""
-    is_package = spec.submodule_search_locations is not None
+    folders = spec.submodule_search_locations
     if spec.loader is None:
-        folder = next(iter(spec.submodule_search_locations or []), name)
         raise AllranksError(
-            f"{name} is the folder {folder} without __init__.py, so it holds no class",
+            f"{name} is the folder {next(iter(folders or []), name)} without __init__.py, so it "
+            "has no classes",
             fix=f"name a module in it: {name}.module:Class",
         )
     if not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        return _Module(name, file, is_package, None)
+        return _Module(name, file, folders is not None, None)
     try:
         with warnings.catch_warnings():
-            # Such as an invalid escape: for whoever imports the module, not for us.
+            # Such as an invalid escape: whoever imports the module will see it.
             warnings.simplefilter("ignore")
             tree = ast.parse(Path(file).read_bytes(), filename=file)
     except SyntaxError as error:
+        line = error.lineno or 1
         raise AllranksError(
-            f"{file}:{error.lineno or 1}: {error.msg}",
-            fix=f"correct line {error.lineno or 1} of {file}",
+            f"{file}:{line}: {error.msg}", fix=f"correct line {line} of {file}"
         ) from None
     except (OSError, ValueError) as error:
         raise AllranksError(
             f"{file} cannot be read: {error}", fix="make it a readable Python file"
         ) from None
-    return _Module(name, file, is_package, tree)
+    return _Module(name, file, folders is not None, tree)
 
 
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Statements at the top level, and those under an `if`, `try` or `with` there."""
     for statement in body:
         yield statement
-        for block in ("body", "orelse", "finalbody"):
-            if isinstance(statement, ast.If | ast.Try | ast.With):
-                yield from _statements(getattr(statement, block, []))
-        for handler in getattr(statement, "handlers", []):
-            yield from _statements(handler.body)
+        if isinstance(statement, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from _statements(ast.iter_child_nodes(statement))
 
 
-def _assigned(statement: ast.stmt) -> Iterator[str]:
+def _assigned(statement: ast.AST) -> set[str]:
+    """The names that a statement assigns to."""
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
     elif isinstance(statement, ast.AnnAssign):
         targets = [statement.target]
-    for target in targets:
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                yield node.id
+    nodes = [node for target in targets for node in ast.walk(target)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
-def _read_class(module: _Module, class_name: str, hops: int) -> TaskSource:
-    path = f"{module.name}:{class_name}"
-    if module.tree is None or hops == 0:
+def _read_class(
+    module: _Module, name: str, *, above: int | None = None, follows: bool = True
+) -> TaskSource:
+    """A class of a module, defined above that line; `follows`: or imported there."""
+    path = f"{module.name}:{name}"
+    if module.tree is None:
         return TaskSource(path)
     in_doubt = False
     found: ast.ClassDef | ast.ImportFrom | None = None
     classes: list[str] = []
     for statement in _statements(module.tree.body):
+        if above is not None and getattr(statement, "lineno", 0) >= above:
+            break
         if isinstance(statement, ast.ClassDef):
             classes.append(statement.name)
-            found = statement if statement.name == class_name else found
+            found = statement if statement.name == name else found
         elif isinstance(statement, ast.ImportFrom):
             names = [alias.asname or alias.name for alias in statement.names]
-            found = statement if class_name in names else found
+            found = statement if name in names else found
             in_doubt |= "*" in names
         elif isinstance(statement, ast.FunctionDef):
             in_doubt |= statement.name == "__getattr__"
-        elif class_name in _assigned(statement):
-            in_doubt = True
+        else:
+            in_doubt |= name in _assigned(statement)
     if isinstance(found, ast.ClassDef):
-        return _describe(module, found, hops)
-    if found is not None:
-        exported = _follow(module, found, class_name, hops)
-        return replace(exported, path=path)
-    if in_doubt:
+        return _describe(module, found, follows)
+    if found is not None and follows:
+        return replace(_read_imported(module, found, name), path=path)
+    if found is not None or in_doubt:
         return TaskSource(path)
-    close = difflib.get_close_matches(class_name, classes, n=1, cutoff=0.5) or classes[:1]
-    listed = f"; its classes: {', '.join(classes)}" if classes else "; it has no class at all"
+    close = difflib.get_close_matches(name, classes, n=1, cutoff=0.5) or classes[:1]
+    listed = f"its classes: {', '.join(classes)}" if classes else "it has no class at all"
+    define = f"write `class {name}(allranks.tasks.Task)` there"
     raise _NotFound(
-        f"{module.file} has no class {class_name}{listed}",
-        fix=f"write {module.name}:{close[0]}"
-        if close
-        else f"write `class {class_name}(allranks.tasks.Task)` there",
+        f"{module.file} has no class {name}; {listed}",
+        fix=f"write {module.name}:{close[0]}" if close else define,
     )
 
 
-def _follow(module: _Module, statement: ast.ImportFrom, name: str, hops: int) -> TaskSource:
-    """The class behind `from there import name`, as far as its source can be found."""
+def _read_imported(module: _Module, statement: ast.ImportFrom, name: str) -> TaskSource:
+    """The class that `from there import name` imports, if its source can be found."""
     original = next(alias.name for alias in statement.names if (alias.asname or alias.name) == name)
-    there = statement.module or ""
-    if statement.level:
-        parents = module.name.split(".")
-        kept = len(parents) - statement.level + (1 if module.is_package else 0)
-        there = ".".join([*parents[: max(kept, 0)], *([there] if there else [])])
-    nothing = TaskSource(f"{there}:{original}")
-    if (there, original) == ("allranks.tasks", "Task"):
-        return TaskSource(nothing.path, options=())
-    if not there:
-        return nothing
+    package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
-        return _read_class(_find_module(there, task=nothing.path), original, hops - 1)
-    except _NotFound:
-        return nothing  # importing it will tell more
+        there = importlib.util.resolve_name(
+            "." * statement.level + (statement.module or ""), package
+        )
+        if (there, original) == ("allranks.tasks", "Task"):
+            return TaskSource("", options=())
+        found = _find_module(there, task=f"{there}:{original}")
+        return _read_class(found, original, follows=False)
+    except (_NotFound, ImportError):
+        return TaskSource("")
 
 
-def _describe(module: _Module, node: ast.ClassDef, hops: int) -> TaskSource:
-    path = f"{module.name}:{node.name}"
-    base = _base(module, node, hops)
-    defaults = dict(base.defaults)
-    num_samples = base.num_samples
+def _describe(module: _Module, node: ast.ClassDef, follows: bool) -> TaskSource:
+    base = _base(module, node, follows)
+    defaults, options, num_samples = base.defaults, base.options, base.num_samples
+    methods: dict[str, int] = {}
     for statement in node.body:
-        names = list(_assigned(statement))
-        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
-        if "defaults" in names and value is not None:
-            defaults = _literal_defaults(module, node, value)
-        if "num_samples" in names and isinstance(value, ast.Constant):
-            num_samples = value.value if isinstance(value.value, int) else None
-    methods = {
-        statement.name: statement.lineno
-        for statement in node.body
-        if isinstance(statement, ast.FunctionDef)
-    }
+        if isinstance(statement, ast.FunctionDef):
+            methods[statement.name] = statement.lineno
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        if "defaults" in _assigned(statement):
+            defaults = _literal_defaults(module, node, statement.value)
+        if "num_samples" in _assigned(statement) and isinstance(statement.value, ast.Constant):
+            value = statement.value.value
+            num_samples = value if isinstance(value, int) else None
     if "stages" in methods:
         raise AllranksError(
             f"{module.file}:{methods['stages']}: `stages` of {node.name} is now called `blocks`",
             fix="write `def blocks(self, model)`",
         )
-    options = base.options
-    if "__init__" in methods:
+    is_dataclass = any(_last_name(decorator) == "dataclass" for decorator in node.decorator_list)
+    if "__init__" in methods or (not is_dataclass and not _is_derived(node)):
         options = None
-    elif any(_last_name(decorator) == "dataclass" for decorator in node.decorator_list):
-        options = None if options is None else tuple(dict.fromkeys([*options, *_fields(node)]))
-    elif not _is_derived(node):
-        options = None
-    return TaskSource(path, defaults, options, num_samples)
+    elif is_dataclass and options is not None:
+        options = tuple(dict.fromkeys([*options, *_fields(node)]))
+    return TaskSource(f"{module.name}:{node.name}", defaults, options, num_samples)
 
 
 def _is_derived(node: ast.ClassDef) -> bool:
-    """Whether it has a base that may give it options: any but Task."""
+    """Whether it has a base that may give it options: any other than Task."""
     return any(_last_name(base) not in ("Task", "object") for base in node.bases)
 
 
-def _base(module: _Module, node: ast.ClassDef, hops: int) -> TaskSource:
-    """What the class inherits: nothing from Task alone; unknown where the base cannot be read."""
+def _base(module: _Module, node: ast.ClassDef, follows: bool) -> TaskSource:
+    """What the class inherits: nothing from Task alone; not known if the base cannot be read."""
     if not _is_derived(node):
         return TaskSource("", options=())
     only = node.bases[0]
-    if len(node.bases) > 1 or not isinstance(only, ast.Name) or only.id == node.name:
+    if len(node.bases) > 1 or not isinstance(only, ast.Name):
         return TaskSource("")
     try:
-        return _read_class(module, only.id, hops - 1)
+        return _read_class(module, only.id, above=node.lineno, follows=follows)
     except _NotFound:
         return TaskSource("")
 
@@ -294,30 +275,24 @@ def _last_name(node: ast.expr | None) -> str:
         return _last_name(node.func)
     if isinstance(node, ast.Subscript):
         return _last_name(node.value)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # a quoted annotation
         return re.split(r"[\[(]", node.value)[0].rpartition(".")[2].strip()
-    return node.id if isinstance(node, ast.Name) else ""
+    return ast.unparse(node).rpartition(".")[2] if node is not None else ""
 
 
 def _fields(node: ast.ClassDef) -> Iterator[str]:
-    """Names that the class's dataclass `__init__` takes."""
+    """The names that the `__init__` of a dataclass takes."""
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        if _last_name(statement.annotation) in ("ClassVar", "KW_ONLY"):
-            continue
         value = statement.value
-        arguments = value.keywords if isinstance(value, ast.Call) else []
-        if _last_name(value) == "field" and any(
-            argument.arg == "init"
-            and isinstance(argument.value, ast.Constant)
-            and argument.value.value is False
-            for argument in arguments
-        ):
-            continue
-        yield statement.target.id
+        is_left_out = (
+            isinstance(value, ast.Call)
+            and _last_name(value) == "field"
+            and any(ast.unparse(argument) == "init=False" for argument in value.keywords)
+        )
+        if _last_name(statement.annotation) not in ("ClassVar", "KW_ONLY") and not is_left_out:
+            yield statement.target.id
 
 
 def _literal_defaults(module: _Module, node: ast.ClassDef, value: ast.expr) -> dict[str, Any]:

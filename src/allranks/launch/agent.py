@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from allranks.errors import AllranksError
 from allranks.launch.link import MEETING_SECONDS
 from allranks.launch.rendezvous import FixedNodes
-from allranks.run.stalls import in_seconds
+from allranks.show.numbers import duration
 
 ENDING_SECONDS = 5.0  # after its ranks, before a wait for other nodes is worth a line
 
@@ -108,11 +108,12 @@ class Agent(LocalElasticAgent):
         waited = now - self._ended_at
         if waited > MEETING_SECONDS and handlers:
             raise AllranksError(
-                f"the ranks here have ended, but node 0 has been silent for {in_seconds(waited)}",
+                "the ranks here have ended, but node 0 has been silent for "
+                f"{duration(waited, whole=True)}",
                 fix="see whether node 0's machine and launcher are still running",
                 exit_code=1,
             )
-        left = in_seconds(MEETING_SECONDS - waited)
+        left = duration(MEETING_SECONDS - waited, whole=True)
         is_long = waited > ENDING_SECONDS and bool(handlers)
         return (f"waiting for the other nodes to end; {left} left", waited) if is_long else None
 

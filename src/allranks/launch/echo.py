@@ -17,7 +17,7 @@ from allranks.errors import AllranksError
 from allranks.launch.logs import Together
 from allranks.launch.terminal import RankTerminal, ScreenLines
 from allranks.run.folder import RunDir
-from allranks.run.log_tail import LogTail
+from allranks.run.logs import LogTail
 from allranks.run.stacks import without_dumps
 
 MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from allranks.errors import AllranksError
 from allranks.machine.network import listen_on_every_address
-from allranks.run.stalls import in_seconds
+from allranks.show.numbers import duration
 from allranks.show.text import clean
 
 MEETING_SECONDS = 600.0  # for all nodes to come
@@ -67,7 +67,7 @@ class Wait:
         waited = time.monotonic() - self._begin
         if waited > self._seconds:
             raise AllranksError(
-                f"gave up after waiting {in_seconds(self._seconds)} for {awaited}",
+                f"gave up after waiting {duration(self._seconds, whole=True)} for {awaited}",
                 fix="start every node of the layout within ten minutes, with the same --master "
                 "HOST:PORT: a name of node 0's machine that all of them know, and a free port "
                 "there that no firewall closes",
@@ -75,7 +75,7 @@ class Wait:
             )
         if waited > SHOWN_SECONDS:
             left = min(self._seconds - waited, max(0.0, until - time.monotonic()))
-            self._show(f"waiting for {awaited}; {in_seconds(left)} left", waited)
+            self._show(f"waiting for {awaited}; {duration(left, whole=True)} left", waited)
 
     def pause(self, awaited: str, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -16,7 +16,7 @@ from allranks.layout import Layout
 from allranks.run import run_state
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.run.log_tail import LogTail
+from allranks.run.logs import LogTail
 from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 from allranks.errors import AllranksError
 from allranks.launch.door import Met, names_of
 from allranks.launch.link import MEETING_SECONDS, Interrupted, Wait, listen, own_address
-from allranks.run.stalls import in_seconds
+from allranks.show.numbers import duration
 
 ROUND_POLL_SECONDS = 0.01
 NAMING_SECONDS = 1.0  # between looks at which node is missing
@@ -102,13 +102,14 @@ class FixedNodes(RendezvousHandler):
                     next_look = now + NAMING_SECONDS
                     missing = [node for node in missing if not self._store.check([keys[node]])]
                 left = MEETING_SECONDS - (now - begin)
-                text = f"waiting for {names_of(missing)}; {in_seconds(left)} left"
+                text = f"waiting for {names_of(missing)}; {duration(left, whole=True)} left"
                 self.awaits = text, now - begin
                 if self.leaves:
                     raise Interrupted
                 if left < 0:
                     raise TimeoutError(
-                        f"{names_of(missing)} did not come within {in_seconds(MEETING_SECONDS)}"
+                        f"{names_of(missing)} did not come within "
+                        f"{duration(MEETING_SECONDS, whole=True)}"
                     )
                 time.sleep(ROUND_POLL_SECONDS)
         finally:

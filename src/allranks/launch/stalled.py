@@ -17,22 +17,22 @@ from allranks.job.values import Duration
 from allranks.run import stacks
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
-from allranks.run.progress import LEAST_SECONDS, patience_to_end
 from allranks.run.record import RankRecord
 from allranks.run.stacks import Stack
 from allranks.run.stalls import (
+    LEAST_SECONDS,
     Blame,
     RankState,
     blame,
-    in_seconds,
     is_stalled,
-    patience,
-    rank_names,
+    patience_to_end,
+    patience_with,
     read_states,
     silence,
     who_is_where,
     with_stacks,
 )
+from allranks.show.numbers import duration, ranks_in_words
 
 LOOK_SECONDS, SOON_SECONDS = 5.0, 1.0  # the second while something is shown that may be over
 LIFE_SECONDS = 60.0  # many times the pause between two heartbeats
@@ -88,7 +88,7 @@ class StallWatch:
             return None
         seconds = time.monotonic() - said[0]
         begin = "no step for" if self._stepped is not None else "no first step after"
-        return f"{begin} {in_seconds(seconds)}: {said[1]}", seconds
+        return f"{begin} {duration(seconds, whole=True)}: {said[1]}", seconds
 
     def look_beside(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
         """`look`, in a thread of its own: a disk that does not answer holds nobody up."""
@@ -153,7 +153,7 @@ class StallWatch:
     def _find_words(self, now: float, attempt: int, processes: Sequence[int]) -> None:
         """Who is where, if the run takes longer than is usual for it."""
         states = read_states(self.run, attempt)
-        usual, seconds = patience(states), silence(states, time.time())
+        usual, seconds = patience_with(states), silence(states, time.time())
         if seconds < usual or any(state.ended == "failed" for state in states):
             self._due = now + max(usual - seconds, self.pause)
             return
@@ -228,7 +228,7 @@ def ends_of(
     for state in states:
         is_echo = bool(culprits) and state.rank not in culprits
         if is_echo:
-            what, fix = f"ended because {rank_names(culprits)} kept it waiting for {limit}", ""
+            what, fix = f"ended because {ranks_in_words(culprits)} kept it waiting for {limit}", ""
         else:
             own = words.removeprefix(f"rank {state.rank} ")
             what = f"made no step for {limit}, {own}" if own != words else ""

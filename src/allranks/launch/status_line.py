@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress
 from rich.text import Text
 
-from allranks.run.stalls import in_seconds
+from allranks.show.numbers import duration
 
 FIRST_NOTE_SECONDS = 30.0  # after the one at the beginning; then twice as long each time
 
@@ -99,7 +99,7 @@ class Notes:
         """`seconds`: that it has lasted. None: it is over."""
         if text is None or seconds < (self._seconds or 0.0):
             if self._seconds is not None and self._over:
-                self._note(f"{self._over} {in_seconds(self._seconds)}")
+                self._note(f"{self._over} {duration(self._seconds, whole=True)}")
             self._seconds = None
         if text is None or seconds < self._after:
             return

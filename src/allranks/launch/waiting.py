@@ -10,7 +10,8 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.launch import backends
-from allranks.run import claims, missing, run_state
+from allranks.run import claims, run_state
+from allranks.run.failures import missing_in_words
 from allranks.run.folder import RunDir
 from allranks.timing.steps import result
 
@@ -116,6 +117,6 @@ def why_failed(run: RunDir, now: Mapping[str, Any]) -> AllranksError:
     name, seen = run.reference, run.info().get("missing") or {}
     fix = f"allranks doctor {name} shows why; allranks logs {name} shows its output"
     if seen.get("attempt") == max(run.attempts(), default=0):
-        _, fix = missing.in_words(seen)
+        _, fix = missing_in_words(seen)
     what = f"run {run.name} failed{': ' + now['reason'] if now['reason'] else ''}"
     return AllranksError(what, fix=fix, exit_code=EXIT_CODES["failed"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.machine.network import infiniband_bytes, infiniband_ports
 from allranks.probe.recorder import Recorder
-from allranks.run.crash import is_worker, record, where_now
+from allranks.run.tracebacks import is_worker, record, where_now
 
 SAMPLE_SECONDS = 2.0
 FIRST_LOOK_SECONDS = 0.25

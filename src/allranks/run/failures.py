@@ -1,26 +1,28 @@
-"""Which rank of a run failed first, by cause and by time, and the lines that show it. No torch."""
+"""Which rank of a run failed first, and why, and the lines that show it."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from allranks.run import crash, files, stacks
+from allranks.run import stacks, tracebacks
 from allranks.run.folder import RunDir
-from allranks.run.frames import Frame, place_of, read_tracebacks, short_path, source_lines
+from allranks.run.logs import last_line, tail
 from allranks.run.record import read_ends
+from allranks.run.tracebacks import Frame, places, read_tracebacks, short_path, source_lines
+from allranks.show.numbers import ranks_in_words
 from allranks.show.text import clean
 
-LAST_WORDS = 160  # characters
 LOG_BYTES = 1 << 16
-FEW_LINES = 30  # after a traceback: torch's warnings, not a training that continues
+FEW_LINES = 30  # after a traceback: warnings of torch, not a training that went on
 CHILD_SECONDS = 30.0  # within which a process ends because of one that it has started
 MAX_ROWS, COLUMNS = 12, 80  # of a traceback
 MESSAGE_ROWS = 3  # below its first line
-MAX_PARTS = 8  # of a list of ranks
+REASON_LINES = 20  # the last ones of a log, which contain the reason for its end
 _THREAD = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")
 _OF_CPP = re.compile(r"(?m)^\s*what\(\):\s*(.+)$")  # an uncaught exception
 
@@ -28,9 +30,9 @@ _OF_CPP = re.compile(r"(?m)^\s*what\(\):\s*(.+)$")  # an uncaught exception
 def failure(run: RunDir) -> dict[str, Any] | None:
     """The rank that failed first in the last attempt, and why; None if none did.
 
-    Ranks whose only trouble is that another one is gone are passed over: they are its echo. What is
-    returned is the rank's end event with `rank`, `node`, `log`, `others` (in words) and, where they
-    are known, `error`, `file`, `line`, `function`, `frames`, `cause`.
+    Ranks that failed only because another one was gone do not count. Returns the rank's end event
+    with `rank`, `node`, `log`, `others` (in words) and, if known, `error`, `file`, `line`,
+    `function`, `frames` and `cause`.
     """
     attempt = max(run.attempts(), default=0)
     failed = failed_ranks(run, attempt)
@@ -39,29 +41,23 @@ def failure(run: RunDir) -> dict[str, Any] | None:
     first, *others = failed
     words = [others_in_words(first, others)]
     if is_echo(first):
-        ended = [rank for rank in run.ranks(attempt) if _has_ended_well(run, attempt, rank)]
-        words += [_ended_early(run, attempt, ended)] if ended else []
+        # Ranks that finished while others still needed them: usually they ran out of data.
+        ends = {rank: run.end(attempt, rank) or {} for rank in run.ranks(attempt)}
+        ended = [rank for rank, end in ends.items() if end.get("exit") == 0]
+        if ended:
+            step = read_ends(run, attempt, ended[0]).last_step
+            after = f" after step {step}" if step else ""
+            words.append(f"{ranks_in_words(ended)} had ended by then{after}, without an error")
     return {**first, "others": "; ".join(filter(None, words))}
 
 
-def _ended_early(run: RunDir, attempt: int, ranks: Sequence[int]) -> str:
-    """Ranks that finished while others still needed them: mostly they ran out of data."""
-    step = read_ends(run, attempt, ranks[0]).last_step
-    after = f" after step {step}" if step else ""
-    return f"{ranks_in_words(ranks)} had ended by then{after}, without an error"
-
-
-def _has_ended_well(run: RunDir, attempt: int, rank: int) -> bool:
-    return (run.end(attempt, rank) or {}).get("exit") == 0
-
-
 def failed_ranks(run: RunDir, attempt: int) -> list[dict[str, Any]]:
-    """All ranks of an attempt that failed, the culprit first."""
+    """All ranks of an attempt that failed, the one to blame first."""
     found = []
     for rank in run.ranks(attempt):
         end = run.end(attempt, rank)
         if end is not None and end["state"] == "failed":
-            found.append(_told(run, attempt, rank, end))
+            found.append(_explained(run, attempt, rank, end))
     hosts = {one["node"] for one in found}
     for one in found:
         one["node"] = one["node"] if len(hosts) > 1 else None
@@ -69,18 +65,18 @@ def failed_ranks(run: RunDir, attempt: int) -> list[dict[str, Any]]:
 
 
 def is_echo(failed: dict[str, Any]) -> bool:
-    """Whether a rank only went down with another one."""
+    """Whether a rank failed only because another one was gone."""
     return bool((failed.get("error") or {}).get("echo"))
 
 
 def failure_in_words(failed: dict[str, Any]) -> str:
-    """What `failure` found, on one line."""
+    """A failure, as `failure` returns it, on one line."""
     rank, error = failed["rank"], failed.get("error")
     named = f"rank {rank} on {failed['node']}" if failed.get("node") else f"rank {rank}"
     if error and error["fix"]:
         return f"rank {rank}: {error['what']}"
     if error:
-        what = _first_line(error["what"])
+        what = clean(_cut(error["what"].strip().partition("\n")[0]))
         return f"{named} failed: {what}{_place(failed)}"
     if "signal" in failed:
         memory = " for its memory" if failed.get("memory_kills") else ""
@@ -92,7 +88,7 @@ def failure_in_words(failed: dict[str, Any]) -> str:
 
 
 def lines_of(failed: dict[str, Any]) -> list[str]:
-    """What is shown between the error line and the fix: message, traceback, cause, other ranks."""
+    """What is shown between the error and its fix: message, traceback, cause, other ranks."""
     what = (failed.get("error") or {}).get("what", "")
     lines = _message_lines(what)
     lines += traceback_lines([Frame(*row) for row in failed.get("frames", [])])
@@ -104,7 +100,7 @@ def lines_of(failed: dict[str, Any]) -> list[str]:
 
 
 def describe_for_json(failed: dict[str, Any]) -> dict[str, Any]:
-    """What `failure` found, as fields for `--json`."""
+    """A failure, as `failure` returns it, as fields for `--json`."""
     keys = ("rank", "node", "file", "line", "function", "cause", "others")
     found = {key: failed[key] for key in keys if failed.get(key) not in (None, "")}
     frames = [Frame(*row) for row in failed.get("frames", [])]
@@ -112,7 +108,7 @@ def describe_for_json(failed: dict[str, Any]) -> dict[str, Any]:
 
 
 def traceback_lines(frames: Sequence[Frame], rows: int = MAX_ROWS) -> list[str]:
-    """A traceback for `rows` rows of a terminal: the user's calls, those of libraries folded."""
+    """A traceback in `rows` rows of a terminal: the user's calls, with libraries' folded."""
     frames = [frame for frame in frames if not frame.is_ours]
     if not any(frame.is_own for frame in frames):
         parts = [_call(frame) for frame in frames[-3:] if frame.file]
@@ -122,13 +118,13 @@ def traceback_lines(frames: Sequence[Frame], rows: int = MAX_ROWS) -> list[str]:
             calls = [*some]
             if is_own:
                 parts += [_call(frame) for frame in calls]
-            elif parts:  # what is above the user's first call only starts Python
+            elif parts:  # calls above the user's first one only start Python
                 parts.append([_folded(calls)])
     return _fitting(parts, rows)
 
 
 def _fitting(parts: Sequence[list[str]], rows: int) -> list[str]:
-    """The outermost call and as many of the innermost ones as there is room for."""
+    """The outermost call, and as many of the innermost ones as there is room for."""
     if sum(map(_rows, parts)) <= rows:
         return [line for part in parts for line in part]
     left = rows - _rows(parts[0]) - 1
@@ -146,7 +142,7 @@ def _fitting(parts: Sequence[list[str]], rows: int) -> list[str]:
 def _call(frame: Frame) -> list[str]:
     inside = f", in {frame.function}" if frame.function else ""
     lines = [f'  File "{short_path(frame.file)}", line {frame.line}{inside}']
-    # Where only its number is known: the line as it is now, if the file is here.
+    # Without its source: the line as it is now, if the file is here.
     source = frame.source or "".join(source_lines(frame.file)[frame.line - 1 : frame.line]).strip()
     return [*lines, f"    {_cut(source, COLUMNS - 4)}"] if source else lines
 
@@ -167,10 +163,6 @@ def _message_lines(what: str) -> list[str]:
     more = [line.rstrip() for line in what.strip().splitlines()[1:] if line.strip()]
     shown = [f"  {_cut(line.strip(), COLUMNS - 2)}" for line in more[:MESSAGE_ROWS]]
     return [*shown, "  ..."] if len(more) > MESSAGE_ROWS else shown
-
-
-def _first_line(text: str) -> str:
-    return clean(_cut(text.strip().partition("\n")[0]))
 
 
 def _cut(text: str, size: int = 2 * COLUMNS) -> str:
@@ -209,26 +201,11 @@ def _kind(failed: dict[str, Any]) -> tuple[Any, ...]:
     return what.partition(":")[0], failed.get("file"), failed.get("line")
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0, 2 and 3`, `ranks 0-7 and 12`."""
-    numbers = sorted(ranks)
-    parts: list[str] = []
-    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        row = [number for _, number in run]
-        parts += [f"{row[0]}-{row[-1]}"] if len(row) > 2 else [str(number) for number in row]
-    if len(numbers) == 1:
-        return f"rank {parts[0]}"
-    if len(parts) > MAX_PARTS:
-        return f"{len(numbers)} ranks"
-    *most, last = parts
-    return f"ranks {', '.join(most)} and {last}" if most else f"ranks {last}"
-
-
 # --- What is known of one rank ------------------------------------------------------------------
 
 
-def _told(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str, Any]:
-    """A rank's end, with what it or its log says about the cause."""
+def _explained(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str, Any]:
+    """A rank's end event, with what the rank or its log says about the cause."""
     start = run.start(attempt, rank) or {}
     log = run.log(attempt, rank)
     found = {**end, "rank": rank, "log": str(log), "node": start.get("host")}
@@ -241,15 +218,15 @@ def _told(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str
     if told is None:
         return found | _last_seen(run, attempt, rank, found)
     if is_ended_by_launcher and told["type"] in ("SystemExit", "KeyboardInterrupt", ""):
-        return found  # that is how it reacted to the launcher's signal
+        return found  # its reaction to the launcher's signal
     place = {key: told.get(key) for key in ("file", "line", "function", "frames", "cause")}
     found |= {"t": told.get("t", end["t"]), **{k: v for k, v in place.items() if v is not None}}
     if is_ended_by_launcher and not told["echo"]:
-        found["exit"] = 1  # it was about to
+        found["exit"] = 1  # as it was about to
     what = f"{told['type']}: {told['message']}" if told["message"] else told["type"]
     if told["type"] == "SystemExit":
         what = told["message"]
-        found["said"] = "" if what else last_words(log)
+        found["said"] = "" if what else last_line(log)
     if not told["type"]:
         what, found["said"] = "", told["message"]
     fix = (end.get("error") or {}).get("fix", "")
@@ -263,7 +240,7 @@ def _told(run: RunDir, attempt: int, rank: int, end: dict[str, Any]) -> dict[str
 def _error_event(
     events: Sequence[dict[str, Any]], end: dict[str, Any], process: int | None
 ) -> dict[str, Any] | None:
-    """The event that describes this end: the script may have carried on after earlier ones."""
+    """The event that describes this end; a script may have survived earlier ones."""
     code, name = end.get("exit"), end.get("signal")
     fitting = [
         event
@@ -281,7 +258,7 @@ def _error_event(
 
 
 def _from_log(log: Path, end: dict[str, Any]) -> dict[str, Any] | None:
-    """What the end of a log shows where no event does: after a crash in C, or with another hook."""
+    """What the end of a log shows without an event: after a crash in C, or with another hook."""
     lines = [clean(line) for line in tail(log, LOG_BYTES)]
     text = "\n".join(lines)
     if "signal" in end:
@@ -297,7 +274,7 @@ def _from_log(log: Path, end: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _dumped(dump: str) -> list[Frame]:
-    """The calls of the thread that crashed; the main thread's, if none of those are the user's."""
+    """The calls of the thread that crashed, or of the main thread if none of them is the user's."""
     threads = [stacks.parse_dump(0, part) for part in _THREAD.split(dump)]
     own = [one for one in threads if one is not None and any(call.is_own for call in one.frames)]
     crashed = stacks.parse_dump(0, dump)
@@ -306,18 +283,12 @@ def _dumped(dump: str) -> list[Frame]:
 
 
 def _as_event(name: str, message: str, frames: Sequence[Frame]) -> dict[str, Any]:
-    place = place_of(frames)
-    return {
-        **{"type": name, "message": message, "echo": crash.is_echo(name, message)},
-        "file": place.file if place else None,
-        "line": place.line if place else None,
-        "function": place.function if place else None,
-        "frames": [[one.file, one.line, one.function, one.source] for one in frames],
-    }
+    said = {"type": name, "message": message, "echo": tracebacks.is_echo(name, message)}
+    return said | places([*frames])
 
 
 def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Where a rank that was killed, or ended without a word, was by its last signs of life."""
+    """Where a rank was last seen that was killed, or ended without saying why."""
     if found.get("error"):
         return {}
     more: dict[str, Any] = {"is_last_seen": True}
@@ -327,10 +298,10 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
     if record.place:
         more |= dict(zip(("file", "line", "function"), record.place, strict=True))
         more["frames"] = [[*record.place, ""]]
-    if record.heard:  # the launcher wrote its end, some time after others had reported theirs
+    if record.heard:  # the launcher wrote its end, after others had written theirs
         more["t"] = min(found["t"], record.heard)
     if "signal" not in found:
-        more["said"] = last_words(Path(found["log"]))
+        more["said"] = last_line(Path(found["log"]))
         line = _only_exit(more.get("file", ""))
         if line is not None:
             more |= {"is_last_seen": False, "line": line, "function": ""}
@@ -339,24 +310,50 @@ def _last_seen(run: RunDir, attempt: int, rank: int, found: dict[str, Any]) -> d
 
 
 def _only_exit(file: str) -> int | None:
-    """The line that raises SystemExit, which no hook sees, if there is only one."""
+    """The line of a file that raises SystemExit, which no hook sees, if there is only one."""
     lines = [*enumerate(source_lines(file), 1)]
     found = [number for number, line in lines if re.match(r"\s*raise SystemExit\b", line)]
     return found[0] if len(found) == 1 else None
 
 
-def last_words(log: Path) -> str:
-    """The last line that a rank wrote."""
-    lines = [clean(line).strip() for line in tail(log)]
-    last = next((line for line in reversed(lines) if line), "")
-    return last[:LAST_WORDS]
+# --- A path that a rank did not find ------------------------------------------------------------
+
+# How Python, allranks and SLURM say that there is no such file.
+_NO_SUCH_FILE = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"FileNotFoundError: (?:\[Errno 2\] )?No such file or directory: b?(['\"])(?P<path>.+?)\1",
+        r"can't open file '(?P<path>.+?)': \[Errno 2\]",
+        r"cannot run (?P<path>\S+): No such file or directory",
+        r"stage: cannot read (?P<path>.+?): No such file or directory",
+        r"[Uu]nable to (?:synchronously )?open file \(.*name = '(?P<path>.+?)', errno = 2",
+        r"execve\(\): (?P<path>\S+): No such file or directory",
+        r"(?P<path>/\S+): No such file or directory",
+    )
+)
 
 
-def tail(path: Path, size: int = 1 << 14) -> list[str]:
-    """The last lines of a log, as text; none if the file does not exist."""
-    try:
-        with files.open_file(path) as file:
-            file.seek(max(0, file.seek(0, 2) - size))
-            return file.read(size).decode(errors="replace").splitlines()
-    except OSError:
-        return []
+def missing_path(lines: Iterable[str]) -> str | None:
+    """The path that a rank did not find, by its last output; None if that is not why it ended."""
+    last = [line for line in lines if line.strip()][-REASON_LINES:]
+    for line in reversed(last):
+        for pattern in _NO_SUCH_FILE:
+            if match := pattern.search(line):
+                return match["path"]
+    return None
+
+
+def missing_in_words(found: Mapping[str, Any], *, is_task: bool = False) -> tuple[str, str]:
+    """What run.json says about a path that some nodes do not have: what is wrong, and the fix."""
+    path, name = found["path"], os.path.basename(found["path"])
+    absent = ", ".join(found["not_on"])
+    if not found["on"]:
+        return f"{path} is on none of the nodes ({absent})", "correct the path, or put it there"
+    how = f"stage: [SHARED/{name}] and {{stage}}/{name} in the command"
+    if is_task:
+        how = "data.stage: local"
+    return (
+        f"{path} is on {', '.join(found['on'])} but not on {absent}",
+        "put it on a disk that all nodes see, and use that path; to have it on each node's own "
+        f"disk, let allranks copy it from there with {how}",
+    )

@@ -1,7 +1,10 @@
-"""Ranks that make no more steps: which of them the others wait for, and how that is said in a line.
+"""When a run is stalled, which rank the others wait for, and how that is said in one line.
 
-By the ranks' events, which any machine can read, and by the stacks of those that are here. The
-launcher says it during the run, the doctor when asked, both in the same words.
+This is the one rule of launcher, watcher and doctor. A run is judged by its own steps. If one rank
+keeps the others waiting, or all wait in an exchange, a pause is soon longer than usual. If all
+ranks are alike, they may be at an evaluation or a checkpoint, which takes longer. `--stalled
+SECONDS` overrides all of it. Who is to blame follows from the ranks' events, which any machine can
+read, and from the stacks of those on this machine.
 """
 
 from __future__ import annotations
@@ -9,44 +12,55 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.run import progress, stacks
+from allranks.run import stacks
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_ends
 from allranks.run.stacks import Stack
+from allranks.show.numbers import listed, ranks_in_words
 from allranks.show.text import clean
 
-RECENT_BYTES = (1 << 17, 1 << 22)  # the second where a long silence fills the first
+LEAST_SECONDS = 10.0  # a shorter pause is never reported
+USUAL_STEPS = 20.0  # times the usual step
+LONGEST_PAUSES = 3.0  # times the longest pause between two steps so far
+FIRST_STEP_SECONDS = 120.0  # to import, to meet, to compile
+# For ranks that are alike.
+ALIKE_SECONDS = 120.0
+ALIKE_TIMES = 2.0
+ALIKE_FIRST_SECONDS = 300.0  # imports from a network disk, copies of data, compiling
+# Before `stall_timeout` ends a run without a step; a script may prepare its data first.
+END_FIRST_SECONDS, END_SCRIPT_SECONDS = ALIKE_FIRST_SECONDS, 3600.0
+RECENT_BYTES = (1 << 17, 1 << 22)  # the second if heartbeats fill the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
-MOST_NAMES, MOST_PLACES = 5, 3
+MOST_PLACES = 3
 PLURALS = {"is": "are", "has": "have", "gives": "give", "waits": "wait"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """How far one rank has come, by its last events."""
+    """How far one rank has got, by its last events."""
 
     rank: int
     node: str | None = None
-    progress: float = 0.0  # when it last got on, in UNIX time
+    progress: float = 0.0  # when it last made progress, in UNIX time
     heard: float = 0.0  # when it last wrote anything
-    step: int | None = None  # the last that it wrote; None before the first
-    made: int | None = None  # steps made by its heartbeat, some of which may not be written yet
+    step: int | None = None  # the last one that it wrote; None before the first
+    made: int | None = None  # steps by its heartbeat; the last may not be written yet
     doing: str | None = None
     collectives: int | None = None
     ended: str | None = None  # the state of its end event
-    usual: float | None = None  # seconds of its steps, the middle one
-    longest: float | None = None  # seconds between two of its events, at most
+    usual: float | None = None  # median seconds of its steps
+    longest: float | None = None  # seconds of the longest pause between two of its events
     stack: Stack | None = None
-    kernel: str = ""  # the kernel's letter for its process, where it is on this machine
+    kernel: str = ""  # the kernel's letter for its process, if it is on this machine
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The ranks that did not come to where the others wait, and how that is known."""
+    """The ranks that the others wait for, and how that is known."""
 
     ranks: tuple[int, ...]
     why: str
@@ -54,13 +68,13 @@ class Blame:
 
 
 def read_states(run: RunDir, attempt: int) -> list[RankState]:
-    """All ranks of an attempt that have written anything."""
-    begun = run.attempt(attempt).stat().st_mtime  # the ranks' files were made then
+    """The states of all ranks of an attempt that have written anything."""
+    begun = run.attempt(attempt).stat().st_mtime  # when the ranks' files were made
     return [state_of(_recent(run, attempt, rank), begun) for rank in run.ranks(attempt)]
 
 
 def _recent(run: RunDir, attempt: int, rank: int) -> RankRecord:
-    # Of one rank far back: the pauses of its evaluations are the others' too.
+    # One rank far back is enough: all ranks pause for evaluations together.
     for num_bytes in RECENT_BYTES[1:] if rank == 0 else RECENT_BYTES:
         record = read_ends(run, attempt, rank, num_bytes)
         if len(record.steps) > 1:
@@ -69,16 +83,16 @@ def _recent(run: RunDir, attempt: int, rank: int) -> RankRecord:
 
 
 def state_of(record: RankRecord, begun: float = 0.0) -> RankState:
-    """From a rank's start and its last events; `begun`: when its attempt did."""
+    """A rank's state by its start and its last events; `begun`: when its attempt began."""
     progress = max(record.moves, default=begun)
-    # A heartbeat tells where the rank is now only if it has not got on since.
+    # A heartbeat shows where the rank is now only if there was no progress since.
     beats = [event for event in record.devices if event["t"] > progress]
     beat = beats[-1] if beats else {}
-    # Ranks beat at different moments: only a count that stands still can be compared.
+    # Heartbeats come at different moments: only a count that stands still can be compared.
     stands = len({event.get("collectives") for event in beats[-2:]}) == 1 < len(beats)
     moves = sorted([*record.moves][1:])
     gaps = [after - before for before, after in itertools.pairwise(moves)]
-    if len(gaps) >= STEADY_GAPS:  # first steps compile, connect, and take as long as they like
+    if len(gaps) >= STEADY_GAPS:  # the first steps compile and connect: they say nothing
         gaps = gaps[WARM_UP_GAPS:]
     seconds = [float(event["seconds"]) for event in record.timed_steps.values()]
     return RankState(
@@ -112,22 +126,46 @@ def with_stacks(
 
 
 def patience(
+    usual: float | None, longest: float, *, stands_out: bool = True, asked: float | None = None
+) -> float:
+    """Seconds without a step after which a run is stalled.
+
+    `usual`: seconds of a step, None before the first; `longest`: the longest pause between steps
+    so far. `stands_out`: whether something distinguishes the run from one that is busy with
+    something else, such as a rank that the others wait for. `asked`: what the user has set instead.
+    """
+    if asked is not None:
+        return asked
+    if usual is None:
+        return FIRST_STEP_SECONDS if stands_out else ALIKE_FIRST_SECONDS
+    soon = max(LEAST_SECONDS, USUAL_STEPS * usual, LONGEST_PAUSES * longest)
+    return soon if stands_out else max(ALIKE_SECONDS, ALIKE_TIMES * soon)
+
+
+def patience_to_end(timeout: float, *, has_stepped: bool, is_script: bool) -> float:
+    """Seconds without a step after which a run with `stall_timeout` is ended."""
+    if has_stepped:
+        return timeout
+    return max(timeout, END_SCRIPT_SECONDS if is_script else END_FIRST_SECONDS)
+
+
+def patience_with(
     states: Sequence[RankState], *, stands_out: bool = True, asked: float | None = None
 ) -> float:
-    """Seconds without a step after which these ranks are stalled, by run/progress.py."""
+    """Seconds without a step after which these ranks are stalled; see `patience`."""
     usual = max((state.usual for state in states if state.usual is not None), default=None)
     longest = max((state.longest for state in states if state.longest is not None), default=0.0)
-    return progress.patience(usual, longest, stands_out=stands_out, asked=asked)
+    return patience(usual, longest, stands_out=stands_out, asked=asked)
 
 
 def silence(states: Sequence[RankState], now: float) -> float:
-    """Seconds since any rank that has not ended got on."""
+    """Seconds since the last progress of any rank that has not ended."""
     moves = [state.progress for state in states if state.ended is None and state.progress]
     return max(0.0, now - max(moves)) if moves else 0.0
 
 
 def blame(states: Sequence[RankState]) -> Blame | None:
-    """Who keeps the others waiting; None where nothing tells."""
+    """Which ranks keep the others waiting; None if that cannot be told."""
     gone = [state.rank for state in states if state.ended is not None]
     waiting = [state for state in states if state.ended is None]
     if gone and any(is_waiting(state) is not False for state in waiting):
@@ -145,7 +183,7 @@ def blame(states: Sequence[RankState]) -> Blame | None:
 
 
 def _halted(states: Sequence[RankState]) -> Blame | None:
-    """Who cannot run at all: stopped by a signal, or in the hands of a disk."""
+    """Ranks that cannot run at all: stopped by a signal, or waiting for a disk."""
     for letter, why in (("T", "is stopped by a signal"), ("D", "waits for a disk")):
         halted = tuple(state.rank for state in states if state.kernel == letter)
         if halted and len(halted) < len(states):
@@ -162,11 +200,11 @@ def _behind(
         return None
     least, most = min(known.values()), max(known.values())
     ranks = tuple(rank for rank, number in known.items() if number == least)
-    return Blame(ranks, f"has come to {least} {what}, others to {most}", sure)
+    return Blame(ranks, f"has reached {least} {what}, others {most}", sure)
 
 
 def _by_stacks(states: Sequence[RankState]) -> Blame | None:
-    """Who is in code of its own while every other one is, or may be, in an exchange."""
+    """Ranks in code of their own while every other rank is, or may be, in an exchange."""
     if not any(state.stack for state in states):
         return None
     if not all(state.stack or state.doing for state in states):
@@ -180,14 +218,14 @@ def _by_stacks(states: Sequence[RankState]) -> Blame | None:
 
 
 def is_waiting(state: RankState) -> bool | None:
-    """Whether a rank is in an exchange, by its stack and by its own word; None: not known."""
+    """Whether a rank is in an exchange, by its stack or its heartbeat; None: not known."""
     if state.stack is not None and state.stack.waits is not None:
         return state.stack.waits
     return None if state.doing is None else state.doing == "wait"
 
 
 def _lifeless(states: Sequence[RankState]) -> Blame | None:
-    """Who gives no sign of life any more: stopped, or held in code that never gives way."""
+    """Ranks without a heartbeat: stopped, or in code that keeps every other thread waiting."""
     last = max(state.heard for state in states)
     limit = last - 5 * HEARTBEAT_SECONDS
     silent = tuple(state.rank for state in states if state.heard < limit)
@@ -215,13 +253,13 @@ def wait_apart(states: Sequence[RankState]) -> bool:
 def is_stalled(
     states: Sequence[RankState], found: Blame | None, seconds: float, asked: float | None = None
 ) -> bool:
-    """Whether ranks that have made no step for so long are stuck; `found`: who is to blame."""
+    """Whether ranks are stalled after `seconds` without a step; `found`: who is to blame."""
     stands_out = found is not None or wait_apart(states) or all(map(is_waiting, states))
-    return seconds >= patience(states, stands_out=stands_out, asked=asked)
+    return seconds >= patience_with(states, stands_out=stands_out, asked=asked)
 
 
 def ended_for(run: RunDir, attempt: int) -> str | None:
-    """Why the launcher ended ranks that made no steps; None for an attempt that it did not end."""
+    """Why the launcher ended an attempt that made no steps; None if it did not."""
     ends = {rank: run.end(attempt, rank) or {} for rank in run.ranks(attempt)}
     errors = [(rank, end.get("error") or {}) for rank, end in ends.items()]
     said = [(error.get("echo", False), rank, error) for rank, error in errors if "stall" in error]
@@ -242,7 +280,7 @@ def who_is_where(states: Sequence[RankState], found: Blame | None) -> str:
     culprits = [state for state in states if state.rank in found.ranks]
     others = [state for state in states if state.rank not in found.ranks and not state.ended]
     has_nodes = len({state.node for state in states}) > 1
-    # Why they are blamed stands in for where they are: ended, unable to run, or elsewhere.
+    # For ranks that have ended or cannot run, the reason is shown instead of a place.
     is_told = any(state.ended or state.kernel in ("T", "D") for state in culprits)
     said = "" if is_told else places(culprits, with_nodes=has_nodes)
     if not said:
@@ -256,7 +294,7 @@ def who_is_where(states: Sequence[RankState], found: Blame | None) -> str:
 
 
 def places(states: Sequence[RankState], *, with_nodes: bool = False) -> str:
-    """Where ranks are, grouped by place; empty if that is not known for any of them."""
+    """Where ranks are, grouped by place; empty if it is not known of any."""
     groups: dict[str, list[RankState]] = defaultdict(list)
     for state in states:
         if state.ended is None and (where := place_of(state)):
@@ -278,23 +316,9 @@ def place_of(state: RankState) -> str:
 
 
 def clause(states: Sequence[RankState], what: str, *, with_nodes: bool = False) -> str:
-    """Ranks and what is said about them, in the singular or the plural."""
+    """A sentence about ranks, in the singular or the plural."""
     nodes = list(dict.fromkeys(state.node for state in states if state.node))
-    on = f" on {rank_names(nodes, '')}" if with_nodes and nodes else ""
+    on = f" on {listed(nodes)}" if with_nodes and nodes else ""
     verb, _, rest = what.partition(" ")
     verb = PLURALS.get(verb, verb) if len(states) > 1 else verb
-    return f"{rank_names([state.rank for state in states])}{on} {verb} {rest}".strip()
-
-
-def rank_names(names: Iterable[object], word: str = "rank") -> str:
-    """`rank 1`, `ranks 0, 2 and 3`, `ranks 0, 1, 2, 3 and 60 more`."""
-    known = [str(name) for name in names]
-    if len(known) > MOST_NAMES:
-        known[MOST_NAMES - 1 :] = [f"{len(known) - MOST_NAMES + 1} more"]
-    listed = " and ".join([part for part in (", ".join(known[:-1]), known[-1]) if part])
-    return f"{word}{'s' if len(known) > 1 else ''} {listed}" if word else listed
-
-
-def in_seconds(seconds: float) -> str:
-    """`34 s`, `8 min`."""
-    return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
+    return f"{ranks_in_words(state.rank for state in states)}{on} {verb} {rest}".strip()

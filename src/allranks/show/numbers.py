@@ -7,10 +7,13 @@ A quantity with a unit is spelled in the unit that is true: sizes of memory and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import groupby
 
 NOTHING = "-"
+MOST_NAMES = 5  # of a list
+MOST_RANGES = 8  # of ranks
 
 
 def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
@@ -155,3 +158,26 @@ def moment(when: float | str | None, now: float | None = None) -> str:
     then = then or datetime.fromtimestamp(float(when))
     today = datetime.fromtimestamp(now) if now is not None else datetime.now()
     return f"{then:%H:%M}" if then.date() == today.date() else f"{then:%d %b %H:%M}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """`a`, `a, b and c`, `a, b, c, d and 60 more`."""
+    known = [str(name) for name in names]
+    if len(known) > MOST_NAMES:
+        known[MOST_NAMES - 1 :] = [f"{len(known) - MOST_NAMES + 1} more"]
+    return " and ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0, 2 and 3`, `ranks 0-7 and 12`, `32 ranks`."""
+    numbers = sorted(ranks)
+    ranges: list[str] = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        row = [number for _, number in group]
+        ranges += [f"{row[0]}-{row[-1]}"] if len(row) > 2 else [str(number) for number in row]
+    if len(numbers) == 1:
+        return f"rank {ranges[0]}"
+    if len(ranges) > MOST_RANGES:
+        return f"{len(numbers)} ranks"
+    *most, last = ranges
+    return f"ranks {', '.join(most)} and {last}" if most else f"ranks {last}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
-from allranks.run import crash
+from allranks.run import tracebacks
 from allranks.run.events import EventLog
 from allranks.timing import timeline
 from allranks.train import signals
@@ -46,8 +46,8 @@ def run() -> None:
 
 def fail(error: BaseException, log: EventLog) -> None:
     """Write the reason to the events and the log, and exit without waiting for other ranks."""
-    described = crash.describe(error)
-    what, fix, code = crash.in_a_line(described), "", 1
+    described = tracebacks.describe(error)
+    what, fix, code = tracebacks.in_a_line(described), "", 1
     if isinstance(error, PeerFailure):
         what = "stopped because another rank failed"
     elif isinstance(error, AllranksError):
@@ -58,7 +58,7 @@ def fail(error: BaseException, log: EventLog) -> None:
     log.write("end", state="failed", exit=code, error=fields)
     log.flush("drop")  # losses that are still being summed over the ranks will never arrive
     with suppress(OSError):  # the log may be on a full disk as well
-        crash.hide_ours(error)
+        tracebacks.hide_ours(error)
         traceback.print_exception(error)
         sys.stderr.flush()
     os._exit(1)  # destroying the process group could wait forever for the other ranks

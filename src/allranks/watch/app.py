@@ -1,4 +1,4 @@
-"""The watch page's paths: the page, its files, the line of news, logs, and stop. Nothing else."""
+"""The watch page's paths (page, files, events, logs, stop), and the gate that guards them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -20,15 +22,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from allranks.errors import AllranksError
 from allranks.run.events import to_json
 from allranks.show.secrets import redact
-from allranks.watch import logs, uplot
-from allranks.watch.gate import Gate
+from allranks.watch import logs
 from allranks.watch.hub import Hub
 from allranks.watch.page_data import METRICS, Wish
+from allranks.watch.server import PLOT_FILES, plot_file
 
 FOLDER = Path(__file__).parent / "page"
 SCRIPTS = (
@@ -42,18 +44,30 @@ SCRIPTS = (
     "frames.js",
     "logs.js",
 )
-STATIC = (*SCRIPTS, "page.css", *uplot.FILES)
+STATIC = (*SCRIPTS, "page.css", *PLOT_FILES)
 MAX_BESIDE = 9
 MAX_QUERY = 200
 MAX_BODY = 4096
 BODY_SECONDS = 10.0
+# With any port: ssh may forward a different one.
+HOSTS = {b"127.0.0.1", b"localhost", b"[::1]"}
+HEADERS = {
+    # The icon is a data: image.
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
 
 Stop = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerHead:
-    """Where the page's server runs, as the page's head says it."""
+    """Where the server runs, as shown at the top of the page."""
 
     user: str
     host: str
@@ -61,7 +75,7 @@ class ServerHead:
 
 
 def make_app(hub: Hub, token: str, place: ServerHead, stop: Stop | None = None) -> ASGIApp:
-    """Everything behind the gate. `stop` takes a run's name and says what came of it."""
+    """Everything behind the gate. `stop` stops a run by its name and says what was done."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -148,7 +162,7 @@ class Answers:
         return JSONResponse(await run_in_threadpool(read))
 
     async def stop(self, request: Request) -> Response:
-        """The one thing that can be done from the page; the body must name the run twice."""
+        """The only action on the page; the body must name the run twice."""
         if self._stop is None:
             return _problem(404, "runs cannot be stopped from this page")
         asked = await _body(request)
@@ -166,8 +180,8 @@ class Answers:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """A small JSON object; anything else is an empty one."""
-    # A form of another page cannot send this type without asking first.
+    """The body if it is a small JSON object, else an empty one."""
+    # A form on another site cannot send this type without a preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return {}
     raw = b""
@@ -193,8 +207,8 @@ def _count(text: str | None) -> int | None:
 
 @cache
 def static_file(name: str) -> bytes:
-    """By its bare name, which the caller has looked up: never a path from outside."""
-    path = uplot.find(name) if name in uplot.FILES else FOLDER / name
+    """A file by its bare name, which the caller has checked: never a path from outside."""
+    path = plot_file(name) if name in PLOT_FILES else FOLDER / name
     assert path is not None, "the server does not start without it"
     return path.read_bytes()
 
@@ -205,5 +219,92 @@ def _packed(name: str) -> bytes:
 
 
 def static_version() -> str:
-    """Changes with any file of the page, so that no browser shows an old one."""
+    """Changes with any file of the page, so that no browser uses an old one."""
     return hashlib.sha256(b"".join(static_file(name) for name in STATIC)).hexdigest()[:10]
+
+
+class Gate:
+    """Passes a request on to the app if it names this machine and has the token.
+
+    The token comes in the address once; after that, in a cookie that no script can read and no
+    other site can send. It does not stay in the address, which others may see on a screen.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app = app
+        self._token = token.encode()
+        # Browsers share cookies between all ports of a host: each server has its own name.
+        self.cookie = f"allranks-{hashlib.sha256(self._token).hexdigest()[:12]}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # before accepting: a 403
+        elif (status := self._refusal(scope)) is not None:
+            await _refuse(send, *status)
+        else:
+            is_first = self._fits(_query_token(scope))
+            await self.app(scope, receive, self._dressed(send, with_cookie=is_first))
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        host = headers.get(b"host", b"")
+        # Against DNS rebinding: an attacker's name that points to 127.0.0.1 is refused.
+        if _without_port(host) not in HOSTS:
+            return 403, "This server answers to 127.0.0.1 and localhost only.\n"
+        tokens = (_query_token(scope), self._cookie_token(headers), _bearer_token(headers))
+        if not any([self._fits(token) for token in tokens]):  # a list, so that all are compared
+            return 401, "Open the address that `allranks watch --web` printed, token and all.\n"
+        # To a browser, a page on another port is the same site, so it sends the cookie.
+        origin = headers.get(b"origin")
+        if scope["method"] not in ("GET", "HEAD") and origin not in (None, b"http://" + host):
+            return 403, "This request comes from another page.\n"
+        return None
+
+    def _fits(self, token: bytes) -> bool:
+        return secrets.compare_digest(token, self._token)
+
+    def _cookie_token(self, headers: dict[bytes, bytes]) -> bytes:
+        # By hand: the library's parser fails on cookies that other servers of this host may set.
+        pairs = [pair.strip().partition(b"=") for pair in headers.get(b"cookie", b"").split(b";")]
+        values = [value for name, _, value in pairs if name == self.cookie.encode()]
+        return values[0] if values else b""
+
+    def _dressed(self, send: Send, *, with_cookie: bool) -> Send:
+        async def dressed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", []))
+                headers += [(name.encode(), text.encode()) for name, text in HEADERS.items()]
+                if not any(name == b"cache-control" for name, _ in headers):
+                    headers.append((b"cache-control", b"no-store"))
+                if with_cookie:
+                    token = self._token.decode()
+                    text = f"{self.cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
+                    headers.append((b"set-cookie", text.encode()))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return dressed
+
+
+def _without_port(host: bytes) -> bytes:
+    name, colon, port = host.lower().rpartition(b":")
+    return name if colon and port.isdigit() else host.lower()
+
+
+def _query_token(scope: Scope) -> bytes:
+    values = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+    return values[0].encode() if len(values) == 1 else b""
+
+
+def _bearer_token(headers: dict[bytes, bytes]) -> bytes:
+    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if kind.lower() == b"bearer" else b""
+
+
+async def _refuse(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store")]
+    headers += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -1,32 +1,39 @@
-"""A job's nodes, GPUs and processes, for people; and the live view of them."""
+"""SLURM jobs that allranks did not start: sampled by a step on their nodes, and shown live."""
 
 from __future__ import annotations
 
+import json
+import queue
 import re
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
 from allranks.errors import AllranksError
 from allranks.show.numbers import duration, size
+from allranks.show.secrets import redact, redact_all
 from allranks.show.tables import Column, fit, header, join
 from allranks.show.text import clean
+from allranks.slurm import commands as slurm
+from allranks.slurm import nodelist
+from allranks.slurm.reasons import RUNNING, waiting_reason
 from allranks.watch.draw import framed
-from allranks.watch.jobs import (
-    SAMPLE_SECONDS,
-    JobFacts,
-    Sample,
-    Sampling,
-    collect,
-    has_ended,
-    stack_lines,
-)
 from allranks.watch.marks import Mark, share
-from allranks.watch.screen import LETTERS
+from allranks.watch.sampler import MARK
 from allranks.watch.table_cells import marked, narrow_size
+from allranks.watch.terminal import LETTERS
+
+SAMPLER = Path(__file__).with_name("sampler.py")
+JOB_FORMAT = "%i|%T|%r|%N|%M|%L|%u|%j"
+SAMPLE_SECONDS = 5.0
+MAX_SAMPLES = 17_280  # a day's worth; then the step ends, whatever became of its reader
+FIRST_SECONDS = 60.0  # for srun to start on all nodes
 
 KEYS = "↑↓ scroll  d stack dumps  q quit"
 STACK_KEYS = "↑↓ scroll  q back"
@@ -50,8 +57,205 @@ PROCESS_COLUMNS = (
     Column(key="state", title="", rank=4, width=8, right=False),
     Column(key="command", title="command", rank=3, width=12, right=False, most=120),
 )
-OLD_SAMPLES = 3  # after so many that did not come, a node is silent
+OLD_SAMPLES = 3  # samples that a node must miss to count as silent
 STATES = {"R": "runs", "S": "sleeps", "D": "on disk", "T": "stopped", "t": "traced"}
+
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """One line of squeue."""
+
+    job: str
+    state: str
+    reason: str
+    nodes: tuple[str, ...]
+    elapsed: str
+    left: str
+    user: str
+    name: str
+
+
+def parse_job(printed: str) -> JobFacts | None:
+    """What `squeue -h -j ID -o JOB_FORMAT` printed."""
+    for line in printed.splitlines():
+        job, state, reason, nodes, elapsed, left, user, *name = [*line.split("|"), *[""] * 8]
+        if job:
+            found = tuple(nodelist.expand(nodes)) if nodes else ()
+            said = redact("|".join(name).rstrip("|"))
+            return JobFacts(job, state, reason, found, elapsed, left, user, said)
+    return None
+
+
+def find_job(job: str) -> JobFacts:
+    """The job, if it is running; otherwise raises an AllranksError that says why not."""
+    fix = "see your jobs with squeue --me, your runs with allranks ls"
+    try:
+        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
+    except slurm.SlurmError as error:
+        if "invalid job id" not in error.words.lower():
+            raise
+        facts = None
+    if facts is None:
+        raise AllranksError(f"there is no run {job!r} here, and no job {job} in the queue", fix=fix)
+    if facts.state not in RUNNING:
+        why = f": {waiting_reason(facts.reason)}" if facts.state == "PENDING" else ""
+        raise AllranksError(f"job {job} is not running but {facts.state.lower()}{why}", fix=fix)
+    return facts
+
+
+def has_ended(job: str) -> bool:
+    """Whether SLURM says that the job is over; False if it does not answer."""
+    try:
+        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
+    except slurm.SlurmError as error:
+        return "invalid job id" in error.words.lower()
+    return facts is None or facts.state not in RUNNING
+
+
+def srun_command(
+    job: str, num_nodes: int, python: str, *, interval: float, count: int, mode: str
+) -> list[str]:
+    """One task on each node of the job, beside its own; its input is the sampler."""
+    words = f"- {job} {interval:g} {count} {mode}"
+    # This Python if the nodes share its disk, else whatever they have.
+    script = f'export {MARK}=1; test -x "$0" && exec "$0" {words}; exec python3 {words}'
+    return [
+        *("srun", f"--jobid={job}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"),
+        *("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet"),
+        *("sh", "-c", script, python),
+    ]
+
+
+class Sampling:
+    """Samples of all nodes as they come, from one job step that runs while somebody looks."""
+
+    def __init__(
+        self,
+        facts: JobFacts,
+        *,
+        mode: str = "samples",
+        interval: float = SAMPLE_SECONDS,
+        count: int = MAX_SAMPLES,
+    ) -> None:
+        self.facts = facts
+        options: dict[str, Any] = {"interval": interval, "count": count, "mode": mode}
+        command = srun_command(facts.job, len(facts.nodes), sys.executable, **options)
+        self._running = slurm.start(*command, text=SAMPLER.read_text())
+        self._samples: queue.Queue[Sample | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
+        self._thread.start()
+
+    def new(self, seconds: float = 0.0) -> Iterator[Sample]:
+        """New samples, waiting that long for the first. Raises AllranksError if the step failed."""
+        while True:
+            try:
+                sample = self._samples.get(timeout=seconds) if seconds else self._samples.get(False)
+            except queue.Empty:
+                return
+            if sample is None:
+                self._samples.put(None)  # for the next call
+                self._check()
+                return
+            yield sample
+            seconds = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._running.poll() is not None
+
+    def close(self) -> None:
+        self._running.terminate()
+        self._running.wait()
+        self._thread.join()
+        for pipe in (self._running.stdout, self._running.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self._running.stdout is not None
+        pieces = Pieces()
+        for line in self._running.stdout:
+            sample = pieces.take(line)
+            if sample is not None:
+                self._samples.put(sample)
+        self._samples.put(None)
+
+    def _check(self) -> None:
+        code = self._running.wait()
+        said = self._running.stderr.read() if self._running.stderr else ""
+        if code not in (0, -15) and said.strip():
+            raise slurm.refusal("srun", said)
+
+
+class Pieces:
+    """Reassembles samples that several nodes print at the same time."""
+
+    def __init__(self) -> None:
+        self._of_node: dict[str, list[str]] = {}
+
+    def take(self, line: str) -> Sample | None:
+        """The sample that this line completes. Other output, such as a greeting, is skipped."""
+        node, _, rest = line.rstrip("\n").partition(" ")
+        place, _, piece = rest.partition(" ")
+        number, _, count = place.partition("/")
+        if not (number.isdigit() and count.isdigit()):
+            return None
+        pieces = self._of_node.setdefault(node, [])
+        if number == "1":
+            pieces.clear()
+        pieces.append(piece)
+        if number != count:
+            return None
+        try:
+            found = json.loads("".join(pieces))
+        except ValueError:
+            return None
+        if not isinstance(found, dict) or "node" not in found:
+            return None
+        sample: Sample = redact_all(found)  # command lines and stacks may hold passwords
+        return sample
+
+
+def collect(facts: JobFacts, mode: str) -> list[Sample]:
+    """One sample of each node."""
+    sampling = Sampling(facts, mode=mode, interval=1.0, count=1)
+    try:
+        found: dict[str, Sample] = {}
+        while len(found) < len(facts.nodes):
+            before = len(found)
+            found |= {sample["node"]: sample for sample in sampling.new(FIRST_SECONDS)}
+            if len(found) == before:
+                break
+    finally:
+        sampling.close()
+    missing = sorted(set(facts.nodes) - set(found))
+    if not found:
+        raise AllranksError(
+            f"job {facts.job}: no node answered in {FIRST_SECONDS:.0f} seconds",
+            fix="check whether the job is still running: squeue -j " + facts.job,
+        )
+    return [*(found[name] for name in sorted(found)), *({"node": name} for name in missing)]
+
+
+def stack_lines(samples: Sequence[Sample]) -> list[str]:
+    """The stack of every process, with its node and rank."""
+    lines: list[str] = []
+    for sample in samples:
+        if not sample.get("stacks"):
+            lines += [f"{sample['node']}: no Python process of the job was found", ""]
+        for one in sample.get("stacks", []):
+            rank = f"rank {one['rank']}, " if one.get("rank") is not None else ""
+            lines.append(f"{sample['node']}: {rank}process {one['pid']}: {one['command'][:200]}")
+            if one["by"] != "py-spy":
+                install = "to see Python's own stack, install it there: pip install py-spy"
+                lines.append(
+                    f"  {one.get('trouble')}; this is what the kernel knows about each thread"
+                )
+                lines.append(f"  {install}")
+            lines += [f"  {line}" for line in one["stack"].splitlines()] + [""]
+    return [clean(line) for line in lines]
 
 
 def job_lines(
@@ -63,9 +267,9 @@ def job_lines(
     passed: float = 0.0,
     now: float | None = None,
 ) -> list[Text]:
-    """Everything that is known of a job's nodes, as one long page, so long after SLURM was asked.
+    """Everything known about a job's nodes as one long page, `passed` seconds after asking SLURM.
 
-    With `now`, samples that are old by then are said to be.
+    Given `now`, old samples are labelled with their age.
     """
     title = Text(f"job {facts.job} {clean(facts.name)}", style="bold")
     title.append(f"  {times(facts, passed)}", style="not bold")
@@ -92,7 +296,7 @@ def in_order(process: Mapping[str, object]) -> tuple[float, int]:
 
 
 def times(facts: JobFacts, passed: float) -> str:
-    """How long it has run, and how long it may."""
+    """How long the job has run, and how much of its time limit is left."""
     elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
     said = facts.state.lower()
     if facts.state == "ENDED":
@@ -105,7 +309,7 @@ def times(facts: JobFacts, passed: float) -> str:
 
 
 def clock_seconds(text: str) -> float | None:
-    """SLURM's 1-02:03:04, 2:03:04 and 3:04; None for its words."""
+    """Parse SLURM's 1-02:03:04, 2:03:04 and 3:04; None for words such as UNLIMITED."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if match is None:
         return None
@@ -146,7 +350,7 @@ def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) ->
 def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
     state = str(process.get("state"))
     program, _, rest = str(process.get("command")).partition(" ")
-    command = f"{program.rpartition('/')[2]} {rest}"  # where Python is installed says little
+    command = f"{program.rpartition('/')[2]} {rest}"  # without the folder of the program
     return {
         "node": Text(clean(node)),
         "rank": marked(process.get("rank"), "{}"),
@@ -159,8 +363,8 @@ def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
     }
 
 
-class JobView:
-    """The live view of one job: samples as they come, stack dumps when asked."""
+class JobScreen:
+    """The live screen of one job: samples as they come, stack dumps on request."""
 
     def __init__(self, facts: JobFacts, marks: Mapping[str, Mark]) -> None:
         self.facts, self.marks = facts, marks
@@ -170,7 +374,7 @@ class JobView:
         self.is_over = False
         self.problem = ""
         self.has_ended = False
-        self.silent_since: float | None = None  # samples ceased to come
+        self.silent_since: float | None = None  # when samples stopped coming
         self.is_asking = False  # for stacks
         self._ask_due = 0.0
         self._begin = time.monotonic()
@@ -185,10 +389,10 @@ class JobView:
             self._ask_for_the_end()
 
     def _ask_for_the_end(self) -> None:
-        """Why do no samples come? A job that is cancelled takes SLURM some seconds to end."""
+        """Samples have stopped: has the job ended? SLURM takes seconds to end a cancelled one."""
         now = time.monotonic()
         self.silent_since = self.silent_since or now
-        self.problem = self.problem or "no more samples come"
+        self.problem = self.problem or "samples have stopped coming"
         if not self.has_ended and now >= self._ask_due:
             self._ask_due = now + SAMPLE_SECONDS
             self.has_ended = has_ended(self.facts.job)
@@ -212,7 +416,7 @@ class JobView:
     def draw(self, width: int, height: int) -> list[Text]:
         lines = self.lines(width)
         note = f"! {clean(self.problem)}" if self.problem else ""
-        note = "asking every node where its processes are" if self.is_asking else note
+        note = "collecting stack dumps from every node" if self.is_asking else note
         rows = max(1, height - (2 if note else 1))
         self.top = max(0, min(self.top, len(lines) - rows))
         page = lines[self.top : self.top + rows]
@@ -235,7 +439,7 @@ class JobView:
             self.is_over = True
 
     def _take_stacks(self) -> None:
-        """Takes seconds, more where nodes are busy: beside the screen."""
+        """In a thread of its own: it takes seconds, and longer on busy nodes."""
         try:
             self.stacks, self.top = stack_lines(collect(self.facts, "stacks")), 0
         except AllranksError as error:
@@ -243,5 +447,5 @@ class JobView:
         self.is_asking = False
 
     def close(self) -> None:
-        """The step on the job's nodes ends with the view."""
+        """The step on the job's nodes ends with the screen."""
         self._sampling.close()

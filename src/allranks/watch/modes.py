@@ -1,6 +1,6 @@
-"""The ways to watch runs: in the terminal, in the browser, once, or line by line.
+"""The ways to watch: live in the terminal, in the browser, one look, or line by line.
 
-A job that allranks did not start is watched through a step on its nodes.
+A SLURM job that allranks did not start is watched through a step on its nodes.
 """
 
 from __future__ import annotations
@@ -8,56 +8,63 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.launch import backends
 from allranks.run.events import to_json
 from allranks.run.folder import RunDir, find_run, list_runs
 from allranks.show.text import clean
+from allranks.watch.draw import NO_RUNS, Scene, about_run, rank_lines, run_lines
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier
+from allranks.watch.table_cells import plain_line
+from allranks.watch.views import RunView
 
-LEAST_WIDTH = 20  # characters: nobody means less
+LEAST_WIDTH = 20  # characters: a smaller COLUMNS is not taken seriously
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How somebody wants to watch."""
+    """How the user wants to watch."""
 
     console: Console
     marks: Mapping[str, Mark] = field(default_factory=dict)
     web: bool = False
     port: int = 0
     once: bool = False
-    ranks: bool = False  # of each run, where it is looked at once
-    interval: float = 10.0  # seconds between looks, where lines are printed
+    ranks: bool = False  # show each run's ranks, with `once` or `as_json`
+    interval: float = 10.0  # seconds between looks when lines are printed
     as_json: bool = False
 
 
 def watch_runs(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> None:
-    """Watch in the way that is wanted, until that ends."""
+    """Watch in the requested way until the user leaves or, without a terminal, all runs end."""
     try:
         if wanted.web:
             serve_page(watcher, notifier, wanted)
         elif wanted.as_json or wanted.once:
             look_once(watcher, wanted)
         elif is_terminal():
-            from allranks.watch.screen import show
-            from allranks.watch.terminal import View
+            from allranks.watch.run_screen import RunScreen
+            from allranks.watch.terminal import show
 
-            show(View(watcher, wanted.marks, partial(stop_run, watcher), notifier))
-        else:
-            follow_in_lines(watcher, notifier, wanted.interval)
+            show(RunScreen(watcher, wanted.marks, partial(stop_run, watcher), notifier))
+        elif not follow(watcher, print_line, notifier, interval=wanted.interval):
+            print(NO_RUNS, file=sys.stderr)
     finally:
         if notifier is not None:
             notifier.close()
+            for problem in notifier.problems:
+                print(f"note: {problem}", file=sys.stderr)
         watcher.close()
 
 
@@ -67,7 +74,7 @@ def is_terminal() -> bool:
 
 
 def find_watched(runs: Path, words: Sequence[str]) -> tuple[str | None, list[RunDir] | None]:
-    """A job that allranks did not start, or the runs that are named; None and None: all."""
+    """The id of a job that allranks did not start, or the named runs; None and None mean all."""
     if not words:
         return None, None
     found = []
@@ -83,7 +90,7 @@ def find_watched(runs: Path, words: Sequence[str]) -> tuple[str | None, list[Run
                 continue
             if len(words) > 1:
                 raise AllranksError(
-                    f"{word} is a job that allranks did not start, and must be watched alone",
+                    f"allranks did not start job {word}, so it can only be watched by itself",
                     fix=f"allranks watch {word}",
                 ) from None
             return word, None
@@ -92,16 +99,12 @@ def find_watched(runs: Path, words: Sequence[str]) -> tuple[str | None, list[Run
 
 def stop_run(watcher: Watcher, name: str) -> str:
     """Stop a run by its name, and say what was done."""
-    from allranks.launch import backends
-
     run = watcher.run_dir(name)
     return backends.stop([run])[0]["done"] if run is not None else "is gone"
 
 
 def look_once(watcher: Watcher, wanted: Wanted) -> None:
-    """Print what there is to see, for people or as JSON."""
-    from allranks.watch.plain_lines import snapshot
-
+    """Print all runs once, as a table or as JSON."""
     watcher.poll(budget=float("inf"))
     if wanted.ranks:
         watcher.poll([run.run for run in watcher.runs()], budget=float("inf"))
@@ -112,35 +115,70 @@ def look_once(watcher: Watcher, wanted: Wanted) -> None:
             described.append(run.as_json() | ({"ranks": ranks} if wanted.ranks else {}))
         print(to_json(described))
         return
-    width = width_of(wanted.console)
-    for line in snapshot(watcher, wanted.marks, width, time.time(), ranks=wanted.ranks):
+    print_lines(wanted.console, run_tables(watcher, wanted, width_of(wanted.console)))
+
+
+def run_tables(watcher: Watcher, wanted: Wanted, width: int) -> list[Text]:
+    """The table of runs, followed by a table of each run's ranks if those are wanted."""
+    runs, now = watcher.runs(), time.time()
+    if not runs:
+        return [Text(NO_RUNS)]
+    lines = run_lines(Scene(runs=runs, now=now), width, len(runs))
+    for run in runs if wanted.ranks else ():
+        ranks, parts = watcher.ranks(run.run), watcher.parts(run.run)
+        scene = Scene(runs=runs, ranks=ranks, parts=parts, now=now, marks=wanted.marks)
+        lines += [Text(), *about_run(run, scene, width)]
+        lines += rank_lines(scene, width, len(ranks) + 1)
+    return lines
+
+
+def print_lines(console: Console, lines: Sequence[Text]) -> None:
+    for line in lines:
         line.rstrip()
-        wanted.console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def width_of(console: Console) -> int:
-    """Of the terminal, or as COLUMNS says; a file has room."""
+    """COLUMNS if set, else the terminal's width; a file gets wide lines."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) >= LEAST_WIDTH:
         return int(columns)
     return console.width if console.is_terminal else 160
 
 
-def follow_in_lines(watcher: Watcher, notifier: Notifier | None, interval: float) -> None:
-    """Print a line for each run that changes, until none waits or runs."""
-    from allranks.watch.draw import NO_RUNS
-    from allranks.watch.plain_lines import follow
+def print_line(line: str) -> None:
+    print(clean(line), flush=True)
 
-    def write(line: str) -> None:
-        print(clean(line), flush=True)
 
-    if not follow(watcher, write, notifier, interval=interval):
-        print(NO_RUNS, file=sys.stderr)
-    print_problems(notifier)
+def follow(
+    watcher: Watcher,
+    write: Callable[[str], None],
+    notifier: Notifier | None,
+    *,
+    interval: float = 10.0,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> Sequence[RunView]:
+    """Write a line whenever a run changes, until no run is queued or running."""
+    written: dict[str, str] = {}
+    while True:
+        watcher.poll(budget=float("inf"))
+        runs = watcher.runs()
+        if notifier is not None:
+            notifier.look(runs)
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now()))
+        for run in runs:
+            line = plain_line(run, now())
+            if written.get(run.run) != line:
+                written[run.run] = line
+                write(f"{moment}  {line}")
+        if not any(run.is_active for run in runs):
+            return runs
+        sleep(interval)
 
 
 def serve_page(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> None:
-    """Serve the page until Ctrl-C; its address is printed once it can be opened."""
+    """Serve the page until Ctrl-C; prints its address once it can be opened."""
     from allranks.doctor.diagnose import diagnosis_of
     from allranks.doctor.finding import as_json
     from allranks.watch.server import Served, serve
@@ -161,30 +199,22 @@ def serve_page(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> N
         announce=announce,
         diagnose=diagnose,
     )
-    print_problems(notifier)
-
-
-def print_problems(notifier: Notifier | None) -> None:
-    for problem in notifier.problems if notifier else []:
-        print(f"note: {problem}", file=sys.stderr)
 
 
 def watch_job(job: str, wanted: Wanted, *, stacks: bool) -> None:
-    """Watch a job that allranks did not start."""
-    from allranks.watch import jobs
-    from allranks.watch.job_screen import JobView, job_lines
-    from allranks.watch.screen import show
+    """Watch a SLURM job that allranks did not start."""
+    from allranks.watch import job_screen
+    from allranks.watch.terminal import show
 
-    facts = jobs.find_job(job)
+    facts = job_screen.find_job(job)
     if is_terminal() and not (wanted.once or stacks or wanted.as_json):
-        show(JobView(facts, wanted.marks))
+        show(job_screen.JobScreen(facts, wanted.marks))
         return
-    samples = jobs.collect(facts, "stacks" if stacks else "samples")
+    samples = job_screen.collect(facts, "stacks" if stacks else "samples")
     if wanted.as_json:
         print(to_json({"job": job, "name": facts.name, "nodes": samples}))
     elif stacks:
-        print("\n".join(jobs.stack_lines(samples)))
+        print("\n".join(job_screen.stack_lines(samples)))
     else:
-        for line in job_lines(facts, samples, wanted.marks, width_of(wanted.console)):
-            line.rstrip()
-            wanted.console.print(line, soft_wrap=True)
+        width = width_of(wanted.console)
+        print_lines(wanted.console, job_screen.job_lines(facts, samples, wanted.marks, width))

@@ -7,27 +7,34 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
-from allranks.watch import uplot
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.views import RunView
 
+if TYPE_CHECKING:
+    import asyncio
+
 ADDRESS = "127.0.0.1"
 HEADER_SECONDS = 10  # within which a request must be there
 MOST_CONNECTIONS = 64
+# uPlot's files, by the names that the page asks for. The package itself, a wrapper for notebooks,
+# is not imported.
+PLOT_FILES = {"uplot.js": "uPlot.iife.js", "uplot.css": "uPlot.min.css"}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where the page is to be found."""
+    """Where to find the page."""
 
     url: str
-    ssh: str  # to type on a laptop, before the same url is opened there
+    ssh: str  # to type on a laptop before opening the same url there
     port: int
 
     def as_json(self) -> dict[str, Any]:
@@ -37,7 +44,7 @@ class Served:
         return [
             f"open  {self.url}",
             f"from another machine, first type there:  {self.ssh}",
-            "Ctrl-C ends it. Whoever has the address can read these runs' logs and stop them.",
+            "Ctrl-C ends it. Anyone with the address can read these runs' logs and stop them.",
         ]
 
 
@@ -51,14 +58,13 @@ def serve(
     stop: Callable[[str], str] | None = None,
     notify: Callable[[list[RunView]], object] | None = None,
 ) -> None:
-    """Serve until a signal; `port` 0 is any that is free. Needs the packages of the extra `web`.
+    """Serve until a signal; `port` 0 means any free one. Needs the packages of the extra `web`.
 
-    `announce` is told the address when the page can be opened. `stop` stops a run by its name and
-    says what was done, `diagnose` says what is wrong with one, `notify` is shown all at every look.
+    `announce` gets the address as soon as the page can be opened. `stop` stops a run by its name
+    and says what was done, `diagnose` finds what is wrong with a run, `notify` sees all runs.
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import ServerHead, make_app
-    from allranks.watch.gate import prompt_protocol
     from allranks.watch.hub import Hub
 
     listener = listen(port)
@@ -72,7 +78,7 @@ def serve(
         log_level="critical",
         access_log=False,  # it would show the token
         server_header=False,
-        proxy_headers=False,  # nobody stands between: what they claim is not believed
+        proxy_headers=False,  # there is no proxy, so its headers are not trusted
         timeout_graceful_shutdown=1,
         timeout_keep_alive=HEADER_SECONDS,
         ws="none",
@@ -87,8 +93,8 @@ def serve(
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             super().handle_exit(sig, frame)
-            self._captured_signals.clear()  # this is how it is meant to end
-            hub.close()  # open lines end now, not when their browsers do
+            self._captured_signals.clear()  # a signal is the normal way to end
+            hub.close()  # connections end now, not when their browsers close
 
     try:
         Server(config).run(sockets=[listener])
@@ -99,7 +105,7 @@ def serve(
 
 
 def served(port: int, token: str, user: str, host: str) -> Served:
-    """The address, and the line that brings it to another machine."""
+    """The address, and the ssh command that forwards it to another machine."""
     return Served(
         url=f"http://{ADDRESS}:{port}/?token={token}",
         ssh=f"ssh -N -L {port}:{ADDRESS}:{port} {user}@{host}",
@@ -108,30 +114,23 @@ def served(port: int, token: str, user: str, host: str) -> Served:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on loopback, and nowhere else."""
-    try:
-        return _bound(port)
-    except OSError as error:
-        raise AllranksError(
-            f"cannot listen on {ADDRESS}:{port}: {error.strerror}",
-            fix="leave out --port, or write --port 0 for a free one",
-        ) from None
-
-
-def _bound(port: int) -> socket.socket:
+    """A listening socket on loopback only."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((ADDRESS, port))
-        listener.listen(64)  # now, so that nobody else can take it
-    except OSError:
+        listener.listen(64)  # now, so that nobody else can take the port
+    except OSError as error:
         listener.close()
-        raise
+        raise AllranksError(
+            f"cannot listen on {ADDRESS}:{port}: {error.strerror}",
+            fix="leave out --port to use a free one",
+        ) from None
     return listener
 
 
 def host_name() -> str:
-    """By which others reach this machine, as far as it knows."""
+    """The name by which others reach this machine, as far as it knows."""
     name = socket.gethostname()
     if "." in name:
         return name
@@ -148,11 +147,59 @@ def _uvicorn() -> Any:
         assert starlette
     except ImportError as error:
         missing = error.name
-    if missing is None and not all(uplot.find(name) for name in uplot.FILES):
+    if missing is None and not all(plot_file(name) for name in PLOT_FILES):
         missing = "uplot-python"
     if missing is not None:
         raise AllranksError(
             f"the page needs the package {missing}, which is not installed",
-            fix="pip install 'allranks[web]'; or leave out --web for the terminal",
+            fix="pip install 'allranks[web]'; or leave out --web to watch in the terminal",
         )
     return uvicorn
+
+
+def prompt_protocol(seconds: float, most: int) -> Any:
+    """uvicorn's HTTP protocol, protected against clients that connect but hardly send anything.
+
+    A connection without a request is closed after that many seconds; if there are more than
+    `most`, the one that has been idle longest is closed.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Prompt(H11Protocol):
+        waits_since = 0.0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.waits_since = self.loop.time()
+            waiting = [one for one in self.connections if isinstance(one, Prompt) and one.is_idle]
+            if len(self.connections) > most:
+                min(waiting, key=lambda one: one.waits_since).transport.abort()
+            self.loop.call_later(seconds, self._look)
+
+        @property
+        def is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def on_response_complete(self) -> None:
+            self.waits_since = self.loop.time()
+            super().on_response_complete()
+
+        def _look(self) -> None:
+            if self.transport.is_closing():
+                return
+            left = self.waits_since + seconds - self.loop.time()
+            if self.is_idle and left <= 0:
+                self.transport.abort()
+            else:
+                self.loop.call_later(left if left > 0 else seconds, self._look)
+
+    return Prompt
+
+
+def plot_file(name: str) -> Path | None:
+    """A file of uPlot by its name on the page; None if the package is not installed."""
+    spec = find_spec("uplot")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name("static") / PLOT_FILES[name]
+    return path if path.is_file() else None  # another package may have the same name

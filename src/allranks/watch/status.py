@@ -1,4 +1,4 @@
-"""One page to share: what there is, what runs, how fast, with which settings, what comes next."""
+"""`allranks status`: one page to share, with resources, runs, speed, settings and next steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
+from allranks.launch.backends import TABLE
 from allranks.machine.inventory import describe_machine
 from allranks.run.folder import RunDir, write_atomically
 from allranks.show.numbers import count, duration, metric, number, percent, size
@@ -18,23 +20,42 @@ from allranks.show.tables import Table, markdown
 from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
+from allranks.timing.comparison import bench_of
 from allranks.watch.live import Watcher
 from allranks.watch.marks import Mark, judged
-from allranks.watch.settings import Settings, settings_lines
 from allranks.watch.table_cells import reason, state_word
 from allranks.watch.views import Parts, RankView, RunView
 
 DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look
+SHOWN_SETTINGS = (
+    *("task", "command", "launcher", "options", "batch_size", "batch_size_per_rank"),
+    *("micro_batch_size", "epochs", "steps", "seed", "precision", "compile"),
+    *("activation_checkpointing", "lr_scaling", "compress", "optimizer", "data", "checkpoint"),
+    *("slurm", "env"),
+)
+# What the ranks made of them, as reported by the first rank.
+APPLIED = {
+    "precision": "precision",
+    "compile": "compile",
+    "backend": "backend",
+    "link": "network",
+    "rank_batch": "batch of a rank",
+    "accumulation": "accumulation",
+    "num_workers": "loader workers",
+    "threads": "threads",
+}
+# Environment variables whose values are safe to show.
+OPEN_VARIABLES = ("NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run, and what its folder says of its settings."""
+    """One run with its settings and ranks."""
 
     view: RunView
     job: Mapping[str, Any] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
-    start: Mapping[str, Any] = field(default_factory=dict)  # what its first rank said at its start
+    start: Mapping[str, Any] = field(default_factory=dict)  # its first rank's start event
     parts: Parts | None = None
     ranks: Sequence[RankView] = ()
 
@@ -47,9 +68,9 @@ def gather(watcher: Watcher) -> list[RunStatus]:
     return [
         RunStatus(
             view=run,
-            job=watcher.job(run.run),
-            info=watcher.info(run.run),
-            start=watcher.start(run.run),
+            job=(one := watcher.followed(run.run)).job,
+            info=one.info,
+            start=one.reader.start,
             parts=watcher.parts(run.run),
             ranks=watcher.ranks(run.run),
         )
@@ -68,7 +89,7 @@ class Status:
 def make_status(
     runs: Path, chosen: Sequence[RunDir] | None, marks: Mapping[str, Mark], *, old: bool
 ) -> Status:
-    """Look at a folder's runs, or those chosen, and at what there is to run on."""
+    """Describe a folder's runs, or the chosen ones, and the machines there are to run on."""
     watcher = Watcher(runs, chosen, old=old)
     try:
         found = gather(watcher)
@@ -79,7 +100,7 @@ def make_status(
 
 
 def resources() -> dict[str, Any]:
-    """The cluster and this machine; this machine alone where SLURM is silent."""
+    """The cluster and this machine; this machine alone if SLURM does not answer."""
     try:
         return describe_cluster()
     except AllranksError as error:
@@ -90,10 +111,10 @@ def resources() -> dict[str, Any]:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Whole or not at all; into a device or a pipe as into any other."""
+    """Write the page completely or not at all; devices and pipes work too."""
     try:
         if path.exists() and not path.is_file():
-            path.write_text(page)  # a file renamed onto a device would take its place
+            path.write_text(page)  # renaming a file onto a device would replace it
         else:
             write_atomically(path, page)
     except OSError as error:
@@ -110,21 +131,20 @@ def status_page(
     created: float,
     folder: Path | None = None,
 ) -> str:
-    """The page, in Markdown. Secrets in settings and reasons are taken out."""
+    """The page in Markdown, with secrets in settings and reasons redacted."""
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
     lines = [f"# Status, {moment}", ""]
     lines += ["## Resources", "", *resource_lines(resources), ""]
     lines += ["## Runs", "", *run_table(runs, created), ""]
     lines += ["## Performance", "", *performance_lines(runs, marks), ""]
-    described = [Settings(one.view.run, one.view.job, one.job, one.info, one.start) for one in runs]
-    lines += ["## Settings", "", *settings_lines(described)]
+    lines += ["## Settings", "", *settings_lines(runs)]
     lines += ["## Next steps", "", *next_lines(runs), ""]
-    lines += ["## To follow it", "", "```", *commands(runs, folder), "```", ""]
+    lines += ["## Follow the runs", "", "```", *commands(runs, folder), "```", ""]
     return redact(plain("\n".join(lines)))
 
 
 def resource_lines(resources: Mapping[str, Any]) -> list[str]:
-    """The cluster, as `allranks cluster --json` has it, and this machine."""
+    """The cluster, from the data of `allranks cluster --json`, and this machine."""
     machine = resources.get("machine") or {}
     lines = []
     if slurm := resources.get("slurm"):
@@ -173,7 +193,7 @@ def run_table(runs: Sequence[RunStatus], now: float) -> list[str]:
 
 
 def place_of(one: RunStatus) -> str:
-    """Which machines, and what on them."""
+    """Where a run runs: its machines, and the device of a rank."""
     host = ", ".join(one.view.nodes) or str((one.info.get("hardware") or {}).get("host", ""))
     return f"{host} ({one.view.device})" if one.view.device and host else host
 
@@ -189,10 +209,10 @@ def progress(view: RunView) -> str:
 
 
 def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> list[str]:
-    """Predicted beside measured, where a smaller layout of the same job was measured too."""
+    """Predicted and measured speed, where a smaller layout of the same job was also measured."""
     measured = [one for one in runs if one.view.samples_per_second]
     if not measured:
-        return ["Nothing is measured yet."]
+        return ["Nothing has been measured yet."]
     titles = [
         *("run", "layout", "predicted samples/s", "measured samples/s", "efficiency", "step"),
         *("waits for data", "waits for ranks", "GPU use", "hours", "loss"),
@@ -214,7 +234,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     notes = [
         "",
-        "Measured over the last steps of a run that goes on, over the steady steps of one that "
+        "Measured over the last steps of a running run, and over the steady steps of one that "
         "has ended.",
     ]
     bases = dict.fromkeys(
@@ -224,17 +244,17 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     )
     if bases:
         notes.append(
-            "Predicted is what as many ranks would do if each were as fast as one of the smallest "
-            f"layout that was measured: the median of {'; '.join(bases)}. Efficiency is by the "
-            "median of a layout's runs, of one that goes on by its last steps."
+            "Predicted is the speed if every rank were as fast as a rank of the smallest measured "
+            f"layout: the median of {'; '.join(bases)}. Efficiency compares the median of a "
+            "layout's runs with it; a running run is compared by its last steps."
         )
     else:
-        notes.append("Nothing is predicted: no smaller layout of these jobs was measured.")
+        notes.append("No prediction: no smaller layout of these jobs has been measured.")
     return [*markdown(Table("", tuple(titles), rows, texts=("layout",))), *notes]
 
 
 def predicted(view: RunView) -> str:
-    """What as many ranks would do that cost each other nothing."""
+    """The speed of this many ranks if scaling were perfect."""
     if not view.is_compared or not view.baseline_samples_per_second or not view.speedup:
         return ""
     return number(view.baseline_samples_per_second * view.speedup / (view.efficiency or 1.0))
@@ -262,51 +282,49 @@ def next_lines(runs: Sequence[RunStatus]) -> list[str]:
     finished = [one.view.run for one in runs if one.view.state == "finished"]
     if finished:
         typed = as_code(f"allranks report {shlex.join(finished)}")
-        lines.append(f"- Compare what has finished: {typed}.")
+        lines.append(f"- Compare the finished runs: {typed}.")
     return lines or ["- Start a run: `allranks run job.yaml`."]
 
 
 def next_steps(one: RunStatus) -> list[str]:
-    """What to do about a run, as far as its numbers tell."""
+    """What to do next about a run, judging by its numbers."""
     view, name = one.view, in_markdown(one.view.run)
     typed = {
         what: as_code(f"allranks {what} {shlex.quote(view.run)}")
         for what in ("doctor", "ls", "resume")
     }
-    # A script whose job does not say where it saves: only itself knows whether it can go on.
+    # Whether a script can resume is only known if its job says where it saves.
     can_go_on = not one.job.get("command") or bool(one.job.get("last"))
     if view.stalled:
-        return [f"{name} makes no steps: {typed['doctor']} says where it is."]
+        return [f"{name} makes no progress: {typed['doctor']} shows where it is stuck."]
     if view.state == "failed":
         again = f", then {typed['resume']}" if can_go_on else ""
         return [f"{name} failed: {typed['doctor']}{again}."]
     if view.state == "stopped" and one.info.get("bench"):
-        return []  # it was ended when it had been measured
+        return []  # it was stopped because it had been measured
     if view.state == "stopped":
-        return [f"{name} was stopped: {typed['resume']} goes on."] if can_go_on else []
+        return [f"{name} was stopped: continue with {typed['resume']}."] if can_go_on else []
     if view.state == "queued":
-        return [f"{name} waits: {typed['ls']} names layouts that would start earlier."]
+        return [f"{name} is queued: {typed['ls']} shows layouts that would start earlier."]
     found = []
     if one.parts is not None:
         whole = sum(one.parts.seconds.values()) or 1.0
         if one.parts.seconds["data"] > DATA_BOUND * whole:
-            said = f"{percent(one.parts.seconds['data'] / whole, 0)} of its steps for data"
-            found.append(f"{name} waits {said}: `allranks bench data`.")
+            share = percent(one.parts.seconds["data"] / whole, 0)
+            found.append(f"{name} spends {share} of its step time on data: `allranks bench data`.")
         if one.parts.seconds["straggler"] > STRAGGLING * whole:
             share = percent(one.parts.seconds["straggler"] / whole, 0)
-            said = f"{name} waits {share} of its steps for"
+            said = f"{name} spends {share} of its step time waiting for"
             rank = one.parts.slowest_rank
-            whom = f"rank {rank}" if rank is not None else "whichever rank is last, by turns"
+            whom = f"rank {rank}" if rank is not None else "slower ranks, which take turns"
             found.append(f"{said} {whom}: {typed['doctor']}.")
     if (view.world_size or 1) > 1 and not view.is_compared and view.step:
-        found.append(
-            f"{name} has nothing to be compared with: run its job with `--layout 1x1` too."
-        )
+        found.append(f"{name} has no baseline: also run its job with `--layout 1x1`.")
     return found
 
 
 def commands(runs: Sequence[RunStatus], folder: Path | None = None) -> list[str]:
-    """What to type to follow the runs of this page, and where."""
+    """The commands that follow the runs of this page, and where to type them."""
     active = [one.view.run for one in runs if one.view.is_active]
     option = ""
     lines = []
@@ -317,3 +335,87 @@ def commands(runs: Sequence[RunStatus], folder: Path | None = None) -> list[str]
     lines += [as_code(f"allranks logs {shlex.quote(name)} -f{option}")[1:-1] for name in active]
     jobs = [job for one in runs if one.view.is_active for job in one.view.jobs]
     return lines + ([f"squeue -j {','.join(jobs)}"] if jobs else [])
+
+
+def settings_lines(runs: Sequence[RunStatus]) -> list[str]:
+    """One table per job; where its runs differ, each value names the runs that have it."""
+    lines = []
+    by_job = sorted(runs, key=lambda one: one.view.job)
+    for job, group in groupby(by_job, key=lambda one: one.view.job):
+        known = {one.view.run: settings_of(one) for one in group}
+        keys = dict.fromkeys(key for rows in known.values() for key in rows)
+        rows = [
+            [key, value_by_run({run: known[run].get(key, "") for run in known})] for key in keys
+        ]
+        lines += [f"### {in_markdown(job)}: {in_markdown(', '.join(known))}", ""]
+        table = markdown(Table("", ("setting", "value"), rows, texts=("value",)))
+        lines += table if rows else ["None known.", ""]
+    return lines or ["None.", ""]
+
+
+def value_by_run(by_run: Mapping[str, str]) -> str:
+    """The value that all runs share, or each value with the ends of the names of its runs."""
+    values = dict.fromkeys(by_run.values())
+    if len(values) == 1:
+        return next(iter(values))
+    return "; ".join(
+        f"{value or 'none'} (…{', …'.join(run[-4:] for run in by_run if by_run[run] == value)})"
+        for value in values
+    )
+
+
+def settings_of(one: RunStatus) -> dict[str, str]:
+    """Every setting that a run sets, and its value in one line."""
+    shown = [k for k in SHOWN_SETTINGS if k not in TABLE or k == one.info.get("backend")]
+    # A benchmark runs its job without an end: the job's own length is in the benchmark's record.
+    job = {**one.job, **bench_of(one.info).get("job", {})}
+    rows = {key: job_setting(key, job.get(key)) for key in shown}
+    for key, word in APPLIED.items():
+        if is_set(one.start.get(key)):
+            rows[f"applied: {word}"] = setting(one.start[key])
+    rows["typed"] = " ".join(shown_override(str(word)) for word in one.info.get("overrides") or [])
+    code, packages = one.info.get("code") or {}, one.info.get("packages") or {}
+    if code.get("commit"):
+        rows["code"] = str(code["commit"])[:12] + (", changed" if code.get("dirty") else "")
+    versions = [f"{name} {packages[name]}" for name in ("allranks", "torch") if name in packages]
+    rows["versions"] = ", ".join(versions)
+    return {key: value for key, value in rows.items() if value}
+
+
+def is_set(value: object) -> bool:
+    return value not in (None, "", [], {})
+
+
+def job_setting(key: str, value: object) -> str:
+    """A setting of the job; of its environment, only values that cannot be secrets."""
+    if not is_set(value):
+        return ""
+    if key != "env":
+        return setting(value)
+    if not isinstance(value, Mapping):
+        return ""
+    return ", ".join(
+        f"{name}={setting(item)}" if is_open(str(name)) else str(name)
+        for name, item in value.items()
+    )
+
+
+def shown_override(word: str) -> str:
+    """An override as it was typed, but without the value of `env.NAME=VALUE` unless it is safe."""
+    name, sign, _ = word.removeprefix("env.").partition("=")
+    return f"env.{name}" if sign and word.startswith("env.") and not is_open(name) else word
+
+
+def is_open(name: str) -> bool:
+    return name.startswith(OPEN_VARIABLES)
+
+
+def setting(value: object) -> str:
+    """A value in one line; of a mapping, only the keys that are set."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={setting(item)}" for key, item in value.items() if is_set(item))
+    if isinstance(value, list):
+        return ", ".join(map(setting, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,248 +1,251 @@
-"""The live view in a terminal: keys in, screens out. What is shown is made in draw.py."""
+"""Takes over the terminal for a live screen, and restores it whatever happens."""
 
 from __future__ import annotations
 
-import re
-import threading
+import io
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import tty
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
+from rich.console import Console
 from rich.text import Text
 
-from allranks.errors import AllranksError
-from allranks.watch.draw import LOG_KEYS, Scene, help_screen, log_screen, screen
-from allranks.watch.live import Watcher
-from allranks.watch.logs import JOB, LogPage, log_path, log_ranks
-from allranks.watch.marks import Mark
-from allranks.watch.notify import Notifier
-from allranks.watch.screen import LETTERS
-from allranks.watch.views import RankView, RunView
+ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[2J"
+LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
+BEGIN_UPDATE, END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"  # drawn in one go, where supported
 
-MESSAGE_SECONDS = 6.0
+KEYS = {
+    **{"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"},
+    **{"\x1bOA": "up", "\x1bOB": "down", "\x1bOC": "right", "\x1bOD": "left"},
+    **{"\x1b[5~": "page up", "\x1b[6~": "page down", "\x1b[H": "home", "\x1b[F": "end"},
+    **{"\x1b[1~": "home", "\x1b[4~": "end", "\x1bOH": "home", "\x1bOF": "end"},
+    **{"\r": "enter", "\n": "enter", "\t": "tab", "\x1b[Z": "tab", "\x1b": "escape"},
+    **{"\x7f": "backspace", "\b": "backspace"},
+}
+# What these letters mean while no text is typed.
+LETTERS = {"k": "up", "j": "down", "h": "left", "g": "home", "G": "end", "l": "enter"}
+TICK_SECONDS = 1.0
+SEQUENCE_SECONDS = 0.05  # for the rest of an arrow key to arrive, even over a slow line
 
-Stop = Callable[[str], str]  # a run's name; what was done to it, in words
-
-
-@dataclass(slots=True)
-class OpenLog:
-    """A log on the screen."""
-
-    run: str
-    rank: int
-    page: LogPage
-    wanted: str = ""  # what is searched for
-    is_typed: bool = False  # it is being typed
-    is_found: bool = True
-
-    def draw(self, width: int, height: int) -> list[Text]:
-        title = f"{self.run}  {'the job' if self.rank == JOB else f'rank {self.rank}'}"
-        lines = self.page.page(height - 2) or ["(this log is empty)"]
-        bottom = f"{self.page.state()}  {LOG_KEYS}"
-        if self.is_typed:
-            bottom = f"search: {self.wanted}_  enter finds, escape leaves"
-        elif self.wanted and not self.is_found and self.page.found is None:
-            bottom = f"{self.wanted!r} is not in this log  {bottom}"
-        elif self.wanted:
-            none = "" if self.is_found else "no more "
-            bottom = f"{none}{self.wanted!r}  n: further up  N: further down  {bottom}"
-        return log_screen(title, lines, width, height, bottom, self.wanted)
-
-    def type(self, key: str, rows: int) -> None:
-        """One more key of what is searched for."""
-        if key in ("enter", "escape"):
-            self.is_typed = False
-            self.wanted = self.wanted if key == "enter" else ""
-            self.page.found = None
-            self.find(rows, up=True)
-        elif key == "backspace":
-            self.wanted = self.wanted[:-1]
-        elif len(key) == 1 and key.isprintable():
-            self.wanted += key
-
-    def find(self, rows: int, *, up: bool) -> None:
-        self.is_found = not self.wanted or self.page.find(self.wanted, rows, up=up)
+# Waits for a word from its parent. If none comes, the parent was killed: restore the terminal.
+GUARD = r"""
+read -r word && exit
+stty "$1" <&1 2>/dev/null
+printf '\033[?25h\033[?1049l' >&2
+"""
 
 
-class View:
-    """What the user looks at, and what each key does to it."""
+class Terminal:
+    """`with Terminal() as terminal:` the alternate screen, no cursor, keys as they are pressed.
 
-    def __init__(
-        self, watcher: Watcher, marks: Mapping[str, Mark], stop: Stop, notifier: Notifier | None
+    A shell beside this process restores the terminal if this one is killed.
+    """
+
+    def __init__(self) -> None:
+        self.input = sys.stdin.fileno()
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._settings: list[Any] = []
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._drawn: list[str] = []
+        self._lines: list[Text] = []
+        self._pending = ""
+        self._wake_read, self._wake_write = os.pipe()
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Terminal:
+        self._settings = termios.tcgetattr(self.input)
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # a terminal that cannot show a character gets ?
+            sys.stdout.reconfigure(errors="replace")
+        self._guard = start_guard(self.input)
+        os.set_blocking(self._wake_write, False)
+        for number, handler in (
+            (signal.SIGTERM, self._end),
+            (signal.SIGHUP, self._end),
+            (signal.SIGTSTP, self._suspend),
+            (signal.SIGWINCH, self._wake),
+        ):
+            self._handlers[number] = signal.signal(number, handler)
+        self._take()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self.watcher, self.marks, self.notifier = watcher, marks, notifier
-        self._stop = stop
-        self.runs: list[RunView] = []
-        self.ranks: list[RankView] = []
-        self.selected: str | None = None
-        self.selected_rank: int | None = None
-        self.asked: str | None = None  # the run that a question is about
-        self.shows_help = False
-        self.log: OpenLog | None = None
-        self.is_over = False
-        self._message, self._message_until = "", 0.0
-        self._stopping: list[threading.Thread] = []
+        with suppress(OSError):  # the terminal itself may be gone
+            self._give_back()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._guard is not None and self._guard.stdin is not None:
+            with suppress(OSError):
+                self._guard.communicate(b"done\n")
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines."""
+        size = shutil.get_terminal_size()
+        with suppress(OSError):  # the variables COLUMNS and LINES do not follow a resize
+            size = os.get_terminal_size(sys.stdout.fileno())
+        return max(20, size.columns), max(4, size.lines)
+
+    def draw(self, lines: Sequence[Text]) -> None:
+        """Write the lines that have changed."""
+        width, height = self.size()
+        # An unchanged line is not rendered again.
+        known = self._lines if self._drawn else []
+        drawn = [
+            self._drawn[row] if row < len(known) and known[row] == line else self._ansi(line, width)
+            for row, line in enumerate(lines[:height])
+        ]
+        changes = [
+            f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+            for row, line in enumerate(drawn, start=1)
+            if row > len(self._drawn) or self._drawn[row - 1] != line
+        ]
+        if changes:
+            self._write(BEGIN_UPDATE + "".join(changes) + END_UPDATE)
+        self._drawn, self._lines = drawn, list(lines[:height])
+
+    def redraw(self) -> None:
+        """Draw everything again: the size has changed, or something else has written."""
+        self._drawn = []
+        self._write("\x1b[2J")
+
+    def key(self, seconds: float) -> str | None:
+        """The next key by its name, "resize", or None if there is none within `seconds`."""
+        if not self._pending:
+            ready, _, _ = select.select([self.input, self._wake_read], [], [], seconds)
+            if self._wake_read in ready:
+                os.read(self._wake_read, 1024)
+                self.redraw()
+                return "resize"
+            if not ready:
+                return None
+            self._pending = self._read()
+        if self._pending.startswith("\x1b"):
+            while self._pending not in KEYS or self._pending == "\x1b":
+                if not select.select([self.input], [], [], SEQUENCE_SECONDS)[0]:
+                    break
+                self._pending += self._read()
+        return self._next_key()
+
+    def _next_key(self) -> str:
+        """Take one key off what was read; pasted text is many keys."""
+        for length in range(min(4, len(self._pending)), 0, -1):
+            word = self._pending[:length]
+            if word in KEYS and (word != "\x1b" or len(self._pending) == 1):
+                self._pending = self._pending[length:]
+                return KEYS[word]
+        if self._pending.startswith("\x1b"):
+            self._pending = ""  # a key that we do not know
+            return "unknown"
+        word, self._pending = self._pending[0], self._pending[1:]
+        return word
+
+    def _read(self) -> str:
+        data = os.read(self.input, 1024)
+        if not data:  # the terminal is gone
+            raise SystemExit(1)
+        return data.decode(errors="replace")
+
+    def _take(self) -> None:
+        tty.setcbreak(self.input)
+        self._write(ENTER_SCREEN)
+        self._drawn = []
+
+    def _give_back(self) -> None:
+        termios.tcsetattr(self.input, termios.TCSADRAIN, self._settings)
+        self._write(LEAVE_SCREEN)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _ansi(self, line: Text, width: int) -> str:
+        with self._console.capture() as capture:
+            self._console.print(line, end="", no_wrap=True, crop=True, width=width)
+        return capture.get()
+
+    def _wake(self, number: int, frame: FrameType | None) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b".")
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: give the shell its terminal back until `fg`."""
+        self._give_back()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._suspend)
+        self._take()
+        self._wake(number, frame)
+
+
+class Screen(Protocol):
+    """What is shown until the user quits."""
+
+    is_over: bool
 
     def look(self) -> None:
         """Read what is new."""
-        self.watcher.poll({self.selected} if self.selected else ())
-        self.runs = self.watcher.runs()
-        names = [run.run for run in self.runs]
-        if self.selected not in names:
-            self.selected = names[0] if names else None
-            self.selected_rank = None
-            if self.selected:
-                self.watcher.poll({self.selected})
-        self.ranks = self.watcher.ranks(self.selected) if self.selected else []
-        if self.selected_rank not in [rank.rank for rank in self.ranks]:
-            self.selected_rank = None
-        if self.log is not None:
-            self.log.page.look()
-        if self.notifier is not None:
-            for news in self.notifier.look(self.runs):
-                self.say(f"{news.run.run}: {news.state}")
-            while self.notifier.problems:
-                self.say(self.notifier.problems.pop())
 
     def draw(self, width: int, height: int) -> list[Text]:
-        if self.shows_help:
-            return help_screen(self.marks, width, height)
-        if self.log is not None:
-            return self.log.draw(width, height)
-        return screen(self.scene(), width, height)
-
-    def scene(self) -> Scene:
-        message = self._message if time.monotonic() < self._message_until else ""
-        if self.asked:
-            message = f"stop {self.asked}? It saves a checkpoint first.  y: yes  n: no"
-        return Scene(
-            runs=self.runs,
-            selected=self.selected,
-            ranks=self.ranks,
-            parts=self.watcher.parts(self.selected) if self.selected else None,
-            selected_rank=self.selected_rank,
-            message=message,
-            asks=self.asked is not None,
-            num_old=self.watcher.num_old(),
-            silence=self.watcher.silence,
-            now=time.time(),
-            marks=self.marks,
-        )
+        """The screen: `height` lines of at most `width` cells."""
 
     def press(self, key: str, rows: int) -> None:
-        """What a key does, on whichever screen is shown; `rows` of it are a page."""
-        if self.log is not None and self.log.is_typed:
-            return self.log.type(key, max(1, rows - 2))
-        key = LETTERS.get(key, key)
-        if self.shows_help:
-            self.shows_help = False
-        elif self.asked:
-            self._answer(key)
-        elif self.log is not None:
-            self._press_in_log(self.log, key, rows)
-        elif key in ("q", "Q"):
-            self.is_over = True
-        elif key == "?":
-            self.shows_help = True
-        elif key in ("up", "down", "page up", "page down", "home", "end"):
-            self._move(key, rows)
-        elif key in ("tab", "right", "left", "escape"):
-            goes_in = key in ("tab", "right") and self.selected_rank is None and self.ranks
-            self.selected_rank = self.ranks[0].rank if goes_in else None
-        elif key == "enter":
-            self._open_log(self.selected_rank)
-        elif key == "s":
-            self._ask_to_stop()
-
-    def say(self, text: str) -> None:
-        self._message, self._message_until = text, time.monotonic() + MESSAGE_SECONDS
+        """Handle a key, on a screen of `rows` lines."""
 
     def close(self) -> None:
-        """What was asked for is done."""
-        for thread in self._stopping:
-            thread.join()
-        if self.notifier is not None:
-            self.notifier.close()
-        self.watcher.close()
+        """Called last, whatever happens to the terminal."""
 
-    def _move(self, key: str, rows: int) -> None:
-        in_ranks = self.selected_rank is not None
-        names = [rank.rank for rank in self.ranks] if in_ranks else [run.run for run in self.runs]
-        if not names:
-            return
-        at = names.index(self.selected_rank if in_ranks else self.selected)  # type: ignore[arg-type]
-        page = max(1, rows // 2)
-        change = {"up": -1, "down": 1, "page up": -page, "page down": page}.get(key, 0)
-        at = {"home": 0, "end": len(names) - 1}.get(key, at + change)
-        chosen = names[max(0, min(len(names) - 1, at))]
-        if in_ranks:
-            self.selected_rank = int(chosen)
-        elif chosen != self.selected:
-            self.selected = str(chosen)
-            self.look()
 
-    def _open_log(self, rank: int | None) -> None:
-        run = self.watcher.run_dir(self.selected) if self.selected else None
-        if run is None:
-            return
-        known = log_ranks(run)
-        if not known:
-            self.say(f"{run.name} has no logs yet")
-            return
-        if rank is None:  # of a run: who ended it, where that is known, else its first rank
-            culprit = re.match(r"rank (\d+)\b", self._reason())
-            first = next((one for one in known if one != JOB), known[0])
-            rank = int(culprit[1]) if culprit and int(culprit[1]) in known else first
-        path = log_path(run, rank)
-        if path is None:
-            self.say(f"rank {rank} has no log")
-            return
-        self.log = OpenLog(run.name, rank, LogPage(path))
-        self.log.page.look()
+def show(screen: Screen) -> None:
+    """Look, draw and handle keys until the user quits."""
+    try:
+        with Terminal() as terminal:
+            due = 0.0
+            while not screen.is_over:
+                if time.monotonic() >= due:
+                    screen.look()
+                    due = time.monotonic() + TICK_SECONDS
+                terminal.draw(screen.draw(*terminal.size()))
+                key = terminal.key(max(0.0, due - time.monotonic()))
+                if key is not None and key != "resize":
+                    screen.press(key, terminal.size()[1])
+    finally:
+        screen.close()
 
-    def _reason(self) -> str:
-        return next((run.reason or "" for run in self.runs if run.run == self.selected), "")
 
-    def _press_in_log(self, log: OpenLog, key: str, rows: int) -> None:
-        page = max(1, rows - 2)
-        moves = {"up": -1, "down": 1, "page up": -page, "page down": page, " ": page}
-        moves |= {"home": -(1 << 60), "end": 1 << 60}
-        if key in moves:
-            log.page.scroll(moves[key], page)
-        elif key == "/":
-            log.wanted, log.is_typed = "", True
-        elif key in ("n", "N"):
-            log.find(page, up=key == "n")
-        elif key in ("left", "right"):
-            run = self.watcher.run_dir(log.run)
-            known = log_ranks(run) if run else []
-            if log.rank in known:
-                other = known[(known.index(log.rank) + (1 if key == "right" else -1)) % len(known)]
-                self._open_log(other)
-        elif key in ("q", "escape", "enter"):
-            self.log = None
-
-    def _ask_to_stop(self) -> None:
-        run = next((run for run in self.runs if run.run == self.selected), None)
-        if run is not None and run.is_active:
-            self.asked = run.run
-        elif run is not None:
-            self.say(f"{run.run} is {run.state} already")
-
-    def _answer(self, key: str) -> None:
-        name, self.asked = self.asked, None
-        if key not in ("y", "Y") or name is None:
-            self.say("not stopped")
-            return
-        self.say(f"{name}: stopping")
-
-        def stop() -> None:
-            try:
-                self.say(f"{name}: {self._stop(name)}")
-            except AllranksError as error:
-                self.say(f"{error.what}; {error.fix}")
-            self.watcher.hurry(name)
-
-        thread = threading.Thread(target=stop, name="stop", daemon=True)
-        thread.start()
-        self._stopping.append(thread)
+def start_guard(terminal: int) -> subprocess.Popen[bytes] | None:
+    """A shell that outlives this process for a moment; None if there is no `stty`."""
+    try:
+        saved = subprocess.run(
+            ["stty", "-g"], stdin=terminal, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        # In its own session: a signal from the terminal that ends this process spares it.
+        return subprocess.Popen(
+            ["sh", "-c", GUARD, "sh", saved],
+            stdin=subprocess.PIPE,
+            stdout=terminal,
+            stderr=sys.stdout.fileno(),
+            start_new_session=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None

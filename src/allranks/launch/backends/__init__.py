@@ -36,6 +36,9 @@ class Options:
     place: Place | None = None  # of these ranks, where the user starts every node
     hosts: tuple[str, ...] = ()
     race: str | None = None  # layouts of which the first to start wins, as typed
+    ladder: str | None = None  # layouts to climb while that pays, as typed
+    min_efficiency: float = 0.85  # of a rung of the ladder
+    ladder_steps: int = 200  # to measure on each rung
     screen: Screen | None = None  # None: nothing is shown
     signals: Signals | None = None
 
@@ -79,6 +82,9 @@ class Backend(Protocol):
 
     def stop(self, run: RunDir, queue: Queue, *, now: bool) -> str:
         """Stop a run at a checkpoint (`now`: at once); what was done, in words."""
+
+    def on_nodes(self, run: RunDir, words: Sequence[str], seconds: float) -> str:
+        """What `python WORDS` prints on every node of a running run; empty if nobody answers."""
 
 
 def named(name: str) -> Backend:

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -133,6 +134,27 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
             fix=f"write --node-rank 0 to {layout.nodes - 1}, or a layout of more nodes",
         )
     return layout.gpus
+
+
+def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
+    """What `python WORDS` prints on this machine."""
+    return output_of([sys.executable, *words], seconds)
+
+
+def output_of(command: Sequence[str], seconds: float) -> str:
+    """What a command prints within so many seconds; empty if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return "" if done.returncode else done.stdout
 
 
 def will_stop(run: RunDir) -> str:

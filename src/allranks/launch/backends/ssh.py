@@ -134,9 +134,23 @@ def ask_host(name: str) -> Host:
     return Host(name, found[1] if found else name, words[3], int(words[2]))
 
 
+def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
+    """What `python WORDS` prints on the hosts of a run, all asked at once."""
+    hosts = run.info().get("hosts", [])
+    tries = f'"$python" -c "import allranks" 2>/dev/null && exec "$python" {shlex.join(words)}'
+    script = f"for python in {shlex.quote(sys.executable)} python3; do {tries}; done"
+    with ThreadPoolExecutor(max(1, len(hosts))) as asking:
+        commands = [ssh_to(host, script) for host in hosts]
+        return "".join(asking.map(lambda command: local.output_of(command, seconds), commands))
+
+
 def remote(host: str, script: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """A few words of shell on a host."""
-    return run_here([*SSH, "--", host, f"sh -c {shlex.quote(script)}"], text)
+    """Run a line of shell on a host."""
+    return run_here(ssh_to(host, script), text)
+
+
+def ssh_to(host: str, script: str) -> list[str]:
+    return [*SSH, "--", host, f"sh -c {shlex.quote(script)}"]
 
 
 def run_here(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
@@ -191,7 +205,7 @@ class Head:
     def _start(self, host: Host, path: Path, rank: int) -> None:
         words = [host.python, "-m", "allranks.launch.remote_node", str(path), str(rank)]
         there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-        command = [*SSH, "--", host.name, f"sh -c {shlex.quote(there)}"]
+        command = ssh_to(host.name, there)
         given = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
         with (self.run.path / f"ssh-{host.name}.log").open("ab") as log:
             # In a session of its own: a Ctrl-C in the terminal is for this process to pass on.

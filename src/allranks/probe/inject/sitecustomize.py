@@ -84,7 +84,7 @@ def write_stacks_when_asked():
 
 
 def note_the_end():
-    """Let allranks.run.crash record what ends this process, before it is printed.
+    """Let allranks.run.tracebacks record what ends this process, before it is printed.
 
     Not in processes that it forks or spawns: a loader's worker reports to its parent. Signals,
     which Python does not see, are reported by a handler in C.
@@ -98,19 +98,19 @@ def note_the_end():
         if os.getpid() == process:
             with contextlib.suppress(Exception):
                 find_allranks()
-                from allranks.run import crash
+                from allranks.run import tracebacks
 
-                getattr(crash, function)(*args, **kwargs)
+                getattr(tracebacks, function)(*args, **kwargs)
 
     def excepthook(kind, error, trace):
         told.append(error)
-        tell("raised", error)
+        tell("record_exception", error)
         before(kind, error, error.__traceback__)
 
     def tell_late():
         error = getattr(sys, "last_value", None)  # if the script has its own excepthook
         if isinstance(error, BaseException) and not any(error is one for one in told):
-            tell("raised", error)
+            tell("record_exception", error)
 
     before, sys.excepthook = sys.excepthook, excepthook
     atexit.register(tell_late)
@@ -128,7 +128,7 @@ def note_exits(tell):
             with contextlib.suppress(Exception):
                 given = [*args, *named.values()]
                 if counts(*given):
-                    tell("left", given[-1], **kwargs)
+                    tell("record_exit", given[-1], **kwargs)
             return function(*args, **named)
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__

@@ -52,13 +52,14 @@ from allranks.launch.backends.slurm.sbatch import Racer, ask
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
 from allranks.machine.processes import STOP_SIGNALS
-from allranks.run import claims, missing
+from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
-from allranks.run.failures import failed_ranks, failure, failure_in_words, is_echo, ranks_in_words
+from allranks.run.failures import failed_ranks, failure, failure_in_words, is_echo, missing_in_words
 from allranks.run.folder import RunDir, State
 from allranks.run.run_state import lost_words
 from allranks.run.stalls import ended_for
+from allranks.show.numbers import ranks_in_words
 from allranks.slurm import commands as slurm
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
@@ -530,7 +531,7 @@ class Allocation:
         found = look_for_missing(self.run, attempt, self.place, self.said)
         if found is None:
             return
-        what, fix = missing.in_words(found, is_task=self.job.command is None)
+        what, fix = missing_in_words(found, is_task=self.job.command is None)
         say(f"error: {what}\n  fix: {fix}")
         failed = failure(self.run) if self.run.attempts()[-1:] == [attempt] else None
         rank = f"rank {failed['rank']} did not find a file: " if failed is not None else ""

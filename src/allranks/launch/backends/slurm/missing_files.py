@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.launch.backends.slurm.inside import Place, srun, step_environment
-from allranks.run.failures import tail
+from allranks.run.failures import missing_path
 from allranks.run.folder import RunDir
-from allranks.run.missing import found_on, missing_path
+from allranks.run.logs import tail
 from allranks.run.record import RankRecord, read_ends
 
 LOOK_SECONDS = 30.0
@@ -37,8 +37,14 @@ def look_for_missing(
     nodes = ask_nodes(place, wanted)
     # If the folder is missing, so is everything named relative to it: then that is the reason.
     for one in wanted:
-        if found := found_on(one, nodes.get(one, {}), attempt):
-            return found
+        has_it = nodes.get(one, {})
+        if not all(has_it.values()):
+            return {
+                "attempt": attempt,
+                "path": one,
+                "on": [node for node, has in has_it.items() if has],
+                "not_on": [node for node, has in has_it.items() if not has],
+            }
     return None
 
 

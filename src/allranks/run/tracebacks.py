@@ -1,30 +1,44 @@
-"""What ended a rank's process, described as plain data and written to its events. No torch.
+"""Tracebacks: of what ends a rank, recorded in its events, and as they are read from a log.
 
-Called in the rank (by `probe/inject` in a script, by `train/rank.py` in a task) before anything is
-printed: whoever shows the rank's output then knows that a traceback follows.
+`record_exception` and `record_exit` are called in the rank (by `probe/inject` in a script, by
+`train/rank.py` in a task) before anything is printed: whoever shows the rank's output then knows
+that a traceback follows.
 """
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from allranks.run import files
 from allranks.run.events import append_event
-from allranks.run.frames import Frame, place_of, read_tracebacks
+
+MAX_SOURCE_BYTES = 4 << 20
+OURS = f"{Path(__file__).parents[1]}/"
+INSTALLED = ("site-packages", "dist-packages", "/lib/python3", "<", OURS)
+FRAME = re.compile(
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d{1,9})(?:,? in (?P<function>\S+))?'
+)
+RAISED = re.compile(r"^(?P<type>[A-Za-z_](?:[\w.]|<locals>)*)(?::(?: (?P<message>.*))?)?$")
+BEGIN = re.compile(r"Traceback \(most recent call last\):\s*$")
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, once ranks have met
+_PACKAGE = re.compile(r".*(?:site-packages|dist-packages|/lib/python3(?:\.\d+)?)/([^/.]+)")
 
 MAX_MESSAGE = 2000  # characters
 MAX_SOURCE = 160
 MAX_FRAMES, OUTERMOST, INNERMOST = 40, 8, 30
 MAX_CHAIN = 20
-# What a rank says when another one is gone.
+# How errors read that only say that another rank is gone.
 _ECHO = re.compile(
     r"(?:closed|reset) by peer|broken pipe|remote process (?:has )?(?:exited|terminated)"
     r"|pair closure|recvvalue failed|socket (?:timeout|closed|not connected)|clients joined"
@@ -37,24 +51,137 @@ _OF_RANKS = {"DistError", "DistNetworkError", "DistStoreError", "DistBackendErro
 _NATIVE_STACK = re.compile(r"\s*(?:Exception raised from .* \(most recent call first\)|C\+\+ Capt)")
 
 
-def describe(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any]:
-    """An exception: its type and message, where it was raised, and what it came from.
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call in a stack or a traceback."""
 
-    `above`: the calls that led to where it was caught, which its traceback does not have.
+    file: str
+    line: int
+    function: str
+    source: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's code, not a library's."""
+        return bool(self.file) and not any(part in self.file for part in INSTALLED)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is allranks' own code, which does not interest the user."""
+        return self.file.startswith(OURS)
+
+    @property
+    def library(self) -> str:
+        found = _PACKAGE.match(self.file)
+        return found[1] if found else "Python"
+
+    @property
+    def short(self) -> str:
+        """Its place, relative to the current folder."""
+        inside = f" in {self.function}" if self.function else ""
+        return f"{short_path(self.file)}:{self.line}{inside}"
+
+    @property
+    def brief(self) -> str:
+        """Without its folders: `train.py:9 in f`, `torch/_tensor.py:8 in g`."""
+        _, _, inside = self.file.rpartition("-packages/")
+        name = inside if inside != self.file else Path(self.file).name
+        return f"{name}:{self.line} in {self.function}"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedException:
+    """An exception as its printed traceback shows it, the outermost call first."""
+
+    type: str
+    message: str
+    frames: tuple[Frame, ...]
+    last_line: int  # of the text, counted from 0
+
+
+def short_path(file: str) -> str:
+    """A file's path relative to the current folder, if it is below that."""
+    try:
+        here = os.getcwd()
+    except OSError:  # the current folder was removed
+        return file
+    return os.path.relpath(file, here) if file.startswith(f"{here}/") else file
+
+
+def source_lines(file: str) -> list[str]:
+    """The lines of a Python file if it is here; an event may name any path at all."""
+    path = Path(file)
+    if path.suffix != ".py" or not files.is_regular(path):
+        return []
+    return linecache.getlines(file) if path.stat().st_size <= MAX_SOURCE_BYTES else []
+
+
+def place_of(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of the user's own code, or of any if there is none; outermost first."""
+    own = [frame for frame in frames if frame.is_own]
+    typed = [frame for frame in frames if frame.file in ("<string>", "<stdin>")]
+    others = [frame for frame in frames if not frame.is_ours and frame.file]
+    return next(reversed(own or typed or others), None)
+
+
+def is_type(name: str) -> bool:
+    """Whether a word at the beginning of a line names an exception."""
+    last = name.rpartition(".")[2]
+    return last[:1].isupper() or "." in name or last in ("error", "gaierror", "timeout")
+
+
+def read_tracebacks(text: str) -> list[PrintedException]:
+    """The tracebacks in a text, each with the first line of its message."""
+    found: list[PrintedException] = []
+    frames: list[Frame] | None = None
+    for number, raw in enumerate(text.splitlines()):
+        line = _PREFIX.sub("", raw)
+        if BEGIN.search(line):
+            frames = []
+            continue
+        if frames is None:
+            continue
+        frame = FRAME.match(line)
+        if frame is not None:
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+        elif line[:1].isspace() and line.strip(" ^~"):
+            if frames and not frames[-1].source:
+                frames[-1] = replace(frames[-1], source=line.strip())
+        elif line and not line[0].isspace():
+            raised = RAISED.match(line)
+            if raised is not None and is_type(raised["type"]) and frames:
+                name = raised["type"].rpartition(".")[2]
+                message = (raised["message"] or "").strip()
+                found.append(PrintedException(name, message, tuple(frames), number))
+            frames = None
+    return found
+
+
+# --- What ends a rank --------------------------------------------------------------------------
+
+
+def describe(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any]:
+    """An exception as plain data: its type, its message, where it was raised, and its cause.
+
+    `above`: the calls that led to where it was caught, which its traceback does not contain.
     """
     fields = _describe_alone(error, above)
     earlier = [_describe_alone(one) for one in [*_chain(error)][1:]]
     own = [one for one in earlier if one["file"] and Frame(one["file"], 0, "").is_own]
-    if _tells_of_others(fields):
+    echoes = [is_echo(one["type"], one["message"]) for one in (fields, *earlier)]
+    if echoes[0]:
         # Raised while cleaning up after an error of this rank's own: that one is the cause.
-        first = next((one for one in own if not _tells_of_others(one)), None)
+        first = next((one for one in own if not is_echo(one["type"], one["message"])), None)
         if first is not None:
             return {**first, "message": _bounded(first["message"]), "echo": False}
-    fields["echo"] = any(_tells_of_others(one) for one in (fields, *earlier))
+    fields["echo"] = any(echoes)
     inner = _inside(fields["message"]) or _inside(str(error.__cause__ or ""))
     if inner is not None:  # raised in another process, whose traceback is part of the message
         frames = [Frame(*frame) for frame in (*fields["frames"], *inner.pop("frames"))]
-        return {**fields, **inner, **_places(frames)}
+        return {**fields, **inner, **places(frames)}
     parts = getattr(error, "exceptions", ())  # of an ExceptionGroup
     if isinstance(parts, tuple) and parts and isinstance(parts[0], BaseException):
         earlier.append(_describe_alone(parts[0]))
@@ -65,18 +192,14 @@ def describe(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any
 
 
 def _describe_alone(error: BaseException, above: Sequence[Frame] = ()) -> dict[str, Any]:
-    """An exception without those that it came from."""
+    """One exception, without those that led to it."""
     frames = [*above, *map(_frame, traceback.extract_tb(error.__traceback__))]
     message = _message(error)
     if isinstance(error, SyntaxError) and error.filename:
         message = error.msg
         source = (error.text or "").strip()
         frames.append(Frame(os.path.abspath(error.filename), error.lineno or 0, "", source))
-    return {"type": type(error).__name__, "message": message, **_places(frames)}
-
-
-def _tells_of_others(described: dict[str, Any]) -> bool:
-    return is_echo(described["type"], described["message"])
+    return {"type": type(error).__name__, "message": message, **places(frames)}
 
 
 def is_echo(name: str, message: str) -> bool:
@@ -86,7 +209,7 @@ def is_echo(name: str, message: str) -> bool:
     return name in {"RuntimeError", *_OF_RANKS} and bool(_ECHO.search(message))
 
 
-def raised(error: BaseException) -> None:
+def record_exception(error: BaseException) -> None:
     """Record an uncaught exception, which is about to be printed."""
     record("error", {"pid": os.getpid(), **describe(error)})
     hide_ours(error)
@@ -98,8 +221,8 @@ def hide_ours(error: BaseException) -> None:
         one.__traceback__ = without_ours(one.__traceback__)
 
 
-def left(code: Any, *, kills: bool = False) -> None:
-    """Record the call that ends this process with a code (a text, for sys.exit), or kills it."""
+def record_exit(code: Any, *, kills: bool = False) -> None:
+    """Record a call that ends this process with a code (sys.exit takes text too), or kills it."""
     frames = [*map(_frame, traceback.extract_stack(sys._getframe(1)))]
     while frames and frames[-1].file.endswith("probe/inject/sitecustomize.py"):
         frames.pop()
@@ -107,7 +230,7 @@ def left(code: Any, *, kills: bool = False) -> None:
     if not frames or frames[-1].is_ours or isinstance(error, SystemExit):
         return  # recorded already
     fields: dict[str, Any] = {"type": "SystemExit", "message": "", "echo": False}
-    fields |= {"pid": os.getpid(), **_places(frames)}
+    fields |= {"pid": os.getpid(), **places(frames)}
     if kills:
         fields |= {"type": "", "signal": signal.Signals(code).name}
     elif not isinstance(code, int):
@@ -123,7 +246,7 @@ def left(code: Any, *, kills: bool = False) -> None:
 
 
 def _above(error: BaseException) -> list[Frame]:
-    """The calls in progress above the one that caught an exception."""
+    """The calls that led to the one that caught an exception."""
     trace, frame = error.__traceback__, sys._getframe(1)
     while trace is not None and frame is not trace.tb_frame:
         if frame.f_back is None:
@@ -134,14 +257,14 @@ def _above(error: BaseException) -> list[Frame]:
 
 
 def record(event: str, fields: dict[str, Any]) -> None:
-    """Write an event to the file of this process's rank, bypassing its event log."""
+    """Write an event to the file of this process's rank, past its event log."""
     env = os.environ
     folder = Path(env["ALLRANKS_RUN_DIR"]) / "attempts" / env["ALLRANKS_ATTEMPT"]
     append_event(folder / f"rank-{env['RANK']}.jsonl", event, **fields)
 
 
 def is_worker() -> bool:
-    """Whether this process was started by a rank's multiprocessing: its parent reports it."""
+    """Whether a rank's multiprocessing started this process: its parent reports its errors."""
     return any("multiprocessing" in word for word in getattr(sys, "orig_argv", ()))
 
 
@@ -156,7 +279,7 @@ def in_a_line(described: dict[str, Any]) -> str:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without allranks' own frames; all of it if no frame is the user's own code."""
+    """A traceback without allranks' frames; unchanged if none of it is the user's own code."""
     kept = []
     while trace is not None:
         kept.append((trace, Frame(trace.tb_frame.f_code.co_filename, 0, "")))
@@ -172,7 +295,7 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def where_now(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """The innermost line of the user's own code that a thread is at. Cheap: it reads no file."""
+    """The innermost line of the user's own code in a thread. Cheap: reads no file."""
     while frame is not None:
         at = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         if at.is_own:
@@ -182,24 +305,22 @@ def where_now(frame: FrameType | None) -> tuple[str, int, str] | None:
 
 
 def _inside(message: str) -> dict[str, Any] | None:
-    """The exception whose traceback a message contains: a loader worker's, a spawned process's."""
-    if "Traceback (most recent call last):" not in message:
+    """The exception whose traceback is part of a message: a data worker's, or a child process's."""
+    printed = read_tracebacks(message)
+    if not printed:
         return None
-    told = read_tracebacks(message)
-    if not told:
-        return None
-    last = told[-1]
+    last = printed[-1]
     more = message.splitlines()[last.last_line + 1 :]
     text = "\n".join([last.message, *more]).strip()
     frames = [_row(frame) for frame in last.frames]
     return {"type": last.type, "message": _bounded(text), "frames": frames}
 
 
-def _places(frames: list[Frame]) -> dict[str, Any]:
-    """Frames, and the line that is to blame, as an event holds them."""
+def places(frames: list[Frame]) -> dict[str, Any]:
+    """Frames, and the line to blame, as an event has them."""
     frames = [frame for frame in frames if not frame.is_ours] or frames
     place = place_of(frames)
-    frames = [frame for _, same in groupby(frames) for frame in _few([*same])]
+    frames = [frame for _, same in groupby(frames) for frame in _without_repeats([*same])]
     if len(frames) > MAX_FRAMES:
         frames = [*frames[:OUTERMOST], _gone(frames[OUTERMOST:-INNERMOST]), *frames[-INNERMOST:]]
     return {
@@ -210,13 +331,13 @@ def _places(frames: list[Frame]) -> dict[str, Any]:
     }
 
 
-def _few(same: list[Frame]) -> list[Frame]:
-    """A call that repeats over and over, shown once or twice."""
+def _without_repeats(same: list[Frame]) -> list[Frame]:
+    """A call that repeats over and over, shown twice."""
     return same if len(same) < 4 else [same[0], _gone(same[1:-1]), same[-1]]
 
 
 def _gone(frames: Sequence[Frame]) -> Frame:
-    """A placeholder for frames that are left out: their number."""
+    """A placeholder for frames that are left out, with their number as its line."""
     return Frame("", sum(1 if frame.file else frame.line for frame in frames), "")
 
 
@@ -233,7 +354,7 @@ def _frame(summary: traceback.FrameSummary) -> Frame:
 def _message(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:  # an exception class of the user's own
+    except Exception:  # the user's own class, which cannot be printed
         return ""
     cut = _NATIVE_STACK.search(text)
     return text[: cut.start()] if cut and cut.start() > 0 else text
@@ -245,7 +366,7 @@ def _bounded(text: str) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that led to it, the last one first."""
+    """An exception and those that led to it, the newest first."""
     one: BaseException | None = error
     for _ in range(MAX_CHAIN):
         if one is None:
