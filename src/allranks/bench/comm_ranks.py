@@ -39,9 +39,8 @@ from allranks.bench.comm_calls import (
 from allranks.errors import AllranksError
 from allranks.machine import gpus
 from allranks.run.events import append_event, to_json
-from allranks.run.failures import ranks_in_words
 from allranks.run.folder import RunDir, write_atomically
-from allranks.show.numbers import duration
+from allranks.show.numbers import duration, ranks_in_words
 from allranks.show.numbers import size as num_bytes
 
 TIMING = "median of back-to-back calls, mean over ranks; with a root, the slowest rank's"
