@@ -321,7 +321,7 @@ def test_a_report_is_of_the_newest_benchmark_of_scaling(tmp_path: Path) -> None:
     runs, words = chosen_runs(tmp_path, ["language"])
     assert named(runs) == named([*made.values(), *newer])
     assert runs[0].name == newer[1].name  # the newest: there the report is written
-    assert words == "3 runs of other benchmarks than bench scaling are left out."
+    assert words == "3 runs of other benchmarks are left out."
 
 
 def test_a_report_is_of_the_newest_job_where_its_newest_run_is_of_no_benchmark(
@@ -350,7 +350,7 @@ def test_where_nothing_can_be_compared_that_is_said(tmp_path: Path) -> None:
         chosen_runs(tmp_path, [])
     info = {"bench": {"id": "d", "kind": "data"}}
     run = make_run(tmp_path, "1x1", step_seconds=0.1, info=info)
-    with pytest.raises(AllranksError, match="what is there is of bench data") as refusal:
+    with pytest.raises(AllranksError, match="they are of bench data") as refusal:
         chosen_runs(tmp_path, [])
     assert "bench scaling" in refusal.value.fix
     assert chosen_runs(tmp_path, ["language"]) == ([run], None)  # it was asked for
