@@ -92,7 +92,7 @@ def test_at_80x24_and_wide(terminal: Terminal, tmp_path: Path) -> None:
         terminal.press("/")
         terminal.wait("search: _")
         terminal.press("jk", "BSpace", "BSpace", "from RANK", "Enter")
-        terminal.wait("'from RANK'  n: further up")
+        terminal.wait("'from RANK'  n: next above")
         terminal.press("n")
         terminal.wait("no more 'from RANK'")
         terminal.press("q")
@@ -121,7 +121,7 @@ def test_a_run_is_stopped_after_a_question(terminal: Terminal, tmp_path: Path) -
         try:
             told = f"echo $ALLRANKS_STATE >> {tmp_path}/told"
             terminal.start("watch", "--runs", tmp_path / "runs", "--notify", told)
-            terminal.wait(lambda screen: re.search(r"\d+/1000000|/1M", screen) is not None)
+            terminal.wait(lambda screen: re.search(r"\d/(1,000,000|1M)", screen) is not None)
             terminal.press("s")
             terminal.wait("y: yes")
             terminal.press("y")

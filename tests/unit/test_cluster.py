@@ -24,6 +24,8 @@ from allranks.slurm.cluster import (
     parse_partitions,
     parse_qos,
 )
+from allranks.slurm.cluster_screen import show_cluster, show_queue
+from allranks.slurm.formats import parse_fields, parse_gres, parse_time, tres_gpus
 from allranks.slurm.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
 from allranks.slurm.queue import (
     COLUMNS,
@@ -33,8 +35,6 @@ from allranks.slurm.queue import (
     queue_view,
     unix_time,
 )
-from allranks.slurm.screen import show_cluster, show_queue
-from allranks.slurm.text import parse_fields, parse_gres, parse_time, tres_gpus
 
 # SLURM 22.05, a node that works, and 20.02's form of one that does not (no CPUEfctv).
 NODE_22 = (

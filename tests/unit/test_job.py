@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import allranks
 from allranks.errors import AllranksError
-from allranks.job.job import Difference, Duration, Job, load_job, parse_job
+from allranks.job.job import Difference, Job, load_job, parse_job
+from allranks.job.values import Duration
 from allranks.layout import Layout
 
 # A loaded machine is no failure.

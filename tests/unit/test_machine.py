@@ -156,7 +156,7 @@ def test_this_machine_is_described_in_plain_values(monkeypatch: pytest.MonkeyPat
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, allranks.slurm.screen, allranks.slurm.queue\n"
+        "import sys, allranks.slurm.cluster_screen, allranks.slurm.queue\n"
         "from allranks.machine.inventory import describe_machine\n"
         "describe_machine()\n"
         "sys.exit('torch' in sys.modules)"

@@ -321,7 +321,7 @@ def test_a_write_that_fails_leaves_the_old_content(
 
 def test_a_link_to_nowhere_is_no_place_for_runs(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to("gone")
-    with pytest.raises(AllranksError, match="is a link to gone, which is not there") as refused:
+    with pytest.raises(AllranksError, match="is a link to gone, which does not exist") as refused:
         create_run(tmp_path / "runs", "mine")
     assert "--runs DIR" in refused.value.fix
     (tmp_path / "file").touch()

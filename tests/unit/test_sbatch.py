@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
-from allranks.job.job import Duration, Job, load_job, parse_job
+from allranks.job.job import Job, load_job, parse_job
+from allranks.job.values import Duration
 from allranks.launch.backends.slurm.sbatch import (
     OWN_KEYS,
     Ask,

@@ -55,7 +55,7 @@ def test_a_curve_that_grows_sends_its_end() -> None:
 
 
 def history(**rows: dict[int, tuple[float | None, ...]]) -> History:
-    return History(width=10, buckets=3, samples_per_second=(None, 50.0, 60.0), ranks=rows)
+    return History(width=10, samples_per_second=(None, 50.0, 60.0), ranks=rows)
 
 
 def test_own_work_is_the_step_without_its_waits() -> None:

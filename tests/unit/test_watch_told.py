@@ -31,7 +31,7 @@ from allranks.watch.job_screen import (
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.modes import follow
-from allranks.watch.notify import Changes, News, Notifier, call
+from allranks.watch.notify import News, Notifier, call
 from allranks.watch.status import (
     RunStatus,
     commands,
@@ -64,7 +64,7 @@ def view(state: str, **fields: object) -> RunView:
 
 
 def test_each_change_is_told_once() -> None:
-    changes = Changes()
+    notifier = Notifier("true")
     told = []
     for run in (
         view("queued"),
@@ -77,13 +77,14 @@ def test_each_change_is_told_once() -> None:
         view("running"),  # resumed
         view("failed", reason="rank 1"),
     ):
-        told += [news.state for news in changes.since([run])]
+        told += [news.state for news in notifier.look([run])]
+    notifier.close()
     assert told == ["stalled", "finished", "failed"]
 
 
 def test_what_ended_before_is_no_news() -> None:
-    changes = Changes()
-    assert changes.since([view("failed")]) == changes.since([view("failed")]) == []
+    notifier = Notifier("true")
+    assert notifier.look([view("failed")]) == notifier.look([view("failed")]) == []
 
 
 def test_the_command_gets_variables_and_json(tmp_path: Path) -> None:
@@ -214,14 +215,14 @@ def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
     parts = Parts(seconds=seconds, steps=16, slowest_rank=3, slowest_share=1.0, slowest_part="data")
     run = view("running", world_size=4, step=5)
     steps = next_steps(RunStatus(view=run, parts=parts))
-    assert "50% of its steps for data" in steps[0] and "bench data" in steps[0]
-    assert "25% of its steps for rank 3" in steps[1] and "--layout 1x1" in steps[2]
+    assert "50% of its step time on data" in steps[0] and "bench data" in steps[0]
+    assert "25% of its step time waiting for rank 3" in steps[1] and "--layout 1x1" in steps[2]
 
 
 def test_ranks_that_take_turns_are_not_called_by_a_number() -> None:
     seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.0, "other": 0.0}
     steps = next_steps(RunStatus(view=view("finished"), parts=Parts(seconds=seconds, steps=32)))
-    assert "50% of its steps for whichever rank is last" in steps[0] and "None" not in steps[0]
+    assert "50% of its step time waiting for slower ranks" in steps[0] and "None" not in steps[0]
 
 
 def test_commands_say_where_the_runs_are() -> None:
@@ -249,7 +250,7 @@ def test_status_and_watch_on_the_command_line(allranks: Allranks, tmp_path: Path
     ("words", "said"),
     [
         (["nothing-here"], "no run 'nothing-here'"),
-        (["--mark", "gpu=1,2"], "no mark is called 'gpu'"),
+        (["--mark", "gpu=1,2"], "there is no mark 'gpu'"),
         (["--stacks"], "without a SLURM job"),
         (["--stalled", "0"], "--stalled"),
     ],

@@ -83,7 +83,7 @@ def cluster(
     debug: Debug = False,
 ) -> None:
     from allranks.run.events import to_json
-    from allranks.slurm import screen as cluster_screen
+    from allranks.slurm import cluster_screen
     from allranks.slurm.cluster import describe_cluster
     from allranks.slurm.queue import queue as look_at_queue
 

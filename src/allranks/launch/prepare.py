@@ -18,8 +18,9 @@ from typing import Any
 
 from allranks import __version__
 from allranks.errors import AllranksError
-from allranks.job.job import BUILT_IN, Duration, Job, load_job
+from allranks.job.job import BUILT_IN, Job, load_job
 from allranks.job.text import EXCLUSIVE
+from allranks.job.values import Duration
 from allranks.launch import withheld
 from allranks.launch.checks import check_owner
 from allranks.launch.launchers import find_launcher, spell, with_layout

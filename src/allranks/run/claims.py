@@ -1,9 +1,9 @@
-"""Who may train a run: claims, numbered, each taken by one SLURM job or one `allranks run`.
+"""Who may train a run: numbered claims, each taken by one SLURM job or one `allranks run`.
 
-A claim is a file `claims/N` that comes into being by a hard link: on any file system, a network's
-too, exactly one of those who try succeeds. The newest claim is the run's holder; an older one may
-still be alive somewhere (a node that SLURM lost sight of, a process on a machine whose locks others
-do not see) and must not commit anything more.
+A claim is a file `claims/N` that is created by a hard link: on any file system, even a network's,
+exactly one of those who try succeeds. The newest claim holds the run. An older holder may still be
+alive somewhere (on a node that SLURM lost sight of, on a machine whose locks others do not see),
+and must not commit anything any more.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ FIELDS: dict[str, files.Check] = {
 }
 VARIABLE = "ALLRANKS_CLAIM"  # the number of the claim under which a rank works
 WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-LOOK_SECONDS = 5.0  # between a launcher's looks for a newer claim
+LOOK_SECONDS = 5.0  # between a launcher's checks for a newer claim
 
 
 class NoLinks(AllranksError):
-    """A file system on which no claim can be taken."""
+    """The file system has no hard links, so that no claim can be taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a holder says of itself. `job` is SLURM's id; empty for a run on this machine."""
+    """What a holder says about itself. `job` is SLURM's id; empty outside of SLURM."""
 
     number: int
     job: str = ""
-    restart: int = 0  # how often SLURM has requeued the job
+    restart: int = 0  # how many times SLURM has requeued the job
     layout: str = ""
     nodes: tuple[str, ...] = ()
     host: str = field(default_factory=socket.gethostname)
@@ -58,17 +58,17 @@ class Claim:
 
     @property
     def is_alive_here(self) -> bool:
-        """Whether the process that made it, on this machine, is still there: it, not its number."""
+        """Whether the process that took it runs here, and not another one with its number."""
         if self.is_of_another_machine or self.pid == os.getpid():
             return False
         with suppress(OSError, ValueError, LookupError):
             state, *facts = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            if state in "ZX":  # it has ended, and nobody has asked how
+            if state in "ZX":  # it has ended, and its parent has not noticed
                 return False
             boot = next(
                 line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line
             )
-            # The kernel tells when it booted in whole seconds.
+            # The kernel gives the time of its boot in whole seconds.
             started = int(boot.split()[1]) + int(facts[18]) / os.sysconf("SC_CLK_TCK")
             return started < self.time + 1.5
         return False
@@ -85,13 +85,13 @@ def take(folder: Path, claim: Claim) -> bool:
     try:
         os.link(own, folder / str(claim.number))
     except FileExistsError:
-        # A server whose answer got lost is asked again, and then finds our own link.
+        # If a server's answer got lost, the system asked again, and found our own link.
         return _read(folder, claim.number).token == claim.token
     except OSError as error:
         if error.errno not in WITHOUT_LINKS:
             raise
         raise NoLinks(
-            f"the file system of {folder} has no hard links ({error.strerror}), by which jobs "
+            f"the file system of {folder} has no hard links ({error.strerror}), which jobs need to "
             "agree on who trains a run",
             fix="keep runs on another disk that all nodes see: --runs DIR",
             exit_code=1,
@@ -102,7 +102,7 @@ def take(folder: Path, claim: Claim) -> bool:
 
 
 def take_next(folder: Path, *, layout: str, run: str) -> int:
-    """Take the next claim for this process, outside of SLURM; its number."""
+    """Take the next claim for this process, outside of SLURM; return its number."""
     claim = Claim(number=next_number(folder), layout=layout)
     if not take(folder, claim):
         raise AllranksError(
@@ -112,53 +112,53 @@ def take_next(folder: Path, *, layout: str, run: str) -> int:
 
 
 def newest(folder: Path) -> Claim | None:
-    """The run's holder, or its last one; None if nobody ever was."""
-    numbers = _numbers(folder)
+    """The claim of the run's holder, or its last one; None if there never was one."""
+    numbers = files.numbers_in(folder)
     return _read(folder, numbers[-1]) if numbers else None
 
 
 def next_number(folder: Path) -> int:
-    """The number that the next holder has to take."""
+    """The number of the claim that the next holder has to take."""
     look_anew(folder)
-    return max(_numbers(folder), default=-1) + 1
+    return max(files.numbers_in(folder), default=-1) + 1
 
 
 def all_of(folder: Path) -> list[Claim]:
     """Every claim so far, oldest first."""
-    return [_read(folder, number) for number in _numbers(folder)]
+    return [_read(folder, number) for number in files.numbers_in(folder)]
 
 
 def check(folder: Path, number: int) -> None:
     """Raise if the run has a newer holder than claim `number`."""
     look_anew(folder)
-    highest = max(_numbers(folder), default=number)
+    highest = max(files.numbers_in(folder), default=number)
     if highest > number:
         holder = _read(folder, highest)
         who = f"job {holder.job}" if holder.job else f"process {holder.pid}"
         raise AllranksError(
             f"this attempt has lost the run to {who} on {holder.host}: nothing more is committed",
-            fix="nothing is to be done: the newer attempt goes on from the last checkpoint",
+            fix="nothing to do: the newer attempt goes on from the last checkpoint",
             exit_code=1,
         )
 
 
 def own() -> int | None:
-    """The claim under which this process, a rank, works; None if there is none."""
+    """The number of the claim that this rank works under; None if there is none."""
     number = os.environ.get(VARIABLE)
     return int(number) if number else None
 
 
 def check_own(folder: Path) -> None:
-    """Raise if this process works under a claim that is not the newest any more."""
+    """Raise if this rank's claim is no longer the newest."""
     number = own()
     if number is not None:
         check(folder, number)
 
 
 class Watch:
-    """A launcher's looks, now and then, for a newer holder of its run than claim `number`.
+    """A launcher's regular check for a newer holder of its run than claim `number`.
 
-    One that does not lead (`looks`) leaves it to others: in SLURM to launch/backends/slurm/step.py.
+    Only the leading launcher `looks`; in SLURM, launch/backends/slurm/step.py does it for all.
     """
 
     def __init__(self, folder: Path, number: int | None, *, looks: bool) -> None:
@@ -167,7 +167,7 @@ class Watch:
         self._next_look = 0.0
 
     def is_lost(self) -> bool:
-        """Whether there is one, as far as is known by now."""
+        """Whether there is a newer holder, as far as is known by now."""
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + LOOK_SECONDS
@@ -175,19 +175,19 @@ class Watch:
             self.check()
         except AllranksError:
             return True
-        except OSError:  # a disk that does not answer says nothing about the claim
+        except OSError:  # the disk does not answer: that says nothing about the claim
             return False
         return False
 
     def check(self) -> None:
-        """Raise if there is one."""
+        """Raise if there is a newer holder."""
         if self._number is not None:
             check(self._folder, self._number)
 
 
 @contextmanager
 def locked(folder: Path, number: int) -> Iterator[None]:
-    """Show, as long as this process lives, that the claim's holder does."""
+    """Show that the claim's holder is alive, as long as this process is."""
     descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CLOEXEC)
     try:
         lock(descriptor)
@@ -199,10 +199,10 @@ def locked(folder: Path, number: int) -> Iterator[None]:
 def lock(descriptor: int) -> bool:
     """Lock a file for this process; False if another one has it.
 
-    True as well where the file system has no locks: there SLURM alone knows who is alive.
+    Also True if the file system has no locks: then only SLURM knows who is alive.
     """
     times_held = 0
-    for _ in range(500):  # who only looks holds it for a moment, which a busy machine makes long
+    for _ in range(500):  # readers hold it for a moment, which can be long on a busy machine
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -217,17 +217,13 @@ def lock(descriptor: int) -> bool:
 
 
 def _is_only_looked_at(descriptor: int) -> bool:
-    """Whether those who keep a lock from this process share it, as a holder would not."""
+    """Whether those who have the lock share it, as readers do and a holder does not."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     return True
-
-
-def _numbers(folder: Path) -> list[int]:
-    return files.numbers_in(folder)
 
 
 def _read(folder: Path, number: int) -> Claim:
@@ -238,8 +234,8 @@ def _read(folder: Path, number: int) -> Claim:
 
 
 def look_anew(folder: Path) -> None:
-    """Have a network file system look at the folder anew: changing it ends what is cached."""
+    """Make a network file system read the folder again: a change to it empties its cache."""
     probe = folder / f".look.{socket.gethostname()}.{os.getpid()}"
-    with suppress(OSError):  # there is no folder yet, or it may only be read
+    with suppress(OSError):  # there is no folder yet, or it is read-only
         probe.touch()
         probe.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""Committed checkpoints: which there are and whether they are whole. No torch.
+"""Committed checkpoints: which there are, and whether they are complete.
 
 A checkpoint is written into a hidden folder, its files are synced and checksummed, and one rename
-makes it `checkpoints/step-N`: it is there whole, or not at all. `checkpoint.json` in it says
-everything but the tensors.
+makes it `checkpoints/step-N`: it is there completely, or not at all. Its `checkpoint.json` has
+everything except the tensors.
 
-A process that lost the run to a newer attempt may be suspended, and wake up, between any two lines
-of this file. What it writes has names of its own, and what it would replace or delete is first
-renamed, then put back if the run has a newer holder by then: nothing of the newer one is ever lost.
+A process that lost the run to a newer attempt may have been suspended, and wake up, between any two
+lines of this file. So what it writes has names of its own, and what it wants to replace or delete
+is first renamed, and put back if the run has a newer holder by then. That one never loses anything.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from allranks.run import claims, files
 from allranks.run.events import to_json
 
 MANIFEST = "checkpoint.json"
-VERSION = 2  # of the manifest; version 1 had no checksum of its own, and is still read
+VERSION = 2  # of the manifest; version 1, without a checksum of its own, is still read
 CHUNK_BYTES = 1 << 22
 
 
 class NewerVersionError(ValueError):
-    """A manifest that a newer allranks has written."""
+    """A newer allranks has written the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Commit:
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        """The content of `checkpoint.json`; raises ValueError if it is not as it was written."""
+        """The content of `checkpoint.json`; raises ValueError if it was changed since."""
         try:
             read = json.loads(files.read_bytes(self.path / MANIFEST))
             content = read if isinstance(read, dict) else {}
@@ -67,7 +67,7 @@ class Commit:
         return content
 
     def is_of_a_newer_allranks(self) -> bool:
-        """Whether it may be whole, but too new for us to read."""
+        """Whether it may be complete, but too new for us to read."""
         try:
             self.manifest()
         except NewerVersionError:
@@ -109,19 +109,19 @@ def commits(folder: Path) -> list[Commit]:
 
 
 def _in_order_of_use(folder: Path) -> list[Commit]:
-    """All committed checkpoints, that of the run's newest holder first, whatever its step.
+    """All committed checkpoints, those of the run's newest holder first, whatever their step.
 
-    An older holder may have committed a higher step after it lost the run.
+    An older holder may have committed a later step after it lost the run.
     """
 
     def holder(commit: Commit) -> float:
         try:
             claim = commit.manifest().get("claim")
         except ValueError:
-            return math.inf  # unusable, whoever wrote it, and to be reported
+            return math.inf  # cannot be used, and must be reported
         return claim if isinstance(claim, int) else -1
 
-    return sorted(commits(folder), key=holder, reverse=True)  # and by step: sorting is stable
+    return sorted(commits(folder), key=holder, reverse=True)  # then by step: sorting is stable
 
 
 def newest_whole(folder: Path) -> tuple[Commit | None, list[str]]:
@@ -136,7 +136,7 @@ def newest_whole(folder: Path) -> tuple[Commit | None, list[str]]:
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file: it guards against torn and rotten bytes, not against forgery."""
+    """CRC-32 of a file, against damaged bytes, not against forgery."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -145,7 +145,7 @@ def checksum(path: Path) -> str:
 
 
 def with_checksum(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest with the CRC-32 of all else that it says, however it is laid out."""
+    """A manifest with the CRC-32 of the rest of it, whatever its layout."""
     content = json.loads(to_json(manifest))  # as it will be read
     content.pop("crc32", None)
     text = json.dumps(content, sort_keys=True)
@@ -155,13 +155,13 @@ def with_checksum(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def writing_folder(folder: Path, step: int) -> Path:
     """Where a checkpoint is written before it is committed.
 
-    Each holder of a run has its own: one that lost the run, and wakes up, must not touch another's.
+    Each holder has its own: one that lost the run, and wakes up, must not touch another's.
     """
     return folder / f".step-{step}.{_name(claims.own())}.writing"
 
 
 def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:
-    """Sync a written file to disk; its entry for the manifest (`crc32`: if known already)."""
+    """Sync a written file to disk; return its entry for the manifest (`crc32`: if known)."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     value = checksum(path) if crc32 is None else f"{crc32:08x}"
@@ -169,10 +169,10 @@ def seal(path: Path, crc32: int | None = None) -> dict[str, Any]:
 
 
 def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -> Commit:
-    """Make the written checkpoint of `step` the newest one, and drop those beyond `keep`.
+    """Make the written checkpoint of `step` the newest one, and delete all but `keep` of them.
 
-    Raises if the run has a newer holder. None of a later step is dropped: only a holder that was
-    taken for lost can have left one, and the next attempt sorts them out.
+    Raises if the run has a newer holder. None of a later step is deleted: only a holder that was
+    believed lost can have left one, and the next attempt sorts them out.
     """
     claim, writing, final = claims.own(), writing_folder(folder, step), folder / f"step-{step}"
     content = with_checksum({**manifest, "v": VERSION, "claim": claim})
@@ -181,14 +181,14 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(writing)
-    _check(folder, claim)  # after syncing, which may take minutes
+    _check(folder, claim)  # after the sync, which may take minutes
     try:
         writing.rename(final)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         _check(folder, claim)
-        _drop(final, claim)  # of an older holder, which went on after it had lost the run
+        _drop(final, claim)  # by an older holder, which went on after it had lost the run
         writing.rename(final)
     _sync_folder(folder)
     _check(folder, claim)
@@ -201,9 +201,9 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -
 def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
     """Remove what killed attempts left half written or half deleted.
 
-    Also the damaged checkpoints that are newer than the `chosen` one, from which the holder of
-    `claim` goes on: it says so once, and they do not take the place of good ones. One that a newer
-    allranks has written stays.
+    Also remove damaged checkpoints that are newer than the `chosen` one, from which the holder of
+    `claim` goes on: it reports them once, and they do not count as kept. Those of a newer allranks
+    stay.
     """
     for path in folder.glob(".step-*"):
         match = re.match(r"\.step-[0-9]+\.([0-9]+)\.", path.name)
@@ -218,7 +218,7 @@ def clean(folder: Path, *, claim: int | None, chosen: str = "") -> None:
 
 
 def _put_back(path: Path) -> bool:
-    """Give its name back to a checkpoint that an older holder renamed before it was killed."""
+    """Rename back a checkpoint that an older holder renamed before it was killed."""
     match = re.fullmatch(r"\.(step-[0-9]+)\.([0-9]+)\.[0-9a-f]+\.deleting", path.name)
     if match is None or path.with_name(match[1]).exists():
         return False
@@ -232,13 +232,13 @@ def _put_back(path: Path) -> bool:
 
 def _drop(path: Path, claim: int | None) -> None:
     """Delete a checkpoint, or raise and leave it if the run has a newer holder than `claim`."""
-    # Renamed first: a deletion that is interrupted must not leave a torn checkpoint behind.
+    # Renamed first: an interrupted deletion must not leave half a checkpoint.
     doomed = path.with_name(f".{path.name}.{_name(claim)}.{secrets.token_hex(4)}.deleting")
     path.rename(doomed)
     try:
         _check(path.parent, claim)
     except BaseException:
-        with suppress(OSError):  # the newer holder has made one of this name meanwhile
+        with suppress(OSError):  # the newer holder has made one with this name in the meantime
             doomed.rename(path)
         raise
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A rank's events: append-only JSON lines, written by one process, readable while it writes.
+"""A rank's events: JSON lines, only ever appended to, that can be read while they are written.
 
-What each may hold is declared in event_schema.py.
+event_schema.py declares the fields of each.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from allranks.run.event_schema import CHECKS, COMMON, COMMON_CHECKS, EVENTS, NEE
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
-MAX_LINE_BYTES = 1 << 20  # of an event: its longest tracebacks are a hundredth of it
+MAX_LINE_BYTES = 1 << 20  # of an event; the longest traceback takes a hundredth of it
 
 
 def _encoder() -> Callable[[Mapping[str, Any]], str]:
-    """JSON on one line. json.dumps makes a new encoder for every value: longer than its work."""
+    """JSON on one line, by one encoder: json.dumps makes a new one each time, which is slow."""
     encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
     make: Any = getattr(json.encoder, "c_make_encoder", None)
     if make is None:
@@ -47,21 +47,21 @@ class Late(Protocol):
 
 
 class LateFields(Protocol):
-    """The `phases` of a step that a device may still be at: further fields of its event."""
+    """The `phases` of a step that a device may not have finished: more fields of its event."""
 
     def ready(self) -> bool: ...
     def text(self) -> str: ...  # as JSON, without braces
 
 
-WhatIsLate = Literal["hold", "wait", "drop"]  # hold back, wait for, or write without it
+WhatIsLate = Literal["hold", "wait", "drop"]  # hold it back, wait for it, or write without it
 
 
 class EventLog:
     """Buffers events and writes them twice a second from a thread of its own.
 
-    Recording an event costs one append: formatting and the file are off the training path. An
-    event with a `Late` value holds back itself and those behind it until the value is there.
-    `more` is asked for further lines whenever any are written.
+    Recording an event costs one append: training never waits for formatting or for the file. An
+    event with a `Late` value is held back, with those after it, until the value is there. `more`
+    returns further lines to write, each time.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._buffer: list[dict[str, Any]] = []
-        # For events that have their `v`, `t` and `event`: cheaper than `write`.
+        # For events that already have `v`, `t` and `event`: cheaper than `write`.
         self.append = self._buffer.append
         self._unwritten = b""
         self._writing = threading.Lock()
@@ -87,19 +87,19 @@ class EventLog:
         self._buffer.append({"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields})
 
     def pause(self, paused: bool) -> None:
-        """Whether the thread is to leave the device alone; returns when it does."""
+        """Keep the thread away from the device, or not; returns once that holds."""
         with self._writing:
             self._paused = paused
 
     def write_past(self, event: str, **fields: Any) -> None:
-        """Write one event now, past those that are held back: it tells that the rank lives."""
+        """Write one event now, before those that are held back: it shows that the rank is alive."""
         record = {"v": SCHEMA_VERSION, "t": time.time(), "event": event, **fields}
         with self._writing:
             self._unwritten += format_event(record).encode()
             self._write()
 
     def flush(self, late: WhatIsLate = "hold", *, last_step: float = math.inf) -> None:
-        """Write what is there, up to `last_step`."""
+        """Write the events so far, up to `last_step`."""
         with self._writing:
             lines = [] if self._more is None else [*self._more(late)]
             count = 0
@@ -126,11 +126,11 @@ class EventLog:
             while self._unwritten:
                 written = os.write(self._file, self._unwritten)
                 self._unwritten = self._unwritten[written:]
-        except OSError as error:  # what is left is tried again with the next flush
+        except OSError as error:  # the next flush tries the rest again
             self.error = error
 
     def check(self) -> None:
-        """Raise if an earlier write failed, as on a full disk."""
+        """Raise if an earlier write failed, for example on a full disk."""
         if self.error is not None:
             raise disk_error(self.error, self.path)
 
@@ -143,13 +143,13 @@ class EventLog:
 
     def _run(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
-            with contextlib.suppress(Exception):  # a lost device: the next events may be whole
+            with contextlib.suppress(Exception):  # the device is lost: later events may be complete
                 if not self._paused:
                     self.flush()
 
 
 def format_event(event: Mapping[str, Any]) -> str:
-    """One line. A loss that is not a number is null, its name kept beside it."""
+    """One line. A number that JSON does not have is null, and named in `nonfinite`."""
     try:
         return _encode(event) + "\n"
     except ValueError:
@@ -159,7 +159,7 @@ def format_event(event: Mapping[str, Any]) -> str:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Strict JSON: what it cannot hold (nan, inf) becomes null, however deep."""
+    """Strict JSON: nan and inf become null, at any depth."""
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 
@@ -176,10 +176,10 @@ def _finite(value: Any) -> Any:
 def read_events(
     path: Path, most: int | None = None, *, kind: str = "", word: bytes = b""
 ) -> Iterator[dict[str, Any]]:
-    """The events of a file, checked; `most`: only of its first `most` bytes.
+    """The events of a file, checked; `most`: only those in its first `most` bytes.
 
-    A torn line (a killed rank) is skipped; a missing file has none. With `word` only lines that
-    contain it are parsed, with `kind` only events of that name: a rare one costs little to find.
+    A torn line (of a killed rank) is skipped; a missing file has no events. With `word` only lines
+    that contain it are parsed, with `kind` only events of that name: finding a rare one is cheap.
     """
     word = word or (f'"{kind}"'.encode() if kind else b"")
     try:
@@ -195,7 +195,7 @@ def read_events(
 
 
 def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
-    """Lines, of which none takes more memory than an event may."""
+    """Lines, without those longer than an event can be."""
     is_cut = False
     while line := file.readline(MAX_LINE_BYTES):
         if not is_cut:
@@ -208,7 +208,7 @@ def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
 def read_last_events(
     path: Path, num_bytes: int = 16384, *, kind: str = "", word: bytes = b""
 ) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file: what a progress display needs, at any size.
+    """The events in the last `num_bytes` of a file, in the same time for a file of any size.
 
     `kind` and `word` as in `read_events`.
     """
@@ -220,11 +220,11 @@ def read_last_events(
             lines = file.read(num_bytes).split(b"\n")
     except FileNotFoundError:
         return []
-    except OSError as error:  # not ours to read, or a disk that does not answer
+    except OSError as error:  # not readable, or a disk that does not answer
         files.note(path, error.strerror or str(error))
         return []
     if size > num_bytes:
-        lines = lines[1:]  # the first is most likely cut
+        lines = lines[1:]  # the first is probably cut
     found = [parse_line(line, path) for line in lines if line and word in line]
     return [event for event in found if event is not None and kind in ("", event["event"])]
 
@@ -237,12 +237,12 @@ def append_event(path: Path, event: str, **fields: Any) -> None:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
-                file.write(b"\n")  # end the torn line, so that this one can be read
+                file.write(b"\n")  # ends the torn line, so that this one can be read
         file.write(format_event(record).encode())
 
 
 def is_ready(fields: LateFields) -> bool:
-    """A device that was lost has nothing more to say."""
+    """Whether the fields are known, or never will be: a device was lost."""
     try:
         return fields.ready()
     except Exception:
@@ -250,9 +250,9 @@ def is_ready(fields: LateFields) -> bool:
 
 
 def _settle(event: dict[str, Any], loss: Late, *, wait: bool) -> None:
-    """Put a late loss in its event, or take its place out if it will never come."""
+    """Put a late loss into its event, or remove the field if it will never come."""
     value = None
-    # Whatever a lost peer makes of the reduction: the events behind this one must be written.
+    # Even if a lost peer made the reduction fail, the events after this one must be written.
     with contextlib.suppress(Exception):
         value = loss.value() if wait or loss.ready() else None
     if value is None:
@@ -269,21 +269,20 @@ def _with_fields(event: dict[str, Any], late: str) -> str:
         text = fields.text() if late == "wait" or fields.ready() else ""
     if not text:
         return format_event(event)
-    event.pop("seconds", None)  # by the host's clock: only for a step of which no more is known
+    event.pop("seconds", None)  # by the host's clock: only for want of a better one
     return f"{format_event(event)[:-2]},{text}}}\n"
 
 
 # --- Parsing -------------------------------------------------------------------------------------
 
-_TORN = b'{"v":'  # how every event begins, also one that was never ended
-_decode = json.JSONDecoder(parse_constant=lambda _: None).decode
+_TORN = b'{"v":'  # how every event begins, even one that was cut off
 
 
 def parse_line(line: bytes, path: Path) -> dict[str, Any] | None:
-    """The event of a line of a file, as `check_event` leaves it; None if it is none."""
+    """The event on a line of a file, checked; None if the line is not an event."""
     try:
-        event = files.cleaned(_decode(line.decode()), line)
-    except (ValueError, RecursionError):
+        event = files.parse_json(line)
+    except ValueError:
         if not line.startswith(_TORN) and not _TORN.startswith(line.strip()):
             files.note(path, "it has a line that is not an event")
         return None
@@ -291,10 +290,10 @@ def parse_line(line: bytes, path: Path) -> dict[str, Any] | None:
 
 
 def check_event(event: Any, path: Path) -> dict[str, Any] | None:
-    """An event without the fields that are of a wrong type; None if one is missing that it needs.
+    """An event without fields of a wrong type; None if it lacks a field that it needs.
 
-    Both are noted, with the file that it is from. Of one that is not declared (a later version's)
-    only its name and time are left.
+    Either is noted, with the event's file. Of an event that is not declared (a later version's)
+    only the name and the time are kept.
     """
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         files.note(path, "it has a line that is not an event")

@@ -1,8 +1,8 @@
-"""What is in a run's folder, opened and checked in one place. No torch.
+"""The files of a run's folder, opened and checked in one place.
 
-A folder may have been copied from anywhere: what is in it is read, never believed. Only regular
-files are opened, never through a link, never waiting for one (a FIFO), up to a limit. Types are
-checked here; what is wrong is left out, and noted for whoever shows the run.
+A folder may have been copied from anywhere, so nothing in it is trusted. Only regular files are
+opened, up to a limit, never through a link, and never a FIFO, which would have to be waited for.
+Types are checked here; wrong values are left out, and noted for whoever shows the run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any, BinaryIO, cast
 from allranks.show.text import plain
 
 MAX_BYTES = 16 << 20  # of a file that is read whole
-MAX_HOLE_BYTES = 64 << 20  # more that nobody wrote would be read as if it were there
-MAX_NUMBER = 1_000_000  # of ranks and of attempts
+MAX_HOLE_BYTES = 64 << 20  # of zeros that take no space on the disk
+MAX_NUMBER = 1_000_000  # of a rank or an attempt
 MAX_NOTES = 10_000
-MAX_NODES = 100_000  # of a document: aliases of YAML make few bytes many
+MAX_NODES = 100_000  # values of a document: aliases in YAML multiply them
 MAX_YAML_BYTES = 1 << 20
-MAX_NESTED = 2000  # brackets and the like of a document in YAML
+MAX_NESTED = 2000  # brackets and list marks of a YAML document
 SHOWN_VALUE = 40  # characters
 
 Check = Callable[[Any], bool]
 
-_notes: dict[Path, str] = {}  # what was wrong in files that were read: the first thing in each
+_notes: dict[Path, str] = {}  # the first thing that was wrong in each file that was read
 
 
 # --- Opening ------------------------------------------------------------------------------------
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, to be read. Raises OSError for anything else: links, FIFOs, devices."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):  # before: to open a device may do something
+    """Open a regular file to read it. Raises OSError for anything else: links, FIFOs, devices."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):  # first: opening a device may do something
         raise _refused(path, kind_of(os.lstat(path).st_mode))
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
     descriptor = os.open(path, flags)
@@ -56,8 +56,10 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def open_named(path: Path) -> BinaryIO:
-    """A file that the user named: links are followed, and pipes read. A FIFO without a writer ends
-    at once."""
+    """Open a file that the user named: links are followed, and pipes are read.
+
+    A FIFO without a writer is empty.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         os.set_blocking(descriptor, True)
@@ -68,7 +70,7 @@ def open_named(path: Path) -> BinaryIO:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a file, and no link to one."""
+    """Whether there is a file, not a link to one."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -76,7 +78,7 @@ def is_regular(path: Path) -> bool:
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """All of a regular file. Raises OSError, also where it is larger than the limit."""
+    """The content of a regular file. Raises OSError, also if it is larger than the limit."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -85,7 +87,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def kind_of(mode: int) -> str:
-    """What a file is, in a word."""
+    """What a file is, in words."""
     kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
     kinds |= {stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
     return kinds.get(stat.S_IFMT(mode), "a device")
@@ -99,7 +101,7 @@ def _refused(path: Path, what: str) -> OSError:
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name; nothing of one that is a link, or cannot be read."""
+    """The entries of a folder, by name; none if it is a link, or cannot be read."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             note(folder, f"it is {kind_of(os.lstat(folder).st_mode)}")
@@ -114,7 +116,7 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def numbers_in(folder: Path, before: str = "", after: str = "") -> list[int]:
-    """The numbers N of all names `{before}N{after}` in a folder, in order."""
+    """The numbers N of all names `{before}N{after}` in a folder, sorted."""
     names = [entry.name for entry in entries(folder)]
     inner = [
         name[len(before) : len(name) - len(after)]
@@ -125,14 +127,14 @@ def numbers_in(folder: Path, before: str = "", after: str = "") -> list[int]:
 
 
 def number_of(text: str) -> int | None:
-    """A number as a name of ours has it: plain digits, and not too many."""
+    """The number in a name of ours: plain digits, and not too many; None for anything else."""
     if not (text.isascii() and text.isdigit() and len(text) < len(str(MAX_NUMBER))):
         return None
     return int(text) if str(int(text)) == text else None
 
 
 def odd_entries(folder: Path, *, spared: Sequence[str] = ()) -> list[str]:
-    """What in a folder is neither a file nor a folder, in words."""
+    """The entries of a folder that are neither files nor folders, in words."""
     odd = [
         entry
         for entry in entries(folder)
@@ -145,7 +147,7 @@ def odd_entries(folder: Path, *, spared: Sequence[str] = ()) -> list[str]:
 def mode_of(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat(follow_symlinks=False).st_mode
-    except OSError:  # just gone
+    except OSError:  # it was just removed
         return 0
 
 
@@ -153,7 +155,7 @@ def mode_of(entry: os.DirEntry[str]) -> int:
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON as plain data: no NaN, nothing that a terminal would obey. Raises ValueError."""
+    """JSON without NaN, and without anything that a terminal would obey. Raises ValueError."""
     try:
         return cleaned(_decode(text.decode()), text)
     except RecursionError:
@@ -161,14 +163,14 @@ def parse_json(text: bytes) -> Any:
 
 
 def parse_yaml(text: bytes) -> Any:
-    """YAML as plain data, as `parse_json` gives it. Raises ValueError."""
-    import yaml  # no rank needs it
+    """YAML as plain data, without anything that a terminal would obey. Raises ValueError."""
+    import yaml  # ranks do not need it
 
     if len(text) > MAX_YAML_BYTES:
         raise ValueError("it is too large")
-    if max(map(text.count, (b"[", b"{", b"- ", b"? "))) > MAX_NESTED:  # the one in C would crash
+    if max(map(text.count, (b"[", b"{", b"- ", b"? "))) > MAX_NESTED:  # libyaml would crash
         raise ValueError("it is nested too deeply")
-    # The one in C takes a tenth of the time, and is not everywhere.
+    # libyaml takes a tenth of the time, but is not installed everywhere.
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         return plain_data(yaml.load(text, loader))  # safe: a SafeLoader either way
@@ -180,12 +182,12 @@ _decode = json.JSONDecoder(parse_constant=lambda _: None).decode
 
 
 def cleaned(value: Any, text: bytes) -> Any:
-    """What was read from a text, with every word in it made plain. Most texts are."""
+    """What was parsed from a text, with all strings made plain; in most texts they are."""
     return plain_data(value) if b"\\" in text or not text.isascii() else value
 
 
 def plain_data(value: Any) -> Any:
-    """Only what JSON knows, however it came; words are plain. Raises ValueError if it is huge."""
+    """Only types of JSON, with plain strings. Raises ValueError if there is too much of it."""
     left = [MAX_NODES]
     try:
         return _plain_data(value, left)
@@ -211,7 +213,7 @@ def _plain_data(value: Any, left: list[int]) -> Any:
 def read_mapping(
     path: Path, fields: Mapping[str, Check], parse: Callable[[bytes], Any] = parse_json
 ) -> dict[str, Any]:
-    """A document of a run's folder, checked; empty if there is none (yet)."""
+    """The content of a document in a run's folder, checked; empty if there is none (yet)."""
     try:
         content = parse(read_bytes(path))
     except FileNotFoundError:
@@ -232,7 +234,7 @@ def read_mapping(
 
 
 def checked(content: dict[str, Any], fields: Mapping[str, Check], path: Path) -> dict[str, Any]:
-    """The content without what is of a wrong type, which is noted."""
+    """The content without values of a wrong type, which are noted."""
     wrong = [name for name in content if name in fields and not fields[name](content[name])]
     for name in wrong:
         note(path, is_wrong(name, content.pop(name)))
@@ -248,7 +250,7 @@ def is_wrong(name: str, value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Finite, and not so large that arithmetic would fail."""
+    """Whether it is finite, and small enough to compute with."""
     return (type(value) is float or type(value) is int) and -1e30 < value < 1e30
 
 
@@ -257,7 +259,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_size(value: Any) -> bool:
-    """A count that is divided by, or of things that are listed one by one."""
+    """Whether it is a count to divide by, or of things that are listed one by one."""
     return type(value) is int and 0 < value <= MAX_NUMBER
 
 
@@ -266,7 +268,7 @@ def is_positive(value: Any) -> bool:
 
 
 def is_time(value: Any) -> bool:
-    """UNIX time, or seconds: what a calendar can hold."""
+    """Whether it is UNIX time, or seconds, within what a calendar can show."""
     return is_number(value) and 0 <= value < 1e11
 
 
@@ -295,7 +297,7 @@ def list_of(check: Check) -> Check:
 
 
 def row_of(*checks: Check) -> Check:
-    """A list of so many values."""
+    """A list with one value for each check."""
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(checks)
@@ -312,7 +314,7 @@ def values_of(check: Check) -> Check:
 
 
 def mapping(needs: Mapping[str, Check], more: Mapping[str, Check] | None = None) -> Check:
-    """Names and values: all of `needs`; those of `more` where they are there."""
+    """A mapping with all names of `needs`, and maybe those of `more`."""
     allowed = more or {}
     return lambda value: (
         isinstance(value, dict)
@@ -321,7 +323,7 @@ def mapping(needs: Mapping[str, Check], more: Mapping[str, Check] | None = None)
     )
 
 
-# --- What the files of a run may hold, by name; what is not here, nobody reads but its writer -----
+# --- The fields of a run's files that anybody but their writer reads ------------------------------
 
 _TEXTS = list_of(is_text)
 _MAYBE_NUMBER = or_none(is_number)
@@ -340,10 +342,7 @@ INFO: dict[str, Check] = {
     "bench": mapping({}, {"job": is_mapping}),
     "ended": or_none(mapping({"state": _STATE, "reason": is_text})),
     "attempts": list_of(
-        mapping(
-            {},
-            {"attempt": is_count, "started": is_time, "changes": list_of(is_mapping)},
-        )
+        mapping({}, {"attempt": is_count, "started": is_time, "changes": list_of(is_mapping)})
     ),
     "changes": list_of(mapping({"key": is_text})),
     "racers": values_of(mapping({"layout": is_text}, {"claim": is_whole})),
@@ -353,33 +352,31 @@ INFO: dict[str, Check] = {
 }
 JOB: dict[str, Check] = {
     **dict.fromkeys(("name", "task", "command", "last", "launcher"), or_none(is_text)),
-    **dict.fromkeys(("epochs", "steps", "batch_size", "seed"), or_none(is_whole)),
-    **dict.fromkeys(("batch_size_per_rank",), or_none(is_whole)),
-    **dict.fromkeys(("options", "optimizer", "data", "slurm"), or_none(is_mapping)),
-    **dict.fromkeys(("env", "checkpoint"), or_none(is_mapping)),
+    **dict.fromkeys(
+        ("epochs", "steps", "batch_size", "batch_size_per_rank", "seed"), or_none(is_whole)
+    ),
+    **dict.fromkeys(
+        ("options", "optimizer", "data", "slurm", "env", "checkpoint"), or_none(is_mapping)
+    ),
 }
-STOP: dict[str, Check] = {
-    "why": is_text,
-    "jobs": _TEXTS,
-    "moves": is_flag,
-}
+STOP: dict[str, Check] = {"why": is_text, "jobs": _TEXTS, "moves": is_flag}
 
 
 # --- What was wrong -----------------------------------------------------------------------------
 
 
 def note(path: Path, what: str) -> None:
-    """Remember what is wrong with a file; the first thing is enough."""
+    """Remember the first thing that is wrong with a file."""
     if len(_notes) < MAX_NOTES:
         _notes.setdefault(path, what)
 
 
 def forget(path: Path) -> None:
-    """It was read again, from the beginning."""
+    """Forget what was wrong with a file: it is read again from the beginning."""
     _notes.pop(path, None)
 
 
 def notes_on(folder: Path) -> list[str]:
-    """What was wrong in the files of a folder that this process has read."""
+    """What was wrong with the files of a folder that this process has read."""
     found = [(path, what) for path, what in _notes.copy().items() if path.is_relative_to(folder)]
     return [f"{plain(str(path.relative_to(folder)))}: {what}" for path, what in found]

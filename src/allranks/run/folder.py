@@ -1,4 +1,4 @@
-"""A run's folder: the only interface between the parts of allranks."""
+"""A run's folder: how the parts of allranks meet."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from allranks.show.text import plain, printable
 
 State = Literal["queued", "running", "finished", "failed", "stopped"]
 
-TWICE = "twice.json"  # left by a second process that wanted to record a rank
+TWICE = "twice.json"  # written by a second process that wanted to record the same rank
 
 NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}", re.ASCII | re.DOTALL)
-HEAD_BYTES = 1 << 20  # of a rank's events, in which its start is
-MAX_TRIES = 100  # for a name that nobody has
+HEAD_BYTES = 1 << 20  # at the beginning of a rank's events, which contain its start
+MAX_TRIES = 100  # to find a name that is free
 MAX_SHOWN_PROBLEMS = 3
 ODD = "its folder is odd: "
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths in one run's folder, and what can be told from them."""
+    """The paths in one run's folder, and what its files say."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """As it is shown and typed."""
+        """The name as it is shown and typed."""
         return printable(self.path.name)
 
     @property
@@ -50,12 +50,12 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on with the run."""
+        """What to type to continue the run."""
         return f"allranks resume {self.reference}"
 
     @property
     def reference(self) -> str:
-        """How a command names it: by its name where that is found, else its path."""
+        """What commands call it: its name if they would find it, otherwise its path."""
         is_here = self.path.parent == Path("runs").absolute()
         return self.name if is_here else printable(str(self.path))
 
@@ -86,7 +86,7 @@ class RunDir:
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""
         found = files.numbers_in(self.path / "attempts")
-        # One that was described, but has no rank yet, has not begun.
+        # An attempt that has no rank yet has not begun.
         while found and not (self.ranks(found[-1]) or self.logs(found[-1])):
             found.pop()
         return found
@@ -100,14 +100,14 @@ class RunDir:
         return files.numbers_in(self.attempt(attempt), "rank-", ".log")
 
     def job_logs(self) -> list[Path]:
-        """What the place where it ran has said besides its ranks, the newest last."""
+        """The logs of the jobs that it ran in, besides those of its ranks, the newest last."""
         named = [e for e in files.entries(self.folder) if re.fullmatch(r"[\w-].*\.log", e.name)]
         found = [(e.stat().st_mtime, e.name) for e in named if e.is_file(follow_symlinks=False)]
         return [self.path / name for _, name in sorted(found)]
 
     @property
     def folder(self) -> Path:
-        """Where it really is: the folder of runs, or the run's own, may be a link."""
+        """Where it really is: the run's folder, or the one around it, may be a link."""
         return Path(os.path.realpath(self.path))
 
     def info(self) -> dict[str, Any]:
@@ -119,8 +119,7 @@ class RunDir:
         return files.read_mapping(self.job_file, files.JOB, files.parse_yaml)
 
     def problem(self) -> str | None:
-        """What is wrong with the folder itself, in a line: by what it holds, and by what was left
-        out of it when it was read."""
+        """What is wrong with the folder itself, or was left out when it was read, on one line."""
         if not self.path.is_dir():
             return "it is not a folder"
         found = files.odd_entries(self.folder, spared=("checkpoints",))
@@ -139,10 +138,10 @@ class RunDir:
         write_atomically(self.path / "run.json", json.dumps(info, indent=2) + "\n")
 
     def update_info(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Change run.json, where another process may be doing the same."""
+        """Change run.json, while another process may be changing it too."""
         lock_file = self.path / ".run.json.lock"
         with _opened(lock_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644) as lock:
-            # Where a file system has no locks, two changes in the same millisecond are a risk.
+            # Without locks in the file system, one of two changes in the same millisecond is lost.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             info, before = self.info(), self._raw_info()
@@ -151,7 +150,7 @@ class RunDir:
             self.write_info({**left_out, **info})
 
     def _raw_info(self) -> dict[str, Any]:
-        """What run.json says, odd values too; raises if it is there and cannot be read."""
+        """run.json with its wrong values; raises if it cannot be read."""
         path = self.path / "run.json"
         try:
             found = json.loads(files.read_bytes(path))
@@ -165,34 +164,34 @@ class RunDir:
         return found if isinstance(found, dict) else {}
 
     def start(self, attempt: int, rank: int = 0) -> dict[str, Any] | None:
-        """The start event of a rank, if it came that far."""
+        """The start event of a rank, if it got that far."""
         return next(read_events(self.events(attempt, rank), HEAD_BYTES, kind="start"), None)
 
     def end(self, attempt: int, rank: int) -> dict[str, Any] | None:
-        """The end event of a rank, if it has ended in order."""
+        """The end event of a rank, if it has one."""
         return next(reversed(self._last(attempt, rank, "end")), None)
 
     def errors(self, attempt: int, rank: int) -> list[dict[str, Any]]:
-        """What ended a rank's processes, as they told it themselves."""
+        """The error events of a rank: what ended its processes, as they recorded it."""
         return self._last(attempt, rank, "error")
 
     def _last(self, attempt: int, rank: int, kind: str) -> list[dict[str, Any]]:
         """Events of a kind that is written near the end of a file."""
         path = self.events(attempt, rank)
-        for num_bytes in (1 << 14, 1 << 20):  # what went wrong can be a long story
+        for num_bytes in (1 << 14, 1 << 20):  # an error can be long
             events = read_last_events(path, num_bytes, kind=kind)
             if events or not files.is_regular(path) or path.stat().st_size <= num_bytes:
                 break
         return events
 
     def window(self, attempt: int) -> dict[str, Any] | None:
-        """The steps that the probe was to measure, if it came so far: first, last, steady."""
+        """The steps that a benchmark counts, if it got that far: first, last, steady."""
         return next(read_events(self.events(attempt, 0), kind="window"), None)
 
     def state(self) -> State:
-        """One word for the whole run, from its folder alone (SLURM may know better).
+        """The state of the run by its folder alone (SLURM may know better).
 
-        A run without a live process or an end is failed.
+        A run that has neither a live process nor an end has failed.
         """
         if self.is_live():
             return "running"
@@ -200,8 +199,8 @@ class RunDir:
         return "queued" if info.get("queued") else self.ended_state()
 
     def ended_state(self) -> State:
-        """The same for a run that is known to have ended."""
-        given_up = self.info().get("ended")  # by who waited for it or cared for it, with a reason
+        """The state of a run that is known to have ended."""
+        given_up = self.info().get("ended")  # by a launcher or a job, with a reason
         if given_up:
             return given_up["state"]  # type: ignore[no-any-return]  # a State
         attempts = self.attempts()
@@ -216,7 +215,7 @@ class RunDir:
         return "failed"
 
     def ask_to_stop(self, why: str, jobs: Sequence[str], *, moves: bool = False) -> None:
-        """Leave word for jobs of this run; `moves`: others go on with it."""
+        """Ask jobs of this run to stop; `moves`: other jobs will continue it."""
         content = {"why": why, "jobs": list(jobs), "moves": moves}
         write_atomically(self.path / "stop.json", json.dumps(content))
 
@@ -238,13 +237,13 @@ class RunDir:
         return _is_locked(self._lock_file)
 
     def look_anew(self) -> None:
-        """Before something is decided by a file that may have been made elsewhere just now."""
+        """Call this before a decision that depends on files that other machines create."""
         claims.look_anew(self.path)
 
     def refuse_if_held_unseen(self) -> str | None:
-        """Raise if the last holder is alive here, though no lock says so; else a remark about it.
+        """Raise if the last holder is alive here without a lock; otherwise, maybe return a remark.
 
-        Some network disks show a lock to no other machine, some do not have any.
+        Some network disks do not show locks to other machines, and some have none.
         """
         holder = claims.newest(self.claims)
         opened = [one["attempt"] for one in self.info().get("attempts", [])]
@@ -264,14 +263,16 @@ class RunDir:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the run's one writer; raises if another process is. Released even by SIGKILL."""
+        """Be the run's only writer; raises if another process is. Even SIGKILL releases it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             descriptor = os.open(self._lock_file, flags, 0o644)
         except OSError as error:
             raise disk_error(error, self._lock_file) from None
         try:
-            self._take(descriptor)
+            if not claims.lock(descriptor):
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+                raise self._is_live(holder or "another process")
             said = f"process {os.getpid()} on {socket.gethostname()}".encode()
             try:
                 os.ftruncate(descriptor, 0)
@@ -283,7 +284,7 @@ class RunDir:
             os.close(descriptor)
 
     def holder(self) -> tuple[int, str]:
-        """Process id and host of the process that holds a live run."""
+        """The process id and the host of the process that holds a live run."""
         try:
             said = plain(files.read_bytes(self._lock_file, 1 << 12).decode(errors="replace"))
         except OSError:
@@ -292,25 +293,19 @@ class RunDir:
         return (int(match[1]), match[2]) if match else (0, "another machine")
 
     def is_open_in(self, process: int) -> bool:
-        """Whether a process has the run's lock open, as its holder has: a number tells little.
+        """Whether a process has the run's lock open, as its holder does: numbers are reused.
 
-        Where the system does not say what a process has open, the number has to do.
+        True if the system does not say what a process has open.
         """
         folder = Path(f"/proc/{process}/fd")
         if not Path("/proc/self/fd").is_dir():
             return True
         lock = self._lock_file.stat()
         for name in os.listdir(folder) if folder.exists() else []:
-            with suppress(FileNotFoundError):  # closed since
+            with suppress(FileNotFoundError):  # it was closed in the meantime
                 if os.path.samestat((folder / name).stat(), lock):
                     return True
         return False
-
-    def _take(self, descriptor: int) -> None:
-        if claims.lock(descriptor):
-            return
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-        raise self._is_live(holder)
 
     def _is_live(self, holder: str) -> AllranksError:
         return AllranksError(
@@ -341,7 +336,7 @@ def create_run(runs: Path, job_name: str) -> RunDir:
     elsewhere = "choose another place with --runs DIR (or ALLRANKS_RUNS)"
     if runs.is_symlink() and not runs.exists():
         raise AllranksError(
-            f"{runs} is a link to {os.readlink(runs)}, which is not there",
+            f"{runs} is a link to {os.readlink(runs)}, which does not exist",
             fix=f"make that folder, or {elsewhere}",
         )
     tries = MAX_TRIES
@@ -350,7 +345,7 @@ def create_run(runs: Path, job_name: str) -> RunDir:
         path = runs / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            path.mkdir(0o775)  # whatever the umask: nothing is started from what everyone may write
+            path.mkdir(0o775)  # never writable by everyone: code is started from it
         except OSError as error:
             tries -= 1
             if error.errno == errno.EEXIST and runs.is_dir() and tries:
@@ -369,7 +364,7 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
     known = list_runs(runs)
     if reference == "last":
         known = [run for run in known if job_name in (None, run.job_name)]
-        # One without a job was killed in its first millisecond: there is nothing to go on with.
+        # A run without a job was killed in its first millisecond: there is nothing to continue.
         known = [run for run in known if run.job_file.exists()] or known
         if known:
             return known[0]
@@ -391,7 +386,7 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
 
 
 def find_runs(runs: Path, reference: str) -> list[RunDir]:
-    """As `find_run`; but all runs of a job that is named, or whose names begin so, newest first."""
+    """The runs that a job's name or a prefix stands for, newest first; otherwise as `find_run`."""
     if reference in ("", "last") or (Path(reference).expanduser() / "run.json").is_file():
         return [find_run(runs, reference)]
     known = list_runs(runs)
@@ -406,10 +401,10 @@ def _matches(known: Sequence[RunDir], reference: str) -> list[RunDir]:
 
 
 def no_readable_checkpoint(run: RunDir, damaged: list[str]) -> AllranksError:
-    """All that there are is damaged: starting again from step 0 must be the user's choice."""
+    """The error if all checkpoints are damaged: only the user may start again from step 0."""
     return AllranksError(
         f"run {run.name} has no readable checkpoint: {'; '.join(damaged)}",
-        fix="restore the folder from a backup, or start anew without --resume",
+        fix="restore the folder from a backup, or start again without --resume",
         exit_code=1,
     )
 
@@ -423,18 +418,18 @@ def list_runs(runs: Path) -> list[RunDir]:
 
 
 def _created(path: Path) -> float:
-    # Names have a resolution of one second: run.json tells two runs of the same second apart.
+    """When a run was created, from run.json: its name has a resolution of one second."""
     return float(RunDir(path).info().get("created", 0.0))
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o664) -> None:
-    """Readers see the old content or the new one, also after a crash.
+    """Write a file so that readers see the old content or the new one, even after a crash.
 
-    Raises AllranksError where there is no room for it.
+    Raises AllranksError if there is no room for it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed, or a stranger's link
+        temporary.unlink(missing_ok=True)  # left by a killed process, or somebody's link
         with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
             file.write(text.encode())
             file.flush()
@@ -448,6 +443,6 @@ def write_atomically(path: Path, text: str, mode: int = 0o664) -> None:
 
 
 def _opened(path: Path, flags: int, mode: int) -> BinaryIO:
-    """A file to be written, never through a link that somebody left there."""
+    """Open a file to write it, never through a link that somebody left there."""
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, mode), "rb+" if flags & os.O_RDWR else "wb")

@@ -1,7 +1,7 @@
-"""The record of a run: what its ranks have said, by kind of event, read in one place.
+"""The record of a run: the events of its ranks, sorted by kind.
 
-Everything that shows a run (its result, its state, reports, the watcher, the doctor) gets it from
-here: whole, or from both ends of long files, or as it grows.
+Everything that shows a run (its result, its state, reports, the watcher, the doctor) reads them
+here: all of them, or both ends of long files, or as they are written.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from allranks.run.folder import HEAD_BYTES, RunDir
 Event = dict[str, Any]
 
 LAST_BYTES = 1 << 15
-MIN_CLOCK_SECONDS = 20.0  # of fewer, the steps' own times tell more
+MIN_CLOCK_SECONDS = 20.0  # in less, the steps' own times are more accurate
 EARLY_EVENTS = 4000  # of a rank: its first batches and steps
-# Events that tell of getting on.
+# Events that show progress.
 PROGRESS = ("start", "step", "metric", "checkpoint")
 
 
 class RankRecord:
-    """What one rank of one attempt has said, as far as its events were read.
+    """The events of one rank in one attempt, as far as they were read.
 
-    `most`: how many steps, and how many of each other kind, are kept; all of them by default.
+    `most`: how many events of each kind are kept; by default all of them.
     """
 
     def __init__(self, rank: int, events: Iterable[Event] = (), *, most: int | None = None) -> None:
@@ -41,15 +41,15 @@ class RankRecord:
         self.metrics: dict[str, float] = {}  # the last value of each
         self.others: defaultdict[str, deque[Event]] = defaultdict(lambda: deque(maxlen=most))
         # In UNIX time:
-        self.moves: deque[float] = deque(maxlen=most)  # when it got on
+        self.moves: deque[float] = deque(maxlen=most)  # when it made progress
         self.began: float | None = None  # its first step
         self.first_time: float | None = None  # of all events
-        self.heard: float | None = None  # the last time, but for its end, which may be another's
+        self.heard: float | None = None  # the last one, except its end, which others may write
         for event in events:
             self.take(event)
 
     def take(self, event: Event) -> None:
-        """The next event, as `read_events` gives it."""
+        """Add the next event, as `read_events` returns it."""
         kind, when = event["event"], event["t"]
         if self.first_time is None:
             self.first_time = when
@@ -75,7 +75,7 @@ class RankRecord:
         else:
             self.others[kind].append(event)
 
-    # What a reader that draws curves adds to.
+    # A reader that draws curves extends these three.
 
     def take_start(self, event: Event) -> None:
         self.start = event
@@ -93,7 +93,7 @@ class RankRecord:
 
     @property
     def last_time(self) -> float | None:
-        """When anything was last written of it."""
+        """When its last event was written."""
         times = [self.heard, self.end["t"] if self.end else None]
         return max((when for when in times if when is not None), default=None)
 
@@ -104,9 +104,9 @@ class RankRecord:
 
     @property
     def steps_made(self) -> int | None:
-        """Steps by now, those of earlier attempts included: by its end, its last step or its start.
+        """Steps made by now, in all attempts: by its end, its last step or its start.
 
-        None of a script that has made none.
+        None for a script that has made none.
         """
         if self.end is not None and "step" in self.end:
             return int(self.end["step"])
@@ -114,30 +114,30 @@ class RankRecord:
 
     @property
     def place(self) -> list[Any] | None:
-        """The line of the user's code that it was last seen at: file, line, function."""
+        """Where in the user's code it was last seen: file, line, function."""
         seen = [event for event in (*self.others["place"], *self.devices) if "at" in event]
         return max(seen, key=lambda event: float(event["t"]))["at"] if seen else None
 
     @property
     def losses(self) -> dict[int, float | None]:
-        """By step; None where it was no number. Of a task, rank 0 has them."""
+        """The loss by step; None if it was not a number. In a task, rank 0 has them."""
         return {event["step"]: event["loss"] for event in self.steps if "loss" in event}
 
     @property
     def timed_steps(self) -> dict[int, Event]:
-        """The steps of which the time is known, by number."""
+        """The steps whose time is known, by number."""
         return {event["step"]: event for event in self.steps if "seconds" in event}
 
     def mean(self, field: str, *, of: Iterable[Event] | None = None) -> float | None:
-        """The mean of a field over its steps, or other events; None where none of them has it."""
+        """The mean of a field over its steps, or other events; None if none has it."""
         events = self.steps if of is None else of
         values = [event[field] for event in events if event.get(field) is not None]
         return statistics.fmean(values) if values else None
 
     def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
-        """Of a step by the clock, with what lies between steps, as validation.
+        """Seconds of a step by the clock, including what happens between steps, as validation does.
 
-        `since`: a time and the step made then; else from the first step that is kept.
+        `since`: a time and the step made then; by default those of the first step that is kept.
         """
         if not self.steps:
             return None
@@ -148,14 +148,14 @@ class RankRecord:
 
     @property
     def seconds(self) -> float:
-        """Of training, as a task has measured it; else from its first step to its last."""
+        """Seconds of training, as a task measured it, or from its first step to its last."""
         if self.end is not None and "seconds" in self.end:
             return float(self.end["seconds"])
         return self.steps[-1]["t"] - self.began if self.steps and self.began is not None else 0.0
 
 
 def read_rank(run: RunDir, attempt: int, rank: int, most: int | None = None) -> RankRecord:
-    """All that a rank has written, or its first `most` events."""
+    """All events of a rank, or the first `most`."""
     events = read_events(run.events(attempt, rank))
     return RankRecord(rank, itertools.islice(events, most))
 
@@ -166,9 +166,9 @@ def read_ranks(run: RunDir, attempt: int, most: int | None = None) -> dict[int, 
 
 
 def read_ends(run: RunDir, attempt: int, rank: int, num_bytes: int = LAST_BYTES) -> RankRecord:
-    """A rank's start, when its steps began, its end, and what the last bytes of its file hold.
+    """A rank's start, when its steps began, its end, and the events in the last bytes of its file.
 
-    Takes as long for a file of any size.
+    Takes the same time for a file of any size.
     """
     path = run.events(attempt, rank)
     head = RankRecord(rank)
@@ -180,18 +180,18 @@ def read_ends(run: RunDir, attempt: int, rank: int, num_bytes: int = LAST_BYTES)
     record.first_time, record.began = head.first_time, head.began
     for event in read_last_events(path, num_bytes):
         record.take(event)
-    if record.end is None:  # what went wrong can be a long story
+    if record.end is None:  # a long error may be in the way
         record.end = run.end(attempt, rank)
     return record
 
 
 def lead_rank(run: RunDir, attempt: int) -> int:
-    """The rank that speaks for all: usually 0; of a node's part of a run, the first there is."""
+    """The rank that speaks for all: usually 0; in a node's part of a run, the first one."""
     return min(run.ranks(attempt), default=0)
 
 
 def read_lead(run: RunDir) -> RankRecord:
-    """Both ends of what the lead rank wrote in the last attempt in which it wrote anything."""
+    """Both ends of the lead rank's events, in the last attempt that has any."""
     for attempt in reversed(run.attempts()):
         record = read_ends(run, attempt, lead_rank(run, attempt))
         if record.first_time is not None:
@@ -200,7 +200,7 @@ def read_lead(run: RunDir) -> RankRecord:
 
 
 def newest_window(records: Iterable[RankRecord]) -> Event | None:
-    """The steps that a benchmark counts: of ranks that never meet, each has its own."""
+    """The steps that a benchmark counts; ranks that never meet have one window each."""
     windows = [record.window for record in records if record.window is not None]
     return max(windows, key=lambda window: int(window["first"]), default=None)
 
@@ -208,10 +208,10 @@ def newest_window(records: Iterable[RankRecord]) -> Event | None:
 def final_step(
     start: Mapping[str, Any], info: Mapping[str, Any], window: Mapping[str, Any] | None
 ) -> int | None:
-    """The step that a run is to end with, as far as it is known.
+    """The step that a run will end with, if known.
 
-    A task that is measured is given more steps than it will make: the probe ends it, with the
-    last step of the window that it has chosen.
+    A benchmark gives a task more steps than it will make: the probe ends it after the last step of
+    the window that it has chosen.
     """
     if "job" not in info.get("bench", {}):
         return start.get("steps")

@@ -1,4 +1,4 @@
-"""What came of a run, from its folder alone."""
+"""The result of a run, from its folder alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from allranks.run.events import read_events, read_last_events
 from allranks.run.folder import RunDir, State
 from allranks.run.record import RankRecord, lead_rank, read_ends, read_lead, read_rank
 
-EARLY_EVENTS = 200  # what is said once is among these
-LOSS_BYTES = 1 << 20  # far enough back for any log_every that people set
+EARLY_EVENTS = 200  # which include everything that is written once
+LOSS_BYTES = 1 << 20  # enough for any log_every that people set
 
 
 def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
-    """A run in one object, its pace by the word of its first rank (`timing.steps.result` measures
-    it). `state`: where the caller knows it."""
+    """A run's result as one mapping; `state`: if the caller knows it.
+
+    Its speed is what its first rank says; `timing.steps.result` measures it.
+    """
     state = state or run.state()
     attempts = run.attempts()
     lead = read_lead(run)
@@ -40,7 +42,7 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
 
 
 def seconds_of(run: RunDir) -> float:
-    """Of training, in all attempts."""
+    """Seconds of training, in all attempts."""
     return sum(read_ends(run, n, lead_rank(run, n)).seconds for n in run.attempts())
 
 
@@ -51,7 +53,7 @@ def steps_by_rank(run: RunDir) -> dict[int, int]:
 
 
 def samples_per_epoch(run: RunDir) -> int | None:
-    """Samples in the data set that a run trains on; of a script, what its probe has seen."""
+    """Samples in the data set of a run; for a script, as its probe found it."""
     attempt = max(run.attempts(), default=0)
     lead = read_rank(run, attempt, lead_rank(run, attempt), EARLY_EVENTS)
     said = lead.others["dataset"][-1] if lead.others["dataset"] else lead.start
@@ -59,9 +61,9 @@ def samples_per_epoch(run: RunDir) -> int | None:
 
 
 def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> tuple[bool, float | None]:
-    """Whether a loss that belongs to the result is known, and the newest; None if it is no number.
+    """Whether a loss is known, and the newest one; None if it is not a number.
 
-    A later attempt may have gone back.
+    Losses of later steps do not count: the next attempt may have started from an earlier one.
     """
     for attempt in reversed(attempts):
         events = read_last_events(run.events(attempt, 0), LOSS_BYTES, word=b'"loss"')
@@ -72,13 +74,13 @@ def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> tuple[boo
 
 
 def _nonfinite_since(run: RunDir, attempts: list[int], steps: int) -> int:
-    """The step at which the loss stopped being a number, for good."""
+    """The first step after which the loss was never a number again."""
     losses: dict[int, float | None] = {}
     told: list[int] = []
     for attempt in attempts:
         found = RankRecord(0, read_events(run.events(attempt, 0), word=b'"loss"')).losses
         losses |= {step: loss for step, loss in found.items() if step <= steps}
-        for rank in run.ranks(attempt):  # each says so of its own samples, between logged steps too
+        for rank in run.ranks(attempt):  # each reports its own samples, also between logged steps
             events = read_events(run.events(attempt, rank), kind="nonfinite")
             told += [event["step"] for event in events]
     good = max((step for step, loss in losses.items() if loss is not None), default=0)
@@ -92,13 +94,13 @@ def _epochs(lead: RankRecord, state: State) -> int | None:
     if steps is not None and lead.start.get("steps_per_epoch"):
         return steps // int(lead.start["steps_per_epoch"])
     if lead.steps and lead.steps[-1].get("epoch"):
-        # As the probe counts a script's: from 1, the one that it is in.
+        # The probe counts a script's epochs from 1, including the one in progress.
         return int(lead.steps[-1]["epoch"]) - (state != "finished")
     return None if steps is None else 0
 
 
 def _samples(lead: RankRecord) -> int | None:
-    """Samples seen by now, for a run that did not live to say."""
+    """Samples seen by now, for a run without an end event."""
     start, steps = lead.start, lead.steps_made
     size, batch = start.get("samples_per_epoch"), start.get("global_batch")
     if steps is None or size is None or batch is None or not start.get("steps_per_epoch"):

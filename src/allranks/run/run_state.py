@@ -1,4 +1,4 @@
-"""How runs stand, wherever they are: one look at the queue, the rest from their folders."""
+"""The state of runs, wherever they are: from their folders, and one look at the queue."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """A job that waits or runs."""
+    """A job that is waiting or running."""
 
     job: str
     state: str  # in the queue's own word
     reason: str  # why it waits, in the queue's own word
-    start: str | None  # when it began, or is expected to
+    start: str | None  # when it started, or is expected to
     nodes: tuple[str, ...]
     waits: bool = True
     why: str = ""  # the reason in our words
@@ -30,18 +30,18 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """What is remembered of a job that has left its queue."""
+    """A job that has left its queue."""
 
     job: str
     state: str  # in the queue's own word
     exit_code: str
     nodes: tuple[str, ...] = ()
-    reason: str | None = None  # why it ended; None: it did what it was to do
+    reason: str | None = None  # why it ended; None: it finished
 
 
 @dataclass(slots=True)
 class Queue:
-    """What a place knows of its runs' jobs at one moment. `silent`: why it could not be asked."""
+    """What a queue says about jobs at one moment. `silent`: why it did not answer."""
 
     jobs: dict[str, QueuedJob] = field(default_factory=dict)
     ended: dict[str, EndedJob] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class RunState:
     reason: str | None = None
     layout: str = ""
     expected_start: str | None = None
-    jobs: tuple[str, ...] = ()  # that hold it, or wait to
+    jobs: tuple[str, ...] = ()  # that train it, or wait to
     nodes: tuple[str, ...] = ()  # that it trains on
 
 
@@ -82,7 +82,7 @@ def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     """One run as `allranks ls --json` shows it; `problem`: what is wrong with its folder."""
     try:
         return _describe(run, queue) | {"problem": run.problem()}
-    except Exception as error:  # what nobody foresaw costs this run its line, not others theirs
+    except Exception as error:  # an unforeseen problem must not hide the other runs
         nothing = dict.fromkeys(("reason", "step", "steps", "seconds_left", "expected_start"))
         return {
             **{"run": run.name, "run_dir": str(run.path), "state": "failed", "layout": ""},
@@ -92,7 +92,7 @@ def describe(run: RunDir, queue: Queue) -> dict[str, Any]:
 
 
 def unreadable(error: Exception) -> str:
-    """That a folder holds something that no reader can make sense of."""
+    """The problem of a folder that no reader understands."""
     return f"its folder cannot be read ({type(error).__name__}: {plain(str(error))})"
 
 
@@ -121,11 +121,11 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
 
 
 def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue: Queue) -> State:
-    """The queue's word where it has one: a folder cannot tell a lost job from a silent one."""
+    """The state by the queue, if it knows: a folder cannot tell a lost job from a silent one."""
     if not is_of_jobs(run, info):
         return run.state()
     if queue.silent:
-        # The folder shows no sign of life where the file system has no locks.
+        # Without locks in the file system, the folder does not show whether a run is live.
         is_begun = claims.newest(run.claims) is not None and not _has_ended(run)
         return "running" if is_begun and not info.get("queued") else run.state()
     if any(not job.waits for job in jobs):
@@ -133,7 +133,7 @@ def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue
             return "running"
         if _has_ended(run) and (info.get("ended") or run.ended_state() == "finished"):
             return run.ended_state()
-        # One that has stopped short may be about to be requeued: the queue has not said yet.
+        # A job that stopped early may be about to be requeued.
         return "queued" if info.get("queued") else "running"
     if jobs:
         return "queued"
@@ -143,7 +143,7 @@ def state_of(run: RunDir, info: dict[str, Any], jobs: Sequence[QueuedJob], queue
 
 
 def is_of_jobs(run: RunDir, info: dict[str, Any]) -> bool:
-    """Whether jobs in a queue have the run: it was sent after anybody else had it."""
+    """Whether jobs in a queue have the run: they were sent after its last other holder."""
     jobs, holder = info.get("jobs"), claims.newest(run.claims)
     if not jobs or holder is None or holder.job:
         return bool(jobs)
@@ -184,13 +184,13 @@ def reason_of(
         if told or state == "stopped":
             return "; ".join(dict.fromkeys(told)) or None
         return KILLED if run.attempts() else NEVER_STARTED
-    # Of a rank that failed by itself, the queue only knows that something did.
+    # If a rank failed by itself, the queue only knows that something failed.
     told = [text for text in told if not text.startswith("failed")]
     return "; ".join(dict.fromkeys([failure_in_words(failed), *told]))
 
 
 def lost_words(run: RunDir) -> str | None:
-    """What was killed in the attempt before this one, or in this one if it was the last."""
+    """What was lost in the attempt before this one, or in this one if it was the last."""
     lost = run.info().get("lost")
     if not lost or max(run.attempts(), default=0) > lost["attempt"] + 1:
         return None
@@ -207,7 +207,7 @@ def _will_stop(run: RunDir) -> str | None:
 
 
 def seconds_left(lead: RankRecord, steps: int | None) -> float | None:
-    """Steps that are left, at the pace of the last ones: measured, so only of a run that runs."""
+    """How long the remaining steps take, at the speed of the last ones."""
     made, recent = lead.last_step, lead.clock_seconds()
     if made is None or steps is None or recent is None:
         return None

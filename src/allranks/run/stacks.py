@@ -1,8 +1,8 @@
-"""Where the ranks of a run on this machine are in their code, by py-spy or by a signal. No torch.
+"""Where the ranks of a run on this machine are in their code, by py-spy or by a signal.
 
-py-spy is used where it is found. Without it, or where the kernel does not let it look, a rank that
-allranks started writes its own stacks into a file in memory at `DUMP_SIGNAL` (see probe/inject):
-its log is left alone. As a program, for the other nodes of a job:
+py-spy is used if it is installed. Without it, or if the kernel does not allow it, a rank that
+allranks started writes its own stacks to a file in memory at `DUMP_SIGNAL` (see probe/inject), and
+nothing to its log. As a program, for the other nodes of a job:
 
     python -m allranks.run.stacks RUN_DIR ATTEMPT
 """
@@ -31,27 +31,27 @@ PROC = Path("/proc")
 HEAD = re.compile(
     r"(?:allranks: )?(Current thread|Thread|stack of process) \w+\b.*\(most recent call first\):"
 )
-# A number that neither torch, NCCL nor MPI takes, and that ends a process which does not expect it:
-# it is sent only to those that do. There is none on a Mac.
+# A signal that neither torch nor NCCL nor MPI uses. It ends a process that has no handler for it:
+# it is sent only to those that have one. A Mac has no such signals.
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7 if hasattr(signal, "SIGRTMIN") else 0
 VARIABLE = "ALLRANKS_DUMP_SIGNAL"
-MEMORY = "/memfd:allranks-stacks"  # what the kernel calls the file that they are written to
-FOLLOW = ": the stacks of this rank follow"  # what stands above them in its log
+MEMORY = "/memfd:allranks-stacks"  # the kernel's name for the file in memory
+FOLLOW = ": the stacks of this rank follow"  # the line above them in its log
 END = "allranks: these were its stacks"
 PY_SPY_SECONDS = 5.0
 DUMP_SECONDS = 5.0
-QUIET_SECONDS = 0.5  # without another byte: the dump is whole
+QUIET_SECONDS = 0.5  # without another byte: the dump is complete
 LOOK_SECONDS = 0.02
 MOST_AT_ONCE = 8
-MAX_NAME = 300  # characters of a file's or a function's name that other nodes are told
-# Frames of torch in which a rank waits for others, by file; a backward pass may compute, or wait.
-WRAPPERS = ("wrapper", "inner", "call", "_fn", "decorate_context")  # say nothing to a reader
+MAX_NAME = 300  # characters of a file's or a function's name that are sent to other nodes
+WRAPPERS = ("wrapper", "inner", "call", "_fn", "decorate_context")  # tell a reader nothing
+# In these files of torch, a rank waits for others.
 WAITING_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/cuda/nccl.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The main thread of one rank, the innermost call first."""
+    """The calls of one rank's main thread, the innermost first."""
 
     process: int
     frames: tuple[Frame, ...]
@@ -59,13 +59,13 @@ class Stack:
 
     @property
     def place(self) -> Frame | None:
-        """The innermost line of the user's own code; of a library where there is none."""
+        """The innermost line of the user's own code, or of a library if there is none."""
         own = [frame for frame in self.frames if frame.is_own]
         return next(iter(own or self.frames), None)
 
     @property
     def call(self) -> str | None:
-        """The function of a library that the user's own line is in: `all_reduce`, `backward`."""
+        """The library function that the user's own code called: `all_reduce`, `backward`."""
         called = None
         for frame in self.frames:
             if frame.is_own:
@@ -73,19 +73,19 @@ class Stack:
             if not frame.file.startswith(OURS) and frame.function not in WRAPPERS:
                 called = frame.function
             elif called is not None and frame.file.startswith(f"{OURS}train/"):
-                break  # the loop of a task takes the place of the user's own
+                break  # for a task, our loop stands for the user's code
         return called
 
     @property
     def waits(self) -> bool | None:
-        """Whether the rank is in an exchange with others; None where it cannot be told."""
+        """Whether the rank is in an exchange with others; None if that is unclear."""
         for frame in self.frames:
             if any(part in frame.file for part in WAITING_FILES):
                 return True
             if frame.file.endswith("probe/hooks.py") and frame.function.endswith("call"):
-                return True  # the probe's `waiting`, around what has no Python of its own
+                return True  # the probe's `waiting`, around calls that are not Python
             if frame.file.endswith("torch/autograd/graph.py"):
-                return None  # DDP waits in there, but gradients are computed there too
+                return None  # DDP waits there, but gradients are computed there too
             if frame.is_own:
                 return False
         return None
@@ -94,8 +94,8 @@ class Stack:
 def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]:
     """The processes of an attempt's ranks on this machine, by rank.
 
-    Told by their environment. The processes that a rank has started have the same one: the rank is
-    the one whose parent has not.
+    They are known by their environment. A rank's child processes have the same environment; the
+    rank itself is the one whose parent does not.
     """
     found: dict[int, tuple[int, int]] = {}  # process -> its rank, its parent
     for folder in proc.glob("[0-9]*"):
@@ -113,7 +113,7 @@ def processes_of(run: RunDir, attempt: int, proc: Path = PROC) -> dict[int, int]
 
 
 def rank_of(environ: Path, run_name: str, attempt: int) -> int | None:
-    """The rank that this environment belongs to, or that started the process that it belongs to."""
+    """The rank that an environment belongs to, or to a child process of."""
     text = environ.read_bytes()
     if b"ALLRANKS_RUN_DIR=" not in text:
         return None
@@ -134,12 +134,12 @@ def kernel_state(process: int, proc: Path = PROC) -> str:
 
 
 def is_gone(process: int, proc: Path = PROC) -> bool:
-    """Whether a process has ended; False where there is no /proc to tell."""
+    """Whether a process has ended; False if there is no /proc to ask."""
     return (proc / "self").exists() and kernel_state(process, proc) in ("", "Z", "X")
 
 
 def take(processes: Mapping[int, int]) -> dict[int, Stack]:
-    """The stacks of these ranks (rank: process); those that cannot be had are left out."""
+    """The stacks of these ranks (rank: process), as far as they can be read."""
     found: dict[int, Stack] = {}
     program = find_py_spy()
     if program is not None and processes:
@@ -166,17 +166,17 @@ def _by_py_spy(program: str, process: int) -> Stack | None:
         )
         return parse_py_spy(process, json.loads(done.stdout))
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
-        return None  # not allowed, gone, no Python, or too new a Python
+        return None  # not allowed, ended, not Python, or too new a Python
 
 
 def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | None:
-    """What `py-spy dump --json` prints; of the main thread, whose number is the process's."""
+    """The main thread, whose id is the process's, in what `py-spy dump --json` prints."""
     mains = [each for each in threads if each.get("os_thread_id") == process]
     mains += [each for each in threads if each.get("thread_name") == "MainThread"]
     if not mains:
         return None
     frames = [
-        # Without its class, which only newer ones know.
+        # Without the class, which only newer versions show.
         Frame(str(each["filename"]), int(each["line"]), str(each["name"]).rpartition(".")[2])
         for each in mains[0]["frames"]
     ]
@@ -184,13 +184,13 @@ def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | 
 
 
 def by_signal(processes: Mapping[int, int]) -> dict[int, Stack]:
-    """The stacks that ranks write when they are asked to."""
+    """The stacks that ranks write when they get the signal."""
     found = {rank: parse_dump(processes[rank], text) for rank, text in dumps(processes).items()}
     return {rank: stack for rank, stack in found.items() if stack is not None}
 
 
 def dumps(processes: Mapping[int, int]) -> dict[int, str]:
-    """What faulthandler prints in these ranks (rank: process), of all their threads."""
+    """What faulthandler prints in these ranks (rank: process) about all their threads."""
     asked: dict[int, tuple[Path, int]] = {}  # rank -> its file, and where its dump begins there
     for rank, process in processes.items():
         with suppress(OSError):
@@ -202,7 +202,7 @@ def dumps(processes: Mapping[int, int]) -> dict[int, str]:
 
 
 def memory_file(process: int, proc: Path = PROC) -> Path | None:
-    """Where a process writes its stacks; None for one that has none, or has closed it."""
+    """The file that a process writes its stacks to; None if it has none, or closed it."""
     for entry in (proc / str(process) / "fd").iterdir():
         with suppress(OSError):
             if os.readlink(entry).startswith(MEMORY):
@@ -211,14 +211,14 @@ def memory_file(process: int, proc: Path = PROC) -> Path | None:
 
 
 def takes_signal(process: int, proc: Path = PROC) -> bool:
-    """Whether a process has a handler for the signal: any other would be killed by it."""
+    """Whether a process has a handler for the signal, which would kill any other."""
     text = (proc / str(process) / "status").read_text()
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
     return bool(DUMP_SIGNAL and match and int(match[1], 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
 def _read_when_quiet(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
-    """What was added to these files, once nothing more comes."""
+    """What was added to these files, once it is complete."""
     texts: dict[int, str] = {}
     until, changed = time.monotonic() + DUMP_SECONDS, time.monotonic()
     while asked and time.monotonic() < until:
@@ -238,23 +238,23 @@ def _read_when_quiet(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
 
 
 def without_dumps(text: str) -> str:
-    """The text of a log without the stacks that the launcher has put there."""
+    """The text of a log without the stacks that the launcher added."""
     return re.sub(
         rf"^allranks: [^\n]*{FOLLOW}\n.*?^{END}\n", "", text, flags=re.DOTALL | re.MULTILINE
     )
 
 
 def is_whole(text: str) -> bool:
-    """Whether a dump has come to the outermost call of the main thread, which it ends with.
+    """Whether a dump has got to the outermost call of the main thread, which is its last line.
 
-    It is written call by call: a rank on a busy machine may stop anywhere in between.
+    It is written call by call: on a busy machine a rank may pause anywhere in between.
     """
     last = text.rpartition("(most recent call first):")[2]
     return re.search(r" in (<module>|_run_module_as_main)\n", last) is not None
 
 
 def parse_dump(process: int, text: str) -> Stack | None:
-    """What faulthandler prints: every thread, with the one that took the signal as `Current`."""
+    """The main thread in what faulthandler prints; the one that got the signal is `Current`."""
     threads: list[tuple[bool, list[Frame]]] = []
     for line in text.splitlines():
         head = HEAD.match(line)
@@ -263,7 +263,7 @@ def parse_dump(process: int, text: str) -> Stack | None:
             threads.append((head[1] != "Thread", []))
         elif frame and threads:
             threads[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
-    # The main thread is the oldest, and so the last, where another one took the signal.
+    # If another thread got the signal, the main one is the oldest, and so the last.
     ordered = [frames for is_current, frames in threads if is_current] or [
         frames for _, frames in threads[-1:]
     ]
@@ -277,14 +277,14 @@ def main() -> None:
 
 
 def to_lines(rank: int, stack: Stack) -> str:
-    """A stack for `from_lines`: a line for each call, since srun mixes nodes' lines over 1 KiB."""
+    """A stack for `from_lines`, one call a line: srun mixes up nodes' lines over 1 KiB."""
     common = {"rank": rank, "process": stack.process, "source": stack.source}
     calls = ((one.file[-MAX_NAME:], one.line, one.function[-MAX_NAME:]) for one in stack.frames)
     return "\n".join(json.dumps({**common, "call": call}) for call in calls)
 
 
 def from_lines(text: str) -> dict[int, Stack]:
-    """What `to_lines` wrote, of several nodes mixed with each other and with anything else."""
+    """The stacks that `to_lines` wrote on several nodes, among any other lines."""
     found: dict[int, Stack] = {}
     for line in text.splitlines():
         with suppress(ValueError, KeyError, TypeError, AttributeError):

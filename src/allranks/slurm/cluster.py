@@ -18,8 +18,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.machine.inventory import describe_machine
 from allranks.slurm import commands as slurm
-from allranks.slurm.node_kinds import Gpus, cpu_model, resolve_gpus, suits
-from allranks.slurm.text import (
+from allranks.slurm.formats import (
     NOT_SET,
     names,
     number_of,
@@ -28,6 +27,7 @@ from allranks.slurm.text import (
     parse_time,
     tres_gpus,
 )
+from allranks.slurm.node_kinds import Gpus, cpu_model, resolve_gpus, suits
 
 MIB = 2**20
 DATABASE_SECONDS = 15.0  # then the rest is shown without the accounts

@@ -1,1 +1,1 @@
-"""Runs as they go: read from their folders, shown in a terminal or a browser, told to others."""
+"""Watching runs: read from their folders, shown in a terminal or a browser, reported to others."""

@@ -1,4 +1,4 @@
-"""The watch page's paths: the page, its files, the line of news, logs, and stop. Nothing else."""
+"""The watch page's paths (page, files, events, logs, stop), and the gate that guards them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MAX_BESIDE = 9
 MAX_QUERY = 200
 MAX_BODY = 4096
 BODY_SECONDS = 10.0
-# By any port: ssh may forward another one of the laptop's.
+# With any port: ssh may forward a different one.
 HOSTS = {b"127.0.0.1", b"localhost", b"[::1]"}
 HEADERS = {
     # The icon is a data: image.
@@ -67,7 +67,7 @@ Stop = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class ServerHead:
-    """Where the page's server runs, as the page's head says it."""
+    """Where the server runs, as shown at the top of the page."""
 
     user: str
     host: str
@@ -75,7 +75,7 @@ class ServerHead:
 
 
 def make_app(hub: Hub, token: str, place: ServerHead, stop: Stop | None = None) -> ASGIApp:
-    """Everything behind the gate. `stop` takes a run's name and says what came of it."""
+    """Everything behind the gate. `stop` stops a run by its name and says what was done."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -162,7 +162,7 @@ class Answers:
         return JSONResponse(await run_in_threadpool(read))
 
     async def stop(self, request: Request) -> Response:
-        """The one thing that can be done from the page; the body must name the run twice."""
+        """The only action on the page; the body must name the run twice."""
         if self._stop is None:
             return _problem(404, "runs cannot be stopped from this page")
         asked = await _body(request)
@@ -180,8 +180,8 @@ class Answers:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """A small JSON object; anything else is an empty one."""
-    # A form of another page cannot send this type without asking first.
+    """The body if it is a small JSON object, else an empty one."""
+    # A form on another site cannot send this type without a preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return {}
     raw = b""
@@ -207,7 +207,7 @@ def _count(text: str | None) -> int | None:
 
 @cache
 def static_file(name: str) -> bytes:
-    """By its bare name, which the caller has looked up: never a path from outside."""
+    """A file by its bare name, which the caller has checked: never a path from outside."""
     path = plot_file(name) if name in PLOT_FILES else FOLDER / name
     assert path is not None, "the server does not start without it"
     return path.read_bytes()
@@ -219,21 +219,21 @@ def _packed(name: str) -> bytes:
 
 
 def static_version() -> str:
-    """Changes with any file of the page, so that no browser shows an old one."""
+    """Changes with any file of the page, so that no browser uses an old one."""
     return hashlib.sha256(b"".join(static_file(name) for name in STATIC)).hexdigest()[:10]
 
 
 class Gate:
-    """Lets a request pass to the app if it names this machine and brings the token.
+    """Passes a request on to the app if it names this machine and has the token.
 
-    The token comes in the address once; from then on a cookie brings it that no script can read
-    and no other site can send. It is not left in the address, which people show on screens.
+    The token comes in the address once; after that, in a cookie that no script can read and no
+    other site can send. It does not stay in the address, which others may see on a screen.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app = app
         self._token = token.encode()
-        # Browsers keep one jar for all ports of a host: each server has a cookie of its own name.
+        # Browsers share cookies between all ports of a host: each server has its own name.
         self.cookie = f"allranks-{hashlib.sha256(self._token).hexdigest()[:12]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -250,13 +250,13 @@ class Gate:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         host = headers.get(b"host", b"")
-        # A name that an attacker points at 127.0.0.1 arrives here as that name.
+        # Against DNS rebinding: an attacker's name that points to 127.0.0.1 is refused.
         if _without_port(host) not in HOSTS:
             return 403, "This server answers to 127.0.0.1 and localhost only.\n"
         tokens = (_query_token(scope), self._cookie_token(headers), _bearer_token(headers))
-        if not any([self._fits(token) for token in tokens]):  # a list: all are compared
+        if not any([self._fits(token) for token in tokens]):  # a list, so that all are compared
             return 401, "Open the address that `allranks watch --web` printed, token and all.\n"
-        # A page of another port is the same site to a browser, so that it sends the cookie.
+        # To a browser, a page on another port is the same site, so it sends the cookie.
         origin = headers.get(b"origin")
         if scope["method"] not in ("GET", "HEAD") and origin not in (None, b"http://" + host):
             return 403, "This request comes from another page.\n"
@@ -266,7 +266,7 @@ class Gate:
         return secrets.compare_digest(token, self._token)
 
     def _cookie_token(self, headers: dict[bytes, bytes]) -> bytes:
-        # By hand: the parser of the library gives up at what other servers of a host put there.
+        # By hand: the library's parser fails on cookies that other servers of this host may set.
         pairs = [pair.strip().partition(b"=") for pair in headers.get(b"cookie", b"").split(b";")]
         values = [value for name, _, value in pairs if name == self.cookie.encode()]
         return values[0] if values else b""

@@ -1,4 +1,4 @@
-"""The whole screen as lines of text, from plain data alone."""
+"""Draws whole screens as lines of text, from plain data alone."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from allranks.watch.table_cells import (
 from allranks.watch.views import Parts, RankView, RunView
 
 KEYS = (
-    ("up, down, k, j", "move; page up and down, home and end too"),
-    ("tab", "to the ranks of the run, and back"),
-    ("enter, l", "logs: of the run, or of the selected rank; / searches them"),
-    ("s", "stop the run at a checkpoint (asks first)"),
-    ("q", "leave; the runs go on"),
+    ("up, down, k, j", "move; also page up and down, home, end"),
+    ("tab", "switch between runs and ranks"),
+    ("enter, l", "log of the run or rank; / searches it"),
+    ("s", "save a checkpoint and stop; asks first"),
+    ("q", "quit; the runs continue"),
     ("?", "this page"),
 )
 LOG_KEYS = "↑↓ scroll  ←→ other rank  / search  end follow  q back"
-NO_RUNS = "no runs here: allranks run job.yaml starts one, allranks submit queues one"
-TAKING_TURNS = 0.1  # of a step, spent waiting for slower ranks
+NO_RUNS = "no runs here: start one with allranks run or allranks submit"
+TAKING_TURNS = 0.1  # share of a step spent waiting for slower ranks
 MAIN_KEYS = "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help"
 
 
@@ -52,8 +52,8 @@ class Scene:
     selected: str | None = None
     ranks: Sequence[RankView] = ()
     parts: Parts | None = None
-    selected_rank: int | None = None  # with the focus on the ranks
-    message: str = ""  # in place of the keys
+    selected_rank: int | None = None  # set while the focus is on the ranks
+    message: str = ""  # shown in place of the keys
     asks: bool = False  # the message is a question
     num_old: int = 0
     silence: str | None = None
@@ -64,12 +64,12 @@ class Scene:
 def screen(scene: Scene, width: int, height: int) -> list[Text]:
     """Exactly `height` lines of at most `width` cells."""
     lines = [title(scene, width)]
-    room = max(1, height - 3)  # without title, header and the keys
+    room = max(1, height - 3)  # less title, header and keys
     wanted = len(scene.runs)
     selected = next((run for run in scene.runs if run.run == scene.selected), None)
     num_runs = min(wanted, room if selected is None else max(2, min(wanted, room // 2)))
     rest = room - num_runs
-    if selected is not None and rest < 5:  # too low a terminal for ranks
+    if selected is not None and rest < 5:  # too few lines to show ranks
         num_runs = min(wanted, room - 1)
     lines += run_lines(scene, width, num_runs)
     if selected is not None:
@@ -90,14 +90,14 @@ def title(scene: Scene, width: int) -> Text:
     if scene.num_old:
         said.append(f", {scene.num_old} older (--all)", style="dim")
     if scene.silence:
-        said.append("  ! SLURM is silent", style="yellow")
+        said.append("  ! SLURM does not answer", style="yellow")
     said.truncate(max(0, width - len(clock) - 2), overflow="ellipsis")
     said.append(" " * (width - said.cell_len - len(clock)) + clock)
     return said
 
 
 def run_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
-    """The header and so many runs, around the selected one."""
+    """The header and `num_rows` runs around the selected one."""
     if not scene.runs:
         return [Text(), Text(NO_RUNS)]
     names = [run.run for run in scene.runs]
@@ -114,7 +114,7 @@ def run_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
 
 
 def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: float) -> Text:
-    """One run; where it has only a reason to give, that takes the room of the numbers."""
+    """One run; a queued or failed one shows its reason in place of the numbers."""
     curve = sparkline(list(run.losses), widths.get("curve", 0))
     row = row | {
         "run": Text(shortened(row["run"].plain, widths.get("run", 0))),
@@ -135,13 +135,13 @@ def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: fl
 
 
 def window(length: int, at: int, rows: int) -> slice:
-    """So many of a list that `at` is among them, in the middle if it can be."""
+    """`rows` items of a list, with `at` in the middle if possible."""
     first = max(0, min(at - rows // 2, length - rows))
     return slice(first, first + rows)
 
 
 def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
-    """What there is no column for, of the selected run."""
+    """What the table has no column for, of the selected run."""
     word = state_word(run)
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")
@@ -177,7 +177,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
 
 
 def parts_lines(parts: Parts) -> tuple[Text, Text]:
-    """Where a step's time goes, and whom the ranks wait for."""
+    """Where a step's time goes, and which rank the others wait for."""
     whole = sum(parts.seconds.values()) or 1.0
     by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
     shares = "  ".join(
@@ -187,16 +187,16 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
     )
     slowest = Text()
     if parts.slowest_rank is None and parts.seconds["straggler"] >= TAKING_TURNS * whole:
-        slowest = Text("no rank is the slowest: they take turns")
+        slowest = Text("no single slowest rank: they take turns")
     elif parts.slowest_rank is not None:
-        by = f", longer in {parts.slowest_part}" if parts.slowest_part else ""
+        by = f", slower in {parts.slowest_part}" if parts.slowest_part else ""
         often = f"last in {percent(parts.slowest_share, 0)} of {parts.steps} steps"
         slowest = Text(f"slowest: rank {parts.slowest_rank}, {often}{by}", style="yellow")
     return Text(f"step {duration(whole)}: {shares}"), slowest
 
 
 def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
-    """The header and the ranks, in so many lines."""
+    """The header and the ranks, in at most `num_rows` lines."""
     if num_rows < 2 or not scene.ranks:
         return []
     shown = visible_ranks(scene, rows_of(len(scene.ranks), num_rows - 1))
@@ -212,7 +212,7 @@ def rank_lines(scene: Scene, width: int, num_rows: int) -> list[Text]:
 
 
 def chosen(line: Text, has_focus: bool) -> Text:
-    """The selected line, reversed where keys act on it: without colours, which would be too."""
+    """The selected line; with the focus it is reversed, without colours, which would be too."""
     if has_focus:
         return Text(line.plain, style="reverse", no_wrap=True)
     line.stylize("bold")
@@ -220,7 +220,7 @@ def chosen(line: Text, has_focus: bool) -> Text:
 
 
 def visible_ranks(scene: Scene, num_rows: int) -> list[RankView]:
-    """Those around the selected one; the slowest is always among them, first if it must."""
+    """The ranks around the selected one; always with the slowest, on top if it is far away."""
     numbers = [rank.rank for rank in scene.ranks]
     at = numbers.index(scene.selected_rank) if scene.selected_rank in numbers else 0
     shown = list(scene.ranks[window(len(numbers), at, num_rows)])
@@ -231,7 +231,7 @@ def visible_ranks(scene: Scene, num_rows: int) -> list[RankView]:
 
 
 def rows_of(length: int, room: int) -> int:
-    """How many rows fit; where not all do, the last line says how many more there are."""
+    """How many rows fit; if not all do, one line is kept to say how many more there are."""
     return room if length <= room or room < 2 else room - 1
 
 
@@ -249,28 +249,29 @@ def bottom(scene: Scene, width: int) -> Text:
 
 
 def help_screen(marks: Mapping[str, Mark], width: int, height: int) -> list[Text]:
-    """Keys, and what the signs mean."""
+    """The keys, and what the signs mean."""
     lines = [Text("allranks watch: keys", style="bold"), Text()]
     lines += [Text(f"  {keys:<16}{what}") for keys, what in KEYS]
     lines += [
         Text(),
-        Text("marks: + is good, ! asks for a look (--mark NAME=LIMITS)", style="bold"),
+        Text("marks: + is good, ! needs attention (--mark NAME=LIMITS)", style="bold"),
     ]
     typed = [mark_in_words(name, mark) for name, mark in marks.items()]
     lines += [Text(f"  {words:<16}{meaning}") for words, meaning in typed]
     lines += [
         Text(),
-        Text("took, data, wait: means over the last steps; wait is for other ranks and bytes"),
-        Text("eff: pace beside that of as many single ranks, measured in another run here"),
-        Text("hours: of all GPUs, or of all ranks on CPUs, in all attempts"),
+        Text("took, data, wait: averages over the last steps"),
+        Text("wait: for other ranks and the network"),
+        Text("eff: speed compared with perfect scaling of a smaller layout"),
+        Text("hours: GPU-hours, or rank-hours on CPUs, of all attempts"),
     ]
-    return framed(lines, width, height, "any key goes back")
+    return framed(lines, width, height, "press any key to go back")
 
 
 def log_screen(
     title: str, lines: Sequence[str], width: int, height: int, bottom: str, wanted: str = ""
 ) -> list[Text]:
-    """A page of a log, with what is searched for made visible."""
+    """A page of a log, with the search term highlighted."""
     head = Text(clean(title), style="bold")
     body = [Text(clean(line)) for line in lines[-(height - 2) :]] if height > 2 else []
     for line in body if wanted else []:

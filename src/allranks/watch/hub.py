@@ -1,4 +1,4 @@
-"""One thread that reads for all browsers, and what each of them has not seen yet."""
+"""One thread reads for all browsers; each browser is sent what it has not seen yet."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from allranks.watch.page_data import Wish
 from allranks.watch.views import RunView
 
 TICK_SECONDS = 0.5
-LOOK_SECONDS = 1.0  # at runs that nobody has chosen
+LOOK_SECONDS = 1.0  # between looks at runs that nobody has chosen
 MAX_TICK_SECONDS = 1.0
-TIMES_ITS_WORK = 1  # a look that takes long is taken less often
-BUDGET_SECONDS = 0.4  # for what was written before anybody looked, at each look
+BUDGET_SECONDS = 0.4  # per look, for what was written before anybody looked
 BEAT_SECONDS = 4.0
-LONE_SECONDS = 2.0  # between looks while no browser does
+LONE_SECONDS = 2.0  # between looks while no browser is open
 FILES_SECONDS = 5.0
 PAST_SECONDS = 1.4
 DIAGNOSE_SECONDS = 60.0
 DIAGNOSE_STALLED_SECONDS = 600.0
 
-# Of a list without runs.
+# The state of a page without runs.
 NOTHING: dict[str, Any] = {
     **{"runs": {}, "order": [], "num_old": 0, "silence": None, "chosen": None, "problem": None},
     **{"curves": {}, "heat": None, "use": None, "ranks": {}, "parts": None, "files": []},
@@ -43,7 +42,7 @@ Diagnose = Callable[[RunDir], list[dict[str, Any]]]
 
 
 class Findings:
-    """Its answers, by run. One thread asks, of one run at a time."""
+    """The doctor's findings by run. A thread asks for them, one run at a time."""
 
     def __init__(self, diagnose: Diagnose | None) -> None:
         self._diagnose = diagnose
@@ -53,13 +52,13 @@ class Findings:
         self._has_news = False
 
     def of(self, run: str) -> dict[str, Any] | None:
-        """None: there is no doctor. `list` is null until it has answered."""
+        """The findings about a run; `list` is None until the doctor has answered."""
         if self._diagnose is None:
             return None
         return self._known.get(run, {"list": None, "problem": None})
 
     def look(self, watcher: Watcher, names: set[str]) -> bool:
-        """Ask where it is due, one run at a time; whether an answer has come."""
+        """Ask about a run if that is due; returns whether an answer has come."""
         if self._diagnose is None:
             return False
         if self._thread is None or not self._thread.is_alive():
@@ -78,7 +77,7 @@ class Findings:
         sign = (view.state, view.attempt, view.stalled)
         before, asked = self._asked.get(name, (None, 0.0))
         now = time.monotonic()
-        # One that stands still is looked at with stack dumps, on its nodes: seldom.
+        # Diagnosing a stalled run takes stack dumps on its nodes: do that rarely.
         pause = DIAGNOSE_STALLED_SECONDS if view.stalled else DIAGNOSE_SECONDS
         if sign == before and (view.state != "running" or now - asked < pause):
             return False
@@ -89,14 +88,14 @@ class Findings:
         assert self._diagnose is not None
         try:
             found = {"list": redact_all(self._diagnose(run)), "problem": None}
-        except Exception as error:  # the page goes on without it, and says so
+        except Exception as error:  # the page works without it, and says so
             found = {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
         self._known[run.name] = found
         self._has_news = True
 
 
 class Hub:
-    """Reads what browsers wish to see. All of the watcher's calls are made in its thread."""
+    """Reads what browsers ask for. Only its thread calls the watcher."""
 
     def __init__(
         self,
@@ -111,11 +110,11 @@ class Hub:
         self.marks = marks
         self._notify = notify
         self.findings = Findings(diagnose)
-        self._wishes: dict[object, Wish] = {}  # one for each open line
+        self._wishes: dict[object, Wish] = {}  # one per connection
         self._pictures: dict[Wish, dict[str, Any]] = {}
         self._files: dict[str, tuple[float, list[str]]] = {}
         self._hurried: list[str] = []
-        self._read: set[str] = set()  # runs whose ranks were all read before
+        self._read: set[str] = set()  # runs whose ranks have all been read
         self._pasts: dict[str, tuple[float, dict[str, Any]]] = {}
         self._pasts_due = math.inf
         self._wake = threading.Event()
@@ -125,12 +124,12 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Called in the loop that serves."""
+        """Call this in the server's event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """End all lines and the thread. Safe from a signal handler and from any thread."""
+        """End all connections and the thread. Safe from signal handlers and any thread."""
         self._closing.set()
         self._wake.set()
         self._tell()
@@ -144,9 +143,9 @@ class Hub:
         self._wake.set()
 
     async def follow(self, wish: Wish) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Everything once, then what changes; a beat where nothing does. Ends with the server.
+        """Everything once, then changes, and a beat when nothing changes. Ends with the server.
 
-        What a browser has not taken yet is not queued: it gets the sum of it when it does.
+        Nothing is queued for a slow browser: it gets all changes at once when it is ready.
         """
         key = object()
         self._wishes[key] = wish
@@ -169,34 +168,32 @@ class Hub:
                 if time.monotonic() - last >= BEAT_SECONDS:
                     last = time.monotonic()
                     yield "beat", {}
-                await _wait(news, BEAT_SECONDS)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), BEAT_SECONDS)
         finally:
             del self._wishes[key]
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            if not self._wishes:  # nobody looks: nothing is read, unless somebody is to be told
+            if not self._wishes:  # nobody looks: nothing is read except for --notify
                 self._pictures, self._pasts, self._read = {}, {}, set()
                 self._wake.wait(None if self._notify is None else LONE_SECONDS)
                 if not self._wake.is_set():
-                    self._look_alone()
+                    with suppress(Exception):  # there is no page to show it on
+                        self.watcher.poll()
+                        self._tell_notifier()
                 self._wake.clear()
                 continue
             self._wake.clear()
             begin = time.monotonic()
             try:
                 self._look()
-            except Exception as error:  # the page says so, and a later look may do
-                self._confess(error)
+            except Exception as error:  # shown on the page; a later look may succeed
+                self._show_problem(error)
             took = time.monotonic() - begin
-            self._wake.wait(min(MAX_TICK_SECONDS, max(TICK_SECONDS, TIMES_ITS_WORK * took)))
+            self._wake.wait(min(MAX_TICK_SECONDS, max(TICK_SECONDS, took)))
 
-    def _look_alone(self) -> None:
-        with suppress(Exception):  # there is no page to say it on
-            self.watcher.poll()
-            self._tell_others()
-
-    def _tell_others(self) -> None:
+    def _tell_notifier(self) -> None:
         if self._notify is not None:
             self._notify(self.watcher.runs())
 
@@ -204,26 +201,24 @@ class Hub:
         wishes = set(self._wishes.copy().values())
         while self._hurried:
             self.watcher.hurry(self._hurried.pop())
-        has_news = self._poll(self._names(wishes) & self._read)
+        poll = partial(self.watcher.poll, budget=BUDGET_SECONDS)
+        has_news = poll(self._names(wishes) & self._read)
         names = self._names(wishes)
         if not names <= self._read:
-            # All ranks of a run for the first time can take seconds: the rest is shown before.
+            # Reading all ranks for the first time can take seconds: show the rest before.
             self._show(wishes)
-            self._poll(names)
+            poll(names)
             has_news, self._pasts = True, {}
         self._read = names
         has_news |= self.findings.look(self.watcher, names)
-        self._tell_others()
+        self._tell_notifier()
         if has_news or wishes != set(self._pictures) or time.monotonic() >= self._pasts_due:
             self._show(wishes)
-
-    def _poll(self, names: set[str]) -> bool:
-        return self.watcher.poll(detail=names, budget=BUDGET_SECONDS)
 
     def _names(self, wishes: set[Wish]) -> set[str]:
         return {name for wish in wishes if (name := self._chosen(wish)) is not None}
 
-    def _confess(self, error: Exception) -> None:
+    def _show_problem(self, error: Exception) -> None:
         problem = redact(f"the run folders cannot be read: {type(error).__name__}: {error}")
         wishes = set(self._wishes.copy().values())
         before = {wish: self._pictures.get(wish, NOTHING) for wish in wishes}
@@ -240,7 +235,7 @@ class Hub:
         self._tell()
 
     def _chosen(self, wish: Wish) -> str | None:
-        """The run that was wished for, else the first of the list."""
+        """The run that was asked for, else the first in the list."""
         if wish.run is not None and self.watcher.run_dir(wish.run) is not None:
             return wish.run
         return next((view.run for view in self.watcher.runs()), None)
@@ -273,7 +268,7 @@ class Hub:
         }
 
     def _past(self, name: str) -> dict[str, Any]:
-        """What the history of a run shows; thousands of numbers, so not made anew at every look."""
+        """A run's curves: thousands of numbers, so they are not rebuilt at every look."""
         due, past = self._pasts.get(name, (0.0, {}))
         if time.monotonic() >= due:
             history = self.watcher.history(name)
@@ -284,7 +279,7 @@ class Hub:
             }
             self._pasts[name] = (time.monotonic() + PAST_SECONDS, past)
         else:
-            self._pasts_due = min(self._pasts_due, due)  # shown once more, when it is made anew
+            self._pasts_due = min(self._pasts_due, due)  # show it again once it may be rebuilt
         return past
 
     def _log_files(self, name: str) -> list[str]:
@@ -302,8 +297,3 @@ class Hub:
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(tell)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)

@@ -32,8 +32,8 @@ from allranks.watch.terminal import LETTERS
 SAMPLER = Path(__file__).with_name("sampler.py")
 JOB_FORMAT = "%i|%T|%r|%N|%M|%L|%u|%j"
 SAMPLE_SECONDS = 5.0
-MAX_SAMPLES = 17_280  # a day of them; then the step ends whatever became of its reader
-FIRST_SECONDS = 60.0  # in which srun must have started on all nodes
+MAX_SAMPLES = 17_280  # a day's worth; then the step ends, whatever became of its reader
+FIRST_SECONDS = 60.0  # for srun to start on all nodes
 
 KEYS = "↑↓ scroll  d stack dumps  q quit"
 STACK_KEYS = "↑↓ scroll  q back"
@@ -57,7 +57,7 @@ PROCESS_COLUMNS = (
     Column(key="state", title="", rank=4, width=8, right=False),
     Column(key="command", title="command", rank=3, width=12, right=False, most=120),
 )
-OLD_SAMPLES = 3  # after so many that did not come, a node is silent
+OLD_SAMPLES = 3  # samples that a node must miss to count as silent
 STATES = {"R": "runs", "S": "sleeps", "D": "on disk", "T": "stopped", "t": "traced"}
 
 Sample = dict[str, Any]
@@ -89,7 +89,7 @@ def parse_job(printed: str) -> JobFacts | None:
 
 
 def find_job(job: str) -> JobFacts:
-    """The job, if it runs. Raises AllranksError in words if it does not."""
+    """The job, if it is running; otherwise raises an AllranksError that says why not."""
     fix = "see your jobs with squeue --me, your runs with allranks ls"
     try:
         facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
@@ -101,12 +101,12 @@ def find_job(job: str) -> JobFacts:
         raise AllranksError(f"there is no run {job!r} here, and no job {job} in the queue", fix=fix)
     if facts.state not in RUNNING:
         why = f": {waiting_reason(facts.reason)}" if facts.state == "PENDING" else ""
-        raise AllranksError(f"job {job} does not run, it is {facts.state.lower()}{why}", fix=fix)
+        raise AllranksError(f"job {job} is not running but {facts.state.lower()}{why}", fix=fix)
     return facts
 
 
 def has_ended(job: str) -> bool:
-    """Whether SLURM no longer runs it; a SLURM that does not answer has not said so."""
+    """Whether SLURM says that the job is over; False if it does not answer."""
     try:
         facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
     except slurm.SlurmError as error:
@@ -117,9 +117,9 @@ def has_ended(job: str) -> bool:
 def srun_command(
     job: str, num_nodes: int, python: str, *, interval: float, count: int, mode: str
 ) -> list[str]:
-    """One task on each node of the job, beside what runs there; the sampler is its input."""
+    """One task on each node of the job, beside its own; its input is the sampler."""
     words = f"- {job} {interval:g} {count} {mode}"
-    # The Python of this command if the nodes share its disk, else whatever they have.
+    # This Python if the nodes share its disk, else whatever they have.
     script = f'export {MARK}=1; test -x "$0" && exec "$0" {words}; exec python3 {words}'
     return [
         *("srun", f"--jobid={job}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"),
@@ -129,7 +129,7 @@ def srun_command(
 
 
 class Sampling:
-    """Samples of all nodes as they come, from one step that lasts as long as somebody looks."""
+    """Samples of all nodes as they come, from one job step that runs while somebody looks."""
 
     def __init__(
         self,
@@ -148,14 +148,14 @@ class Sampling:
         self._thread.start()
 
     def new(self, seconds: float = 0.0) -> Iterator[Sample]:
-        """What has come, waiting so long for the first. Raises AllranksError if the step failed."""
+        """New samples, waiting that long for the first. Raises AllranksError if the step failed."""
         while True:
             try:
                 sample = self._samples.get(timeout=seconds) if seconds else self._samples.get(False)
             except queue.Empty:
                 return
             if sample is None:
-                self._samples.put(None)  # for who asks again
+                self._samples.put(None)  # for the next call
                 self._check()
                 return
             yield sample
@@ -190,13 +190,13 @@ class Sampling:
 
 
 class Pieces:
-    """Puts together what the samplers of several nodes tell at the same time."""
+    """Reassembles samples that several nodes print at the same time."""
 
     def __init__(self) -> None:
         self._of_node: dict[str, list[str]] = {}
 
     def take(self, line: str) -> Sample | None:
-        """The sample that this line is the end of. A site's own words are passed over."""
+        """The sample that this line completes. Other output, such as a greeting, is skipped."""
         node, _, rest = line.rstrip("\n").partition(" ")
         place, _, piece = rest.partition(" ")
         number, _, count = place.partition("/")
@@ -234,13 +234,13 @@ def collect(facts: JobFacts, mode: str) -> list[Sample]:
     if not found:
         raise AllranksError(
             f"job {facts.job}: no node answered in {FIRST_SECONDS:.0f} seconds",
-            fix="see whether the job still runs: squeue -j " + facts.job,
+            fix="check whether the job is still running: squeue -j " + facts.job,
         )
     return [*(found[name] for name in sorted(found)), *({"node": name} for name in missing)]
 
 
 def stack_lines(samples: Sequence[Sample]) -> list[str]:
-    """Every process's stack, with whose it is."""
+    """The stack of every process, with its node and rank."""
     lines: list[str] = []
     for sample in samples:
         if not sample.get("stacks"):
@@ -249,8 +249,10 @@ def stack_lines(samples: Sequence[Sample]) -> list[str]:
             rank = f"rank {one['rank']}, " if one.get("rank") is not None else ""
             lines.append(f"{sample['node']}: {rank}process {one['pid']}: {one['command'][:200]}")
             if one["by"] != "py-spy":
-                install = "install it there for Python's own lines: pip install py-spy"
-                lines.append(f"  {one.get('trouble')}; what the kernel knows of each thread")
+                install = "to see Python's own stack, install it there: pip install py-spy"
+                lines.append(
+                    f"  {one.get('trouble')}; this is what the kernel knows about each thread"
+                )
                 lines.append(f"  {install}")
             lines += [f"  {line}" for line in one["stack"].splitlines()] + [""]
     return [clean(line) for line in lines]
@@ -265,9 +267,9 @@ def job_lines(
     passed: float = 0.0,
     now: float | None = None,
 ) -> list[Text]:
-    """Everything that is known of a job's nodes, as one long page, so long after SLURM was asked.
+    """Everything known about a job's nodes as one long page, `passed` seconds after asking SLURM.
 
-    With `now`, samples that are old by then are said to be.
+    Given `now`, old samples are labelled with their age.
     """
     title = Text(f"job {facts.job} {clean(facts.name)}", style="bold")
     title.append(f"  {times(facts, passed)}", style="not bold")
@@ -294,7 +296,7 @@ def in_order(process: Mapping[str, object]) -> tuple[float, int]:
 
 
 def times(facts: JobFacts, passed: float) -> str:
-    """How long it has run, and how long it may."""
+    """How long the job has run, and how much of its time limit is left."""
     elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
     said = facts.state.lower()
     if facts.state == "ENDED":
@@ -307,7 +309,7 @@ def times(facts: JobFacts, passed: float) -> str:
 
 
 def clock_seconds(text: str) -> float | None:
-    """SLURM's 1-02:03:04, 2:03:04 and 3:04; None for its words."""
+    """Parse SLURM's 1-02:03:04, 2:03:04 and 3:04; None for words such as UNLIMITED."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if match is None:
         return None
@@ -348,7 +350,7 @@ def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) ->
 def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
     state = str(process.get("state"))
     program, _, rest = str(process.get("command")).partition(" ")
-    command = f"{program.rpartition('/')[2]} {rest}"  # where Python is installed says little
+    command = f"{program.rpartition('/')[2]} {rest}"  # without the folder of the program
     return {
         "node": Text(clean(node)),
         "rank": marked(process.get("rank"), "{}"),
@@ -362,7 +364,7 @@ def process_cells(node: str, process: Mapping[str, object]) -> dict[str, Text]:
 
 
 class JobScreen:
-    """The live view of one job: samples as they come, stack dumps when asked."""
+    """The live screen of one job: samples as they come, stack dumps on request."""
 
     def __init__(self, facts: JobFacts, marks: Mapping[str, Mark]) -> None:
         self.facts, self.marks = facts, marks
@@ -372,7 +374,7 @@ class JobScreen:
         self.is_over = False
         self.problem = ""
         self.has_ended = False
-        self.silent_since: float | None = None  # samples ceased to come
+        self.silent_since: float | None = None  # when samples stopped coming
         self.is_asking = False  # for stacks
         self._ask_due = 0.0
         self._begin = time.monotonic()
@@ -387,10 +389,10 @@ class JobScreen:
             self._ask_for_the_end()
 
     def _ask_for_the_end(self) -> None:
-        """Why do no samples come? A job that is cancelled takes SLURM some seconds to end."""
+        """Samples have stopped: has the job ended? SLURM takes seconds to end a cancelled one."""
         now = time.monotonic()
         self.silent_since = self.silent_since or now
-        self.problem = self.problem or "no more samples come"
+        self.problem = self.problem or "samples have stopped coming"
         if not self.has_ended and now >= self._ask_due:
             self._ask_due = now + SAMPLE_SECONDS
             self.has_ended = has_ended(self.facts.job)
@@ -414,7 +416,7 @@ class JobScreen:
     def draw(self, width: int, height: int) -> list[Text]:
         lines = self.lines(width)
         note = f"! {clean(self.problem)}" if self.problem else ""
-        note = "asking every node where its processes are" if self.is_asking else note
+        note = "collecting stack dumps from every node" if self.is_asking else note
         rows = max(1, height - (2 if note else 1))
         self.top = max(0, min(self.top, len(lines) - rows))
         page = lines[self.top : self.top + rows]
@@ -437,7 +439,7 @@ class JobScreen:
             self.is_over = True
 
     def _take_stacks(self) -> None:
-        """Takes seconds, more where nodes are busy: beside the screen."""
+        """In a thread of its own: it takes seconds, and longer on busy nodes."""
         try:
             self.stacks, self.top = stack_lines(collect(self.facts, "stacks")), 0
         except AllranksError as error:
@@ -445,5 +447,5 @@ class JobScreen:
         self.is_asking = False
 
     def close(self) -> None:
-        """The step on the job's nodes ends with the view."""
+        """The step on the job's nodes ends with the screen."""
         self._sampling.close()

@@ -1,12 +1,12 @@
-"""All runs of a folder, followed: the reading core under every view of `allranks watch`.
+"""Follows all runs of a folder: what every view of `allranks watch` reads from.
 
     watcher = Watcher(Path("runs"))
     while True:
-        watcher.poll(detail={"digits-20261115-142301-3f9a"})  # whose ranks are wanted
+        watcher.poll(detail={"digits-20261115-142301-3f9a"})  # read all ranks of these
         watcher.runs(), watcher.ranks(name), watcher.parts(name), watcher.history(name)
 
-Only what was appended is read, of runs nobody looks at only the first rank's file, and SLURM is
-asked for all of them at once. Call it from one thread at a time.
+Only appended data is read; of runs that nobody looks at, only the first rank's file. SLURM is asked
+about all runs at once. Not thread-safe: call it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import Queue, RunState, look_at_run, unreadable
 from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
-from allranks.watch.bases import Bases, Comparison, Key, sets_of
+from allranks.watch.compare_runs import ComparableRuns, Comparison, Key, sets_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView, run_view
 
-LOOK_SECONDS = 2.0  # between looks at a run that nobody has selected
-SLEEP_SECONDS = 10.0  # at one that has ended
+LOOK_SECONDS = 2.0  # between looks at a run that is not selected
+SLEEP_SECONDS = 10.0  # between looks at a run that has ended
 FIND_SECONDS = 2.0
-BUDGET_SECONDS = 0.2  # for folders that are read for the first time, at each poll
+BUDGET_SECONDS = 0.2  # per poll, for folders that are read for the first time
 OLD_SECONDS = 24 * 3600.0
 ALWAYS_SHOWN = 10  # newest runs, however old
 SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
@@ -38,15 +38,15 @@ SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
 
 ASK_SECONDS = 10.0
 MAX_SECONDS = 120.0
-TIMES_ITS_ANSWER = 20  # a SLURM that takes long to answer is asked less often
+TIMES_ITS_ANSWER = 20  # a SLURM that is slow to answer is asked less often
 CLOSE_SECONDS = 0.5
-FIRST_SECONDS = 3.0  # what a first screen may wait for it
+FIRST_SECONDS = 3.0  # how long the first screen may wait for an answer
 
 Ask = Callable[[Sequence[RunDir]], Queue]
 
 
 class Asking:
-    """The newest answer of SLURM. One thread asks; whoever wants to know never waits for it."""
+    """SLURM's newest answer. A thread does the asking, so that nobody has to wait for it."""
 
     def __init__(self, ask: Ask = look, clock: Callable[[], float] = time.monotonic):
         self.answer = Queue()
@@ -58,7 +58,7 @@ class Asking:
         self._thread: threading.Thread | None = None
 
     def ask(self, runs: Sequence[RunDir], *, wait: float = 0.0) -> bool:
-        """Ask if it is time to, and wait so long for the answer; whether one has come."""
+        """Ask if it is time to, and wait that long; returns whether an answer has come."""
         before = self.answer
         if runs and self._thread is None and self._clock() >= self._due:
             self._thread = threading.Thread(
@@ -74,7 +74,7 @@ class Asking:
         return self.answer is not before
 
     def hurry(self) -> None:
-        """Something was changed by the user: ask at the next occasion."""
+        """The user has changed something: ask at the next opportunity."""
         self._due = 0.0
 
     def _run(self, runs: list[RunDir]) -> None:
@@ -90,7 +90,7 @@ class Asking:
         self.answer = answer
 
     def close(self) -> None:
-        """Nobody who leaves waits for SLURM: an open question ends with the process."""
+        """Hardly wait for SLURM: a question still open ends with the process."""
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
@@ -103,21 +103,21 @@ class Followed:
     reader: RunReader
     info: dict[str, Any] = field(default_factory=dict)
     job: dict[str, Any] = field(default_factory=dict)
-    same: str = ""  # as runs that can be compared with it
-    sets: tuple[Key, ...] = ()  # of runs, that it is compared in
+    same: str = ""  # equal for runs of the same job
+    sets: tuple[Key, ...] = ()  # sets of comparable runs that it belongs to
     comparison: Comparison | None = None
-    first_start: dict[str, Any] | None = None  # of one whose ranks are not followed
-    is_measured: bool = False  # it has ended, and its pace was read
+    first_start: dict[str, Any] | None = None  # its first rank's start event
+    is_measured: bool = False  # it has ended and its pace is known
     measured: Timing | None = None
     pace: float | None = None
     status: RunState = field(default_factory=RunState)
     view: RunView | None = None
     due: float = 0.0
     is_read: bool = False
-    is_settled: bool = False  # its end was judged: only a change of its folder matters
-    is_old: bool = False  # ended long ago: not shown, unless asked for
-    is_aside: bool = False  # others are compared with it, but it was not asked for
-    problem: str | None = None  # with its folder
+    is_settled: bool = False  # its final state is known: only a change of its folder matters
+    is_old: bool = False  # ended long ago: hidden unless asked for
+    is_aside: bool = False  # not asked for, but others are compared with it
+    problem: str | None = None  # what is wrong with its folder
     _signs: tuple[int, ...] = ()
 
     @property
@@ -137,7 +137,7 @@ class Followed:
         return self.info
 
     def has_changed(self) -> bool:
-        """Whether the run was begun, resumed, moved or stopped since the last look."""
+        """Whether the run was started, resumed, moved or stopped since the last look."""
         signs = tuple(modified(self.run.path / name) for name in SIGNS)
         if signs == self._signs:
             return False
@@ -150,7 +150,7 @@ class Followed:
 
 
 class Watcher:
-    """Follows the runs of a folder, or those named. `poll`, then ask."""
+    """Follows the runs of a folder, or only some of them. Call `poll`, then the others."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Watcher:
         self.only = list(only) if only is not None else None
         self.shows_old = old or only is not None
         self.look_seconds = LOOK_SECONDS
-        self.stalled = stalled  # seconds without a step; None: by the steps before
+        self.stalled = stalled  # seconds without a step; None: judged by earlier steps
         self._now = now
         self._asking = Asking(ask)
         self._followed: dict[str, Followed] = {}  # newest first
@@ -174,15 +174,15 @@ class Watcher:
         self._find_due = 0.0
         self._folder_sign = -1
         self._is_first = True
-        self._is_behind = False  # with reading the paces of runs that have ended
+        self._is_behind = False  # some paces of ended runs are still to be read
 
     def poll(self, detail: Collection[str] = (), *, budget: float = BUDGET_SECONDS) -> bool:
-        """Read what is new; of the runs in `detail` that of all ranks. Whether anything was."""
+        """Read what is new, for runs in `detail` of all ranks; returns whether there was any."""
         begin = time.monotonic()
         has_news = self._find(begin)
         has_news |= self._ask_slurm()
         looked = []
-        reading = time.monotonic()  # not before: SLURM may have been waited for
+        reading = time.monotonic()  # only now: asking SLURM may have taken a while
         for one in self._followed.values():
             is_wanted = one.run.name in detail
             if not is_wanted and begin < one.due:
@@ -197,33 +197,25 @@ class Watcher:
         return has_news
 
     def runs(self) -> list[RunView]:
-        """Those that wait or run, newest first, then the others."""
+        """Queued and running runs, newest first, then the others."""
         shown = [one for one in self._followed.values() if one.view and not one.is_hidden]
         shown.sort(key=lambda one: one.view is not None and not one.view.is_active)
         return [one.view for one in shown if one.view is not None]
 
     def num_old(self) -> int:
-        """Runs that ended long ago and are not shown."""
+        """How many runs are hidden because they ended long ago."""
         return sum(one.is_old for one in self._followed.values())
 
     def run_dir(self, name: str) -> RunDir | None:
         one = self._followed.get(name)
         return one.run if one else None
 
-    def job(self, name: str) -> dict[str, Any]:
-        """The settings of a run's job, as in its job.yaml."""
-        return self._followed[name].job if name in self._followed else {}
-
-    def info(self, name: str) -> dict[str, Any]:
-        """The content of its run.json."""
-        return self._followed[name].info if name in self._followed else {}
-
-    def start(self, name: str) -> dict[str, Any]:
-        """What its first rank said at the start of its newest attempt."""
-        return self._followed[name].reader.start if name in self._followed else {}
+    def followed(self, name: str) -> Followed:
+        """A run by its name, with its job.yaml, its run.json and the reader of its events."""
+        return self._followed[name]
 
     def ranks(self, name: str) -> list[RankView]:
-        """Of a run that was in `detail`."""
+        """The ranks of a run that was in `detail`."""
         one = self._followed.get(name)
         if one is None:
             return []
@@ -241,21 +233,21 @@ class Watcher:
         return one.reader.history() if one else None
 
     def hurry(self, name: str) -> None:
-        """Look at a run at the next poll, and ask SLURM: the user has done something to it."""
+        """The user has done something to this run: look at it, and ask SLURM, at the next poll."""
         self._asking.hurry()
         if name in self._followed:
             self._followed[name].due = 0.0
 
     @property
     def silence(self) -> str | None:
-        """Why SLURM could not be asked, if it could not."""
+        """Why SLURM did not answer; None if it did."""
         return self._asking.answer.silent
 
     def close(self) -> None:
         self._asking.close()
 
     def _find(self, now: float) -> bool:
-        """Runs that are new or gone."""
+        """Find runs that are new or gone; returns whether there are any."""
         if now < self._find_due:
             return False
         self._find_due = now + min(FIND_SECONDS, self.look_seconds)
@@ -273,12 +265,12 @@ class Watcher:
                 if run.job_name in jobs and run.name not in now_here:
                     aside = Followed(run, RunReader(run), is_aside=True)
                     now_here[run.name] = before.get(run.name) or aside
-        self._followed = now_here  # at once: other threads ask for a run by its name
+        self._followed = now_here  # in one assignment: other threads look up runs by name
         self._newest = set(list(self._followed)[:ALWAYS_SHOWN])
         return list(before) != list(self._followed)
 
     def _ask_slurm(self) -> bool:
-        """Whether an answer has come: those that it is about are looked at now."""
+        """Ask SLURM; returns whether an answer has come, whose runs are then looked at again."""
         concerned = [one for one in self._followed.values() if one.may_have_jobs]
         runs = [one.run for one in concerned if one.read_info().get("jobs")]
         has_answer = self._asking.ask(runs, wait=FIRST_SECONDS if self._is_first else 0.0)
@@ -293,7 +285,7 @@ class Watcher:
             is_changed = self._read(one, now, all_ranks=all_ranks, budget=budget)
             if is_changed:
                 one.problem = one.run.problem()
-        except Exception as error:  # what nobody foresaw costs this run its line, not others theirs
+        except Exception as error:  # anything unforeseen spoils only this run's line
             one.status, one.problem = RunState("failed"), unreadable(error)
             one.is_read, one.due = True, now + SLEEP_SECONDS
         return is_changed or one.problem != before
@@ -302,7 +294,7 @@ class Watcher:
         is_changed = one.has_changed()
         was_active = one.is_active
         if is_changed or was_active or not one.is_settled:
-            one.is_settled = not was_active and one.is_read  # judged again when all is written
+            one.is_settled = not was_active and one.is_read  # judge again once all is written
             one.status = look_at_run(one.run, one.info, self._asking.answer)
         one.is_old = not self.shows_old and self._is_old(one)
         one.due = now + (self.look_seconds if one.is_active else SLEEP_SECONDS)
@@ -315,29 +307,29 @@ class Watcher:
         return is_changed
 
     def _compare(self, looked: Sequence[Followed], deadline: float) -> bool:
-        """Show those that were looked at, and those for which that changes something."""
+        """Update the views of these runs, and of others whose comparison they change."""
         for one in looked:
             one.sets = sets_of(one)
-        bases = Bases(self._followed.values(), deadline)
+        comparable = ComparableRuns(self._followed.values(), deadline)
         changed = {one.run.name for one in looked}
         for one in self._followed.values():
             if one.is_hidden:
                 continue
-            if not one.is_measured and bases.measure(one) and one.is_measured:
+            if not one.is_measured and comparable.measure(one) and one.is_measured:
                 changed.add(one.run.name)
-            if (comparison := bases.of(one)) != one.comparison:
+            if (comparison := comparable.of(one)) != one.comparison:
                 one.comparison = comparison
                 changed.add(one.run.name)
-        self._is_behind = bases.is_behind
+        self._is_behind = comparable.is_behind
         return any([self._show(self._followed[name]) for name in changed])
 
     def _show(self, one: Followed) -> bool:
-        """Make its view anew; whether it differs."""
+        """Rebuild its view; returns whether it has changed."""
         if not one.is_read or one.is_hidden:
             return False
         try:
             view = run_view(one, now=self._now(), stalled=self.stalled)
-        except Exception as error:  # as in `_look`
+        except Exception as error:  # spoils only this run's line
             view = RunView(
                 run=one.run.name,
                 run_dir=str(one.run.path),
@@ -357,7 +349,7 @@ class Watcher:
 
 
 def modified(path: Path) -> int:
-    """When it was changed, in nanoseconds; 0 if it is not there."""
+    """Modification time in nanoseconds; 0 if there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""A run's logs: the end as it grows, for a terminal; lines and what a search finds, for a page."""
+"""A run's logs: followed and searched in the terminal, and read in pieces for the page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_LINES = 500
 MAX_CHARACTERS = 2000
 TAIL_BYTES = 128 << 10
 CHUNK_BYTES = 1 << 20
-MAX_REST_BYTES = 64 << 10  # of a line that has no end yet: its last ones
+MAX_REST_BYTES = 64 << 10  # kept of a line without an end
 
 
 def log_files(run: RunDir) -> dict[str, Path]:
-    """The logs of a run by the names that a page may ask for: no other file is ever opened."""
+    """The logs of a run by the names that the page may ask for: nothing else is ever opened."""
     found: dict[str, Path] = {}
     for number in reversed(run.attempts()):
         for rank in run.logs(number):
@@ -35,12 +35,12 @@ def log_files(run: RunDir) -> dict[str, Path]:
 def read_lines(
     path: Path, *, query: str = "", after: int | None = None, line: int = 0
 ) -> dict[str, Any]:
-    """The last lines, or those after an offset, that hold `query`; and where to go on.
+    """The last lines, or those after an offset, that contain `query`, and where to continue.
 
-    `lines` are [number, text]; `rest` is what has no end yet; `found` how many fitted in all.
+    `lines` are [number, text]; `rest` is an unfinished line; `found` counts all matches.
     """
     size = _size(path)
-    if after is None or after > size:  # the first look, or the file was begun anew
+    if after is None or after > size:  # first look, or the file was started over
         after, line = (0, 0) if query else _tail_start(path, size)
     kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
     found, rest, wanted = 0, "", query.casefold()
@@ -48,7 +48,7 @@ def read_lines(
         if not block.endswith(b"\n"):
             after, rest = start, shown(block)
             break
-        # Most of a long file does not fit: whole blocks are passed over.
+        # Most of a long file does not match: skip whole blocks.
         if not wanted or _may_hold(block, wanted):
             for number, raw in enumerate(block[:-1].split(b"\n"), start=line + 1):
                 if not wanted or _may_hold(raw, wanted):
@@ -56,9 +56,9 @@ def read_lines(
                     kept.append((number, raw))
         after = start + len(block)
         line += block.count(b"\n")
-        if after >= size + CHUNK_BYTES:  # it grows as fast as it is read
+        if after >= size + CHUNK_BYTES:  # it grows as fast as we read
             break
-    # Only now, since this takes longest; what was found in a secret or a colour was not found.
+    # Only now, as this is slow. A match inside a secret or a colour code does not count.
     lines = [[number, text] for number, raw in kept if wanted in (text := shown(raw)).casefold()]
     return {
         "lines": lines,
@@ -76,15 +76,15 @@ def _may_hold(text: bytes, wanted: str) -> bool:
 
 
 def last_drawn(rest: bytes) -> bytes:
-    """Of a line without its end, what a terminal would show: progress bars draw over themselves."""
+    """What a terminal would show of an unfinished line: progress bars overwrite themselves."""
     begin = rest.rstrip(b"\r").rfind(b"\r") + 1
     return rest[max(begin, len(rest) - MAX_REST_BYTES) :]
 
 
 def _blocks(path: Path, after: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from an offset on, in blocks; at the end, alone, what has no newline yet.
+    """Blocks of whole lines from an offset on, each with its offset; an unfinished line last.
 
-    Each with its offset; what was drawn over or is too long for a line is passed over.
+    Of an unfinished line, overwritten text and all but its last bytes are skipped.
     """
     rest = b""
     try:
@@ -103,7 +103,7 @@ def _blocks(path: Path, after: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _tail_start(path: Path, size: int) -> tuple[int, int]:
-    """Where the last lines begin, and how many lines are before them."""
+    """Where the last lines begin, and how many lines come before."""
     if size <= TAIL_BYTES:
         return 0, 0
     try:
@@ -133,32 +133,32 @@ def _size(path: Path) -> int:
 
 
 def shown(raw: bytes) -> str:
-    """A line as a terminal would leave it: after the last return, no colours, no secrets."""
+    """A line as a terminal would show it, without colours and secrets."""
     line = last_state(raw)[: 4 * MAX_CHARACTERS]
-    # Redacted before it is cut: half a key would not be known as one.
+    # Redact before cutting: half a key would not be recognised.
     return redact(plain(line.decode(errors="replace")))[:MAX_CHARACTERS]
 
 
 KEPT_BYTES = 4 << 20
-JOB = -1  # in place of a rank: what SLURM, the preflight and the launcher said
+JOB = -1  # in place of a rank: the log of SLURM, the preflight and the launcher
 
 
 class LogPage:
-    """One log: its last lines, a page of them at a time, following its end unless scrolled up."""
+    """One log, a page at a time; follows its end unless scrolled up."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[str] = []  # as they are in the file
-        self.above: int | None = None  # lines above the last shown; None: follows the end
-        self.found: int | None = None  # the line that a search has come to
-        self.is_cut = False  # there is more before what is kept
+        self.lines: list[str] = []  # as in the file
+        self.above: int | None = None  # number of lines up to the last shown; None: follow the end
+        self.found: int | None = None  # the line that the search has reached
+        self.is_cut = False  # earlier lines are no longer kept
         self._tail = LogTail(path)
         self._num_bytes = 0
 
     def look(self) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read what is new; returns whether there was anything."""
         size = _size(self.path)
-        if size < self._tail.offset:  # it was begun anew
+        if size < self._tail.offset:  # it was started over
             self.__init__(self.path)  # type: ignore[misc]
         if size <= self._tail.offset:
             return False
@@ -178,30 +178,30 @@ class LogPage:
         return True
 
     def page(self, rows: int) -> list[str]:
-        """So many lines, the last of them where the page was scrolled to; no secrets."""
+        """`rows` lines up to where the page is scrolled to, without secrets."""
         rest = b"".join(self._tail.begun)
         lines = [*self.lines, rest.decode(errors="replace")] if rest else self.lines
         end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
-        # Only these: to look for secrets in all that is kept would take seconds.
+        # Only these: redacting everything that is kept would take seconds.
         return [shown(line.encode()) for line in lines[max(0, end - rows) : end]]
 
     def scroll(self, lines: int, rows: int) -> None:
-        """Up (negative) or down; the end is followed again once it is reached."""
+        """Scroll up (negative) or down; at the end, start following again."""
         end = len(self.lines) if self.above is None else self.above
         end = max(min(rows, len(self.lines)), end + lines)
         self.above = None if end >= len(self.lines) else end
 
     def find(self, wanted: str, rows: int, *, up: bool) -> bool:
-        """Scroll to the next line that holds it, into the middle of the page; whether there is one.
+        """Scroll to the next line with this text; returns whether there is one.
 
-        From the line that was found last, or from the end of the page.
+        Starts from the last match, or from the end of the page.
         """
         here = self.found if self.found is not None else self.above or len(self.lines)
         low = wanted.casefold()
         places = range(here - 1, -1, -1) if up else range(here + 1, len(self.lines))
         for at in places:
             line = self.lines[at]
-            # What is not shown is not found: no secret can be guessed letter by letter.
+            # Search only what is shown, so that no secret can be guessed letter by letter.
             if low in line.casefold() and low in shown(line.encode()).casefold():
                 self.found = at
                 self.above = min(len(self.lines), max(rows, at + 1 + rows // 2))
@@ -215,7 +215,7 @@ class LogPage:
 
 
 def log_ranks(run: RunDir) -> list[int]:
-    """Whose logs there are in the newest attempt; JOB first, if SLURM has one."""
+    """Ranks with a log in the newest attempt; JOB first, if there is a SLURM log."""
     attempts = run.attempts()
     ranks = run.logs(attempts[-1]) if attempts else []
     return [*([JOB] if job_log(run) else []), *ranks]
@@ -229,5 +229,5 @@ def log_path(run: RunDir, rank: int) -> Path | None:
 
 
 def job_log(run: RunDir) -> Path | None:
-    """The newest of what SLURM's jobs have said."""
+    """The log of the newest SLURM job."""
     return next(reversed(run.job_logs()), None)

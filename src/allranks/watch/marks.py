@@ -1,4 +1,4 @@
-"""Which numbers are good, and which ask for a look: limits that the user can set."""
+"""Marks: which numbers are good and which need attention, by limits that the user can set."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from allranks.errors import AllranksError
+from allranks.show.numbers import count
 from allranks.watch.views import RankView
 
 Verdict = Literal["good", "warn", ""]
 
-# Not by colour alone: half of all terminals and some people have none.
+# Not by colour alone: not every terminal has it, and not everyone sees it.
 SIGNS: Mapping[Verdict, str] = {"good": "+", "warn": "!", "": " "}
 STYLES: Mapping[Verdict, str] = {"good": "green", "warn": "yellow", "": ""}
+LIMIT_SIGNS = {"warn_under": "! under", "good_from": "+ from", "warn_over": "! over"}
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Limits in percent, each None where there is none."""
+    """Limits in percent; None means no such limit."""
 
     about: str
     warn_under: float | None = None
@@ -36,32 +38,28 @@ class Mark:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Those that there are, in the order in which they are typed."""
-        named = {
-            "warn_under": self.warn_under,
-            "good_from": self.good_from,
-            "warn_over": self.warn_over,
-        }
+        """The limits that are set, in the order in which they are typed."""
+        named = {name: getattr(self, name) for name in LIMIT_SIGNS}
         return {name: limit for name, limit in named.items() if limit is not None}
 
 
 DEFAULT_MARKS: Mapping[str, Mark] = {
     "gpu_util": Mark("GPU utilisation", warn_under=80, good_from=90),
     "memory": Mark("GPU memory in use", good_from=80, warn_over=90),
-    "power": Mark("power beside its limit", good_from=80),
-    "network": Mark("network beside the link's rate", warn_over=90),
+    "power": Mark("power, of its limit", good_from=80),
+    "network": Mark("network, of the link's rate", warn_over=90),
     "workers": Mark("loader workers busy", warn_over=90),
 }
 
 
 def parse_marks(texts: Iterable[str]) -> dict[str, Mark]:
-    """The marks with what was typed, such as `gpu_util=70,85`."""
+    """The default marks, changed by what was typed, such as `gpu_util=70,85`."""
     marks = dict(DEFAULT_MARKS)
     for text in texts:
         name, _, limits = text.partition("=")
         if name not in marks:
             known = ", ".join(marks)
-            raise AllranksError(f"no mark is called {name!r}", fix=f"write one of {known}")
+            raise AllranksError(f"there is no mark {name!r}", fix=f"use one of {known}")
         names = list(marks[name].limits)
         try:
             numbers = [float(number) for number in limits.split(",")]
@@ -71,7 +69,7 @@ def parse_marks(texts: Iterable[str]) -> dict[str, Mark]:
             meaning = ", ".join(name.replace("_", " ") for name in names)
             example = ",".join(f"{limit:g}" for limit in marks[name].limits.values())
             raise AllranksError(
-                f"the mark {text!r} needs {len(names)} in percent: {meaning}",
+                f"the mark {text!r} needs {count(len(names), 'limit')} in percent: {meaning}",
                 fix=f"write --mark {name}={example}",
             ) from None
     return marks
@@ -79,19 +77,18 @@ def parse_marks(texts: Iterable[str]) -> dict[str, Mark]:
 
 def mark_in_words(name: str, mark: Mark) -> tuple[str, str]:
     """`gpu_util=80,90` as it is typed, and `GPU utilisation: ! under 80%, + from 90%`."""
-    signs = {"warn_under": "! under", "good_from": "+ from", "warn_over": "! over"}
     typed = ",".join(f"{limit:g}" for limit in mark.limits.values())
-    said = ", ".join(f"{signs[key]} {limit:g}%" for key, limit in mark.limits.items())
+    said = ", ".join(f"{LIMIT_SIGNS[key]} {limit:g}%" for key, limit in mark.limits.items())
     return f"{name}={typed}", f"{mark.about}: {said}"
 
 
 def share(part: float | None, whole: float | None) -> float | None:
-    """In percent; None where either is not known."""
+    """In percent; None if either is unknown."""
     return 100 * part / whole if part is not None and whole else None
 
 
 def judged(rank: RankView, marks: Mapping[str, Mark]) -> dict[str, Verdict]:
-    """What the marks say of one rank."""
+    """The verdict of each mark on one rank."""
     traffic = max((n for n in (rank.sent, rank.received) if n is not None), default=None)
     percents = {
         "gpu_util": rank.utilization,

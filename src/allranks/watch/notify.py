@@ -1,4 +1,4 @@
-"""Telling the user's own command what has become of a run, once for each change."""
+"""Runs the user's `--notify` command once for each change of a run's state."""
 
 from __future__ import annotations
 
@@ -12,87 +12,70 @@ from allranks.run.events import to_json
 from allranks.watch.views import RunView
 
 TIMEOUT_SECONDS = 60
-TOLD = ("finished", "failed", "stopped")
+REPORTED = ("finished", "failed", "stopped", "stalled")
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """One run, and what has become of it: finished, failed, stopped or stalled."""
+    """A run, and its new state: finished, failed, stopped or stalled."""
 
     run: RunView
     state: str
 
-    def environment(self) -> dict[str, str]:
-        return {
-            "ALLRANKS_RUN": self.run.run,
-            "ALLRANKS_RUN_DIR": self.run.run_dir,
-            "ALLRANKS_STATE": self.state,
-            "ALLRANKS_REASON": self.run.reason or "",
-        }
-
-    def as_json(self) -> str:
-        kept = self.run.as_json()
-        for curve in ("losses", "loss_steps"):
-            del kept[curve]
-        return to_json({**kept, "state": self.state})
-
-
-class Changes:
-    """Remembers how runs stood. What had ended before it was first looked at is no news."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, str] = {}
-
-    def since(self, runs: Iterable[RunView]) -> list[News]:
-        """What has changed since the last call."""
-        news = []
-        for run in runs:
-            word = "stalled" if run.stalled else run.state
-            before = self._before.get(run.run)
-            self._before[run.run] = word
-            was_going = before in ("queued", "running", "stalled")
-            if was_going and word != before and word in (*TOLD, "stalled"):
-                news.append(News(run, word))
-        return news
-
 
 class Notifier:
-    """Calls the command in the background; what goes wrong with it is kept to be shown."""
+    """Runs the command in the background; problems with it are kept to be shown."""
 
     def __init__(self, command: str) -> None:
         self.command = command
         self.problems: list[str] = []
-        self._changes = Changes()
+        self._states: dict[str, str] = {}
         self._threads: list[threading.Thread] = []
 
     def look(self, runs: Iterable[RunView]) -> list[News]:
-        news = self._changes.since(runs)
+        """Report what has changed since the last look; what had ended before is not news."""
+        news = []
+        for run in runs:
+            state = "stalled" if run.stalled else run.state
+            before = self._states.get(run.run)
+            self._states[run.run] = state
+            was_active = before in ("queued", "running", "stalled")
+            if was_active and state != before and state in REPORTED:
+                news.append(News(run, state))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         for one in news:
-            thread = threading.Thread(target=self._tell, args=(one,), name="notify", daemon=True)
+            thread = threading.Thread(target=self._report, args=(one,), name="notify", daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
         return news
 
     def close(self) -> None:
-        """What was begun is finished: the last run's end is what most wait for."""
+        """Wait for commands that are running: most users wait for the end of the last run."""
         for thread in self._threads:
             thread.join()
 
-    def _tell(self, news: News) -> None:
-        problem = call(self.command, news)
-        if problem:
+    def _report(self, news: News) -> None:
+        if problem := call(self.command, news):
             self.problems.append(problem)
 
 
 def call(command: str, news: News) -> str | None:
-    """Run the user's command for one piece of news; what went wrong, in a line."""
+    """Run the user's command for one piece of news; returns what went wrong, in one line."""
+    run, content = news.run, news.run.as_json() | {"state": news.state}
+    for curve in ("losses", "loss_steps"):
+        del content[curve]
+    variables = {
+        "ALLRANKS_RUN": run.run,
+        "ALLRANKS_RUN_DIR": run.run_dir,
+        "ALLRANKS_STATE": news.state,
+        "ALLRANKS_REASON": run.reason or "",
+    }
     try:
         done = subprocess.run(
             command,
-            shell=True,  # it is the user's own line, as typed
-            input=news.as_json(),
-            env={**os.environ, **news.environment()},
+            shell=True,  # it is the user's own command line
+            input=to_json(content),
+            env=os.environ | variables,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,

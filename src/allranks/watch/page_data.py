@@ -1,9 +1,10 @@
-"""What the page shows, as JSON: built from the watcher's views, and what changed since."""
+"""The page's data as JSON: built from the watcher's views, and how it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -21,9 +22,9 @@ Row = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one browser looks at: a run, what its heat map shows, and runs beside it."""
+    """What one browser looks at: a run, its heat map's metric, and runs to compare."""
 
-    run: str | None = None  # None: the first of the list
+    run: str | None = None  # None: the first in the list
     metric: str = "work"
     beside: tuple[str, ...] = ()
 
@@ -41,7 +42,7 @@ def run_line(view: RunView) -> dict[str, Any]:
 
 
 def rank_line(view: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
-    """One rank in the table, and what the marks say of it."""
+    """One rank in the table, with the verdicts of the marks."""
     fields = {key: _short(key, value) for key, value in asdict(view).items() if key != "rank"}
     return fields | {"marks": judged(view, marks)}
 
@@ -54,12 +55,12 @@ def parts_line(parts: Parts | None) -> dict[str, Any] | None:
 
 
 def loss(view: RunView) -> dict[str, Any]:
-    """The loss by step."""
+    """Loss by step."""
     return {"x": list(view.loss_steps), "y": [rounded(value, 6) for value in view.losses]}
 
 
 def pace(history: History | None) -> dict[str, Any]:
-    """Samples a second by step."""
+    """Samples per second by step."""
     values = history.samples_per_second if history else ()
     width = history.width if history else 1
     known = [(i, value) for i, value in enumerate(values) if value is not None]
@@ -70,29 +71,23 @@ def pace(history: History | None) -> dict[str, Any]:
 
 
 def heat(history: History | None, metric: str) -> dict[str, Any] | None:
-    """Columns over time, each with a value for every rank; None where nothing is known."""
+    """Columns over time, each with one value per rank; None if nothing is known."""
     rows, unit = _heat_rows(history.ranks if history else {}, metric)
     if history is None or not rows:
         return None
     ranks = sorted(rows)
-    size = max(len(row) for row in rows.values())
     digits = _digits(rows.values())
-    padded = [
-        [*_rounded_row(rows[rank], digits), *[None] * (size - len(rows[rank]))] for rank in ranks
+    columns = [
+        [None if value is None else round(value, digits) for value in column]
+        for column in zip_longest(*(rows[rank] for rank in ranks))
     ]
-    columns = [list(column) for column in zip(*padded, strict=True)]
-    return {
-        "metric": metric,
-        "unit": unit,
-        "width": history.width,
-        "ranks": ranks,
-        "columns": columns,
-    }
+    known = {"metric": metric, "unit": unit, "width": history.width}
+    return {**known, "ranks": ranks, "columns": columns}
 
 
 def _heat_rows(known: Mapping[str, Mapping[int, Row]], metric: str) -> tuple[dict[int, Row], str]:
     if metric == "work":
-        # In step with each other all ranks take as long: only without its waits is one slow.
+        # Ranks wait for each other, so all steps take as long: a slow rank shows without waits.
         waits = known.get("wait", {})
         return {
             rank: _less(row, waits.get(rank, ())) for rank, row in known.get("seconds", {}).items()
@@ -104,15 +99,12 @@ def _heat_rows(known: Mapping[str, Mapping[int, Row]], metric: str) -> tuple[dic
 
 
 def _less(row: Row, waits: Row) -> list[float | None]:
-    filled = [*waits, *[None] * (len(row) - len(waits))]
-    return [
-        None if took is None else took - (wait or 0.0)
-        for took, wait in zip(row, filled, strict=False)
-    ]
+    pairs = zip_longest(row, waits[: len(row)])
+    return [None if took is None else took - (wait or 0.0) for took, wait in pairs]
 
 
 def use(history: History | None) -> dict[str, Any] | None:
-    """How busy the ranks' devices are: mean, least and most over ranks, by step."""
+    """How busy the ranks' devices are: mean, lowest and highest rank, by step."""
     rows, unit = _heat_rows(history.ranks if history else {}, "utilization")
     if history is None or not rows:
         return None
@@ -134,7 +126,7 @@ def _short(key: str, value: Any) -> Any:
 
 
 def rounded(value: Any, digits: int = 4) -> Any:
-    """So many significant digits: what nobody can see need not be sent."""
+    """Rounded to significant digits: what nobody can see need not be sent."""
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
@@ -144,15 +136,11 @@ def _digits(rows: Any) -> int:
     return 3 if most == 0 else max(0, 3 - int(f"{most:e}".partition("e")[2]))
 
 
-def _rounded_row(row: Row, digits: int) -> list[float | None]:
-    return [None if value is None else round(value, digits) for value in row]
-
-
 def change(before: Any, after: Any) -> dict[str, Any] | None:
-    """How to make `after` of `before`; None if they are equal.
+    """How to turn `before` into `after`; None if they are equal.
 
-    {"=": value} takes its place, {"+": [n, items]} goes on after the first n items of a list,
-    {"~": changes, "-": keys} changes keys of an object and takes some away.
+    {"=": value} replaces it, {"+": [n, items]} keeps the first n items of a list and adds others,
+    {"~": changes, "-": keys} changes some keys of an object and removes others.
     """
     if before == after:
         return None

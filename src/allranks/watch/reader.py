@@ -1,4 +1,4 @@
-"""One run's folder, read as it grows: everything that views show but its state."""
+"""Reads one run's folder as it grows: everything that is shown of the run except its state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from allranks.watch.views import History, Parts, RankView
 MAX_BUCKETS = 256
 MAX_POINTS = 512
 RECENT_STEPS = 32
-MOMENTS, MOMENT_SECONDS = 120, 5.0  # ten minutes of a run, by which its time left is told
-MIN_ROWS = 4  # steps, to tell a slow rank from chance
-WORTH_A_MARK = 0.02  # of a step
-CLEARLY = 4.0  # standard errors: the last of 64 equal ranks is seldom so far off
+MOMENTS, MOMENT_SECONDS = 120, 5.0  # ten minutes, from which the time left is estimated
+MIN_ROWS = 4  # steps needed to tell a slow rank from chance
+WORTH_A_MARK = 0.02  # share of a step
+CLEARLY = 4.0  # standard errors: the slowest of 64 equal ranks is rarely that far off
 CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
 DEVICE_KEYS = (
     *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
@@ -34,9 +34,9 @@ DEVICE_KEYS = (
 
 @dataclass(slots=True)
 class Series:
-    """Means of a value over equal stretches of steps; stretches double when there are too many."""
+    """Means over equal ranges of steps; ranges double in width when there are too many."""
 
-    width: int = 1  # steps in a stretch
+    width: int = 1  # steps per range
     sums: array[float] = field(default_factory=lambda: array("d"))
     counts: array[int] = field(default_factory=lambda: array("l"))
 
@@ -56,11 +56,11 @@ class Series:
         self.counts[index] += 1
 
     def mean(self) -> float | None:
-        """Of all."""
+        """Mean over all steps."""
         return sum(self.sums) / sum(self.counts) if self.counts else None
 
     def means(self, width: int | None = None) -> list[float | None]:
-        """The mean of each stretch of `width` steps, a doubling of this one's or its own."""
+        """Mean of each range of `width` steps, which is this width or a doubling of it."""
         factor = (width or self.width) // self.width
         if factor <= 1:
             return [s / c if c else None for s, c in zip(self.sums, self.counts, strict=True)]
@@ -81,10 +81,10 @@ class Series:
 
 @dataclass(slots=True)
 class Points:
-    """A curve's points in the order of steps, thinned by half whenever there are too many."""
+    """A curve's points in order of steps; every other one is dropped when there are too many."""
 
     steps: list[int] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)  # None: not a number
+    values: list[float | None] = field(default_factory=list)  # None: NaN or infinite
     _stride: int = 1
     _skipped: int = 0
     last: float | None = None  # the newest value, kept or not
@@ -94,7 +94,7 @@ class Points:
         if self.steps and step <= self.steps[-1]:
             self.go_back(step - 1)
         self._skipped += 1
-        # What is not a number is what people look for.
+        # A loss that is not a number is what people look for: it is always kept.
         if self._skipped < self._stride and value is not None:
             return
         self._skipped = 0
@@ -105,7 +105,7 @@ class Points:
             self._stride *= 2
 
     def _thin(self) -> None:
-        """Of every two points one; the one that is not a number, if there is one."""
+        """Keep one of every two points, preferring one that is not a number."""
         values = self.values
         kept = [
             at + 1 if at + 1 < len(values) and values[at + 1] is None else at
@@ -114,28 +114,28 @@ class Points:
         self.steps, self.values = [self.steps[at] for at in kept], [values[at] for at in kept]
 
     def go_back(self, step: int) -> None:
-        """Forget what came after `step`: a later attempt makes these steps anew."""
+        """Forget everything after `step`: a later attempt repeats those steps."""
         while self.steps and self.steps[-1] > step:
             self.steps.pop()
             self.values.pop()
 
 
 class RankReader(RankRecord):
-    """What one rank of one attempt has said so far, in bounded memory."""
+    """What one rank of one attempt has reported so far, in bounded memory."""
 
     def __init__(self, rank: int, tail: EventTail) -> None:
         super().__init__(rank, most=RECENT_STEPS)
         self.tail = tail
-        self.losses_of_run: Points | None = None  # where the lead rank adds its losses
+        self.losses_of_run: Points | None = None  # where the lead rank's losses go
         self.curves: dict[str, Series] = {}
         self.network: Mapping[str, float] = {}
         self.moments: deque[tuple[float, int]] = deque(maxlen=MOMENTS)
         self.longest_pause = 0.0  # seconds between two steps
-        self._past: Iterator[list[Event]] | None = None  # places in what was written before
+        self._past: Iterator[list[Event]] | None = None  # samples from before the first look
 
     def look(self) -> bool:
-        """Read what is new; whether there was anything."""
-        # A lead's losses are wanted from its whole file; of the others the last steps come first.
+        """Read what is new; returns whether there was anything."""
+        # The lead rank's file is read whole, for its losses; the others' last steps come first.
         if self.tail.offset == 0 and self.rank:
             events, self._past = self.tail.read_ends()
         else:
@@ -145,7 +145,7 @@ class RankReader(RankRecord):
         return bool(events)
 
     def look_back(self, deadline: float) -> bool:
-        """Read more of what was written before the first look, until that time; whether any."""
+        """Read more of the time before the first look, until the deadline; returns whether any."""
         has_more = self._past is not None
         while self._past is not None and time.monotonic() < deadline:
             events = next(self._past, None)
@@ -154,13 +154,15 @@ class RankReader(RankRecord):
             place = RankRecord(self.rank, events or ())
             for event in place.steps:
                 self._draw(event)
-            for event in place.devices if place.last_step else ():  # at the last step there
+            for event in (
+                place.devices if place.last_step else ()
+            ):  # drawn at the last step found there
                 self._draw_use(place.last_step or 1, event)
         return has_more
 
     @property
     def device(self) -> Event:
-        """What it last said of its device."""
+        """Its newest report about its device."""
         return self.devices[-1] if self.devices else {}
 
     def take_device(self, event: Event) -> None:
@@ -175,8 +177,8 @@ class RankReader(RankRecord):
 
     def take_step(self, event: Event) -> None:
         before = self.steps[-1] if self.steps else {}
-        # Between steps of a thinned file lies more than one step. The way to the first step is no
-        # pause: whoever waits for it waits for imports and compilers.
+        # Consecutive steps only: a thinned file has gaps. The time before the first step is not a
+        # pause: it goes to imports and compilers.
         if event["step"] - before.get("step", event["step"]) == 1:
             self.longest_pause = max(self.longest_pause, event["t"] - before["t"])
         super().take_step(event)
@@ -201,7 +203,7 @@ class RankReader(RankRecord):
             self.curves[key].add(step, value)
 
     def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
-        """Of a step by the clock, over ten minutes."""
+        """Wall-clock seconds per step over the last ten minutes."""
         return super().clock_seconds(since or (self.moments[0] if self.moments else None))
 
     def view(self, *, slowest: bool) -> RankView:
@@ -223,7 +225,7 @@ class RankReader(RankRecord):
 
 
 class RunReader:
-    """The attempts of one run. The lead rank is always followed, the others while asked for."""
+    """The attempts of one run. The lead rank is always followed, the others only on request."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -233,16 +235,16 @@ class RunReader:
         self.attempts: list[int] = []
         self.ranks: dict[int, RankReader] = {}
         self.lead: RankReader | None = None
-        self._past_hours = 0.0  # of attempts that are over
+        self._past_hours = 0.0  # of earlier attempts
         self._past_pause = 0.0
         self._past_checkpoint: int | None = None
         self._parts: Parts | None = None
         self._has_parts = False
 
     def look(self, *, all_ranks: bool, seconds: float = math.inf) -> bool:
-        """Read what is new of the lead rank, or of all; whether there was anything.
+        """Read what is new of the lead rank, or of all ranks; returns whether there was anything.
 
-        What was there before the first look is read for so long, and then at the next one.
+        What was written before the first look is read for `seconds`, and the rest at later looks.
         """
         is_new = False
         self.attempts = self.run.attempts()
@@ -287,14 +289,14 @@ class RunReader:
 
     @property
     def checkpoint(self) -> int | None:
-        """The step of the last one that was committed."""
+        """Step of the last committed checkpoint."""
         if self.lead is None or not self.lead.checkpoints:
             return self._past_checkpoint
         return int(self.lead.checkpoints[-1]["step"])
 
     @property
     def longest_pause(self) -> float:
-        """Seconds between two steps of one attempt; a resumed run pauses as it did before."""
+        """Longest time between two steps in any attempt: a resumed run will pause as before."""
         return max(self._past_pause, self.lead.longest_pause if self.lead else 0.0)
 
     @property
@@ -302,7 +304,7 @@ class RunReader:
         return self.lead.start if self.lead else {}
 
     def rank_hours(self, now: float | None) -> float:
-        """Hours of all ranks, in all attempts; to `now` if the last one still goes on."""
+        """Hours of all ranks in all attempts; up to `now` if the last attempt still runs."""
         lead = self.lead
         if lead is None or lead.first_time is None or lead.last_time is None:
             return self._past_hours
@@ -311,11 +313,11 @@ class RunReader:
         return self._past_hours + (until - lead.first_time) * world / 3600
 
     def samples_per_second(self, world_size: int | None) -> float | None:
-        """Of all ranks: as the run said when it ended, else over the last steps of the lead."""
+        """Of all ranks: as reported at the end, else over the lead rank's last steps."""
         if (said := self._said_pace()) is not None:
             return said
         steps = self.lead.steps if self.lead else ()
-        # The first step compiles, opens files and fills caches: it counts if it is alone.
+        # The first step compiles, opens files and fills caches: it counts only if it is alone.
         counted = [e for e in steps if "seconds" in e and (e["step"] > 1 or len(steps) == 1)]
         seconds = sum(event["seconds"] for event in counted)
         if not seconds:
@@ -327,7 +329,7 @@ class RunReader:
         return samples * world_size / seconds if samples and world_size else None
 
     def steady_pace(self, world_size: int) -> float | None:
-        """The same, over the whole attempt but for its beginning."""
+        """Samples per second of all ranks over the whole attempt except its beginning."""
         if (said := self._said_pace()) is not None:
             return said
         curves = self.lead.curves if self.lead else {}
@@ -343,7 +345,7 @@ class RunReader:
         return float(said) if said else None
 
     def longest_rank(self) -> int | None:
-        """The rank with clearly longer steps than most, where waits are not known."""
+        """The rank whose steps clearly take longest, for runs that do not record waits."""
         means = {r: mean for r in self.ranks if (mean := self.ranks[r].mean("seconds"))}
         if len(means) < 2:
             return None
@@ -353,8 +355,8 @@ class RunReader:
         return longest if stands_out([took - usual for took in steps], usual) else None
 
     def parts(self) -> Parts | None:
-        """Where the last steps' time went; None where not all ranks' phases are known."""
-        if not self._has_parts:  # asked for more often than there is anything new
+        """Where the last steps' time went; None unless all ranks' phases are known."""
+        if not self._has_parts:  # asked for more often than it changes
             self._parts, self._has_parts = self._split(), True
         return self._parts
 
@@ -387,7 +389,6 @@ class RunReader:
         lead = self.lead.rank if self.lead else 0
         return History(
             width=width,
-            buckets=max((len(row) for of in rows.values() for row in of.values()), default=0),
             samples_per_second=self._pace(samples.get(lead, ()), rows["seconds"].get(lead, ())),
             ranks={key: of for key, of in rows.items() if of},
         )
@@ -405,7 +406,7 @@ class RunReader:
 
 
 def lateness(rows: Sequence[Sequence[Event]], last: int) -> list[float]:
-    """How much longer the others wait in each step than the rank that comes last."""
+    """How much longer the others wait in each step than the rank that is last."""
     return [
         statistics.median(event[WAIT] for r, event in enumerate(row) if r != last) - row[last][WAIT]
         for row in rows
@@ -413,9 +414,9 @@ def lateness(rows: Sequence[Sequence[Event]], last: int) -> list[float]:
 
 
 def stands_out(differences: Sequence[float], whole: float) -> bool:
-    """Whether a rank's steps differ by something that matters, and by more than chance.
+    """Whether a rank's steps differ by an amount that matters and is not just chance.
 
-    Of equal ranks one always comes last most often: it is not to be called the slowest.
+    Even among equal ranks one is last most often, and should not be called the slowest.
     """
     mean = statistics.fmean(differences)
     if len(differences) < MIN_ROWS or mean < WORTH_A_MARK * whole:
@@ -425,7 +426,7 @@ def stands_out(differences: Sequence[float], whole: float) -> bool:
 
 
 def common_rows(ranks: Sequence[Sequence[Event]]) -> list[list[Event]]:
-    """The steps that all ranks have made lately: a row each, with the events of all."""
+    """Recent steps that all ranks have made: one row per step, with every rank's event."""
     if len(ranks) < 1 or not all(ranks):
         return []
     by_step = [{event["step"]: event for event in events} for events in ranks]

@@ -1,4 +1,4 @@
-"""The live view in a terminal: keys in, screens out. What is shown is made in draw.py."""
+"""The live screen of runs: what each key does. draw.py draws it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from allranks.watch.views import RankView, RunView
 
 MESSAGE_SECONDS = 6.0
 
-Stop = Callable[[str], str]  # a run's name; what was done to it, in words
+Stop = Callable[[str], str]  # takes a run's name, says what was done
 
 
 @dataclass(slots=True)
 class OpenLog:
-    """A log on the screen."""
+    """A log that is open on the screen."""
 
     run: str
     rank: int
     page: LogPage
-    wanted: str = ""  # what is searched for
-    is_typed: bool = False  # it is being typed
+    wanted: str = ""  # the search term
+    is_typed: bool = False  # the term is being typed
     is_found: bool = True
 
     def draw(self, width: int, height: int) -> list[Text]:
@@ -40,16 +40,16 @@ class OpenLog:
         lines = self.page.page(height - 2) or ["(this log is empty)"]
         bottom = f"{self.page.state()}  {LOG_KEYS}"
         if self.is_typed:
-            bottom = f"search: {self.wanted}_  enter finds, escape leaves"
+            bottom = f"search: {self.wanted}_  enter: search  escape: cancel"
         elif self.wanted and not self.is_found and self.page.found is None:
             bottom = f"{self.wanted!r} is not in this log  {bottom}"
         elif self.wanted:
             none = "" if self.is_found else "no more "
-            bottom = f"{none}{self.wanted!r}  n: further up  N: further down  {bottom}"
+            bottom = f"{none}{self.wanted!r}  n: next above  N: next below  {bottom}"
         return log_screen(title, lines, width, height, bottom, self.wanted)
 
     def type(self, key: str, rows: int) -> None:
-        """One more key of what is searched for."""
+        """Handle a key while the search term is typed."""
         if key in ("enter", "escape"):
             self.is_typed = False
             self.wanted = self.wanted if key == "enter" else ""
@@ -65,7 +65,7 @@ class OpenLog:
 
 
 class RunScreen:
-    """What the user looks at, and what each key does to it."""
+    """What the user sees, and what each key does."""
 
     def __init__(
         self, watcher: Watcher, marks: Mapping[str, Mark], stop: Stop, notifier: Notifier | None
@@ -76,7 +76,7 @@ class RunScreen:
         self.ranks: list[RankView] = []
         self.selected: str | None = None
         self.selected_rank: int | None = None
-        self.asked: str | None = None  # the run that a question is about
+        self.asked: str | None = None  # the run that the user is asked whether to stop
         self.shows_help = False
         self.log: OpenLog | None = None
         self.is_over = False
@@ -130,7 +130,7 @@ class RunScreen:
         )
 
     def press(self, key: str, rows: int) -> None:
-        """What a key does, on whichever screen is shown; `rows` of it are a page."""
+        """Handle a key on whichever screen is shown, of `rows` lines."""
         if self.log is not None and self.log.is_typed:
             return self.log.type(key, max(1, rows - 2))
         key = LETTERS.get(key, key)
@@ -158,7 +158,7 @@ class RunScreen:
         self._message, self._message_until = text, time.monotonic() + MESSAGE_SECONDS
 
     def close(self) -> None:
-        """What was asked for is done."""
+        """Wait until stops and notifications that were started are done."""
         for thread in self._stopping:
             thread.join()
         if self.notifier is not None:
@@ -189,8 +189,9 @@ class RunScreen:
         if not known:
             self.say(f"{run.name} has no logs yet")
             return
-        if rank is None:  # of a run: who ended it, where that is known, else its first rank
-            culprit = re.match(r"rank (\d+)\b", self._reason())
+        if rank is None:  # the rank that ended the run if known, else the first
+            reason = next((one.reason or "" for one in self.runs if one.run == run.name), "")
+            culprit = re.match(r"rank (\d+)\b", reason)
             first = next((one for one in known if one != JOB), known[0])
             rank = int(culprit[1]) if culprit and int(culprit[1]) in known else first
         path = log_path(run, rank)
@@ -199,9 +200,6 @@ class RunScreen:
             return
         self.log = OpenLog(run.name, rank, LogPage(path))
         self.log.page.look()
-
-    def _reason(self) -> str:
-        return next((run.reason or "" for run in self.runs if run.run == self.selected), "")
 
     def _press_in_log(self, log: OpenLog, key: str, rows: int) -> None:
         page = max(1, rows - 2)

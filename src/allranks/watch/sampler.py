@@ -1,4 +1,4 @@
-"""What one node of a job is doing: JSON on stdout for every sample.
+"""Prints what one node of a SLURM job is doing, as JSON on stdout.
 
 Sent to the job's nodes as text (`python - JOB INTERVAL COUNT MODE`), where allranks need not be
 installed and Python may be old: only the standard library, and nothing newer than Python 3.7.
@@ -29,13 +29,13 @@ GPU_FIELDS = {
     "temperature.gpu": "temperature",
 }
 MEBIBYTE = 1 << 20
-MARK = "ALLRANKS_SAMPLER"  # set for the steps that look
+MARK = "ALLRANKS_SAMPLER"  # set in sampling steps, so that they do not show up themselves
 DUMP_SECONDS = 20
-PIECE = 700  # characters of a line, so that it has less than 1 KiB
+PIECE = 700  # characters per line, to keep lines under 1 KiB
 
 
 def environment_of(pid: str) -> dict[str, str]:
-    """The variables that a process was started with; none if it is not ours to see."""
+    """The environment that a process was started with; empty if we may not read it."""
     try:
         words = Path("/proc", pid, "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -44,14 +44,14 @@ def environment_of(pid: str) -> dict[str, str]:
 
 
 def processes_of(job: str) -> dict[str, dict[str, str]]:
-    """The job's processes on this node, with their variables; not those of such steps as this."""
+    """The job's processes on this node with their environments, without those of samplers."""
     node, step = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_STEP_ID")
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         env = environment_of(folder.name)
         if env.get("SLURM_JOB_ID") != job:
             continue
-        # Nodes may share a machine, in tests.
+        # Several nodes may share a machine.
         if node and env.get("SLURMD_NODENAME", node) != node:
             continue
         if MARK not in env and (step is None or env.get("SLURM_STEP_ID") != step):
@@ -60,7 +60,7 @@ def processes_of(job: str) -> dict[str, dict[str, str]]:
 
 
 def rank_of(env: dict[str, str]) -> str | None:
-    """Its rank, if it has one: the job's own script counts as process 0 of nothing."""
+    """The rank of a process, if any: the batch script has a SLURM_PROCID but is not a rank."""
     task = env.get("SLURM_PROCID") if "SLURM_STEP_ID" in env else None
     return env.get("RANK", task)
 
@@ -83,7 +83,7 @@ def usage(pid: str) -> dict[str, Any] | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """What nvidia-smi says of the GPUs that the job may see; none without it."""
+    """The GPUs that the job may see, according to nvidia-smi; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=" + ",".join(GPU_FIELDS)]
@@ -101,7 +101,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def gpu_of(line: str) -> dict[str, Any]:
-    """One line of nvidia-smi's; what it does not know (`[N/A]`) is None."""
+    """Parse one line of nvidia-smi's output; `[N/A]` becomes None."""
     found: dict[str, Any] = {}
     for name, word in zip(GPU_FIELDS.values(), line.split(",")):  # noqa: B905  # Python 3.7
         word = word.strip()
@@ -116,14 +116,14 @@ def gpu_of(line: str) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Of the node, in bytes."""
+    """The node's memory in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if "kB" in line}
     return {"memory_total": sizes["MemTotal"], "memory_available": sizes.get("MemAvailable", 0)}
 
 
 def sample(job: str, before: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """This node now. `before` has the CPU seconds of each process, and when: brought up to date."""
+    """This node now. Updates `before`: each process's CPU seconds and when they were read."""
     found = []
     for pid, env in processes_of(job).items():
         used = usage(pid)
@@ -147,7 +147,7 @@ def sample(job: str, before: dict[str, tuple[float, float]]) -> dict[str, Any]:
 
 
 def stacks(job: str) -> dict[str, Any]:
-    """Where each of the job's Python processes is."""
+    """A stack dump of each of the job's Python processes."""
     found = []
     for pid, env in processes_of(job).items():
         used = usage(pid)
@@ -159,7 +159,7 @@ def stacks(job: str) -> dict[str, Any]:
 
 
 def dump(pid: str) -> dict[str, str]:
-    """By py-spy where there is one that may look; else what the kernel knows of each thread."""
+    """A stack by py-spy if it is there and permitted, else what the kernel knows."""
     beside = str(Path(sys.executable).with_name("py-spy"))
     program = shutil.which("py-spy") or (beside if os.access(beside, os.X_OK) else None)
     trouble = "py-spy is not on this node"
@@ -186,7 +186,7 @@ def dump(pid: str) -> dict[str, str]:
 
 
 def tell(found: dict[str, Any]) -> None:
-    """In pieces: srun mixes longer lines of several nodes. Each says whose it is, and which."""
+    """Print in numbered pieces, as srun mixes up long lines of several nodes."""
     text = json.dumps(found)
     pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     for number, piece in enumerate(pieces, 1):
@@ -198,7 +198,7 @@ def main(job: str, interval: float, count: int, mode: str) -> None:
         tell(stacks(job))
         return
     before: dict[str, tuple[float, float]] = {}
-    sample(job, before)  # rates are known from the second one on
+    sample(job, before)  # rates need two samples
     time.sleep(min(1.0, interval))
     for number in range(count):
         if number:

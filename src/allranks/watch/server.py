@@ -31,10 +31,10 @@ PLOT_FILES = {"uplot.js": "uPlot.iife.js", "uplot.css": "uPlot.min.css"}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where the page is to be found."""
+    """Where to find the page."""
 
     url: str
-    ssh: str  # to type on a laptop, before the same url is opened there
+    ssh: str  # to type on a laptop before opening the same url there
     port: int
 
     def as_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Served:
         return [
             f"open  {self.url}",
             f"from another machine, first type there:  {self.ssh}",
-            "Ctrl-C ends it. Whoever has the address can read these runs' logs and stop them.",
+            "Ctrl-C ends it. Anyone with the address can read these runs' logs and stop them.",
         ]
 
 
@@ -58,10 +58,10 @@ def serve(
     stop: Callable[[str], str] | None = None,
     notify: Callable[[list[RunView]], object] | None = None,
 ) -> None:
-    """Serve until a signal; `port` 0 is any that is free. Needs the packages of the extra `web`.
+    """Serve until a signal; `port` 0 means any free one. Needs the packages of the extra `web`.
 
-    `announce` is told the address when the page can be opened. `stop` stops a run by its name and
-    says what was done, `diagnose` says what is wrong with one, `notify` is shown all at every look.
+    `announce` gets the address as soon as the page can be opened. `stop` stops a run by its name
+    and says what was done, `diagnose` finds what is wrong with a run, `notify` sees all runs.
     """
     uvicorn = _uvicorn()
     from allranks.watch.app import ServerHead, make_app
@@ -78,7 +78,7 @@ def serve(
         log_level="critical",
         access_log=False,  # it would show the token
         server_header=False,
-        proxy_headers=False,  # nobody stands between: what they claim is not believed
+        proxy_headers=False,  # there is no proxy, so its headers are not trusted
         timeout_graceful_shutdown=1,
         timeout_keep_alive=HEADER_SECONDS,
         ws="none",
@@ -93,8 +93,8 @@ def serve(
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             super().handle_exit(sig, frame)
-            self._captured_signals.clear()  # this is how it is meant to end
-            hub.close()  # open lines end now, not when their browsers do
+            self._captured_signals.clear()  # a signal is the normal way to end
+            hub.close()  # connections end now, not when their browsers close
 
     try:
         Server(config).run(sockets=[listener])
@@ -105,7 +105,7 @@ def serve(
 
 
 def served(port: int, token: str, user: str, host: str) -> Served:
-    """The address, and the line that brings it to another machine."""
+    """The address, and the ssh command that forwards it to another machine."""
     return Served(
         url=f"http://{ADDRESS}:{port}/?token={token}",
         ssh=f"ssh -N -L {port}:{ADDRESS}:{port} {user}@{host}",
@@ -114,30 +114,23 @@ def served(port: int, token: str, user: str, host: str) -> Served:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on loopback, and nowhere else."""
-    try:
-        return _bound(port)
-    except OSError as error:
-        raise AllranksError(
-            f"cannot listen on {ADDRESS}:{port}: {error.strerror}",
-            fix="leave out --port, or write --port 0 for a free one",
-        ) from None
-
-
-def _bound(port: int) -> socket.socket:
+    """A listening socket on loopback only."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((ADDRESS, port))
-        listener.listen(64)  # now, so that nobody else can take it
-    except OSError:
+        listener.listen(64)  # now, so that nobody else can take the port
+    except OSError as error:
         listener.close()
-        raise
+        raise AllranksError(
+            f"cannot listen on {ADDRESS}:{port}: {error.strerror}",
+            fix="leave out --port to use a free one",
+        ) from None
     return listener
 
 
 def host_name() -> str:
-    """By which others reach this machine, as far as it knows."""
+    """The name by which others reach this machine, as far as it knows."""
     name = socket.gethostname()
     if "." in name:
         return name
@@ -159,16 +152,16 @@ def _uvicorn() -> Any:
     if missing is not None:
         raise AllranksError(
             f"the page needs the package {missing}, which is not installed",
-            fix="pip install 'allranks[web]'; or leave out --web for the terminal",
+            fix="pip install 'allranks[web]'; or leave out --web to watch in the terminal",
         )
     return uvicorn
 
 
 def prompt_protocol(seconds: float, most: int) -> Any:
-    """uvicorn's HTTP, but for strangers who send nothing, or a letter now and then.
+    """uvicorn's HTTP protocol, protected against clients that connect but hardly send anything.
 
-    A connection without a request is closed after so many seconds; of more than `most`, the one
-    that has waited longest without any makes room.
+    A connection without a request is closed after that many seconds; if there are more than
+    `most`, the one that has been idle longest is closed.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

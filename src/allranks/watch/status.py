@@ -1,4 +1,4 @@
-"""One page to share: what there is, what runs, how fast, with which settings, what comes next."""
+"""`allranks status`: one page to share, with resources, runs, speed, settings and next steps."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ OPEN_VARIABLES = ("NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run, and what its folder says of its settings."""
+    """One run with its settings and ranks."""
 
     view: RunView
     job: Mapping[str, Any] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
-    start: Mapping[str, Any] = field(default_factory=dict)  # what its first rank said at its start
+    start: Mapping[str, Any] = field(default_factory=dict)  # its first rank's start event
     parts: Parts | None = None
     ranks: Sequence[RankView] = ()
 
@@ -68,9 +68,9 @@ def gather(watcher: Watcher) -> list[RunStatus]:
     return [
         RunStatus(
             view=run,
-            job=watcher.job(run.run),
-            info=watcher.info(run.run),
-            start=watcher.start(run.run),
+            job=(one := watcher.followed(run.run)).job,
+            info=one.info,
+            start=one.reader.start,
             parts=watcher.parts(run.run),
             ranks=watcher.ranks(run.run),
         )
@@ -89,7 +89,7 @@ class Status:
 def make_status(
     runs: Path, chosen: Sequence[RunDir] | None, marks: Mapping[str, Mark], *, old: bool
 ) -> Status:
-    """Look at a folder's runs, or those chosen, and at what there is to run on."""
+    """Describe a folder's runs, or the chosen ones, and the machines there are to run on."""
     watcher = Watcher(runs, chosen, old=old)
     try:
         found = gather(watcher)
@@ -100,7 +100,7 @@ def make_status(
 
 
 def resources() -> dict[str, Any]:
-    """The cluster and this machine; this machine alone where SLURM is silent."""
+    """The cluster and this machine; this machine alone if SLURM does not answer."""
     try:
         return describe_cluster()
     except AllranksError as error:
@@ -111,10 +111,10 @@ def resources() -> dict[str, Any]:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Whole or not at all; into a device or a pipe as into any other."""
+    """Write the page completely or not at all; devices and pipes work too."""
     try:
         if path.exists() and not path.is_file():
-            path.write_text(page)  # a file renamed onto a device would take its place
+            path.write_text(page)  # renaming a file onto a device would replace it
         else:
             write_atomically(path, page)
     except OSError as error:
@@ -131,7 +131,7 @@ def status_page(
     created: float,
     folder: Path | None = None,
 ) -> str:
-    """The page, in Markdown. Secrets in settings and reasons are taken out."""
+    """The page in Markdown, with secrets in settings and reasons redacted."""
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
     lines = [f"# Status, {moment}", ""]
     lines += ["## Resources", "", *resource_lines(resources), ""]
@@ -139,12 +139,12 @@ def status_page(
     lines += ["## Performance", "", *performance_lines(runs, marks), ""]
     lines += ["## Settings", "", *settings_lines(runs)]
     lines += ["## Next steps", "", *next_lines(runs), ""]
-    lines += ["## To follow it", "", "```", *commands(runs, folder), "```", ""]
+    lines += ["## Follow the runs", "", "```", *commands(runs, folder), "```", ""]
     return redact(plain("\n".join(lines)))
 
 
 def resource_lines(resources: Mapping[str, Any]) -> list[str]:
-    """The cluster, as `allranks cluster --json` has it, and this machine."""
+    """The cluster, from the data of `allranks cluster --json`, and this machine."""
     machine = resources.get("machine") or {}
     lines = []
     if slurm := resources.get("slurm"):
@@ -193,7 +193,7 @@ def run_table(runs: Sequence[RunStatus], now: float) -> list[str]:
 
 
 def place_of(one: RunStatus) -> str:
-    """Which machines, and what on them."""
+    """Where a run runs: its machines, and the device of a rank."""
     host = ", ".join(one.view.nodes) or str((one.info.get("hardware") or {}).get("host", ""))
     return f"{host} ({one.view.device})" if one.view.device and host else host
 
@@ -209,10 +209,10 @@ def progress(view: RunView) -> str:
 
 
 def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> list[str]:
-    """Predicted beside measured, where a smaller layout of the same job was measured too."""
+    """Predicted and measured speed, where a smaller layout of the same job was also measured."""
     measured = [one for one in runs if one.view.samples_per_second]
     if not measured:
-        return ["Nothing is measured yet."]
+        return ["Nothing has been measured yet."]
     titles = [
         *("run", "layout", "predicted samples/s", "measured samples/s", "efficiency", "step"),
         *("waits for data", "waits for ranks", "GPU use", "hours", "loss"),
@@ -234,7 +234,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     notes = [
         "",
-        "Measured over the last steps of a run that goes on, over the steady steps of one that "
+        "Measured over the last steps of a running run, and over the steady steps of one that "
         "has ended.",
     ]
     bases = dict.fromkeys(
@@ -244,17 +244,17 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     )
     if bases:
         notes.append(
-            "Predicted is what as many ranks would do if each were as fast as one of the smallest "
-            f"layout that was measured: the median of {'; '.join(bases)}. Efficiency is by the "
-            "median of a layout's runs, of one that goes on by its last steps."
+            "Predicted is the speed if every rank were as fast as a rank of the smallest measured "
+            f"layout: the median of {'; '.join(bases)}. Efficiency compares the median of a "
+            "layout's runs with it; a running run is compared by its last steps."
         )
     else:
-        notes.append("Nothing is predicted: no smaller layout of these jobs was measured.")
+        notes.append("No prediction: no smaller layout of these jobs has been measured.")
     return [*markdown(Table("", tuple(titles), rows, texts=("layout",))), *notes]
 
 
 def predicted(view: RunView) -> str:
-    """What as many ranks would do that cost each other nothing."""
+    """The speed of this many ranks if scaling were perfect."""
     if not view.is_compared or not view.baseline_samples_per_second or not view.speedup:
         return ""
     return number(view.baseline_samples_per_second * view.speedup / (view.efficiency or 1.0))
@@ -282,51 +282,49 @@ def next_lines(runs: Sequence[RunStatus]) -> list[str]:
     finished = [one.view.run for one in runs if one.view.state == "finished"]
     if finished:
         typed = as_code(f"allranks report {shlex.join(finished)}")
-        lines.append(f"- Compare what has finished: {typed}.")
+        lines.append(f"- Compare the finished runs: {typed}.")
     return lines or ["- Start a run: `allranks run job.yaml`."]
 
 
 def next_steps(one: RunStatus) -> list[str]:
-    """What to do about a run, as far as its numbers tell."""
+    """What to do next about a run, judging by its numbers."""
     view, name = one.view, in_markdown(one.view.run)
     typed = {
         what: as_code(f"allranks {what} {shlex.quote(view.run)}")
         for what in ("doctor", "ls", "resume")
     }
-    # A script whose job does not say where it saves: only itself knows whether it can go on.
+    # Whether a script can resume is only known if its job says where it saves.
     can_go_on = not one.job.get("command") or bool(one.job.get("last"))
     if view.stalled:
-        return [f"{name} makes no steps: {typed['doctor']} says where it is."]
+        return [f"{name} makes no progress: {typed['doctor']} shows where it is stuck."]
     if view.state == "failed":
         again = f", then {typed['resume']}" if can_go_on else ""
         return [f"{name} failed: {typed['doctor']}{again}."]
     if view.state == "stopped" and one.info.get("bench"):
-        return []  # it was ended when it had been measured
+        return []  # it was stopped because it had been measured
     if view.state == "stopped":
-        return [f"{name} was stopped: {typed['resume']} goes on."] if can_go_on else []
+        return [f"{name} was stopped: continue with {typed['resume']}."] if can_go_on else []
     if view.state == "queued":
-        return [f"{name} waits: {typed['ls']} names layouts that would start earlier."]
+        return [f"{name} is queued: {typed['ls']} shows layouts that would start earlier."]
     found = []
     if one.parts is not None:
         whole = sum(one.parts.seconds.values()) or 1.0
         if one.parts.seconds["data"] > DATA_BOUND * whole:
-            said = f"{percent(one.parts.seconds['data'] / whole, 0)} of its steps for data"
-            found.append(f"{name} waits {said}: `allranks bench data`.")
+            share = percent(one.parts.seconds["data"] / whole, 0)
+            found.append(f"{name} spends {share} of its step time on data: `allranks bench data`.")
         if one.parts.seconds["straggler"] > STRAGGLING * whole:
             share = percent(one.parts.seconds["straggler"] / whole, 0)
-            said = f"{name} waits {share} of its steps for"
+            said = f"{name} spends {share} of its step time waiting for"
             rank = one.parts.slowest_rank
-            whom = f"rank {rank}" if rank is not None else "whichever rank is last, by turns"
+            whom = f"rank {rank}" if rank is not None else "slower ranks, which take turns"
             found.append(f"{said} {whom}: {typed['doctor']}.")
     if (view.world_size or 1) > 1 and not view.is_compared and view.step:
-        found.append(
-            f"{name} has nothing to be compared with: run its job with `--layout 1x1` too."
-        )
+        found.append(f"{name} has no baseline: also run its job with `--layout 1x1`.")
     return found
 
 
 def commands(runs: Sequence[RunStatus], folder: Path | None = None) -> list[str]:
-    """What to type to follow the runs of this page, and where."""
+    """The commands that follow the runs of this page, and where to type them."""
     active = [one.view.run for one in runs if one.view.is_active]
     option = ""
     lines = []

@@ -1,4 +1,4 @@
-"""The cells of the two tables: one line a run, one line a rank."""
+"""The cells of the tables of runs and of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATE_STYLES = {
     "stalled": "bold red",
 }
 SPARKS = "▁▂▃▄▅▆▇█"
-CURVE = 24  # cells of a sparkline at most
+CURVE = 24  # maximum width of a sparkline
 
 RUN_COLUMNS = (
     Column(key="run", title="run", rank=0, width=16, right=False, most=60),
@@ -50,7 +50,7 @@ RUN_COLUMNS = (
     Column(key="hours", title="hours", rank=9, width=5),
     Column(key="why", title="", rank=11, width=20, right=False, most=100),
 )
-# What a run that waits or has failed has little to say in: its reason stands there instead.
+# Columns that are mostly empty for a queued or failed run: its reason takes their place.
 UNDER_REASON = ("left", "loss", "curve", "pace", "efficiency", "hours", "why")
 
 RANK_COLUMNS = (
@@ -77,9 +77,9 @@ def state_word(run: RunView) -> str:
 
 
 def run_cells(run: RunView, now: float) -> dict[str, Text]:
-    """What each column says of a run."""
+    """The cells of one run, by column."""
     word = state_word(run)
-    cells = {
+    return {
         "run": Text(clean(run.run)),
         "state": Text(word, style=STATE_STYLES.get(word, "")),
         "layout": Text(clean(run.layout or "-")),
@@ -93,7 +93,6 @@ def run_cells(run: RunView, now: float) -> dict[str, Text]:
         "hours": known(number, run.rank_hours or None),
         "why": Text(reason(run, now), style="dim"),
     }
-    return cells
 
 
 def plain_line(run: RunView, now: float) -> str:
@@ -114,7 +113,7 @@ def plain_line(run: RunView, now: float) -> str:
 
 
 def reason(run: RunView, now: float) -> str:
-    """Why it waits and until when, why it ended, or what to look at."""
+    """Why it waits and until when, why it ended, or what needs attention."""
     said = [clean(run.reason)] if run.reason else []
     if run.expected_start:
         said.append(f"expected to start {moment(run.expected_start, now)}")
@@ -122,7 +121,7 @@ def reason(run: RunView, now: float) -> str:
 
 
 def base_words(run: RunView, width: int = 99) -> str:
-    """What its efficiency is against: `one rank: NAME`, `1x2: median of 3 runs`."""
+    """The baseline of its efficiency: `one rank: NAME`, `1x2: median of 3 runs`."""
     layout = run.baseline_layout or "1x1"
     whose = "one rank" if layout == "1x1" else layout
     if len(run.baseline_runs) > 1:
@@ -141,12 +140,12 @@ def loss_cell(run: RunView) -> Text:
 
 
 def known(spelled: Callable[..., str], value: float | None, *more: Any) -> Text:
-    """A number in its spelling; nothing where it is not known: most cells of a screen are."""
+    """A formatted number; empty if it is unknown."""
     return Text("" if value is None else spelled(value, *more))
 
 
 def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[str, Text]:
-    """What each column says of a rank, with its marks."""
+    """The cells of one rank, by column, with marks."""
     verdicts = judged(rank, marks)
     memory = rank.memory if rank.memory is not None else rank.host_memory
     traffic = max((n for n in (rank.sent, rank.received) if n is not None), default=None)
@@ -176,7 +175,7 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
 
 
 def marked(value: Any, form: str | Callable[[Any], str], verdict: Verdict | None = None) -> Text:
-    """A number, and a sign beside it where there is a mark."""
+    """A formatted number, followed by the sign of its mark if it has one."""
     if value is None:
         return Text("")
     said = form(value) if callable(form) else form.format(value)
@@ -186,7 +185,7 @@ def marked(value: Any, form: str | Callable[[Any], str], verdict: Verdict | None
 
 
 def summary(runs: Sequence[RunView]) -> str:
-    """How many runs are in which state."""
+    """How many runs are in each state."""
     words = [state_word(run) for run in runs]
     said = [f"{words.count(word)} {word}" for word in STATE_STYLES if word in words]
     return ", ".join(said) or "no runs"

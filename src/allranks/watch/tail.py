@@ -1,4 +1,4 @@
-"""Event files read as they grow: only what was appended, and of very much of it a fair part."""
+"""Reads event files as they grow: only what was appended, thinned out if that is a lot."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from allranks.run.events import MAX_LINE_BYTES, check_event, parse_line
 from allranks.run.record import Event
 
 CHUNK_BYTES = 4 << 20
-# Events of a kind that are taken from one chunk. A rank writes some hundred bytes a step: those
-# of a second are taken whole, and of a file that is a day long every n-th.
+# Events of one kind taken from one chunk. A rank writes a few hundred bytes per step: the steps of
+# a second are all taken, those of a day-long file only every n-th.
 MAX_STEPS = 1000
-LAST_STEPS = 32  # of a chunk, taken whole: all ranks' last steps are laid side by side
-# Of a file that is longer than this when it is first opened, head and tail are read, and the rest
-# is looked at later, in some places.
+LAST_STEPS = 32  # of a chunk, always taken: all ranks' last steps are compared
+# If a file is longer than this when first opened, its head and tail are read first, and later
+# samples of the rest.
 WHOLE_BYTES = 512 << 10
 HEAD_BYTES = 8 << 10
 TAIL_BYTES = 32 << 10
@@ -30,9 +30,9 @@ STEP = b'"event":"step"'
 LOSS = b'"loss":'
 TIME = re.compile(
     rb'"t":([0-9]{1,12}(?:[.][0-9]{1,20})?),"event":"step"'
-)  # parsing them all would take long
+)  # parsing every line would take too long
 
-TORN = b'{"v":?'  # a line that begins so is passed over
+TORN = b'{"v":?'  # a line that begins like this is skipped
 NO_EVENT = b"?"
 
 _decode = json.JSONDecoder(parse_constant=lambda _: None).decode
@@ -40,14 +40,14 @@ _decode = json.JSONDecoder(parse_constant=lambda _: None).decode
 
 @dataclass(slots=True)
 class EventTail:
-    """One rank's file. `read` gives what is new; a line without its end waits for it."""
+    """One rank's file. `read` returns what is new; an unfinished line is left for later."""
 
     path: Path
     offset: int = 0
     rest: bytes = b""
 
     def read(self) -> list[Event]:
-        """Events that were appended. A file that is gone, or torn, has none."""
+        """Events appended since the last call; none if the file is gone or unreadable."""
         try:
             if self.path.lstat().st_size <= self.offset:
                 return []
@@ -61,12 +61,12 @@ class EventTail:
                         self.rest = NO_EVENT
                     found += parse(thin(lines), self.path)
                 return found
-        except OSError as error:  # not there yet, or a network disk that will be back
+        except OSError as error:  # not there yet, or on a network disk that will come back
             self._note(error)
             return []
 
     def read_ends(self) -> tuple[list[Event], Iterator[list[Event]]]:
-        """The first look at a file: its head and tail, and what gives the places between them."""
+        """First look at a file: its head and tail, and an iterator over samples of the rest."""
         try:
             size = self.path.lstat().st_size
             if size <= WHOLE_BYTES:
@@ -77,7 +77,7 @@ class EventTail:
             self._note(error)
             return [], iter(())
         self.offset = size - TAIL_BYTES
-        self.rest = TORN  # the first line of the tail is cut, and passed over like any torn one
+        self.rest = TORN  # the tail begins in the middle of a line, which is skipped
         return parse(head, self.path) + self.read(), self._places(HEAD_BYTES, size - TAIL_BYTES)
 
     def _places(self, begin: int, end: int) -> Iterator[list[Event]]:
@@ -95,10 +95,10 @@ class EventTail:
 
 
 def thin(lines: list[bytes]) -> list[bytes]:
-    """All lines that are not steps, and a fair part of the others.
+    """All lines that are not steps, and a sample of the steps.
 
-    Of steps with a loss at most MAX_STEPS, of those without as many; the first, the last ones, and
-    the two around the longest pause: how long a run may be silent is judged by it.
+    Keeps about MAX_STEPS steps with a loss and as many without, the first and the last ones, and
+    the two around the longest pause, by which we judge how long a run may be silent.
     """
     if len(lines) <= MAX_STEPS:
         return lines
@@ -114,9 +114,9 @@ def thin(lines: list[bytes]) -> list[bytes]:
 
 
 def around_longest_pause(lines: list[bytes], steps: list[int]) -> tuple[int, int]:
-    """The two steps next to each other with the most time between them."""
+    """The two consecutive steps with the most time between them."""
     found = TIME.findall(b"\n".join([lines[at] for at in steps]))
-    if len(found) != len(steps):  # not as allranks writes them
+    if len(found) != len(steps):  # not written by allranks
         return steps[0], steps[-1]
     times = list(map(float, found))
     pauses = list(map(sub, times[1:], times))
@@ -125,12 +125,12 @@ def around_longest_pause(lines: list[bytes], steps: list[int]) -> tuple[int, int
 
 
 def every(places: list[int]) -> list[int]:
-    """Every n-th of too many."""
+    """Every n-th place, so that at most MAX_STEPS are left."""
     return places[:: -(-len(places) // MAX_STEPS)] if places else places
 
 
 def parse(lines: Iterable[bytes], path: Path) -> list[Event]:
-    """Events; a torn line is skipped. All at once if that goes: it takes half the time."""
+    """Parse events, skipping torn lines. Tries all lines at once first: twice as fast."""
     lines = [line for line in lines if line]
     text = b"[" + b",".join(lines) + b"]"
     try:

@@ -1,4 +1,4 @@
-"""A terminal taken for a while: its screen, its keys, and giving it back whatever happens."""
+"""Takes over the terminal for a live screen, and restores it whatever happens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.text import Text
 
 ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[2J"
 LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
-BEGIN_UPDATE, END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"  # drawn at once, where that is known
+BEGIN_UPDATE, END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"  # drawn in one go, where supported
 
 KEYS = {
     **{"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"},
@@ -32,12 +32,12 @@ KEYS = {
     **{"\r": "enter", "\n": "enter", "\t": "tab", "\x1b[Z": "tab", "\x1b": "escape"},
     **{"\x7f": "backspace", "\b": "backspace"},
 }
-# What these mean where no text is typed.
+# What these letters mean while no text is typed.
 LETTERS = {"k": "up", "j": "down", "h": "left", "g": "home", "G": "end", "l": "enter"}
 TICK_SECONDS = 1.0
-SEQUENCE_SECONDS = 0.05  # in which the rest of an arrow key comes, over a slow line too
+SEQUENCE_SECONDS = 0.05  # for the rest of an arrow key to arrive, even over a slow line
 
-# Waits for a word. None comes if its parent is killed: then it gives the terminal back.
+# Waits for a word from its parent. If none comes, the parent was killed: restore the terminal.
 GUARD = r"""
 read -r word && exit
 stty "$1" <&1 2>/dev/null
@@ -46,9 +46,9 @@ printf '\033[?25h\033[?1049l' >&2
 
 
 class Terminal:
-    """`with Terminal() as terminal:` the other screen, without a cursor, keys as they are pressed.
+    """`with Terminal() as terminal:` the alternate screen, no cursor, keys as they are pressed.
 
-    A shell beside this process gives the terminal back if this one is killed.
+    A shell beside this process restores the terminal if this one is killed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,9 @@ class Terminal:
 
     def __enter__(self) -> Terminal:
         self._settings = termios.tcgetattr(self.input)
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without these letters gets ?
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # a terminal that cannot show a character gets ?
             sys.stdout.reconfigure(errors="replace")
         self._guard = start_guard(self.input)
         os.set_blocking(self._wake_write, False)
@@ -102,9 +104,9 @@ class Terminal:
         return max(20, size.columns), max(4, size.lines)
 
     def draw(self, lines: Sequence[Text]) -> None:
-        """Write the lines that differ from what is there."""
+        """Write the lines that have changed."""
         width, height = self.size()
-        # A line that is as it was is not even turned into colours.
+        # An unchanged line is not rendered again.
         known = self._lines if self._drawn else []
         drawn = [
             self._drawn[row] if row < len(known) and known[row] == line else self._ansi(line, width)
@@ -120,12 +122,12 @@ class Terminal:
         self._drawn, self._lines = drawn, list(lines[:height])
 
     def redraw(self) -> None:
-        """Forget what is there: the size has changed, or someone else has written."""
+        """Draw everything again: the size has changed, or something else has written."""
         self._drawn = []
         self._write("\x1b[2J")
 
     def key(self, seconds: float) -> str | None:
-        """The next key by its name, "resize", or None if there is none for so long."""
+        """The next key by its name, "resize", or None if there is none within `seconds`."""
         if not self._pending:
             ready, _, _ = select.select([self.input, self._wake_read], [], [], seconds)
             if self._wake_read in ready:
@@ -150,7 +152,7 @@ class Terminal:
                 self._pending = self._pending[length:]
                 return KEYS[word]
         if self._pending.startswith("\x1b"):
-            self._pending = ""  # some other key of this terminal's
+            self._pending = ""  # a key that we do not know
             return "unknown"
         word, self._pending = self._pending[0], self._pending[1:]
         return word
@@ -187,7 +189,7 @@ class Terminal:
         raise SystemExit(128 + number)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: the shell gets its terminal back, and we ours with `fg`."""
+        """Ctrl-Z: give the shell its terminal back until `fg`."""
         self._give_back()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -197,7 +199,7 @@ class Terminal:
 
 
 class Screen(Protocol):
-    """What is shown until the user leaves."""
+    """What is shown until the user quits."""
 
     is_over: bool
 
@@ -208,14 +210,14 @@ class Screen(Protocol):
         """The screen: `height` lines of at most `width` cells."""
 
     def press(self, key: str, rows: int) -> None:
-        """What a key does; `rows` of the screen are a page."""
+        """Handle a key, on a screen of `rows` lines."""
 
     def close(self) -> None:
-        """Whatever becomes of the terminal, this is called last."""
+        """Called last, whatever happens to the terminal."""
 
 
 def show(screen: Screen) -> None:
-    """Look, draw and take keys until the user leaves."""
+    """Look, draw and handle keys until the user quits."""
     try:
         with Terminal() as terminal:
             due = 0.0
@@ -232,12 +234,12 @@ def show(screen: Screen) -> None:
 
 
 def start_guard(terminal: int) -> subprocess.Popen[bytes] | None:
-    """A shell that outlives this process by a moment; none where there is no `stty`."""
+    """A shell that outlives this process for a moment; None if there is no `stty`."""
     try:
         saved = subprocess.run(
             ["stty", "-g"], stdin=terminal, capture_output=True, text=True, check=True
         ).stdout.strip()
-        # In a session of its own: what ends this process by way of the terminal spares it.
+        # In its own session: a signal from the terminal that ends this process spares it.
         return subprocess.Popen(
             ["sh", "-c", GUARD, "sh", saved],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What a watcher shows of a run: plain data, whoever draws it."""
+"""What every view of a run is drawn from: plain data about runs, ranks and step times."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ACTIVE = ("queued", "running")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One run at one moment. None: not known (yet)."""
+    """One run at one moment; None means not known (yet)."""
 
     run: str
     run_dir: str
     job: str  # the job's name
     state: str
-    reason: str | None = None  # why it waits, ended, or is to be looked at, in words
-    stalled: bool = False  # runs, and has made no step for longer than expected
-    expected_start: str | None = None  # by SLURM's own estimate
-    jobs: tuple[str, ...] = ()  # of SLURM
+    reason: str | None = None  # why it waits, why it ended, or what needs attention
+    stalled: bool = False  # running, but without a step for longer than expected
+    expected_start: str | None = None  # SLURM's own estimate
+    jobs: tuple[str, ...] = ()  # ids of its SLURM jobs
     nodes: tuple[str, ...] = ()
     layout: str = ""
-    device: str | None = None  # what a rank computes on; CPU, or a GPU's name
+    device: str | None = None  # what a rank computes on: CPU, or the name of the GPU
     world_size: int | None = None
     attempt: int | None = None
     attempts: int = 0
@@ -45,21 +45,22 @@ class RunView:
     metrics: dict[str, float] = field(default_factory=dict)
     loss_steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
-    step_seconds: float | None = None  # in the mean: of the last steps, or of all when it ended
-    samples_per_second: float | None = None  # of all ranks: of the last steps, or as it ended
-    speedup: float | None = None  # of a run that goes on, by its last steps; of one that has
-    efficiency: float | None = None  # ended, of its layout's repeats together, as `report` has it
-    repeats: int = 0  # how many those are
-    baseline: str | None = None  # the newest run of the base
+    step_seconds: float | None = None  # mean of the last steps, or of all steps once it has ended
+    samples_per_second: float | None = None  # of all ranks: last steps, or as reported at the end
+    # While it runs: from its last steps. Afterwards: of all repeats of its layout, as in `report`.
+    speedup: float | None = None
+    efficiency: float | None = None
+    repeats: int = 0  # runs behind these two numbers
+    baseline: str | None = None  # the newest run of the baseline
     baseline_layout: str | None = None
-    baseline_runs: tuple[str, ...] = ()  # whose median pace it is
+    baseline_runs: tuple[str, ...] = ()  # the runs whose median pace is the baseline's
     baseline_samples_per_second: float | None = None
-    seconds_left: float | None = None  # by the clock of the last ten minutes
-    rank_hours: float = 0.0  # GPU-hours on GPUs, of all attempts
-    checkpoint: int | None = None  # the step of the newest
-    started: float | None = None  # UNIX time, of the newest attempt
+    seconds_left: float | None = None  # judging by the last ten minutes of wall-clock time
+    rank_hours: float = 0.0  # GPU-hours where ranks use GPUs; all attempts
+    checkpoint: int | None = None  # step of the newest checkpoint
+    started: float | None = None  # UNIX time; newest attempt
     last_step: float | None = None  # UNIX time
-    heartbeat: float | None = None  # UNIX time of the last event of its first rank
+    heartbeat: float | None = None  # UNIX time of its first rank's last event
 
     @property
     def is_active(self) -> bool:
@@ -71,7 +72,7 @@ class RunView:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it is measured against a smaller layout than its own."""
+        """Whether its efficiency is relative to a smaller layout."""
         return self.efficiency is not None and self.layout != self.baseline_layout
 
     def as_json(self) -> dict[str, Any]:
@@ -80,16 +81,16 @@ class RunView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """One rank at one moment, its newest attempt. Times are means over its last steps."""
+    """One rank of the newest attempt at one moment. Times are means over its last steps."""
 
     rank: int
     node: str | None = None
-    state: str | None = None  # how it ended; None while it goes on
+    state: str | None = None  # how it ended; None while it runs
     step: int | None = None
     step_seconds: float | None = None
-    data: float | None = None  # seconds of a step that it waits for data
-    wait: float | None = None  # seconds of a step that it waits for other ranks and their bytes
-    utilization: float | None = None  # percent of its GPU
+    data: float | None = None  # seconds per step spent waiting for data
+    wait: float | None = None  # seconds per step spent waiting for other ranks and their bytes
+    utilization: float | None = None  # of its GPU, in percent
     memory: int | None = None  # bytes in use on its GPU
     memory_total: int | None = None
     power: float | None = None  # watts
@@ -98,14 +99,14 @@ class RankView:
     clock: float | None = None  # MHz
     clock_max: float | None = None
     cpu: float | None = None  # CPUs in use
-    workers_cpu: float | None = None  # CPUs in use by all of its loader's workers
+    workers_cpu: float | None = None  # CPUs in use by its loader's workers
     num_workers: int | None = None
-    host_memory: int | None = None  # bytes, the most it has had
-    sent: float | None = None  # bytes a second, of its node; its first rank says it
+    host_memory: int | None = None  # peak, in bytes
+    sent: float | None = None  # bytes per second of its node, reported by the node's first rank
     received: float | None = None
-    link: float | None = None  # bytes a second that the node's link carries
+    link: float | None = None  # bytes per second that the node's link can carry
     heartbeat: float | None = None  # UNIX time of its last event
-    slowest: bool = False  # the one that the others wait for most often
+    slowest: bool = False  # the rank that the others wait for most often
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,33 +114,29 @@ class RankView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Where the time of the last steps went, and whom the ranks wait for."""
+    """Where the time of the last steps went, and which rank the others wait for."""
 
-    seconds: dict[str, float]  # of a step: compute, comm, straggler, data, other
-    steps: int  # that were looked at
-    slowest_rank: int | None = None  # None: no rank is clearly slower than the others
-    slowest_share: float = 0.0  # of these steps in which it came last
-    slowest_part: str | None = None  # what it does longer than the others
+    seconds: dict[str, float]  # per step: compute, comm, straggler, data, other
+    steps: int  # how many were measured
+    slowest_rank: int | None = None  # None: no rank stands out
+    slowest_share: float = 0.0  # share of the steps in which it was last
+    slowest_part: str | None = None  # the part of a step that takes it longer than the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Curves over the steps of the newest attempt: bucket i has the steps from i*width+1 on.
+    """Curves over the steps of the newest attempt; bucket i starts at step i*width+1.
 
-    `ranks` has rows of means: `seconds`, `data`, `wait`, `utilization`, `cpu`, by rank.
+    `ranks` maps `seconds`, `data`, `wait`, `utilization` and `cpu` to one row of means per rank.
     """
 
     width: int
-    buckets: int
-    samples_per_second: tuple[float | None, ...]  # of all ranks
+    samples_per_second: tuple[float | None, ...]  # all ranks together
     ranks: dict[str, dict[int, tuple[float | None, ...]]]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
-    """Everything that a line about a run says."""
+    """Everything known about a run, from its folder, SLURM and its ranks' events."""
     reader, status = one.reader, one.status
     start, lead = reader.start, reader.lead
     is_running = status.state == "running"
@@ -184,7 +181,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         baseline_layout=base.layout if base else None,
         baseline_runs=base.counted if base else (),
         baseline_samples_per_second=base.pace if base else None,
-        seconds_left=(steps - step) * by_clock
+        seconds_left=max(0, steps - step) * by_clock
         if is_running and steps and step and by_clock
         else None,
         rank_hours=reader.rank_hours(now if is_running else None),
@@ -198,9 +195,9 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
 def ratios_of(
     one: Followed, world: int | None, pace: float | None
 ) -> tuple[float | None, float | None]:
-    """Speedup and efficiency: of a run that goes on its own now, else those of its layout's runs.
+    """Speedup and efficiency: its own while it runs, afterwards those of its layout's runs.
 
-    None of a run that does not count, as one that failed where another of its layout did not.
+    None for a run that does not count, such as one that failed while others of its layout did not.
     """
     found = one.comparison
     if found is None:
@@ -212,7 +209,7 @@ def ratios_of(
 
 
 def step_seconds(one: Followed) -> float | None:
-    """Of the last steps; of a run that has ended, of those that its pace is of."""
+    """Mean of the last steps; once it has ended, of the steps that its pace is taken from."""
     lead = one.reader.lead
     if one.is_measured and one.measured is not None:
         return one.measured.step_seconds
@@ -222,7 +219,7 @@ def step_seconds(one: Followed) -> float | None:
 
 
 def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | None:
-    """In words, that no step was made for longer than expected; None if all is well."""
+    """A message if there has been no step for longer than expected, else None."""
     lead = reader.lead
     if lead is None or lead.first_time is None:
         return None
@@ -235,12 +232,12 @@ def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | No
     took = lead.mean("seconds")
     if passed <= patience(took or 0.0, reader.longest_pause, stands_out=False, asked=stalled):
         return None
-    before = f"; steps before took {duration(took)}" if took else ""
+    before = f"; earlier steps took {duration(took)}" if took else ""
     return f"stalled: no step for {duration(passed, whole=True)}{before}"
 
 
 def device_of(start: dict[str, Any], info: dict[str, Any], reader: RunReader) -> str | None:
-    """What a rank computes on: as it says; of a script, as its machine has it."""
+    """What a rank computes on: as it reports or, for a user's script, as its machine has it."""
     seen = reader.lead.device if reader.lead else {}
     if not start.get("device") and not seen:
         return None
@@ -257,5 +254,5 @@ def epochs_of(job: dict[str, Any], steps: int | None, start: dict[str, Any]) -> 
 def ranks_of(layout: str) -> int | None:
     try:
         return Layout.parse(layout.partition("@")[0]).ranks if layout else None
-    except AllranksError:  # several layouts, of which none has started yet
+    except AllranksError:  # several alternatives, none of which has started yet
         return None

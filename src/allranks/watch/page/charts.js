@@ -1,4 +1,4 @@
-// What the plots of the chosen run show.
+// The plots of the chosen run.
 import {byId, count, make, number, say} from "./words.js";
 import {colour, show, showNote, tick} from "./plot.js";
 import {plan} from "./frames.js";
@@ -6,7 +6,7 @@ import {nameParts} from "./runs.js";
 
 const CURVES_MS = 1000, HEAT_MS = 2000, SAME_MS = 10000;
 
-// Of a long run a column or a point is many steps, and changes slowly: the same picture is not drawn again.
+// In a long run a point stands for many steps and changes slowly: the same picture is not drawn again.
 const drawn = new Map();
 function isSame(id, sign, isUrgent) {
   const before = drawn.get(id), now = performance.now();
@@ -16,9 +16,9 @@ function isSame(id, sign, isUrgent) {
 }
 const signOf = list => list.map(({x, y}) => `${x.length} ${x[x.length - 1]} ${number(y[y.length - 1])}`).join();
 
-// ---------------------------------------------------------------- loss and throughput, of several runs
+// ---------------------------------------------------------------- loss and throughput of several runs
 
-/** A little more than the values, so that no curve touches the frame. */
+/** A little more than the range of values, so that no curve touches the frame. */
 function around(low, high) {
   if (low === null || high === null) return [0, 1];
   const more = (high - low || Math.abs(high) || 1) * 0.06;
@@ -27,7 +27,7 @@ function around(low, high) {
 const short = name => { const [job, stamp] = nameParts(name); return stamp ? `${job} …${stamp.slice(-4)}` : name; };
 const fromZero = (_, high) => [0, high === null || high <= 0 ? 1 : high * 1.06];
 
-/** The value of a curve at a place, or at the nearest where it has one. */
+/** The value of a curve at an index, or at the nearest index that has one. */
 function nearest(values, place) {
   for (let by = 0; by < values.length; by++) {
     for (const i of [place - by, place + by]) if (values[i] !== undefined && values[i] !== null) return values[i];
@@ -42,7 +42,7 @@ function drawLines(id, state, page, key, range, why) {
     const {x, y} = state.curves[name][key], last = state.runs[name].steps || state.runs[name].step || 1;
     return [isShare ? x.map(step => step / last * 100) : x, y];
   });
-  // Where one run has no value and another has one, a line goes on; where a loss is not a number, it is broken.
+  // A line continues where only another run has a value; it breaks where a loss is not a number.
   const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
   const series = names.map(name => ({
     stroke: colour(page.colour(name)), width: name === page.chosen ? 2.2 : 1.5, points: {size: 4}}));
@@ -60,13 +60,13 @@ function drawCurves(state, page, isUrgent) {
   const run = state.runs[page.chosen], curves = state.curves[page.chosen], axis = page.axis;
   const shown = page.shown().map(name => state.curves[name]).filter(Boolean);
   if (!isSame("loss", axis + signOf(shown.map(one => one.loss)), isUrgent)) plan("loss", () =>
-    drawLines("loss", state, page, "loss", around, "No loss recorded: a script of your own does not tell it."), {gap: CURVES_MS, isUrgent});
+    drawLines("loss", state, page, "loss", around, "No loss recorded: a script of your own does not report it."), {gap: CURVES_MS, isUrgent});
   if (!isSame("pace", axis + signOf(shown.map(one => one.pace)), isUrgent)) plan("pace", () =>
     drawLines("pace", state, page, "pace", fromZero, "No step yet."), {gap: CURVES_MS, isUrgent});
   say(byId("loss-now"), run.loss === null ? "" : number(run.loss, 4));
   say(byId("pace-now"), run.samples_per_second === null ? "" : `${number(run.samples_per_second)} samples/s`);
   byId("loss").setAttribute("aria-label", `Loss by step, now ${number(run.loss, 4)}`);
-  byId("pace").setAttribute("aria-label", `Samples a second by step, now ${number(run.samples_per_second)}; ${curves ? curves.pace.x.length : 0} points`);
+  byId("pace").setAttribute("aria-label", `Samples per second by step, now ${number(run.samples_per_second)}; ${curves ? curves.pace.x.length : 0} points`);
   drawLegend(page);
 }
 function drawLegend(page) {
@@ -84,7 +84,7 @@ function drawLegend(page) {
 
 // ---------------------------------------------------------------- utilisation
 
-const READING = "Reading what all ranks have written.";
+const READING = "Reading the events of all ranks …";
 const isRead = state => Object.keys(state.ranks).length > 0 || state.runs[state.chosen].step === null;
 
 function drawBand(use) {
@@ -98,7 +98,7 @@ function drawBand(use) {
       const at = u.cursor.idx;
       if (at === null || at === undefined) return null;
       const [x, low, high, mean] = u.data.map(values => values[at]);
-      return [`step ${count(x)}`, `${number(mean)}${use.unit} in the mean`, `${number(low)} to ${number(high)}${use.unit}`];
+      return [`step ${count(x)}`, `${number(mean)}${use.unit} on average`, `${number(low)} to ${number(high)}${use.unit}`];
     },
   });
 }
@@ -109,19 +109,19 @@ function drawUse(state, isUrgent) {
   const use = state.use, isGpu = use && use.unit === "%";
   const sign = use ? use.unit + signOf([{x: use.x, y: use.mean}]) : String(isRead(state));
   if (!isSame("use", sign, isUrgent)) plan("use", () => use && use.x.length ? drawBand(use)
-    : showNote("use", isRead(state) ? "No use of devices was recorded." : READING), {gap: HEAT_MS, isUrgent});
+    : showNote("use", isRead(state) ? "No utilisation was recorded." : READING), {gap: HEAT_MS, isUrgent});
   say(byId("use-head"), !use ? "Utilisation" : isGpu ? "GPU utilisation" : "CPU use");
   const last = use && use.mean.length ? use.mean[use.mean.length - 1] : null;
-  say(byId("use-now"), last === null ? "" : `${number(last)}${isGpu ? "%" : " CPUs"} a rank, in the mean; the band is from the least to the most`);
-  byId("use").setAttribute("aria-label", `Use of devices by step, now ${number(last)}`);
+  say(byId("use-now"), last === null ? "" : `${number(last)}${isGpu ? "%" : " CPUs"} per rank on average; the band spans all ranks`);
+  byId("use").setAttribute("aria-label", `Utilisation by step, now ${number(last)}`);
 }
 
 // ---------------------------------------------------------------- ranks over time
 
-const HEAT = {work: "step without waits", seconds: "step", data: "waits for data",
-  wait: "waits for ranks and network", utilization: "of its device"};
+const HEAT = {work: "step time without waiting", seconds: "step time", data: "waiting for data",
+  wait: "waiting for ranks and network", utilization: "of the device"};
 
-/** Where colours begin and end: what most steps take is pale, and never so near that noise looks like news. */
+/** Where colours begin and end: usual step times are pale, and the range is wide enough to hide noise. */
 export function limits(values) {
   if (!values.length) return [0, 1];
   const at = part => values[Math.min(values.length - 1, Math.floor(part * values.length))];
@@ -136,7 +136,7 @@ function limitsOf(heat) {
   for (const column of heat.columns) for (const value of column) if (value !== null) values[known++] = value;
   return limits(values.subarray(0, known));
 }
-/** 256 colours from the first of a ramp's five to its last, as [red, green, blue]. */
+/** 256 colours through the five stops of a ramp, as [red, green, blue]. */
 function ramp(name) {
   const stops = [0, 1, 2, 3, 4].map(i => colour(name + i)).map(hex => [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16)));
   return Array.from({length: 256}, (_, i) => {
@@ -144,7 +144,7 @@ function ramp(name) {
     return stops[from].map((value, c) => Math.round(value + (stops[from + 1][c] - value) * (at - from)));
   });
 }
-/** A pixel for each column and rank; what is not known is left out. */
+/** One pixel per column and rank; unknown values are left out. */
 function image(heat, low, high, colours) {
   const canvas = make("canvas", ""), width = heat.columns.length, height = heat.ranks.length;
   Object.assign(canvas, {width, height});
@@ -167,7 +167,7 @@ function drawCells(heat) {
   const every = Math.ceil(size / 9);
   const plot = show("heat", `heat ${size}`, [[0, end], [null, null]], {
     series: [{points: {show: false}}], cursor: {y: true, points: {show: false}},
-    // Ranks go down from the first: rank i lies around -i.
+    // Ranks are listed downwards: rank i is at -i.
     x: () => [0, end], y: () => [0.5 - size, 0.5],
     yaxis: {grid: {show: false}, label: "rank", labelSize: 18, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 36,
       splits: () => heat.ranks.map((_, i) => -i).filter(i => i % every === 0), values: (_, splits) => splits.map(at => String(heat.ranks[-at]))},
@@ -196,14 +196,14 @@ function drawHeat(state, isUrgent) {
   const known = heat ? heat.columns.reduce((sum, column) => sum + column.filter(value => value !== null).length, 0) : 0;
   const sign = heat ? [heat.metric, heat.width, heat.columns.length, known].join() : String(isRead(state));
   if (!isSame("heat", sign, isUrgent)) plan("heat", () => heat && heat.columns.length ? drawCells(heat)
-    : showNote("heat", isRead(state) ? "Nothing of the kind was recorded." : READING), {gap: HEAT_MS, isUrgent});
+    : showNote("heat", isRead(state) ? "This was not recorded." : READING), {gap: HEAT_MS, isUrgent});
   byId("heat-scale").hidden = !heat;
   const words = heat ? HEAT[heat.metric] : "";
-  say(byId("heat-now"), heat && heat.width > 1 ? `${words} · ${heat.width} steps a column` : words);
+  say(byId("heat-now"), heat && heat.width > 1 ? `${words} · ${heat.width} steps per column` : words);
   byId("heat").setAttribute("aria-label", `Heat map of ${heat ? heat.ranks.length : 0} ranks by step: ${words}`);
 }
 
-/** All plots of the chosen run. `isUrgent`: somebody waits for it (a click), do not save frames. */
+/** Draws all plots of the chosen run. `isUrgent`: the user is waiting (a click), draw at once. */
 export function drawCharts(state, page, isUrgent) {
   drawCurves(state, page, isUrgent);
   drawHeat(state, isUrgent);

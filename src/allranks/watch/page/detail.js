@@ -1,4 +1,4 @@
-// The chosen run in words: how far, how fast, what is wrong, and each of its ranks.
+// The chosen run in text: progress, speed, findings, and a table of its ranks.
 import {NOTHING, age, byId, count, dress, duration, fixed, gibibytes, make, number, percent, say} from "./words.js";
 import {share} from "./runs.js";
 
@@ -20,13 +20,13 @@ export function drawHead(run, state) {
   if (what.dataset.text !== text) { what.dataset.text = text; what.replaceChildren(...words); }
   const part = share(run), progress = byId("progress");
   dress(progress, "progress " + run.state);
-  progress.hidden = !run.steps && run.state !== "finished"; // a script does not say how many there will be
+  progress.hidden = !run.steps && run.state !== "finished"; // the number of steps of a user's script is not known
   progress.firstElementChild.style.width = part * 100 + "%";
   progress.setAttribute("aria-valuenow", String(Math.round(part * 100)));
   drawTiles(run);
   drawParts(state.parts);
 }
-/** Where the time of the last steps went, and whom the others wait for. */
+/** Where the time of the last steps went, and which rank the others wait for. */
 function drawParts(parts) {
   const box = byId("parts");
   box.hidden = !parts;
@@ -54,8 +54,8 @@ function drawTiles(run) {
     ["epoch", count(run.epoch), run.epochs ? `of ${count(run.epochs)}` : ""],
     ["loss", number(run.loss, 4), ""],
     ["samples/s", number(run.samples_per_second), ""],
-    ["efficiency", percent(run.base ? run.efficiency : null), "", run.base && `against the pace of ${run.base}`],
-    ["a step takes", duration(run.step_seconds), ""],
+    ["efficiency", percent(run.base ? run.efficiency : null), "", run.base && `compared with ${run.base}`],
+    ["step time", duration(run.step_seconds), ""],
     [run.state === "running" ? "time left" : "time", run.state === "running" ? duration(run.seconds_left)
       : duration(run.last_step !== null && run.started !== null ? run.last_step - run.started : null), ""],
     [hours, run.rank_hours < 1 ? fixed(run.rank_hours, 3) : number(run.rank_hours), ""],
@@ -74,7 +74,7 @@ function drawTiles(run) {
   });
 }
 
-// ---------------------------------------------------------------- what the doctor found
+// ---------------------------------------------------------------- findings of the doctor
 
 export function drawFindings(state) {
   const known = state.findings, section = byId("findings");
@@ -83,7 +83,7 @@ export function drawFindings(state) {
   const text = JSON.stringify(known);
   if (section.dataset.text === text) return;
   section.dataset.text = text;
-  const problem = known && known.problem ? [make("p", "now", `The doctor could not look at this run: ${known.problem}`)] : [];
+  const problem = known && known.problem ? [make("p", "now", `The doctor could not examine this run: ${known.problem}`)] : [];
   byId("found").replaceChildren(...list.map(finding), ...problem);
 }
 function finding(found) {
@@ -91,7 +91,7 @@ function finding(found) {
     found.confidence && `${found.confidence} confidence`, found.cause].filter(Boolean).join(" · ");
   const box = make("div", "finding " + (found.confidence || ""), make("b", "", found.title || found.cause || ""), make("p", "now", who));
   for (const one of (found.evidence || []).slice(0, 4)) {
-    const file = one.file && one.file.replace(/^.*\/(?=attempts\/\d+\/)/, ""); // as it lies in the run's folder
+    const file = one.file && one.file.replace(/^.*\/(?=attempts\/\d+\/)/, ""); // relative to the run's folder
     const place = [file, one.line].filter(part => part !== null && part !== undefined).join(":");
     box.append(make("pre", "", make("span", "place", place + "  "), one.text || ""));
   }
@@ -133,7 +133,7 @@ const COLUMNS = [
 const order = {column: "", isDown: false}; // "": by rank
 let columns = [], rows = [];
 
-/** What a column is sorted by: the number behind its words. */
+/** The field that each column is sorted by. */
 const KEYS = {"rank": null, "node": "node", "GPU": "utilization", "memory, GiB": "memory", "power, W": "power", "°C": "temperature",
   "CPUs": "cpu", "workers": "workers_cpu", "network, MB/s": "sent", "host memory, GiB": "host_memory", "step": "step", "step time": "step_seconds", "data": "data", "waiting": "wait",
   "last heard": "heartbeat"};
@@ -158,7 +158,7 @@ function sorted(ranks) {
   return names.sort((a, b) => value(a) === value(b) ? a - b : value(a) === null ? 1 : value(b) === null ? -1 : value(a) < value(b) ? -sign : sign);
 }
 
-/** Columns that nobody has anything to say in are left out. */
+/** Rebuilds the table if its shape has changed; columns without any value are left out. */
 function drawTable(ranks, now) {
   const names = sorted(ranks);
   const wanted = COLUMNS.filter(([, , text]) => names.some(name => text(ranks[name], now) !== NOTHING));

@@ -1,4 +1,4 @@
-// Who draws when: each part of the page in a frame of its own, once, then only while it can be seen.
+// Schedules drawing: each part of the page in its own frame, once, and then only while it is visible.
 import {byId} from "./words.js";
 
 const NEVER = -1e9;
@@ -35,7 +35,7 @@ function drawOne() {
   isWaiting = queue.length > 0;
   if (isWaiting) requestAnimationFrame(drawOne);
 }
-/** Has a part drawn soon, not twice within `gap` ms; of several wishes, the last. `isUrgent`: now, seen or not. */
+/** Draws a part soon, but not twice within `gap` ms; the last request wins. `isUrgent`: now, visible or not. */
 export function plan(id, draw, {gap = 1000, isUrgent = false} = {}) {
   const part = partOf(id);
   part.draw = draw;

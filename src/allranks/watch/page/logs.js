@@ -1,4 +1,4 @@
-// A log as it grows, or the lines of it that hold a word.
+// A log as it grows, or its lines that contain a word.
 import {byId, count, make, say} from "./words.js";
 
 const LOOK_MS = 1000, TYPING_MS = 250, MAX_LINES = 1500;
@@ -14,7 +14,7 @@ export class Logs {
       typing = setTimeout(() => this.show(this.run, this.file), TYPING_MS);
     });
     byId("follow").addEventListener("change", () => this.scroll());
-    // Who scrolls up reads; who scrolls to the end follows.
+    // Scrolling up stops following; going to the end starts it again.
     this.box.addEventListener("wheel", event => { if (event.deltaY < 0) byId("follow").checked = false; }, {passive: true});
     this.box.addEventListener("keydown", event => {
       if (["ArrowUp", "PageUp", "Home"].includes(event.key)) byId("follow").checked = false;
@@ -23,7 +23,7 @@ export class Logs {
     new IntersectionObserver(entries => { this.isSeen = entries[0].isIntersecting; }, {rootMargin: "200px"}).observe(this.box);
     setInterval(() => this.look(), LOOK_MS);
   }
-  /** The files of the chosen run; the one that is shown stays if it is still there. */
+  /** Lists the log files of the chosen run; keeps showing the same one if it is still there. */
   offer(run, files, reason) {
     const select = byId("file"), text = files.join("\n");
     if (select.dataset.files !== text || run !== this.run) {
@@ -32,7 +32,7 @@ export class Logs {
         (_, attempt, rank) => `rank ${rank}` + (attempt === "0" && !/attempts\/[1-9]/.test(text) ? "" : `, attempt ${attempt}`)), file)));
       if (files.includes(this.file)) select.value = this.file;
     }
-    // Of a run that failed, the log of the rank that ended it.
+    // For a run that failed, the log of the rank that ended it.
     const [, rank] = /^rank (\d+)\b/.exec(reason || "") || [];
     const first = files.find(name => name.endsWith(`/rank-${rank}.log`)) || files[0] || "";
     const file = run === this.run && files.includes(this.file) ? this.file : first;
@@ -58,7 +58,7 @@ export class Logs {
       const answer = await fetch("api/log?" + words);
       const read = answer.ok ? await answer.json() : null;
       if (read && round === this.round) this.take(read, query);
-    } catch { /* the line's own state tells that the server is gone */ }
+    } catch { /* the top of the page already says that the server is gone */ }
     if (round === this.round) this.isBusy = false;
   }
   take(read, query) {

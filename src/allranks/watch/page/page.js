@@ -1,4 +1,4 @@
-// Puts the page together: what is chosen, the line to the server, keys, and the question before a stop.
+// Puts the page together: the chosen run, the connection to the server, keys, and stopping a run.
 import {byId, say} from "./words.js";
 import {Line} from "./state.js";
 import {beside, drawRuns, focusRun} from "./runs.js";
@@ -7,7 +7,7 @@ import {drawCharts} from "./charts.js";
 import {plan} from "./frames.js";
 import {Logs} from "./logs.js";
 
-// The cookie has the token from here on: the address must not show it to whoever looks on.
+// From here on the token is in a cookie: the address should not show it to onlookers.
 const hash = decodeURIComponent(location.hash.slice(1));
 history.replaceState(null, "", location.pathname + location.hash);
 
@@ -16,9 +16,9 @@ const LINK = {live: "live", waiting: "reconnecting", lost: "no answer: is allran
 
 const page = {
   chosen: hash || null, compared: new Set(), colours: new Map(), metric: "work", axis: "step",
-  /** The chosen run first, then those beside it, in the order of the list. */
+  /** The chosen run, then those compared with it, in the order in which they were added. */
   shown() { return [this.chosen, ...[...this.compared].filter(name => name !== this.chosen)]; },
-  /** A run keeps its colour for as long as it is shown. */
+  /** A run keeps its colour while it is shown. */
   colour(name) {
     const shown = this.shown();
     for (const known of this.colours.keys()) if (!shown.includes(known)) this.colours.delete(known);
@@ -58,7 +58,7 @@ function draw() {
   byId("nothing").hidden = Boolean(run);
   if (!run) {
     document.title = "allranks";
-    return void say(byId("nothing"), "No runs here yet. Start one with allranks run or allranks submit: it appears by itself.");
+    return void say(byId("nothing"), "No runs here yet. Start one with allranks run or allranks submit: it will appear here.");
   }
   document.title = `${run.steps && run.step !== null ? Math.floor(run.step / run.steps * 100) + "% " : ""}${run.job} · ${run.state}`;
   drawHead(run, state);
@@ -82,7 +82,7 @@ const line = new Line(query, (_, isAll) => {
   byId("link").dataset.state = link;
   say(byId("link"), LINK[link]);
 });
-// Time goes by without news, too: what was last heard of each rank grows older.
+// Even without news, the time since each rank was last heard grows.
 setInterval(() => { if (line.state && line.state.runs[page.chosen]) plan("table", () => drawRanks(line.state, line.now())); }, 1000);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { isWhole = true; draw(); });
 
@@ -137,7 +137,7 @@ if (byId("stop")) {
   });
   really.addEventListener("click", async () => {
     really.disabled = true;
-    say(byId("confirm-answer"), "Asking it to stop.");
+    say(byId("confirm-answer"), "Asking it to stop …");
     try {
       const answer = await fetch("api/stop", {method: "POST", headers: {"content-type": "application/json"},
         body: JSON.stringify({run: asked, confirm: asked})});

@@ -1,12 +1,12 @@
-// One plot in one element: uPlot's axes, curves and cursor in this page's colours.
+// One uPlot plot per element, with this page's axes, colours and cursor.
 import {byId, fixed, make, say} from "./words.js";
 
 export const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const FONT = "12px system-ui, -apple-system, Segoe UI, Roboto, sans-serif";
-const WHOLE = Array.from({length: 12}, (_, i) => [1, 2, 5].map(by => by * 10 ** i)).flat(); // there is no half step
+const WHOLE = Array.from({length: 12}, (_, i) => [1, 2, 5].map(by => by * 10 ** i)).flat(); // no half steps
 const plots = new Map(); // id of an element -> {plot, sign, about}
 
-/** A tick's number, short: 0.25, 1,500, 20k, 1.5M. */
+/** A short number for a tick: 0.25, 1,500, 20k, 1.5M. */
 export function tick(value) {
   const size = Math.abs(value);
   const [unit, letter] = size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
@@ -18,13 +18,13 @@ function axis(more) {
     values: (_, splits) => splits.map(value => value === null ? "" : tick(value)), ...more,
     grid: {show: true, width: 1, stroke: () => colour("line"), ...more.grid}};
 }
-/** What is under the cursor, in words beside it. `words` gives lines, or null where there is nothing. */
+/** A tip beside the cursor. `words` returns its lines, or null if there is nothing under the cursor. */
 function showTip(plot, tip, words) {
   const {left, top} = plot.cursor, lines = left >= 0 && top >= 0 ? words(plot) : null;
   tip.hidden = !lines;
   if (!lines) return;
   say(tip, lines.join("\n"));
-  // To the right of the cursor if there is room, else to the left, else as far right as it goes.
+  // To the right of the cursor if there is room, else to the left, else as far right as possible.
   const room = plot.over.clientWidth - tip.offsetWidth, place = left + 14 <= room ? left + 14 : left - 14 - tip.offsetWidth;
   tip.style.left = (place >= 0 ? place : Math.max(0, room)) + "px";
   tip.style.top = Math.max(0, Math.min(plot.over.clientHeight - tip.clientHeight, top - tip.clientHeight / 2)) + "px";
@@ -40,7 +40,7 @@ function remove(id) {
   plots.delete(id);
   delete byId(id).plot;
 }
-/** Nothing to draw, and why. */
+/** Says why there is nothing to draw. */
 export function showNote(id, why) {
   const element = byId(id);
   remove(id);
@@ -48,8 +48,8 @@ export function showNote(id, why) {
   element.setAttribute("aria-label", why);
 }
 /**
- * Draws `data` (uPlot's: x, then a list for each of `series`). `sign` tells what the plot is made of: while it is the
- * same, only its data change. `about` has the axes, scales, words for the cursor, and hooks.
+ * Draws `data` in uPlot's format: x, then one list for each of `series`. While `sign` stays the same, the plot is kept
+ * and only its data change. `about` has the axes, scales, cursor text and hooks.
  */
 export function show(id, sign, data, about) {
   const element = byId(id), known = plots.get(id), whole = sign + colour("paper");

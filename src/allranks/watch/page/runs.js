@@ -1,4 +1,4 @@
-// The list of runs: one chosen, any number compared with it.
+// The list of runs: one is chosen, others can be compared with it.
 import {NOTHING, byId, count, dress, duration, make, number, percent, say} from "./words.js";
 
 const items = new Map();
@@ -7,14 +7,14 @@ const SVG = "http://www.w3.org/2000/svg";
 export function share(run) {
   return run.steps && run.step !== null ? Math.min(1, run.step / run.steps) : run.state === "finished" ? 1 : 0;
 }
-/** The job's name, and the part of a run's name that tells it from its siblings. */
+/** The job's name, and the part of a run's name that distinguishes runs of the same job. */
 export function nameParts(name) {
   const match = /^(.+)-(\d{8}-\d{6}-[0-9a-f]{4})$/.exec(name);
   return match ? [match[1], match[2]] : [name, ""];
 }
 function where(run) {
-  if (run.state === "queued") return run.reason || "waits in the queue";
-  if (run.stalled) return run.reason || "no step lately";
+  if (run.state === "queued") return run.reason || "waiting in the queue";
+  if (run.stalled) return run.reason || "no recent step";
   const parts = [];
   if (run.step !== null) parts.push(run.steps ? percent(share(run)) : `step ${count(run.step)}`);
   if (run.samples_per_second !== null && run.state === "running") parts.push(`${number(run.samples_per_second)}/s`);
@@ -83,7 +83,7 @@ export function drawRuns(state, page) {
   const running = state.order.filter(name => state.runs[name].state === "running").length;
   say(byId("count"), running ? `${state.order.length}, ${running} running` : String(state.order.length));
 }
-/** Up and down through the list, as it is shown. */
+/** The run above (-1) or below (1) another in the list as shown. */
 export function beside(chosen, by) {
   const names = [...byId("runs").querySelectorAll("button")].map(button => button.dataset.run);
   return names[Math.max(0, Math.min(names.length - 1, names.indexOf(chosen) + by))];

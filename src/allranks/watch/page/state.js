@@ -1,9 +1,9 @@
-// What the server has said: all of it at once when the page connects, then only what changed.
+// The state that the server sends: everything when the page connects, then only changes.
 
-const SILENCE_MS = 12000; // the server says something every few seconds: longer is a dead line
+const SILENCE_MS = 12000; // the server sends something every few seconds: after this long, the connection is dead
 const RETRY_MS = 1000;
 
-/** Applies one change: {"=": value}, {"+": [from, items]} for lists, {"~": changes, "-": gone}. */
+/** Applies one change: {"=": value}, {"+": [from, items]} for lists, {"~": changes, "-": removed keys}. */
 export function changed(old, change) {
   if ("=" in change) return change["="];
   if ("+" in change) {
@@ -17,14 +17,14 @@ export function changed(old, change) {
   return old;
 }
 
-/** Keeps one line to the server open while the page can be seen. */
+/** Keeps one connection to the server open while the page is visible. */
 export class Line {
   constructor(query, onNews, onLink) {
     Object.assign(this, {query, onNews, onLink, state: null, source: null, heard: 0, skew: 0, retry: 0});
     document.addEventListener("visibilitychange", () => document.hidden ? this.close() : this.open());
     addEventListener("pagehide", () => this.close());
     addEventListener("pageshow", event => event.persisted && this.open());
-    // A laptop that slept has a line that neither works nor ends.
+    // After a laptop has slept, its connection neither works nor ends.
     setInterval(() => {
       if (this.source && Date.now() - this.heard > SILENCE_MS) this.open();
     }, 2000);

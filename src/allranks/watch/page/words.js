@@ -1,4 +1,4 @@
-// Numbers as show/numbers.py spells them (a test compares the two), and elements. Text only ever goes in as text: names are other people's words.
+// Formats numbers like show/numbers.py (a test compares the two), and makes elements. Text is only ever inserted as text, never as HTML.
 
 export const NOTHING = "-";
 
@@ -29,7 +29,7 @@ export function duration(seconds) {
   return Math.floor(left / unit) + name + (rest ? String(rest).padStart(2, "0") + partName : "");
 }
 export const gibibytes = bytes => known(bytes) ? number(bytes / 2 ** 30) : NOTHING;
-/** Since when, without parts of a second: a clock that ticks is for the eye, not for the decimals. */
+/** How long ago, in whole seconds: decimals would only flicker. */
 export const age = seconds => seconds < 1.5 ? "now" : (seconds < 59.5 ? `${Math.round(seconds)}s` : duration(seconds)) + " ago";
 
 export function make(tag, className, ...children) {
@@ -39,7 +39,7 @@ export function make(tag, className, ...children) {
   return element;
 }
 export const byId = id => document.getElementById(id);
-/** Writing what is there already would cost a layout. */
+/** Sets the text only if it has changed, which saves a layout. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import AllranksError
-from allranks.job.job import BUILT_IN, Duration, Job
+from allranks.job.job import BUILT_IN, Job
+from allranks.job.values import Duration
 from allranks.launch import withheld
 from allranks.layout import Layout
 

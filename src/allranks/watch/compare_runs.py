@@ -1,4 +1,4 @@
-"""How a run that is followed compares with others, by the rules of `timing/comparison.py`."""
+"""Compares a followed run with others, by the rules of `timing/comparison.py`."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from allranks.watch.views import ranks_of
 if TYPE_CHECKING:
     from allranks.watch.live import Followed
 
-MIN_STEPS = 10  # of a run that goes on, before others are compared with it
-# Of a run with more events than can be read, its first rank alone tells the pace.
-LIVE_BYTES = 2 << 20  # on a screen that is waited for: keys are dead meanwhile
-Key = tuple[str, str, str | None]  # what is trained, on what, in which benchmark
+MIN_STEPS = 10  # a running run must have made before others are compared with it
+# If a run has more events than this, its pace is taken from its first rank alone. Small, because a
+# live screen takes no keys while it reads.
+LIVE_BYTES = 2 << 20
+Key = tuple[str, str, str | None]  # the job, the device, the benchmark
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run's layout, and the base of the runs that it is compared with."""
+    """A run's layout and the baseline it is compared with."""
 
     row: Compared
     base: Compared
 
 
-class Bases:
-    """Sets of runs that can be compared, as they stand now; files are read until the deadline."""
+class ComparableRuns:
+    """Sets of comparable runs as of now. Reads their files until the deadline."""
 
     def __init__(self, followed: Iterable[Followed], deadline: float) -> None:
         self._deadline = deadline
         self._max_bytes = AFFORDABLE_BYTES if math.isinf(deadline) else LIVE_BYTES
-        self.is_behind = False  # whether there is more to read
+        self.is_behind = False  # the deadline passed before everything was read
         self._sets: dict[Key, dict[str, list[Followed]]] = {}  # by layout
         self._found: dict[tuple[Key, str], Comparison | None] = {}
-        self._unread: set[str] = set()  # jobs with runs that nobody has looked at yet
+        self._unread: set[str] = set()  # jobs with runs that have not been read yet
         for one in followed:
             if not one.is_read:
                 self._unread.add(one.run.job_name)
@@ -54,7 +55,7 @@ class Bases:
                 self._sets.setdefault(key, {}).setdefault(layout_of(one), []).append(one)
 
     def of(self, one: Followed) -> Comparison | None:
-        """How its layout compares; None if nothing was measured, or not all is read yet."""
+        """How its layout compares; None if nothing was measured or not everything is read yet."""
         key, layout = next(iter(one.sets), None), layout_of(one)
         if key is None or one.run.job_name in self._unread or ranks_of(layout) is None:
             return None
@@ -63,7 +64,7 @@ class Bases:
         return self._found[key, layout]
 
     def _compare(self, layouts: dict[str, list[Followed]], wanted: str) -> Comparison | None:
-        """From few ranks to many, until there is a base: what is not needed is not read."""
+        """Search for a baseline from few ranks to many, so that nothing is read needlessly."""
         known = {name: ranks for name in layouts if (ranks := ranks_of(name)) is not None}
         for ranks in sorted(set(known.values())):
             rows = self._rows(layouts, [name for name in known if known[name] == ranks])
@@ -77,7 +78,7 @@ class Bases:
         return None
 
     def _rows(self, layouts: dict[str, list[Followed]], names: list[str]) -> list[Compared] | None:
-        """These layouts compared; None if not all of their runs could be read in time."""
+        """Compare these layouts; None if not all of their runs could be read in time."""
         runs = [one for name in dict.fromkeys(names) for one in layouts[name]]
         if not all([self.measure(one) for one in runs]):
             return None
@@ -87,7 +88,7 @@ class Bases:
         )
 
     def measure(self, one: Followed) -> bool:
-        """Read the pace of a run that has ended, if there is time; whether it is known."""
+        """Measure an ended run over the same steps as every other command, if there is time."""
         if one.is_active or one.is_measured:
             return True
         if time.monotonic() > self._deadline:
@@ -95,12 +96,17 @@ class Bases:
             return False
         if one.reader.lead is None:
             one.reader.look(all_ranks=False)
-        measure(one, self._max_bytes)
+        one.is_measured, one.measured = True, None
+        if event_bytes(one.run) > self._max_bytes:
+            one.pace = one.reader.steady_pace(ranks_of(layout_of(one)) or 1)
+            return True
+        one.measured = affordable_timing(one.run, self._max_bytes)
+        one.pace = one.measured.samples_per_second or None if one.measured else None
         return True
 
 
 def sets_of(one: Followed) -> tuple[Key, ...]:
-    """The sets that a run is in; it is compared within the first."""
+    """The sets that a run belongs to; it is compared within the first."""
     if not is_comparable(one.info) or not one.same:
         return ()
     lead = one.reader.lead
@@ -114,7 +120,7 @@ def sets_of(one: Followed) -> tuple[Key, ...]:
 
 
 def start_of(one: Followed) -> dict[str, Any]:
-    """What its first rank said at its start, also where nothing more was read of it."""
+    """Its first rank's start event, even if nothing else of the run was read."""
     if one.reader.lead is not None:
         return one.reader.start
     if one.first_start is None:
@@ -128,18 +134,8 @@ def layout_of(one: Followed) -> str:
 
 
 def pace_of(one: Followed) -> float | None:
-    """Over the steady steps of a run; of one that goes on, once there are some."""
+    """Pace over a run's steady steps; None while a running run has too few of them."""
     if one.is_measured:
         return one.pace
     lead, ranks = one.reader.lead, ranks_of(layout_of(one)) or 1
     return one.reader.steady_pace(ranks) if lead and (lead.last_step or 0) >= MIN_STEPS else None
-
-
-def measure(one: Followed, max_bytes: int) -> None:
-    """Take the pace of a run that has ended, over the same steps as every other command."""
-    one.is_measured, one.measured = True, None
-    if event_bytes(one.run) > max_bytes:
-        one.pace = one.reader.steady_pace(ranks_of(layout_of(one)) or 1)
-        return
-    one.measured = affordable_timing(one.run, max_bytes)
-    one.pace = one.measured.samples_per_second or None if one.measured else None
