@@ -73,7 +73,7 @@ class Work:
         while True:
             assert self.process is not None
             found = list((self.folder / "runs").glob(f"*/attempts/{attempt}/rank-0.jsonl"))
-            if found and '"step"' in found[0].read_text():
+            if found and '"event":"step"' in found[0].read_text():
                 return
             assert time.monotonic() < until and self.process.poll() is None, self.ended()
             time.sleep(0.2)
