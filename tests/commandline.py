@@ -21,7 +21,7 @@ class Allranks(Protocol):
         *args: str | Path,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 150,
+        timeout: float = 280,
     ) -> subprocess.CompletedProcess[str]: ...
 
 
@@ -38,7 +38,7 @@ def ask_allranks(*args: str, cwd: Path) -> str:
 
 
 def run_allranks(
-    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 150
+    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
     """`allranks ARGS` in a folder, with variables on top of this process's own."""
     return subprocess.run(

@@ -135,7 +135,7 @@ def allranks(tmp_path: Path) -> Allranks:
         *args: str | Path,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 150,
+        timeout: float = 280,
     ) -> subprocess.CompletedProcess[str]:
         return run_allranks(*args, cwd=cwd or tmp_path, env=env, timeout=timeout)
 

@@ -189,10 +189,10 @@ def test_precisions_side_by_side_and_a_task_is_traced_too(allranks: Allranks, fo
 @pytest.mark.parametrize(
     ("words", "code", "what"),
     [
-        (["bench", "data", "--workers", "x"], 2, "no list of numbers"),
+        (["bench", "data", "--workers", "x"], 2, "not a list of numbers"),
         (["bench", "data", "--", "python", "-c", "import torch"], 1, "no optimizer step was seen"),
-        (["bench", "precision", "--", "python", "train.py"], 2, "a script decides"),
-        (["bench", "precision", "--precisions", "fp8"], 2, "fp8 is no precision"),
+        (["bench", "precision", "--", "python", "train.py"], 2, "a script chooses"),
+        (["bench", "precision", "--precisions", "fp8"], 2, "fp8 is not a precision"),
         (["run", "--profile", "0"], 2, "--profile"),
     ],
 )

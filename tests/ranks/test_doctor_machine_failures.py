@@ -74,7 +74,7 @@ def test_a_rank_that_eats_the_memory_of_its_cgroup(allranks: Allranks, tmp_path:
         assert (first["cause"], first["rank"], others) == ("host-out-of-memory", 1, [])
         assert first["confidence"] == "high" and first["node"] == os.uname().nodename
         said = [line["text"] for line in first["evidence"]]
-        assert any("the kernel killed one process of the run's cgroup" in text for text in said)
+        assert any("the kernel killed one process in the run's cgroup" in text for text in said)
         assert any(text.startswith("host memory of rank 1: ") for text in said), said
         assert "num_workers" in first["fix"] or "workers" in first["fix"]
 

@@ -103,7 +103,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_run(cluster: Cluster, tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"goes on. To stop it: allranks stop {sent.run.name}" in errors
+    assert f"continues. To stop it: allranks stop {sent.run.name}" in errors
     assert sent.listed()["state"] == "running"
     sent.allranks("stop", "--now", sent.run.name)
 

@@ -85,7 +85,7 @@ def test_a_foreign_job_is_watched_live(
     terminal.wait(lambda screen: clock.findall(screen) not in ([], [before[1]]))  # it goes on
 
     terminal.press("d")
-    asks, answer = "asking every node where its processes are", "stuck_in_a_collective (train.py:4)"
+    asks, answer = "collecting stack dumps", "stuck_in_a_collective (train.py:4)"
     terminal.wait(lambda screen: asks in screen or answer in screen)  # it asks for a moment only
     screen = terminal.wait(answer)
     assert "samples" not in screen  # the step that looks is not what is looked for

@@ -650,7 +650,7 @@ def test_the_queue_fits_and_says_it(width: int) -> None:
 def test_names_are_not_markup_and_nobody_waiting_is_said() -> None:
     odd = job_line(jobarrayid="1", username="[red]x[/b]", reason="[bold]")
     text = shown(show_queue, queue_view(parse_queue(odd), "me", None), 120)
-    assert "[red]x[/b]" in "".join(text.split()) and "no job of me waits here" in text
+    assert "[red]x[/b]" in "".join(text.split()) and "no job of me is waiting here" in text
 
 
 @pytest.mark.timeout(90)

@@ -21,7 +21,7 @@ from allranks.run.record import final_step
 from allranks.run.run_state import Queue, describe
 from allranks.timing.comparison import Pace, compare, is_compared
 from allranks.timing.steps import timing
-from allranks.watch import bases
+from allranks.watch import compare_runs
 from allranks.watch.live import Watcher
 from allranks.watch.status import gather
 
@@ -172,7 +172,7 @@ def test_status_watch_and_report_tell_the_same_efficiency(
     tmp_path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit is not None:  # as of files too large to be read twice
-        monkeypatch.setattr(bases, "AFFORDABLE_BYTES", limit)
+        monkeypatch.setattr(compare_runs, "AFFORDABLE_BYTES", limit)
         monkeypatch.setattr("tests.report_runs._World._end", lambda *_: {"exit": 0})
     runs = study(tmp_path)
     watcher = Watcher(tmp_path, old=True)
@@ -207,7 +207,7 @@ def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
         measured.append(run.name)
         return timing(run)
 
-    monkeypatch.setattr(bases, "affordable_timing", timed)
+    monkeypatch.setattr(compare_runs, "affordable_timing", timed)
     watcher = Watcher(tmp_path, old=True)
     watcher.poll(budget=0.0)  # finds them, and has no time for more
     for _ in range(200):  # at once: no run is due
@@ -224,8 +224,10 @@ def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
 def test_large_files_do_not_hold_up_a_live_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bases, "LIVE_BYTES", 0)
-    monkeypatch.setattr(bases, "affordable_timing", lambda *_: pytest.fail("it was read whole"))
+    monkeypatch.setattr(compare_runs, "LIVE_BYTES", 0)
+    monkeypatch.setattr(
+        compare_runs, "affordable_timing", lambda *_: pytest.fail("it was read whole")
+    )
     runs = study(tmp_path)
     watcher = Watcher(tmp_path, old=True)
     for _ in range(20):
@@ -319,7 +321,7 @@ def test_a_report_is_of_the_newest_benchmark_of_scaling(tmp_path: Path) -> None:
     runs, words = chosen_runs(tmp_path, ["language"])
     assert named(runs) == named([*made.values(), *newer])
     assert runs[0].name == newer[1].name  # the newest: there the report is written
-    assert words == "3 runs of other benchmarks than bench scaling are left out."
+    assert words == "3 runs of other benchmarks are left out."
 
 
 def test_a_report_is_of_the_newest_job_where_its_newest_run_is_of_no_benchmark(
@@ -348,7 +350,7 @@ def test_where_nothing_can_be_compared_that_is_said(tmp_path: Path) -> None:
         chosen_runs(tmp_path, [])
     info = {"bench": {"id": "d", "kind": "data"}}
     run = make_run(tmp_path, "1x1", step_seconds=0.1, info=info)
-    with pytest.raises(AllranksError, match="what is there is of bench data") as refusal:
+    with pytest.raises(AllranksError, match="they are of bench data") as refusal:
         chosen_runs(tmp_path, [])
     assert "bench scaling" in refusal.value.fix
     assert chosen_runs(tmp_path, ["language"]) == ([run], None)  # it was asked for

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from allranks.machine.disks import disk_of
-from allranks.train import feed_disks
+from allranks.train import feed_files
 from allranks.train.data import Batch
 from allranks.train.feed_bench import feed_pace, sizes_of, worker_counts
-from allranks.train.feed_disks import compare_disks, why_not_cold
-from allranks.train.feed_files import data_files, held_files, named_paths, opened_files
+from allranks.train.feed_files import (
+    compare_disks,
+    data_files,
+    held_files,
+    named_paths,
+    opened_files,
+    why_not_cold,
+)
 
 
 @pytest.mark.parametrize(
@@ -92,24 +98,24 @@ def test_copies_on_another_disk_are_read_too(
         pytest.skip("there is only one disk")
     file = tmp_path / "data.bin"
     file.write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(feed_disks, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(feed_files, "own_folder", lambda: tmp_path)
     data, same = compare_disks([file])
     assert (data["role"], data["bytes"], same["role"]) == ("data", 1 << 20, "staging")
     assert data["bytes_per_second"] > 0 and same["bytes_per_second"] is None
-    monkeypatch.setattr(feed_disks, "own_folder", lambda: shared)
+    monkeypatch.setattr(feed_files, "own_folder", lambda: shared)
     before = set(shared.iterdir())
     _, other = compare_disks([file])
     assert (other["kind"], other["bytes"]) == ("tmpfs", 1 << 20)
     assert other["bytes_per_second"] > 0
     assert set(shared.iterdir()) <= before
-    monkeypatch.setattr(feed_disks, "own_folder", lambda: shared / "missing")
+    monkeypatch.setattr(feed_files, "own_folder", lambda: shared / "missing")
     assert compare_disks([file])[1]["problem"] == "No such file or directory"
 
 
 def test_files_that_take_long_to_forget_are_left_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_disks, "FORGET_SECONDS", -1.0)
+    monkeypatch.setattr(feed_files, "FORGET_SECONDS", -1.0)
     file = tmp_path / "data.bin"
     file.write_bytes(bytes(4096))
     if not disk_of(file).is_memory:

@@ -180,12 +180,12 @@ def test_strong_or_weak_is_seen_from_the_batches(batches: tuple[int, int], mode:
 def test_verdicts(layout: str, pace: float, words: str) -> None:
     row = by_layout(rows_of([run("1x1", 100), run(layout, pace)]))[layout]
     judged = verdict(row, Targets())
-    assert ", ".join(judged.words) == words
+    assert ", ".join(judged[0]) == words
 
 
 def test_targets_can_be_changed() -> None:
     row = by_layout(rows_of([run("1x1", 100), run("1x2", 160)]))["1x2"]
-    assert verdict(row, Targets(within_node=0.8, doubling=0.3)).words == ("good",)
+    assert verdict(row, Targets(within_node=0.8, doubling=0.3))[0] == ["good"]
 
 
 def test_recommended_by_time_by_cost_and_for_the_best_of_both() -> None:

@@ -213,7 +213,7 @@ def test_what_scales_is_said_to_scale() -> None:
 
 def test_what_is_too_good_is_questioned() -> None:
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.02)])
-    assert "look at what slowed 1x1 down" in found["verdict"]
+    assert "find out what slowed 1x1 down" in found["verdict"]
     assert "it scales" not in found["verdict"]
 
 
@@ -294,7 +294,7 @@ def test_why_a_column_is_empty_is_said() -> None:
     found = as_json([one], more={"device": "CPU", "unit": "rank"})
     assert "no price is known for CPU: name one with --price 'cpu=DOLLARS'" in shown(found)
     unknown = as_json([replace(one, samples_per_epoch=None)])
-    assert "how many samples an epoch has is not known" in shown(unknown)
+    assert "the number of samples in an epoch is not known" in shown(unknown)
 
 
 def scaled(speeds: dict[str, list[float]]) -> dict[str, Any]:

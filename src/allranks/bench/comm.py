@@ -29,7 +29,7 @@ RECORD = {"kind": "comm"}
 def measure(
     prepared: Prepared, console: Console, *, oversubscribe: bool = False, debug: bool = False
 ) -> Result:
-    """Measure on this machine; raises what went wrong."""
+    """Measure on this machine. Raises an error if nothing was measured."""
     screen = Screen(console, debug=debug)
     screen.makes_steps = False
     series = Series([("comm", prepared)], console, RECORD)
@@ -54,13 +54,13 @@ def prepare_comm(
     seconds: float,
     runs: Path,
 ) -> Prepared:
-    """The ranks' command as a job, once everything that was typed is right."""
+    """The ranks' command as a job. Raises AllranksError if an option is wrong."""
     parse_sizes(sizes)
     names = parse_collectives(collectives)
     module = "allranks.bench.comm_ranks"
     command = [sys.executable, "-m", module, "--sizes", sizes, "--seconds", f"{seconds:g}", *names]
-    # A measurement that was cut short is no use later: it is not sent again by itself.
-    # Ranks that only communicate make no steps to be recorded.
+    # An interrupted measurement is useless later: SLURM must not requeue it. There are no steps
+    # for a probe to record.
     settings = ["name=comm", "slurm.requeue=false", "env.ALLRANKS_PROBE='off'", *overrides]
     typed = ["bench", "comm"]
     request = Request(overrides=settings, command=command, typed=typed, layout=layout, runs=runs)
@@ -75,7 +75,7 @@ def prepare_comm(
 
 
 def run_to_show(runs: Path, reference: str) -> RunDir:
-    """The run of bench comm that a reference stands for; `last` is the newest of them."""
+    """The run of bench comm that a reference means; `last` is the newest of them."""
 
     def has_measured(run: RunDir) -> bool:
         return bench_of(run.info()).get("kind") == RECORD["kind"] or comm_of(run) is not None
@@ -94,7 +94,7 @@ def run_to_show(runs: Path, reference: str) -> RunDir:
 
 
 def again(ended: Ended) -> AllranksError:
-    """The error of a run that nobody would resume: it is measured again."""
+    """The error of a run that nobody would resume: its fix is to measure again."""
     error, failed = ended.error, failure(ended.run) if ended.run else None
     assert error is not None
     if ended.run is None or failed is None or failed.get("error", {}).get("fix"):
@@ -116,7 +116,7 @@ def comm_of(run: RunDir) -> dict[str, Any] | None:
 
 
 def found_in(run: RunDir) -> dict[str, Any]:
-    """What a run has measured; raises AllranksError if that is nothing."""
+    """What a run has measured. Raises AllranksError if there is nothing."""
     found = comm_of(run)
     if found is None:
         raise AllranksError(
@@ -127,7 +127,7 @@ def found_in(run: RunDir) -> dict[str, Any]:
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """A table for every collective of every scope, then the fits, then what to know of them."""
+    """A table for every collective of every scope, then the fits, remarks and files."""
     for scope, words in SCOPES.items():
         rows = [row for row in found["rows"] if row["scope"] == scope]
         if not rows:
@@ -194,7 +194,7 @@ def fits_table(fits: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks(found: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader must know of the numbers."""
+    """What a reader must know about the numbers."""
     yield f"time: {found['timing']}; sizes and bandwidths as nccl-tests counts them"
     if found["played"]:
         yield f"one machine played the {found['nodes']} nodes: no network was measured"
@@ -208,12 +208,12 @@ def remarks(found: Mapping[str, Any]) -> Iterator[str]:
         for where, names in _where_stopped(found, why).items():
             yield f"{text.format(seconds=limit)} {where}: {', '.join(names)}"
     if not found["complete"]:
-        yield "not all was measured: a rank ended before"
+        yield "incomplete: a rank ended before all was measured"
 
 
 STOPPED = {
-    "time": "to end within {seconds} (--seconds), nothing",
-    "memory": "for lack of memory, nothing",
+    "time": "not measured, to end within {seconds} (--seconds):",
+    "memory": "not measured, for lack of memory:",
 }
 
 
@@ -223,7 +223,7 @@ def _where_stopped(found: Mapping[str, Any], why: str) -> dict[str, list[str]]:
     for each in found["stopped"]:
         if each["why"] == why:
             last = each["after_bytes"]
-            end = f"above {size(last)}" if last else "at all"
+            end = f"above {size(last)}" if last else "all sizes"
             scope = f", {SCOPES[each['scope']]}" if len(found["transport"]) > 1 else ""
             ended.setdefault(end + scope, []).append(each["collective"])
     return ended

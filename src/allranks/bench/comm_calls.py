@@ -1,7 +1,5 @@
-"""The ranks of `bench comm`: how they meet, and one collective of one size on each of them.
-
-Its buffers, the call, the right answer, and its time.
-"""
+"""How the ranks of `bench comm` meet, and one collective of one size on each of them: its buffers,
+the call, the expected result, and its time."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from allranks.machine import allotted
 ADDED_PERIOD = 251
 MOVED_PERIOD = 65_521
 BLOCK_ELEMENTS = 1 << 20
-STALE = -1.0  # what no pattern holds: a result that never arrived is seen
+STALE = -1.0  # in no pattern: a result that never arrived is noticed
 
-MEMORY_SHARE = 0.4  # of the machine's, for the buffers of all its ranks: gloo has its own beside
+MEMORY_SHARE = 0.4  # of the machine's, for the buffers of all its ranks: gloo needs its own too
 GPU_MEMORY_SHARE = 0.8  # of what is free
 
 ADDS = ("all_reduce", "reduce_scatter", "reduce")
@@ -68,9 +66,9 @@ class Piece:
 
 @dataclass(slots=True)
 class Operation:
-    """A collective that is ready to be called. Every one of the peers must call it alike."""
+    """A collective that is ready to be called. All peers must call the same one."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     given: Tensor
     result: Tensor  # may be `given` itself
     pieces: list[Piece]
@@ -79,12 +77,12 @@ class Operation:
     _cycles: dict[int | None, Tensor] = field(default_factory=dict)
 
     def fill(self) -> None:
-        """Give what `is_right` expects."""
+        """Write the values whose result `is_right` knows."""
         self.result.fill_(STALE)
         write_cycle(self.given, self._cycle(self.peers.place))
 
     def is_right(self) -> bool:
-        """Whether every value of the result is what the peers' patterns make it."""
+        """Whether every value of the result follows from the peers' patterns."""
         return all(
             matches_cycle(
                 self.result[piece.start : piece.start + piece.length],
@@ -110,13 +108,13 @@ class Operation:
 def make_operation(
     collective: str, num_bytes: int, peers: Peers, device: torch.device
 ) -> Operation:
-    """Buffers and call for `num_bytes`, as `comm.counted_bytes` counts them."""
+    """Buffers and call for `num_bytes`, as `comm_counts.counted_bytes` counts them."""
     length = num_bytes // ELEMENT_BYTES
     part = length // peers.count
     is_first = peers.place == 0
     split = COLLECTIVES[collective].is_split
     given = torch.empty(part if collective == "all_gather" else length, device=device)
-    result = given  # in place, where torch knows no other way
+    result = given  # in place, unless torch takes two buffers
     if split or collective == "send_recv":
         result = torch.empty(part if collective == "reduce_scatter" else length, device=device)
     pieces = {
@@ -135,7 +133,7 @@ def make_operation(
     return Operation(run, given, result, pieces[collective], peers, period)
 
 
-def _call(collective: str, given: Tensor, result: Tensor, peers: Peers) -> Callable[[], None]:
+def _call(collective: str, given: Tensor, result: Tensor, peers: Peers) -> Callable[[], object]:
     group, first = peers.group, peers.ranks[0]
 
     def send_recv() -> None:
@@ -153,16 +151,11 @@ def _call(collective: str, given: Tensor, result: Tensor, peers: Peers) -> Calla
         "all_to_all": lambda: dist.all_to_all_single(result, given, group=group),
         "send_recv": send_recv,
     }
-    call = calls[collective]
-
-    def run() -> None:
-        call()
-
-    return run
+    return calls[collective]
 
 
 def write_cycle(tensor: Tensor, cycle: Tensor) -> None:
-    """Repeat a cycle over the whole tensor, without another of its size."""
+    """Repeat a cycle over the whole tensor, without a second one of its size."""
     block = _block(cycle, len(tensor))
     for start in range(0, len(tensor), max(1, len(block))):
         part = tensor[start : start + len(block)]
@@ -180,12 +173,11 @@ def _block(cycle: Tensor, length: int) -> Tensor:
     return cycle.repeat(max(1, -(-min(length, BLOCK_ELEMENTS) // len(cycle))))
 
 
-def time_calls(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
-    """Seconds of each of `count` calls on this rank, one right behind the other.
+def time_calls(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Seconds of each of `count` back-to-back calls on this rank.
 
-    Nothing but the calls themselves keeps the ranks together, as in nccl-tests and in a loop by
-    hand. On a GPU the time is the device's, by an event behind each call, and nothing waits for
-    the device before the last one.
+    Only the calls themselves keep the ranks together, as in nccl-tests. On a GPU the time is the
+    device's, by an event after each call, and nothing waits for the device until the last one.
     """
     if device.type == "cuda":
         return _time_on_gpu(run, count, device)
@@ -193,12 +185,14 @@ def time_calls(run: Callable[[], None], count: int, device: torch.device) -> lis
     for _ in range(count):
         run()
         stamps.append(time.perf_counter())
-    return differences(stamps)
+    return [after - before for before, after in pairwise(stamps)]
 
 
-def _time_on_gpu(run: Callable[[], None], count: int, device: torch.device) -> list[float]:
+def _time_on_gpu(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    for event in events:  # CUDA makes an event when it is first recorded: not while we measure
+    for (
+        event
+    ) in events:  # CUDA creates an event when it is first recorded: do that before measuring
         event.record()
     torch.cuda.synchronize(device)
     events[0].record()
@@ -207,10 +201,6 @@ def _time_on_gpu(run: Callable[[], None], count: int, device: torch.device) -> l
         event.record()
     torch.cuda.synchronize(device)
     stamps = [events[0].elapsed_time(event) / 1000 for event in events]
-    return differences(stamps)
-
-
-def differences(stamps: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(stamps)]
 
 
@@ -237,7 +227,7 @@ class World:
 
 def join(device: torch.device) -> World:
     """Meet the others and make the groups. Collective."""
-    # Words between the ranks go through gloo, so that none of them has to wait for a GPU.
+    # What the ranks tell each other goes through gloo, so that none has to wait for a GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if os.environ.get("ALLRANKS_OWN_GPU"):
@@ -258,7 +248,7 @@ def join(device: torch.device) -> World:
 
 
 def own_group(groups: Sequence[Sequence[int]], rank: int) -> Peers | None:
-    """The one of these groups that this rank is in. Every rank must make all of them."""
+    """The group that this rank is in, if any. Every rank must create all of them. Collective."""
     own = None
     for ranks in groups:
         group = dist.new_group(list(ranks))
@@ -277,7 +267,7 @@ def choose_device() -> torch.device:
 
 
 def highest(*values: float) -> list[float]:
-    """The highest over all ranks of each value. Collective."""
+    """The maximum over all ranks of each value. Collective."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
@@ -302,12 +292,3 @@ def memory_for_buffers(world: World) -> float:
     else:
         own = MEMORY_SHARE * allotted.memory_allotted() / int(os.environ["ALLRANKS_RANKS_HERE"])
     return -highest(-own)[0]
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def is_played(world: World) -> bool:
-    """Whether one machine plays several nodes."""
-    return int(os.environ["ALLRANKS_RANKS_HERE"]) > world.per_node

@@ -34,10 +34,9 @@ SCOPES: Mapping[Scope, str] = {
 class Collective:
     """How nccl-tests counts one collective over `n` ranks."""
 
-    name: str
     bus_factor: Callable[[int], float]
-    is_split: bool  # each rank gives or gets one n-th of the size
-    buffers: Callable[[int], float]  # memory of a rank, in sizes
+    buffers: Callable[[int], float] = lambda n: 1.0  # memory of a rank, in sizes
+    is_split: bool = False  # each rank gives or gets one n-th of the size
     is_rooted: bool = False  # one rank gives to all, or gets from all
 
 
@@ -45,37 +44,14 @@ def _all_but_own(n: int) -> float:
     return (n - 1) / n
 
 
-def _one(n: int) -> float:
-    return 1.0
-
-
-def _two(n: int) -> float:
-    return 2.0
-
-
-def _one_and_a_part(n: int) -> float:
-    return 1 + 1 / n
-
-
 COLLECTIVES: Mapping[str, Collective] = {
-    each.name: each
-    for each in (
-        Collective("all_reduce", lambda n: 2 * (n - 1) / n, False, _one),
-        Collective("all_gather", _all_but_own, True, _one_and_a_part),
-        Collective("reduce_scatter", _all_but_own, True, _one_and_a_part),
-        Collective("broadcast", _one, False, _one, is_rooted=True),
-        Collective("reduce", _one, False, _one, is_rooted=True),
-        Collective("all_to_all", _all_but_own, True, _two),
-        Collective("send_recv", _one, False, _two),  # around a ring: every rank does both
-    )
-}
-OTHER_NAMES = {
-    "sendrecv": "send_recv",
-    "send/recv": "send_recv",
-    "alltoall": "all_to_all",
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
+    "all_reduce": Collective(lambda n: 2 * (n - 1) / n),
+    "all_gather": Collective(_all_but_own, lambda n: 1 + 1 / n, is_split=True),
+    "reduce_scatter": Collective(_all_but_own, lambda n: 1 + 1 / n, is_split=True),
+    "broadcast": Collective(lambda n: 1.0, is_rooted=True),
+    "reduce": Collective(lambda n: 1.0, is_rooted=True),
+    "all_to_all": Collective(_all_but_own, lambda n: 2.0, is_split=True),
+    "send_recv": Collective(lambda n: 1.0, lambda n: 2.0),  # around a ring: every rank does both
 }
 
 
@@ -83,11 +59,12 @@ def parse_collectives(text: str | None) -> list[str]:
     """Names from a comma list, each once; all of them for None. Raises AllranksError."""
     if text is None:
         return list(COLLECTIVES)
+    by_letters = {name.replace("_", ""): name for name in COLLECTIVES}  # allreduce, send/recv
     names: dict[str, None] = {}
-    for word in (word.strip().lower().replace("-", "_") for word in text.split(",")):
-        name = OTHER_NAMES.get(word, word)
-        if name not in COLLECTIVES:
-            close = difflib.get_close_matches(name, COLLECTIVES, n=1)
+    for word in (word.strip().lower() for word in text.split(",")):
+        name = by_letters.get(re.sub(r"[^a-z]", "", word))
+        if name is None:
+            close = difflib.get_close_matches(word, COLLECTIVES, n=1)
             example = close[0] if close else "all_reduce,all_gather"
             raise AllranksError(
                 f'there is no collective "{word}"; there are {", ".join(COLLECTIVES)}',
@@ -98,7 +75,7 @@ def parse_collectives(text: str | None) -> list[str]:
 
 
 def parse_sizes(text: str) -> tuple[int, int]:
-    """The least and the largest size in bytes: `1KiB-1GiB`, or one size. Raises AllranksError."""
+    """The smallest and the largest size in bytes of `1KiB-1GiB`, or of a single size."""
     least, dash, largest = (part.strip() for part in text.partition("-"))
     found = _parse_size(text, least), _parse_size(text, largest if dash else least)
     if found[0] > found[1]:
@@ -133,7 +110,7 @@ def sizes_between(least: int, largest: int) -> list[int]:
 
 
 def counted_bytes(collective: str, size: int, ranks: int) -> int:
-    """What nccl-tests makes of a size: whole elements, parts of 16 bytes; 0 if it is too small."""
+    """A size as nccl-tests rounds it: whole elements, parts of 16 bytes; 0 if it is too small."""
     if COLLECTIVES[collective].is_split:
         return size // ranks // ALIGNMENT * ALIGNMENT * ranks
     return size // ELEMENT_BYTES * ELEMENT_BYTES
@@ -147,7 +124,7 @@ def largest_fitting(collective: str, ranks: int, memory_bytes: float) -> int:
 def row(
     collective: str, num_bytes: int, ranks: int, scope: Scope, *, median: float, p99: float
 ) -> dict[str, Any]:
-    """One line of the result; times in seconds go in, the contract's units come out."""
+    """One row of comm.json; `median` and `p99` in seconds."""
     algorithm = num_bytes / median / 1e9
     return {
         "collective": collective,
@@ -162,27 +139,18 @@ def row(
 
 
 def over_ranks(collective: str, medians: Sequence[float]) -> float:
-    """One time out of each rank's median.
+    """One time for all ranks, from the median of each.
 
-    The mean, as in nccl-tests, where all ranks do the same and wait for each other: what differs
-    then is chance, and the highest of many would be the unluckiest. With a root the highest: ranks
-    that only give run ahead of those that get.
+    The mean, as in nccl-tests, where all ranks do the same and wait for each other: they differ
+    only by chance, and the maximum of many would be the unluckiest. With a root it is the maximum:
+    ranks that only send run ahead of those that receive.
     """
     return max(medians) if COLLECTIVES[collective].is_rooted else statistics.mean(medians)
 
 
 def significant(value: float) -> float:
-    """Six digits: more would be noise, fewer would not give the bandwidth back from the time."""
+    """Six digits: more would be noise; with fewer, bandwidth and time would not agree."""
     return float(f"{value:.6g}")
-
-
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """With linear interpolation between the two nearest values."""
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +161,11 @@ class Line:
     bandwidth: float | None
     error: float  # median over the sizes of |fit / measured - 1|
 
-    def seconds(self, num_bytes: int) -> float:
-        return self.latency + (num_bytes / self.bandwidth if self.bandwidth else 0.0)
-
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line | None:
-    """Least absolute relative deviations: no size counts for more, and one outlier for little.
+    """A fit by least absolute relative deviations: every size counts the same, an outlier little.
 
-    None for fewer than two sizes. Neither part is ever negative.
+    None for fewer than two sizes. Neither latency nor bandwidth is ever negative.
     """
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None
@@ -208,7 +173,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line | None:
     latency = slope = 0.0
     for _ in range(50):  # reweighted least squares; converges in about ten
         latency, slope = _weighted_line(points, weights)
-        # A floor on the deviation: without it a point that is met exactly would rule alone.
+        # A floor on the deviation: without it, a point that is met exactly would decide alone.
         weights = [1 / max(abs((latency + slope * x) / y - 1), 1e-3) for x, y in points]
     deviations = [abs((latency + slope * x) / y - 1) for x, y in points]
     return Line(latency, 1 / slope if slope > 0 else None, statistics.median(deviations))

@@ -1,5 +1,4 @@
 """What each rank of `bench comm` runs: collectives from the smallest size up, checked, then timed.
-
 Rank 0 writes comm.json.
 
     python -m allranks.bench.comm_ranks --sizes 1KiB-1GiB --seconds 120 all_reduce broadcast
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import statistics
 import sys
 import time
 import traceback
@@ -29,9 +29,7 @@ from allranks.bench.comm_calls import (
     Operation,
     World,
     choose_device,
-    device_name,
     highest,
-    is_played,
     join,
     make_operation,
     memory_for_buffers,
@@ -42,14 +40,14 @@ from allranks.errors import AllranksError
 from allranks.machine import gpus
 from allranks.run.events import append_event, to_json
 from allranks.run.folder import RunDir, write_atomically
-from allranks.show.numbers import duration
+from allranks.show.numbers import duration, ranks_in_words
 from allranks.show.numbers import size as num_bytes
 
-TIMING = "median of calls one behind the other, mean over ranks; with a root, the slowest rank's"
+TIMING = "median of back-to-back calls, mean over ranks; with a root, the slowest rank's"
 LOST_PEER = r"gloo|nccl|connection (closed|reset)|broken pipe"
 FEWEST_CALLS = 5
 ROUNDS = 10  # after each of which the ranks look at the clock
-FEWEST_CALLS_A_ROUND = 20  # so that what comes between the rounds does not show in a median
+FEWEST_CALLS_A_ROUND = 20  # so that what happens between rounds does not affect a median
 MOST_CALLS = 2000
 SECONDS_PER_SIZE = 2.0
 SHARE_BY_CHOICE = 0.4  # of a series' time; the rest is for sizes whose fewest calls take longer
@@ -58,14 +56,14 @@ LACKING = r"not support|unsupported|not implemented|no support"
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds for everything, shared out evenly over the series that are still to come."""
+    """Seconds for everything, divided evenly among the series still to come."""
 
     seconds: float
     series: int
     _begun: float = field(default_factory=time.monotonic)
 
     def share(self) -> float:
-        """For the next series, whose turn it is. Collective: all go by the slowest clock."""
+        """Seconds for the next series. Collective: the slowest rank's clock counts."""
         spent = highest(time.monotonic() - self._begun)[0]
         self.series -= 1
         return max(0.0, self.seconds - spent) / max(1, self.series + 1)
@@ -79,12 +77,12 @@ class Series:
     scope: comm.Scope
     collective: str
     rows: list[dict[str, Any]] = field(default_factory=list)
-    lacking: str | None = None  # what the library says if it has no such collective
+    lacking: str | None = None  # what the library says if it does not have this collective
     stopped: str | None = None  # why the largest sizes are missing
     _cost: float = 0.0  # seconds of the fewest calls of the last size, with its check
 
     def measure(self, sizes: Sequence[int], memory_bytes: float, seconds: float) -> None:
-        """Add to `rows` the sizes that are not there, as far as memory and time go. Collective."""
+        """Add the missing sizes to `rows`, as far as memory and time allow. Collective."""
         ranks = self.world.members(self.scope)
         limit = comm.largest_fitting(self.collective, ranks, memory_bytes)
         counted = {comm.counted_bytes(self.collective, size, ranks): None for size in sizes}
@@ -105,7 +103,7 @@ class Series:
                 return
 
     def _measure_size(self, size: int, seconds: float) -> float:
-        """Add a row; what the fewest calls and the check took here, on the slowest rank."""
+        """Add a row; returns the seconds of the check and the fewest calls on the slowest rank."""
         peers, device = self.world.scopes[self.scope], self.world.device
         begun = time.monotonic()
         operation = make_operation(self.collective, size, peers, device) if peers else None
@@ -114,18 +112,18 @@ class Series:
             return 0.0
         once = sum(time_calls(operation.run, 1, device)) if operation else 0.0
         fixed, once = highest(time.monotonic() - begun, once)
-        if seconds / once > 20:  # one call alone says little of how long a short one takes
+        if seconds / once > 20:  # one short call says little about the next
             once = sum(time_calls(operation.run, 10, device)) / 10 if operation else 0.0
             once = highest(once)[0]
         times = self._time(operation, max(FEWEST_CALLS, int(seconds / once)), seconds)
-        median = comm.quantile(times, 0.5) if operation else 0.0
-        p99 = comm.quantile(times, 0.99) if operation else 0.0
+        median = statistics.median(times) if operation else 0.0
+        p99 = statistics.quantiles(times, n=100, method="inclusive")[98] if operation else 0.0
         count = int(highest(len(times))[0])
         self._add_row(size, count, of_every_rank(median, p99))
         return fixed + FEWEST_CALLS * once
 
     def _time(self, operation: Operation | None, wanted: int, seconds: float) -> list[float]:
-        """Seconds of about so many calls: fewer if the machine is slower than it seemed."""
+        """Seconds of about `wanted` calls; of fewer on a machine slower than it seemed."""
         count = min(wanted, MOST_CALLS)
         rounds = max(1, min(ROUNDS, count // FEWEST_CALLS_A_ROUND))
         times: list[float] = []
@@ -156,7 +154,7 @@ class Series:
             return
         wrong = [rank for rank, flag in enumerate(flags) if flag[1]]
         if wrong:
-            raise wrong_result(self.collective, size, self.world.members(self.scope), wrong)
+            raise WrongResult(self.collective, size, self.world.members(self.scope), wrong)
 
     def _add_row(self, size: int, count: int, times: list[list[float]]) -> None:
         """`times`: median and p99 of every rank of the world."""
@@ -175,23 +173,17 @@ class Series:
 
 
 class WrongResult(AllranksError):
-    """A collective that does not compute what it should; `ranks` have it in their memory."""
+    """A collective that computed something wrong; `ranks` have the wrong values in memory."""
 
-    ranks: list[int]
-
-
-def wrong_result(collective: str, size: int, members: int, wrong: list[int]) -> WrongResult:
-    names = ", ".join(str(rank) for rank in wrong)
-    noun = "rank" if len(wrong) == 1 else "ranks"
-    error = WrongResult(
-        f"{collective} of {num_bytes(size)} over {members} ranks gave a wrong result on "
-        f"{noun} {names}",
-        fix="measure again; if it is wrong again, train nothing there: a link, a driver or the "
-        "memory of that rank's node is at fault",
-        exit_code=1,
-    )
-    error.ranks = wrong
-    return error
+    def __init__(self, collective: str, size: int, members: int, ranks: list[int]) -> None:
+        super().__init__(
+            f"{collective} of {num_bytes(size)} over {members} ranks gave a wrong result on "
+            f"{ranks_in_words(ranks)}",
+            fix="measure again; if it is wrong again, do not train there: a link, a driver or the "
+            "memory of that rank's node is at fault",
+            exit_code=1,
+        )
+        self.ranks = ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +205,7 @@ class OwnFiles:
 
 
 class Bench:
-    """All series, and what is known of the way the bytes took."""
+    """All series, and what is known about the route the bytes took."""
 
     def __init__(self, world: World, place: OwnFiles, wanted: argparse.Namespace) -> None:
         self.world = world
@@ -230,10 +222,12 @@ class Bench:
             "layout": os.environ["ALLRANKS_LAYOUT"],
             "backend": place.run.info().get("backend"),  # local or slurm
             "library": world.library,
-            "device": device_name(world.device),
+            "device": torch.cuda.get_device_name(world.device)
+            if world.library == "nccl"
+            else "CPU",
             "ranks": world.size,
             "nodes": world.size // world.per_node,
-            "played": is_played(world),
+            "played": int(os.environ["ALLRANKS_RANKS_HERE"]) > world.per_node,
             "rows": [],
             "fits": [],
             "transport": {},
@@ -249,30 +243,25 @@ class Bench:
 
     def run(self) -> None:
         """Measure scope after scope, collective after collective. Collective."""
-        try:
-            self.run_series()
-        except KeyboardInterrupt:
-            self.write()  # with what the series that was cut short has measured
-            raise
-
-    def run_series(self) -> None:
         budget = Budget(self.wanted.seconds, len(self.world.scopes) * len(self.wanted.collectives))
-        for scope in self.world.scopes:
-            log_start = len(read_from(self.place.nccl_log, 0))
-            for collective in self.wanted.collectives:
-                self.series.append(Series(self.world, scope, collective))
-                self.measure(self.series[-1], budget)
-            self.note_transport(scope, log_start)
-        # Larger sizes, out of what others have left over.
-        stopped = [series for series in self.series if series.stopped == "time"]
-        budget.series = len(stopped)
-        for series in stopped:
-            self.measure(series, budget)
-        self.found["complete"] = True
-        self.write()
+        try:
+            for scope in self.world.scopes:
+                log_start = len(read_from(self.place.nccl_log, 0))
+                for collective in self.wanted.collectives:
+                    self.series.append(Series(self.world, scope, collective))
+                    self.measure(self.series[-1], budget)
+                self.note_transport(scope, log_start)
+            # Larger sizes, in the time that other series left over.
+            stopped = [series for series in self.series if series.stopped == "time"]
+            budget.series = len(stopped)
+            for series in stopped:
+                self.measure(series, budget)
+            self.found["complete"] = True
+        finally:
+            self.write()  # after a Ctrl-C, too: with what the series cut short has measured
 
     def measure(self, series: Series, budget: Budget) -> None:
-        """As far as its share of the time goes; a line of progress if that was anywhere."""
+        """Measure as far as its share of the time allows; print a line if there is progress."""
         before, begun = len(series.rows), time.monotonic()
         series.measure(self.sizes, self.memory_bytes, budget.share())
         if self.world.rank == 0 and (not before or len(series.rows) > before):
@@ -280,7 +269,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """What is known by now: it is kept if a rank dies later."""
+        """Write what is known by now: it is kept if a rank dies later."""
         if self.world.rank != 0:
             return
         found = self.found
@@ -307,7 +296,7 @@ class Bench:
         write_atomically(self.place.run.path / "comm.json", to_json(found, indent=1) + "\n")
 
     def note_transport(self, scope: comm.Scope, log_start: int) -> None:
-        """Collective: NCCL connects when a group is first used, so what is new is of this scope."""
+        """Collective. NCCL connects a group at its first use: its log then grows by that group."""
         is_member = self.world.scopes[scope] is not None
         own: dict[str, Any] | None = None
         if is_member and self.world.library == "gloo":
@@ -334,13 +323,13 @@ class Bench:
         if scope == "nodes":
             return transport.network_peak(parsed)
         if scope == "all" or not any(route.startswith("P2P") for route in parsed["via"]):
-            return None  # a mixture of links, or not the link between the GPUs
+            return None  # several kinds of links, or not the one between the GPUs
         kinds = {gpu.catalogue for gpu in gpus.local_gpus()}
         return comm.link_peak(next(iter(kinds)), self.link) if len(kinds) == 1 else None
 
 
 def progress(series: Series, seconds: float) -> str:
-    """A line from rank 0: it is shown while the rest is measured."""
+    """A line from rank 0, shown while the rest is measured."""
     where = f"{series.collective:<15} {comm.SCOPES[series.scope]}"
     if series.lacking:
         return f"{where}: not supported by {series.world.library}"
@@ -351,14 +340,14 @@ def progress(series: Series, seconds: float) -> str:
 
 
 def read_from(path: Path, start: int) -> str:
-    """What a log holds from a character on; nothing if there is none."""
+    """A log's text from a position on; empty if there is no log."""
     return path.read_text(errors="replace")[start:] if path.exists() else ""
 
 
 def fail(error: BaseException, place: OwnFiles) -> None:
-    """Say why in the end event and in the log, and leave without waiting for the other ranks."""
+    """Write why to the end event and the log, and exit without waiting for the other ranks."""
     if isinstance(error, KeyboardInterrupt):
-        os._exit(130)  # the launcher says that it was stopped
+        os._exit(130)  # the launcher reports that it was stopped
     what, fix, code, is_echo = f"{type(error).__name__}: {error}", "", 1, False
     if isinstance(error, AllranksError):
         what, fix, code = error.what, error.fix, error.exit_code
@@ -366,7 +355,7 @@ def fail(error: BaseException, place: OwnFiles) -> None:
         print(what, file=sys.stderr)
     elif isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error), re.IGNORECASE):
         is_echo = True
-        print(f"another rank is gone: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"lost another rank: {str(error).splitlines()[0]}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     fields = {"what": what, "fix": fix, "echo": is_echo}
@@ -384,7 +373,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     wanted = parser.parse_args()
     place = OwnFiles.from_environment()
-    # For this run alone, and before NCCL is first called: that is when it reads them.
+    # Before NCCL is first called: that is when it reads them.
     os.environ |= {**transport.NCCL_LOG, "NCCL_DEBUG_FILE": str(place.nccl_log)}
     try:
         Bench(join(choose_device()), place, wanted).run()

@@ -26,13 +26,13 @@ from allranks.show.numbers import between, count, duration, number, percent, rat
 from allranks.show.tables import Table, facts, show_table, without_empty
 from allranks.timing.steps import Timing, timing, why_no_pace
 
-KNEE_GAIN = 0.10  # what more workers must add to be worth having
+KNEE_GAIN = 0.10  # what more workers must add to be worth it
 AS_GOOD = 0.05  # a pace this close to another is as good
 FASTER_DISK = 1.5
-DISTURBED = 1.5  # times: repeats that differ by more, or steps that are faster than without data
+DISTURBED = 1.5  # times: repeats differ by more, or steps are faster than without loading
 
 Found = Mapping[str, Any]
-Limit = Literal["step", "data", "cpus"]  # what a training cannot be faster than
+Limit = Literal["step", "data", "cpus"]  # what keeps the training from being faster
 
 
 def measure(
@@ -44,12 +44,15 @@ def measure(
     repeats: int,
     steps: int,
 ) -> Result:
-    """Make the run. `prepare`: with more overrides. Raises what went wrong if that is all."""
+    """Make the run. `prepare` takes more overrides. Raises an error if nothing was measured."""
     is_script = prepare(()).job.command is not None
-    more = overrides_of(workers=workers, seconds=seconds, repeats=repeats)
-    prepared = prepare((f"env.ALLRANKS_MEASURE='{steps}'",) if is_script else more)
-    series = Series([("data", prepared)], console, {"id": secrets.token_hex(4), "kind": "data"})
-    # The steps of a task that is measured for its data have no events.
+    more = [f"env.ALLRANKS_MEASURE='{steps}'"]
+    if not is_script:
+        settings = {"workers": list(workers), "seconds": seconds, "repeats": repeats}
+        more = [f"env.ALLRANKS_BENCH_DATA='{json.dumps(settings)}'", "env.ALLRANKS_PROBE='off'"]
+    record = {"id": secrets.token_hex(4), "kind": "data"}
+    series = Series([("data", prepare(more))], console, record)
+    # A task that is measured for its data writes no step events.
     (ended,) = series.here(lambda ended: ended, makes_steps=is_script)
     found = found_in_script(ended) if is_script else found_in_task(ended)
     error = None if is_script or series.is_interrupted else ended.error
@@ -82,25 +85,19 @@ def found_in_script(ended: Ended) -> dict[str, Any]:
     return script_as_json(run, timed, max(seen, default=None), cpus)
 
 
-def overrides_of(*, workers: Sequence[int], seconds: float, repeats: int) -> tuple[str, ...]:
-    """What a task's job must be told for its ranks to measure their data."""
-    settings = {"workers": list(workers), "seconds": seconds, "repeats": repeats}
-    return (f"env.ALLRANKS_BENCH_DATA='{json.dumps(settings)}'", "env.ALLRANKS_PROBE='off'")
-
-
 def read_workers(text: str | None) -> list[int]:
-    """`--workers 0,2,8`; nothing: ranks choose by their CPUs. Raises AllranksError."""
+    """The numbers in `--workers 0,2,8`; empty: each rank chooses by its CPUs."""
     words = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isdecimal() and int(word) <= 1024 for word in words):
         raise AllranksError(
-            f'--workers "{text}" is no list of numbers of workers',
-            fix="write --workers 0,1,2,4, or leave it out for the CPUs that a rank has",
+            f'--workers "{text}" is not a list of numbers of workers',
+            fix="write --workers 0,1,2,4, or leave it out: then it follows from the CPUs",
         )
     return sorted({int(word) for word in words})
 
 
 def read_found(run: RunDir) -> Found | None:
-    """What the ranks of a run have measured, as far as they came."""
+    """What the ranks of a run have measured so far."""
     try:
         content: Found = json.loads((run.path / "data.json").read_bytes())
     except (OSError, ValueError):
@@ -110,27 +107,24 @@ def read_found(run: RunDir) -> Found | None:
 
 def rows_of(found: Found) -> list[Row]:
     """One row for each number of workers, fewest first."""
+    counts = sorted({m["workers"] for m in found["measured"] if m["workers"] is not None})
+    kinds = ("warm", "cold", "training")
+    return [Row(count, *(pace_of(found, kind, count) for kind in kinds)) for count in counts]
 
-    def pace(kind: str, workers: int) -> Pace | None:
-        return Pace.of([v for k, w, v in measured if (k, w) == (kind, workers)])
 
-    measured = [(m["kind"], m["workers"], m["samples_per_second"]) for m in found["measured"]]
-    counts = sorted({workers for _, workers, _ in measured if workers is not None})
-    return [
-        Row(count, pace("warm", count), pace("cold", count), pace("training", count))
-        for count in counts
+def pace_of(found: Found, kind: str, workers: int | None = None) -> Pace | None:
+    """Samples a second over the repeats of one measurement; None if it was not made."""
+    paces = [
+        m["samples_per_second"]
+        for m in found["measured"]
+        if (m["kind"], m["workers"]) == (kind, workers)
     ]
-
-
-def step_of(found: Found) -> Pace | None:
-    """How fast the task's own steps are when they wait for no data."""
-    steps = [m for m in found["measured"] if m["kind"] == "step"]
-    return Pace.of([m["samples_per_second"] for m in steps])
+    return Pace(statistics.median(paces), min(paces), max(paces)) if paces else None
 
 
 def as_json(found: Found, run: RunDir) -> dict[str, Any]:
     """What `bench data --json` prints for a task."""
-    rows, step = rows_of(found), step_of(found)
+    rows, step = rows_of(found), pace_of(found, "step")
     batch, judged = found["batch_size"], judge(rows, step)
     return {
         "mode": "task",
@@ -184,9 +178,9 @@ def _fields(prefix: str, pace: Pace | None) -> dict[str, Any]:
 def script_as_json(
     run: RunDir, timed: Timing, num_workers: int | None, cpus: int
 ) -> dict[str, Any]:
-    """What `bench data --json` prints for a script, measured as it is: its loaders are its own.
+    """What `bench data --json` prints for a script, measured as it is: it makes its own loaders.
 
-    `num_workers` is None where the run was too short to see any; `cpus` are those of a rank.
+    `num_workers` is None if the run was too short to see any; `cpus` are those of a rank.
     """
     waits = timed.parts["data"] if timed.parts else None
     share = waits / timed.step_seconds if waits is not None and timed.step_seconds else None
@@ -220,16 +214,12 @@ class Pace:
     low: float
     high: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Pace | None:
-        return cls(statistics.median(values), min(values), max(values)) if values else None
-
     @property
     def is_wide(self) -> bool:
         return self.high > DISTURBED * self.low
 
     def reaches(self, other: Pace) -> bool:
-        """Whether it is no slower than the other, as far as repeats can tell."""
+        """Whether it is no slower than the other, as far as the repeats show."""
         return self.is_close(other) or self.median >= other.low or self.high >= other.median
 
     def is_close(self, other: Pace) -> bool:
@@ -238,24 +228,24 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What so many workers a rank give."""
+    """The paces with a number of workers a rank."""
 
     workers: int
-    warm: Pace | None  # data from memory, nobody using them
-    cold: Pace | None  # data from the disk
-    training: Pace | None  # steps on those data
+    warm: Pace | None  # loading from memory, with nothing consuming the data
+    cold: Pace | None  # loading from the disk
+    training: Pace | None  # steps on these data
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What was measured, which row to take, and what keeps its training from being faster."""
+    """What was measured, which row to choose, and what limits its training."""
 
     rows: Sequence[Row]
     step: Pace | None  # steps that wait for nothing
     row: Row | None = None  # None: nothing was measured, or it contradicts itself
     limit: Limit | None = None  # None: the training itself was not measured
     contradiction: str | None = None
-    remarks: tuple[str, ...] = ()  # repeats that differ, whether or not it matters
+    remarks: tuple[str, ...] = ()  # on repeats that differ, whether or not it matters
 
 
 def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
@@ -278,8 +268,8 @@ def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
 
 
 def hangs_on(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterator[Pace]:
-    """What was compared with something that only some of its repeats reach."""
-    if row is None or row.training is None:  # the data alone are compared, by their medians
+    """The paces of close decisions: compared with a pace that only some repeats reach."""
+    if row is None or row.training is None:  # only loading is compared, by medians
         yield from (one.warm for one in rows if one.warm)
         return
     trained = [one.training for one in rows if one.training is not None]
@@ -294,7 +284,7 @@ def hangs_on(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterato
 
 
 def chosen_row(rows: Sequence[Row]) -> Row | None:
-    """The fewest workers that train as fast as any; by the data alone where nothing trained."""
+    """The fewest workers that train as fast as any number; without training, the knee's."""
     trained = [(row, row.training) for row in rows if row.training is not None]
     if trained:
         fastest = max((pace for _, pace in trained), key=lambda pace: pace.median)
@@ -304,7 +294,7 @@ def chosen_row(rows: Sequence[Row]) -> Row | None:
 
 
 def knee_of(rows: Sequence[Row]) -> int | None:
-    """The fewest workers from which on more of them add less than a tenth to the data alone."""
+    """The fewest workers beyond which more of them speed loading up by less than a tenth."""
     known = [(row.workers, row.warm.median) for row in rows if row.warm is not None]
     for at, (workers, pace) in enumerate(known, start=1):
         if all(more <= (1 + KNEE_GAIN) * pace for _, more in known[at:]):
@@ -313,7 +303,7 @@ def knee_of(rows: Sequence[Row]) -> int | None:
 
 
 def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, str]]:
-    """Repeats that differ as they do not where nothing else uses this machine."""
+    """Repeats that differ more than they do on a machine with nothing else running."""
     named = [] if step is None else [("the step alone", step)]
     for row in rows:
         named += [(f"training with {count_of(row.workers)}", row.training)] if row.training else []
@@ -325,7 +315,7 @@ def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, s
 
 
 def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
-    """What cannot be: steps on data that are faster than either."""
+    """What cannot be: training faster than its steps alone, or than its data."""
     for row in rows:
         if row.training is None:
             continue
@@ -334,7 +324,7 @@ def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
         if step is not None and row.training.median > DISTURBED * step.median:
             yield f"{said} than the step alone ({number(step.median)})"
         if row.warm is not None and row.training.low > (1 + KNEE_GAIN) * row.warm.high:
-            yield f"{said} than its data come ({number(row.warm.median)})"
+            yield f"{said} than its data arrive ({number(row.warm.median)})"
 
 
 def count_of(workers: int) -> str:
@@ -342,7 +332,7 @@ def count_of(workers: int) -> str:
 
 
 def reason(judged: Judgement) -> str:
-    """Why so many workers, in measured numbers: against fewer, against more, against the step."""
+    """Why this number of workers: its pace, that of fewer, of more, and of the step alone."""
     row = judged.row
     assert row is not None
     kind = "training" if row.training is not None else "loading"
@@ -368,7 +358,7 @@ def reason(judged: Judgement) -> str:
 
 
 def verdict(found: Found, judged: Judgement) -> str:
-    """What was found, and what to set."""
+    """What limits the training, and what to set."""
     if judged.contradiction is not None:
         return (
             f"no recommendation, the measurements contradict each other: {judged.contradiction}; "
@@ -385,17 +375,17 @@ def verdict(found: Found, judged: Judgement) -> str:
     if judged.limit == "step":
         words += ": the data keep up with the step"
     elif judged.limit == "data":
-        words += f": the data are the limit, {lost} to them; {more_data(found, judged)}"
+        words += f": the data are the limit, {lost} to waiting; {more_data(found, judged)}"
     else:
         words += (
-            f": the data alone come fast enough{alone(judged)}, but {lost} to preparing them on "
-            "the CPUs of the step; give a rank more CPUs, or make a sample cheaper to prepare"
+            f": loading alone is fast enough{alone(judged)}, but {lost} to preparing data on the "
+            "CPUs that the step needs; give a rank more CPUs, or make a sample cheaper to prepare"
         )
     return words + from_disk(found, judged)
 
 
 def alone(judged: Judgement) -> str:
-    """With how many workers they do, where that is not what is recommended."""
+    """The number of workers with which loading is fast enough, if another one is recommended."""
     row, step = judged.row, judged.step
     assert row is not None and step is not None
     if row.warm is not None and row.warm.reaches(step):
@@ -406,14 +396,14 @@ def alone(judged: Judgement) -> str:
 
 
 def more_data(found: Found, judged: Judgement) -> str:
-    """What would make data come faster, by whether more workers still did."""
+    """What would make loading faster."""
     most = judged.rows[-1].workers
     if len(judged.rows) < 2:
-        return "measure other numbers of them with --workers, or make a sample cheaper to prepare"
+        return "try other numbers of workers with --workers, or make a sample cheaper to prepare"
     if knee_of(judged.rows) != most:
         return "more workers add nothing: make a sample cheaper to prepare"
     if most < found["cpus"]:
-        return f"loading still gains with {count_of(most)}: measure more of them with --workers"
+        return f"loading still gains with {count_of(most)}: try more of them with --workers"
     return (
         f"loading still gains with {count_of(most)}, one for each CPU: "
         "give a rank more CPUs, or make a sample cheaper to prepare"
@@ -421,36 +411,30 @@ def more_data(found: Found, judged: Judgement) -> str:
 
 
 def from_disk(found: Found, judged: Judgement) -> str:
-    """What reading from the disk changes, where it is what the steps would wait for."""
+    """What reading from the disk changes, if that is what the steps would wait for."""
     row, step = judged.row, judged.step
     assert row is not None and step is not None
-    if row.cold is None or row.cold.reaches(step):
+    cold = row.cold
+    if cold is None or cold.reaches(step) or (row.warm is not None and cold.reaches(row.warm)):
         return ""
-    if row.warm is not None and row.cold.reaches(row.warm):
-        return ""  # it is not the disk that they wait for
-    words = f". From the disk they come at {number(row.cold.median)} samples/s: the first epoch, "
-    words += "or every one of data larger than the memory, waits for it"
-    best = max((one for one in judged.rows if one.cold), key=lambda one: _median(one.cold))
-    if best.cold is not None and best.cold.low > (1 + KNEE_GAIN) * row.cold.high:
-        words += f" ({number(best.cold.median)} with {count_of(best.workers)})"
-    disks = {disk["role"]: disk for disk in found["disks"]}
-    data, staging = (disks.get(role, {}).get("bytes_per_second") for role in ("data", "staging"))
+    words = (
+        f". From the disk they arrive at {number(cold.median)} samples/s: the first epoch waits "
+    )
+    words += "for it, and every epoch if the data do not fit in memory"
+    speeds = {disk["role"]: disk["bytes_per_second"] for disk in found["disks"]}
+    data, staging = speeds.get("data"), speeds.get("staging")
     if data and staging and staging > FASTER_DISK * data:
         words += f"; data.stage=local reads a copy {ratio(staging / data)} as fast"
     return words
 
 
-def _median(pace: Pace | None) -> float:
-    return 0.0 if pace is None else pace.median
-
-
 def script_verdict(
     share: float | None, num_workers: int | None, cpus: int, *, is_steady: bool
 ) -> str:
-    """Of a script, measured as it is: its number of workers cannot be changed from outside."""
+    """For a script, whose number of workers cannot be changed from outside."""
     if share is None:
-        return "the time waiting for data is not known: the script's phases were not measured"
-    said = f"steps wait {percent(share)} of their time for data"
+        return "the time spent waiting for data is not known: the script's phases were not measured"
+    said = f"steps spend {percent(share)} of their time waiting for data"
     if num_workers is not None:
         said += f" with {count_of(num_workers)} a rank, of {cpus} CPU{'' if cpus == 1 else 's'}"
     said += "" if is_steady else " (the steps were not steady)"
@@ -461,6 +445,9 @@ def script_verdict(
     else:
         advice = "give its DataLoader more workers, or make a sample cheaper to prepare"
     return f"{said}: the data are the limit; {advice}, and measure again"
+
+
+# --- For people ---------------------------------------------------------------------------------
 
 
 def show(console: Console, found: Found) -> None:
@@ -492,13 +479,8 @@ def workers_table(found: Found) -> Table:
         style = "bold" if row["workers"] == chosen else ""
         cells.append([Text(cell, style=style) for cell in shown])
     columns = (
-        "workers",
-        "data alone",
-        "range",
-        "batches/s",
-        "from disk",
-        "training",
-        "of the step",
+        *("workers", "data alone", "range", "batches/s"),
+        *("from disk", "training", "of the step"),
     )
     return without_empty(Table("samples/s by loader workers a rank, measured", columns, cells))
 
@@ -506,63 +488,46 @@ def workers_table(found: Found) -> Table:
 def notes(found: Found) -> list[str]:
     """What the table does not say."""
     lines = []
-    step = found["step"]
+    step, knee, files = found["step"], found["knee"], found["files"]
     if step is not None:
         lines.append(
             f"the step alone takes {number(step['samples_per_second'])} samples/s "
             f"({number(step['batches_per_second'])} batches of {found['batch_size']})"
         )
     if any(row["is_direct"] for row in found["rows"]):
-        lines.append("without workers whole batches are fetched at once, with no loader in between")
-    if found["knee"] is not None and len(found["rows"]) > 1:
-        lines.append(knee_line(found))
-    files = found["files"]
+        lines.append("without workers, whole batches are fetched at once, with no loader between")
+    if knee is not None and len(found["rows"]) > 1:
+        most = found["rows"][-1]["workers"]
+        gain = f"loading gains less than a tenth beyond {count_of(knee)}"
+        lines.append(f"loading still gains with {count_of(most)}" if knee == most else gain)
     if files["why_not_cold"] is not None:
         lines.append(f"reading from the disk was not measured: {files['why_not_cold']}")
     if files["count"]:
-        lines.append(files_line(files))
+        more = "" if files["is_all"] else "at least "
+        lines.append(f"data: {more}{count(files['count'], 'file')}, {size(files['bytes'])}")
         lines += [disk_line(disk) for disk in found["disks"]]
     if found["recommendation"] is not None:  # else the verdict says why
         lines += [f"note: {said}: something else may run here" for said in found["remarks"][:1]]
     return lines
 
 
-def knee_line(found: Found) -> str:
-    """Of the data alone: what a training needs of them is the verdict's to say."""
-    most, knee = found["rows"][-1]["workers"], found["knee"]
-    if knee == most:
-        return f"knee: none, the data alone still gain with {count_of(most)}"
-    if knee == 0:
-        return "knee: the data alone gain less than a tenth from workers"
-    return f"knee: the data alone gain less than a tenth beyond {count_of(knee)}"
-
-
-def files_line(files: Mapping[str, Any]) -> str:
-    more = "" if files["is_all"] else " at least"
-    return f"data: {count(files['count'], 'file')}{more}, {size(files['bytes'])}"
-
-
 def disk_line(disk: Mapping[str, Any]) -> str:
     where = "network" if disk["is_network"] else "local"
     role = "data on" if disk["role"] == "data" else "copies would be on"
-    line = f"{role} {disk['mount']} ({disk['kind']}, {where})"
+    speed = "the same disk"
     if disk["bytes_per_second"]:
-        speed = rate(disk["bytes_per_second"])
-        return f"{line}: {speed} from the disk, over {size(disk['bytes'])}"
-    if disk.get("problem"):
-        return f"{line}: not measured: {disk['problem']}"
-    return f"{line}: the same disk"
+        speed = f"{rate(disk['bytes_per_second'])} from the disk, over {size(disk['bytes'])}"
+    elif disk.get("problem"):
+        speed = f"not measured: {disk['problem']}"
+    return f"{role} {disk['mount']} ({disk['kind']}, {where}): {speed}"
 
 
 def script_table(found: Found) -> Table:
+    waits = f"{duration(found['data_seconds'])} ({percent(found['data_share'])})"
     rows = [
         ("samples/s", number(found["samples_per_second"])),
-        ("a step", duration(found["step_seconds"])),
+        ("step", duration(found["step_seconds"])),
+        ("of it waiting for data", waits),
+        ("samples/s without waiting", number(found["samples_per_second_without_waiting"])),
     ]
-    if found["data_seconds"] is not None:
-        waits = f"{duration(found['data_seconds'])} ({percent(found['data_share'])})"
-        rows.append(("of it waiting for data", waits))
-    if found["samples_per_second_without_waiting"] is not None:
-        without = number(found["samples_per_second_without_waiting"])
-        rows.append(("samples/s if it did not wait", without))
-    return facts(rows)
+    return facts(rows if found["data_seconds"] is not None else rows[:2])

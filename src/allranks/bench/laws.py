@@ -1,5 +1,5 @@
-"""Laws through measured speedups, Amdahl's and the Universal Scalability Law: whether one fits,
-and what it says of more ranks. Pure functions."""
+"""Amdahl's law and the Universal Scalability Law: whether one fits the measured speedups, and what
+it predicts for more ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from allranks.show.numbers import number, percent, ratio
 from allranks.timing.comparison import Compared, unsure
 
-ALIKE = 2 / 3  # of the fastest repeat, at least: the others
-UNSURE = 0.1  # half the 95% interval of a serial fraction: with more, it could be nearly anything
-FAR = 0.1  # of a measured speedup, and what its interval allows: so much a law may miss it by
-SHOWN = 0.0005  # less is shown as 0.0%
+ALIKE = 2 / 3  # of the fastest repeat: the slowest must reach it
+UNSURE = 0.1  # half the 95% interval of a serial fraction; with more, it says nothing
+FAR = 0.1  # of a measured speedup, beyond its interval: a law that misses by more does not fit
+SHOWN = 0.0005  # anything less is shown as 0.0%
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Laws through the measured speedups; what they say beyond the measured is a prediction."""
+    """Both laws, fitted to the measured speedups; beyond those they predict."""
 
     serial: float | None  # Amdahl: the fraction that more ranks do not speed up; None: no fit
-    contention: float  # USL: waiting for one another
-    coherence: float  # USL: everybody talking to everybody
+    contention: float  # USL: waiting for each other
+    coherence: float  # USL: everyone talking to everyone
     peak_ranks: float | None  # where USL's speedup is highest; None if it never falls
-    half_ranks: float | None  # where USL's efficiency falls under a half
+    half_ranks: float | None  # where USL's efficiency falls below a half
     base_ranks: int = 1  # what the speedups are against
-    serial_error: float | None = None  # half of its 95% interval, as far as that is known
+    serial_error: float | None = None  # half of its 95% interval, if known
 
     def speedup(self, ranks: float) -> float:
         n = ranks / self.base_ranks
@@ -35,7 +35,7 @@ class Fit:
 
 
 def fit_of(rows: Sequence[Compared]) -> Fit | None:
-    """Least squares through n/speedup - 1, whatever comes out; None with one number of ranks."""
+    """Least squares through n/speedup - 1; None if all layouts have the same number of ranks."""
     base = next((row for row in rows if row.speedup), None)
     points = [
         (row.ranks / base.ranks, row.speedup)
@@ -84,7 +84,7 @@ def _half(contention: float, coherence: float) -> float | None:
 
 
 def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
-    """The law that these speedups follow; or None, and why none can be told."""
+    """The law that these speedups follow; or None, and why no law can be fitted."""
     measured = [row for row in rows if row.speedup]
     fit = fit_of(measured)
     if fit is None:
@@ -100,8 +100,8 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
         return None, f"no larger layout is faster than {base.layout}"
     if fit.speedup(top.ranks) >= (1 - SHOWN) * top.ranks / base.ranks:
         return None, (
-            f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout}: nothing is lost whose "
-            "growth a law could tell"
+            f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout}: nothing is lost, so "
+            "there is no loss to extrapolate"
         )
     error = serial_error(base, larger)
     if error > UNSURE:
@@ -136,7 +136,7 @@ def is_far(speedup: float, row: Compared, base: Compared) -> bool:
 
 
 def differ_too_much(row: Compared) -> str | None:
-    """In words, that a layout's repeats are no measure of it; None if they are."""
+    """In words, that a layout's repeats differ too much; None if they do not."""
     paces = row.samples_per_second
     if paces is None or paces.min >= ALIKE * paces.max:
         return None
@@ -147,7 +147,7 @@ def differ_too_much(row: Compared) -> str | None:
 
 
 def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
-    """Half of the serial fraction's 95% interval: errors of paces, through the least squares."""
+    """Half of the serial fraction's 95% interval: the errors of the paces, propagated."""
     weights = [(row.ranks / base.ranks - 1, row) for row in larger]
     squares = sum(weight**2 for weight, _ in weights)
     shares = [weight * (weight + 1) / (row.speedup or 1.0) / squares for weight, row in weights]
@@ -156,7 +156,7 @@ def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
 
 
 def fit_object(fit: Fit) -> dict[str, Any]:
-    """As `bench scaling --json` has it."""
+    """The fit as `bench scaling --json` has it."""
     return {
         "predicted": True,
         "serial_fraction": fit.serial,

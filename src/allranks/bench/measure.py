@@ -1,6 +1,6 @@
-"""Runs of a benchmark one after another, here or in SLURM's queue: one loop, with one Ctrl-C.
+"""The runs of a benchmark one after another, here or in SLURM's queue.
 
-What was measured until a Ctrl-C is kept and shown, and the exit code is 130.
+After a Ctrl-C, what was measured so far is kept and shown, and the exit code is 130.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_SECONDS, MOST_LOOK_SECONDS = 2.0, 30.0  # between looks at the queue
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a benchmark ends with: what was found, as `--json` prints it."""
+    """How a benchmark ended; `found` is what `--json` prints."""
 
     found: dict[str, Any]
     error: AllranksError | None = None  # why something that was asked for is not in it
@@ -40,7 +40,7 @@ class Result:
 
 
 class Measured(Protocol):
-    """What was read of a run."""
+    """What was read from a run."""
 
     @property
     def problem(self) -> str | None: ...
@@ -50,7 +50,7 @@ class Measured(Protocol):
 class Ended:
     """A run that was to be measured; `run` is None if it could not be started."""
 
-    name: str  # the same for its repeats: a layout, a precision
+    name: str  # a layout or a precision; repeats have the same one
     run: RunDir | None
     error: AllranksError | None = None
 
@@ -62,11 +62,11 @@ class Ended:
 
 @dataclass(slots=True)
 class Series:
-    """Runs to measure, by name. Who reads one may leave out its repeats: they would fail, too."""
+    """Runs to measure, by name. If one fails, its reader may leave out the repeats."""
 
     planned: Sequence[tuple[str, Prepared]]
     console: Console
-    record: dict[str, Any]  # what every run's folder says of the benchmark that it belongs to
+    record: dict[str, Any]  # in every run's folder: the benchmark that it belongs to
     left_out: set[str] = field(default_factory=set)
     is_interrupted: bool = False  # by a Ctrl-C
 
@@ -78,9 +78,9 @@ class Series:
         makes_steps: bool = True,
         oversubscribe: bool = False,
     ) -> list[T]:
-        """Run after run on this machine, on a screen that says little unless another is given.
+        """Run after run on this machine, on a quiet screen unless another is given.
 
-        `read`: what a run has measured, when it has ended. `makes_steps`: that have events.
+        `read` is called with each run that ended. `makes_steps`: whether to expect step events.
         """
         for _, one in self.planned:
             held_nodes.check_allocation(one.layout, one.request, os.environ)
@@ -90,19 +90,19 @@ class Series:
                 self.console.print(f"note: {remark}", highlight=False)
         place = node.Place(oversubscribe=oversubscribe)
         done: list[T] = []
-        with listening() as signals:  # for all: one that comes between two runs ends the next
+        with listening() as signals:  # a signal between two runs ends the next one
             for number, (name, prepared) in enumerate(self.planned, start=1):
                 if name in self.left_out:
                     continue
                 self._begin(number, name)
                 quiet = shown or screen.QuietScreen(self.console, makes_steps=makes_steps)
                 try:
-                    # A repeat is a run of its own: what one has settled is not the next one's.
+                    # A repeat is a new run: it must not share what an earlier one decided.
                     one = replace(prepared, bench=self.record)
                     outcome = local.run_here(one, place, quiet, signals)
                     ended = Ended(name, outcome.run, outcome.error)
                 except AllranksError as error:
-                    if not done and error.exit_code == 2:  # it is wrong with all of them
+                    if not done and error.exit_code == 2:  # the command is wrong: all would fail
                         raise
                     ended = Ended(name, None, error)
                 done.append(read(ended))
@@ -121,7 +121,7 @@ class Series:
             self.console.print(Text(text, style="dim"), end="\r")
 
     def in_slurm(self, read: Callable[[Ended], T], optional: str | None = None) -> list[T]:
-        """All of them into the queue at once, in turns; then wait until they have left it.
+        """Submit all at once, to run one after another; then wait until they have left the queue.
 
         `optional`: the name that is left out if the queue refuses it.
         """
@@ -141,21 +141,21 @@ class Series:
         except KeyboardInterrupt:
             self.is_interrupted = True
             names = " ".join(run.name for _, run in waiting)
-            words = f"{len(waiting)} runs stay in the queue, or go on; to stop them: allranks stop"
+            words = f"{len(waiting)} runs stay queued or running; to stop them: allranks stop"
             self.console.print(Text(f"{words} {names}", style="yellow"), soft_wrap=True)
         return done
 
     def _send(self, waiting: list[tuple[str, RunDir]], optional: str | None) -> list[Ended]:
-        """Send each so that it starts when the one before has ended: beside it, it would disturb.
+        """Submit each to start when the one before has ended: together they would disturb.
 
-        Where one is refused, those before it are taken back. Given back is what was left out.
+        If one is refused, those before it are stopped. Returns what was left out.
         """
         before: list[str] = []
         refused: list[Ended] = []
         for name, prepared in self.planned:
             if name in self.left_out:
                 continue
-            # A task that was measured has stopped, as at a limit: it must not be sent again.
+            # A measured task stops as at a time limit: it must not be submitted again.
             slurm = prepared.job.slurm.model_copy(update={"requeue": False})
             job = prepared.job.model_copy(update={"slurm": slurm})
             options: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class Series:
 
 
 def taken_back(error: AllranksError, name: str, runs: list[RunDir]) -> AllranksError:
-    """The error of a run that was refused, once those that were sent before it are stopped."""
+    """The error of a refused run, after stopping those that were submitted before it."""
     what, fix = f"{name}: {error.what}", error.fix
     names = " ".join(run.name for run in runs)
     try:
@@ -186,7 +186,7 @@ def taken_back(error: AllranksError, name: str, runs: list[RunDir]) -> AllranksE
     except AllranksError as silent:
         done = [f"could not be stopped: {silent.what}"]
     if runs:
-        what += f"; sent before it: {names} ({', '.join(done)})"
+        what += f"; submitted before it: {names} ({', '.join(done)})"
     if any("could not be stopped" in words for words in done):
         fix += f"; to stop what is still in the queue: allranks stop {names}"
     return AllranksError(what, fix=fix, exit_code=error.exit_code)

@@ -1,7 +1,7 @@
 """`bench precision`: one job in several precisions, side by side: speed, memory, and the loss.
 
-The runs see the same samples in the same order from the same weights, so what is left between their
-losses is the precision.
+The runs see the same samples in the same order from the same weights, so their losses differ only
+by the precision.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rich.text import Text
 
 from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
-from allranks.job.job import Job
 from allranks.launch.prepare import Prepared
 from allranks.machine.allotted import usable_instructions
 from allranks.machine.gpus import LocalGPU, local_gpus
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.record import read_rank
-from allranks.show.numbers import NOTHING, between, metric, number, ratio, size
+from allranks.show.numbers import between, metric, number, ratio, size
 from allranks.show.tables import Table, show_table
 from allranks.timing.steps import STOPPED_EARLY, timing, why_no_pace
 
@@ -42,28 +41,19 @@ class Trial:
     memory_of: str | None = None  # device or host
     losses: Mapping[int, float] = field(default_factory=dict)  # by step
     problem: str | None = None
-    is_refused: bool = False  # this machine cannot do it: nothing was started
+    is_refused: bool = False  # this machine does not support it: nothing was started
 
 
 def read_precisions(text: str | None) -> list[str]:
-    """`--precisions fp32,bf16`; nothing: all of them. Raises AllranksError."""
+    """The names in `--precisions fp32,bf16`, in one order; all of them if it is not given."""
     words = [word.strip() for word in text.split(",")] if text else list(PRECISIONS)
     wrong = [word for word in words if word not in PRECISIONS]
     if wrong:
         raise AllranksError(
-            f'--precisions "{text}": {wrong[0] or "one"} is no precision',
+            f'--precisions "{text}": {wrong[0] or "one"} is not a precision',
             fix=f"write some of {','.join(PRECISIONS)}",
         )
     return [precision for precision in PRECISIONS if precision in words]
-
-
-def check_job(job: Job) -> None:
-    """Raises AllranksError for a script."""
-    if job.command is not None:
-        raise AllranksError(
-            "bench precision is for tasks: a script decides on its precision itself",
-            fix="run your script once for each setting of its own, and compare: allranks report",
-        )
 
 
 def why_unsupported(
@@ -74,23 +64,19 @@ def why_unsupported(
     `cpu_can`: whether its CPU computes in bf16 and fp16.
     """
     if precision in ("fp16", "bf16") and not gpus and not cpu_can():
-        return "this CPU lists AMX but does not let it run: this precision dies of SIGILL (tested)"
+        return "this CPU lists AMX but cannot run it: tested, it ends with SIGILL"
     if precision == "tf32" and not gpus:
-        return "tf32 is a format of NVIDIA GPUs, and there is none here"
+        return "tf32 needs an NVIDIA GPU, and there is none here"
     if precision in ("tf32", "bf16"):
         old = [gpu for gpu in gpus if _capability(gpu) < AMPERE]
         if old:
-            return f"{old[0].name} is older than the Ampere generation, the first with {precision}"
+            return f"{old[0].name} is older than Ampere, the first generation with {precision}"
     return None
 
 
 def _capability(gpu: LocalGPU) -> tuple[int, ...]:
     parts = gpu.compute_capability.split(".")
     return tuple(int(part) for part in parts) if all(p.isdecimal() for p in parts) else AMPERE
-
-
-def overrides_of(precision: str, steps: int) -> tuple[str, ...]:
-    return (f"precision={precision}", f"steps={steps}")
 
 
 def measure(
@@ -101,13 +87,21 @@ def measure(
     steps: int,
     repeats: int,
 ) -> Result:
-    """Make all runs, round by round. `prepare`: with more overrides."""
-    check_job(prepare(()).job)
+    """Make all runs, round by round. `prepare` takes more overrides."""
+    if prepare(()).job.command is not None:
+        raise AllranksError(
+            "bench precision is for tasks: a script chooses its own precision",
+            fix="run your script once for each setting of its own, and compare: allranks report",
+        )
     refused = {
         name: why_unsupported(name, local_gpus(), cpu_can=lambda: usable_instructions() is not None)
         for name in names
     }
-    planned = [(name, prepare(overrides_of(name, steps))) for name in names if not refused[name]]
+    planned = [
+        (name, prepare((f"precision={name}", f"steps={steps}")))
+        for name in names
+        if not refused[name]
+    ]
     record = {"id": secrets.token_hex(4), "kind": "precision"}
     series = Series(planned * repeats, console, record)
 
@@ -161,7 +155,7 @@ def trial_of(ended: Ended) -> Trial:
 
 
 def error_in(trials: Sequence[Trial]) -> AllranksError | None:
-    """Why a precision that this machine has could not be measured, or none at all."""
+    """Why a supported precision could not be measured; None if all were."""
     failed = [trial for trial in trials if trial.problem and not trial.is_refused]
     if not failed and any(trial.samples_per_second for trial in trials):
         return None
@@ -213,7 +207,7 @@ def row_of(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def compare(row: dict[str, Any], base: Mapping[str, Any] | None) -> None:
-    """Add what the row is against the first one that was measured."""
+    """Add how the row compares with the first one that was measured."""
     pace = row["samples_per_second"]
     row["speedup"] = pace / base["samples_per_second"] if base and pace else None
     ours, theirs = row["losses"], base["losses"] if base else {}
@@ -224,7 +218,7 @@ def compare(row: dict[str, Any], base: Mapping[str, Any] | None) -> None:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, steps: int) -> str:
-    """Which one to take, by what was measured."""
+    """Which precision to choose."""
     if base is None:
         why = next((row["problem"] for row in rows if row["problem"]), "no run was made")
         return f"nothing could be measured: {why}"
@@ -233,9 +227,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
         return f"only {base['precision']} could be measured, so there is nothing to compare"
     best = max(measured, key=lambda row: row["samples_per_second"])
     if best is base:
-        return (
-            f"{base['precision']} is the fastest here: there is no reason to compute less exactly"
-        )
+        return f"{base['precision']} is the fastest here: there is no reason to use another"
     memory = ""
     if best["memory_bytes"] and base["memory_bytes"] and best["memory_of"] == "device":
         memory = f", with {ratio(best['memory_bytes'] / base['memory_bytes'])} the memory"
@@ -250,7 +242,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | None, s
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """For people, drawn from what `as_json` made alone."""
+    """What `as_json` made, for people."""
     measured = [row for row in found["rows"] if row["samples_per_second"] is not None]
     if measured:
         show_table(console, table_of(found, measured))
@@ -258,19 +250,21 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
         if row["problem"]:
             console.print(Text(f"{row['precision']}: {row['problem']}"), soft_wrap=True)
     if any(row["memory_of"] == "host" for row in measured):
-        line = "memory is the host's: all that a rank holds, Python and torch included"
+        line = "memory is the host's: all of a rank's, including Python and torch"
         console.print(Text(line), soft_wrap=True)
     console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
 
 
 def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Table:
+    columns = (
+        *("precision", "samples/s", "range", "speedup", "memory", "loss"),
+        *("differs by", "at most"),
+    )
     cells = []
     for row in rows:
-        differs = (
-            number(row["loss_difference"], 2, signed=True),
-            number(row["largest_loss_difference"], 2),
-        )
-        is_base = row["precision"] == found["baseline"]
+        last, most = row["loss_difference"], row["largest_loss_difference"]
+        if row["precision"] == found["baseline"]:
+            last = most = None
         cells.append(
             (
                 row["precision"],
@@ -279,11 +273,8 @@ def table_of(found: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Table:
                 ratio(row["speedup"]),
                 size(row["memory_bytes"]),
                 metric(row["loss"]),
-                *((NOTHING, NOTHING) if is_base else differs),
+                number(last, 2, signed=True),
+                number(most, 2),
             )
         )
-    columns = (
-        *("precision", "samples/s", "range", "speedup", "memory", "loss"),
-        *("differs by", "at most on the way"),
-    )
     return Table(f"{found['steps']} steps each, measured", columns, cells)

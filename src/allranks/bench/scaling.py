@@ -42,15 +42,15 @@ NO_PACE = ("no optimizer step", "too few steps", "no samples")  # in a run that 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All runs, round by round: what drifts on the machine drifts for all layouts."""
+    """All runs, round by round: if the machine drifts, it does for all layouts."""
 
     layouts: tuple[Layout, ...]
     steps: int | None  # None: to the end
     is_weak: bool = False
-    added: Layout | None = None  # to compare the others with: nobody asked for it
+    added: Layout | None = None  # to compare the others with, without being asked for
 
     def settings_for(self, job: Job) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """What this job must be told to be measured, and what every run's folder says of it."""
+        """The overrides that make a job measurable, and the record for every run's folder."""
         overrides: list[str] = []
         record: dict[str, Any] = {"id": secrets.token_hex(4), "kind": SCALING}
         if self.steps is not None:
@@ -65,7 +65,7 @@ class RunPlan:
         elif self.is_weak:
             raise AllranksError(
                 "--weak is for tasks: a script decides on its batches itself",
-                fix="leave it out; what the batches were is measured, and said",
+                fix="leave it out; the batches are measured, and shown",
             )
         return tuple(overrides), record
 
@@ -75,8 +75,8 @@ def plan_runs(
 ) -> RunPlan:
     """Read what was asked for. Raises AllranksError.
 
-    A missing layout of one rank is added if it may be; not where every layout divides the model,
-    which would hardly fit one rank.
+    If no layout has one rank, such a layout is added; not if every layout divides the model, which
+    would hardly fit one rank.
     """
     words = [word.strip() for word in layouts.split(",")]
     if not all(words):
@@ -94,7 +94,9 @@ def read_steps(text: str) -> int | None:
         return None
     if text.isdigit() and int(text) > 0:
         return int(text)
-    raise AllranksError(f'--steps "{text}" is no number of steps', fix="write --steps 200, or all")
+    raise AllranksError(
+        f'--steps "{text}" is not a number of steps', fix="write --steps 200, or all"
+    )
 
 
 def measure(
@@ -105,7 +107,7 @@ def measure(
     backend: str = "local",
     prices: Sequence[Price] = (),
 ) -> Result:
-    """Make all runs of a plan. `prepare`: with more overrides, in a layout.
+    """Make all runs of a plan. `prepare` takes more overrides and a layout.
 
     Everything that can be refused is refused before anything runs.
     """
@@ -120,13 +122,17 @@ def measure(
         console.print(repeat_words(repeat), soft_wrap=True)
         return repeat
 
+    def price_of(device: str, memory: int | None) -> float | None:
+        price = find_price(device, memory, prices)
+        return price.usd_per_hour if price else None
+
     added = str(plan.added) if plan.added else None
     done = series.in_slurm(read, added) if named(backend).is_queue else series.here(read)
     device = next((one.device for one in done if one.timing is not None), None)
     found = as_json(
         done,
         added=plan.added,
-        price_of=lambda device, memory: dollars_an_hour(device, memory, prices),
+        price_of=price_of,
         more={
             "steps": str(plan.steps or "all"),
             "device": device,
@@ -141,17 +147,12 @@ def measure(
 def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
     notes = tuple(
         f"{row['layout']}, added to compare with, could not be measured: {row['problem']}; "
-        "--no-baseline leaves it out"
+        "to leave it out: --no-baseline"
         for row in found["rows"]
         if row["added"] and row["problem"]
     )
     error = None if is_interrupted else error_in(found)
     return Result(found, error, is_interrupted, notes=notes)
-
-
-def dollars_an_hour(device: str, memory: int | None, own: Sequence[Price]) -> float | None:
-    price = find_price(device, memory, own)
-    return price.usd_per_hour if price else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class Repeat:
     samples_per_epoch: int | None = None
     remarks: Sequence[str] = ()  # on what its ranks read, and whether they exchange anything
     state: str = "finished"
-    device: str = ""  # not known of a run that never began
+    device: str = ""  # unknown for a run that never began
     device_memory: int | None = None
 
     @property
@@ -240,7 +241,7 @@ def as_json(
 ) -> dict[str, Any]:
     """What `bench scaling --json` prints. `price_of`: dollars for an hour of a device, if known.
 
-    `added`: the layout that nobody asked for, to compare the others with.
+    `added`: a layout that was not asked for, to compare the others with.
     """
     usual = next((one.device for one in repeats if one.device), CPU)
     repeats = [one if one.device else replace(one, device=usual) for one in repeats]
@@ -259,7 +260,7 @@ def as_json(
 
 
 def most_measured(rows: Sequence[Compared]) -> list[Compared]:
-    """The rows of one device: where the queue gave several, of that with the most layouts."""
+    """The rows of one device; if the queue gave several, of the one with the most layouts."""
     by_device: dict[str, list[Compared]] = {}
     for row in rows:
         by_device.setdefault(row.device, []).append(row)
@@ -308,7 +309,7 @@ def row_object(
 
 
 def problems_of(repeats: Sequence[Repeat]) -> dict[str, str]:
-    """Why a layout could not be measured, or not as often as it was to be."""
+    """Why a layout could not be measured, or not as often as planned."""
     return {one.layout: one.problem for one in reversed(repeats) if one.problem}
 
 
@@ -328,9 +329,9 @@ NEXT = {
     "try a larger batch_size, or fewer ranks",
     "comm": "exchanging gradients is not hidden behind the computation: try a larger batch_size or "
     "accumulation (fewer exchanges for each sample), and allranks bench comm for the network",
-    "straggler": "ranks wait for a slower one: see what is different there",
+    "straggler": "ranks wait for a slower one: find out what is different there",
     "data": "ranks wait for their data: try more data.num_workers, and allranks bench data",
-    "other": "the loop does other things between its steps: see them with --profile 20",
+    "other": "the loop does other things between its steps: --profile 20 shows them",
 }
 
 
@@ -340,7 +341,7 @@ def verdict(
     problems: Mapping[str, str],
     seen: Sequence[str] = (),
 ) -> str:
-    """What was found, in a sentence or two, and the next thing to try.
+    """The result in a sentence or two, and the next thing to try.
 
     `problems`: of layouts, by name; `seen`: remarks on the largest.
     """
@@ -363,11 +364,11 @@ def verdict(
         f"({percent(top.efficiency)} efficient, measured)"
     )
     if any(remark.startswith(APART) for remark in seen):
-        return f"{said}, but {APART}: it is one training only if they join"
+        return f"{said}, but {APART}: they train together only if they join"
     if top.efficiency > SUSPICIOUS:
         return (
-            f"{said}: more than {top.ranks} ranks should do; before you trust it, look at what "
-            f"slowed {base.layout} down (threads, a busy machine), and measure again"
+            f"{said}: more than {top.ranks} ranks should reach; before you trust it, find out "
+            f"what slowed {base.layout} down (threads, a busy machine), and measure again"
         )
     if top.efficiency >= 0.95:
         return f"{said}: it scales; try more ranks{_beyond(fit, top)}"
@@ -413,7 +414,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
     for table in tables(found, rows):
         console.print()
         show_table(console, table)
-    if not rows:  # the reason is told with the error
+    if not rows:  # the error says why
         return
     console.print()
     law = fit_words(found, rows[-1]["ranks"])
@@ -425,7 +426,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    """Speed and cost, where the time goes, what that costs: as far as they were measured."""
+    """Speed and cost, where the time goes, and what that costs, as far as measured."""
     if rows:
         yield speed_table(rows, found["mode"], found.get("unit", "rank"))
     if rows and all(row["parts"] for row in rows):
@@ -461,16 +462,16 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
 
 
 def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The layout, with its device where the queue gave several."""
+    """The layout, with its device if the queue gave several."""
     several = len({one["device"] for one in rows}) > 1
     return f"{row['layout']} {row['device']}" if several else str(row["layout"])
 
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is odd in a row, and why a column has nothing in it."""
+    """What is unusual in a row, and why a column is empty."""
     told = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
     if all(row["hours_per_epoch"] is None for row in rows):
-        told.append("no hours and no cost: how many samples an epoch has is not known")
+        told.append("no hours and no cost: the number of samples in an epoch is not known")
     elif all(row["cost_per_epoch"] is None for row in rows):
         device = str(found.get("device") or "the device")
         name = f"name one with --price '{device.lower()}=DOLLARS'"
@@ -496,7 +497,7 @@ def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
-    """The law, and what it says beyond the layouts that were measured; or why there is none."""
+    """The law and what it predicts beyond the measured layouts; or why there is none."""
     fit = found["fit"]
     if fit is None:
         layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}

@@ -1,7 +1,7 @@
-"""A rank's trace by torch's profiler, read as spans of time. Pure, and without torch.
+"""A rank's trace by torch's profiler, read as spans of time. Pure functions.
 
-Times are seconds from the trace's own start. What runs on a GPU is told from what runs on the host
-by its category; it belongs to the step in which the host has launched it.
+Times are seconds from the trace's own start. A category says whether a span ran on a GPU or on the
+host; work on a GPU belongs to the step in which the host launched it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_MARK = "allranks.step#"  # as probe/profile.py writes it
 HOST_EXCHANGE = re.compile(r"(gloo|mpi|ucc|xccl):(\w+)")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
-# Bytes of an element, by the names that ATen and C++ have for its type.
+# Bytes of an element, by the names of its type in ATen and C++.
 ELEMENT_BYTES = {
     **dict.fromkeys(("double", "long", "long int", "int64_t", "c10::complex<float>"), 8),
     **dict.fromkeys(("float", "int", "int32_t"), 4),
@@ -32,7 +32,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("complexdouble", "c10::complex<double>"), 16),
 }
 SHORT_TYPES = {"c10::half": "half", "c10::bfloat16": "bfloat16", "long int": "long"}
-# As torch.distributed calls what NCCL's kernels are labelled with.
+# The labels of NCCL's kernels, and what torch.distributed calls them.
 COLLECTIVES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -88,6 +88,9 @@ class Trace:
     def end(self) -> float:
         return self.marks[-1][1]
 
+    def covers(self, moment: float) -> bool:
+        return self.begin <= moment < self.end
+
 
 def trace_files(run: RunDir, attempt: int) -> dict[int, Path]:
     """The trace of each rank that made one."""
@@ -106,7 +109,7 @@ def read_trace(path: Path, rank: int) -> Trace | None:
 
 
 def trace_of(content: Mapping[str, Any], rank: int) -> Trace | None:
-    """The same from the JSON."""
+    """A trace from the JSON of its file; None if it has no whole step."""
     events = [event for event in content.get("traceEvents", []) if event.get("ph") == "X"]
     if not events:
         return None
@@ -154,7 +157,7 @@ def begin_of(span: Span) -> float:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, once: sorted, and no two of them touch."""
+    """The time that any of them covers: sorted, and no two of the results touch."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -169,13 +172,13 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def within(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """What of them lies between two moments."""
+    """The parts of them between two moments."""
     cut = ((max(low, begin), min(high, end)) for low, high in intervals)
     return [(low, high) for low, high in cut if low < high]
 
 
 def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
-    """The time that is in both; each of them a union."""
+    """How much time is in both; each must be a union."""
     total, number = 0.0, 0
     for begin, end in ours:
         while number < len(theirs) and theirs[number][1] <= begin:
@@ -194,7 +197,7 @@ def gaps(busy: Sequence[Interval], begin: float, end: float) -> list[Interval]:
 
 
 def self_seconds(spans: Sequence[Span]) -> list[tuple[Span, float]]:
-    """How long each operator itself took, those that it called left out."""
+    """How long each operator itself took, without those that it called."""
     own = [span.seconds for span in spans]
     open_ones: dict[Any, list[int]] = {}
     for number in sorted(range(len(spans)), key=lambda n: (spans[n].begin, -spans[n].end)):
@@ -227,7 +230,7 @@ class Exchange:
 
 
 def exchanges_of(trace: Trace) -> list[Exchange]:
-    """Every collective, in the order in which they were asked for."""
+    """Every collective, in the order in which the host asked for them."""
     found = [
         device_exchange(span, trace.launched[number])
         for number, span in enumerate(trace.device)

@@ -33,84 +33,53 @@ if TYPE_CHECKING:
 
 Backend = Annotated[
     Literal["local", "slurm"],
-    typer.Option(
-        "--backend", metavar="local|slurm", help="Run on this machine, or through SLURM's queue."
-    ),
+    typer.Option(metavar="local|slurm", help="Run on this machine, or through SLURM's queue."),
 ]
 Layouts = Annotated[
-    str,
-    typer.Option("--layouts", metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4."),
+    str, typer.Option(metavar="LAYOUTS", help="Layouts to compare, such as 1x1,1x2,1x4.")
 ]
 StepsOrAll = Annotated[
-    str,
-    typer.Option(
-        "--steps", metavar="N|all", help="Steps to measure, once they are steady; or all of them."
-    ),
+    str, typer.Option(metavar="N|all", help="Steps to measure once they are steady, or all.")
 ]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to measure.")]
-Repeats = Annotated[
-    int, typer.Option("--repeats", metavar="N", min=1, help="How often each is measured.")
-]
+Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps to measure.")]
+Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="How often each is measured.")]
 NoBaseline = Annotated[
     bool, typer.Option("--no-baseline", help="Do not add a layout of one rank to compare with.")
 ]
 Weak = Annotated[
-    bool,
-    typer.Option("--weak", help="Weak scaling: keep a task's batch per rank, not its total."),
+    bool, typer.Option("--weak", help="Weak scaling: keep a task's batch per rank, not its total.")
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys of a job, such as slurm.partition=gpu"),
 ]
 Sizes = Annotated[
-    str,
-    typer.Option(
-        "--sizes", metavar="SIZE-SIZE", help="Smallest and largest message; each is 4x the last."
-    ),
+    str, typer.Option(metavar="SIZE-SIZE", help="Smallest and largest message, in steps of 4x.")
 ]
 Collectives = Annotated[
-    str | None,
-    typer.Option(
-        "--collectives", metavar="NAMES", help="Such as all_reduce,broadcast. Default: all."
-    ),
+    str | None, typer.Option(metavar="NAMES", help="Such as all_reduce,broadcast. Default: all.")
 ]
 Seconds = Annotated[
-    float,
-    typer.Option("--seconds", metavar="SECONDS", min=1, help="Time that all of it takes, about."),
+    float, typer.Option(metavar="SECONDS", min=1, help="Time that all of it takes, about.")
 ]
 Earlier = Annotated[
     str | None,
-    typer.Option(
-        "--from",
-        "--show",
-        metavar="RUN",
-        help="Measure nothing: show what this run, or the last, measured.",
-    ),
+    typer.Option("--from", "--show", metavar="RUN", help="Show what this run, or last, measured."),
 ]
 Workers = Annotated[
-    str | None,
-    typer.Option(
-        "--workers", metavar="N,N", help="Numbers of workers to try. Default: by the CPUs."
-    ),
+    str | None, typer.Option(metavar="N,N", help="Numbers of workers to try. Default: by the CPUs.")
 ]
 SecondsEach = Annotated[
     float,
     typer.Option(
-        "--seconds-each",
-        "--seconds",
-        metavar="SECONDS",
-        min=0.1,
-        help="Time that each measurement takes.",
+        "--seconds-each", "--seconds", metavar="SECONDS", min=0.1, help="Time of each measurement."
     ),
 ]
 ScriptSteps = Annotated[
-    int, typer.Option("--steps", metavar="N", min=1, help="With a script: steps to measure.")
+    int, typer.Option(metavar="N", min=1, help="With a script: steps to measure.")
 ]
 Precisions = Annotated[
-    str | None,
-    typer.Option(
-        "--precisions", metavar="NAMES", help="Some of fp32,tf32,fp16,bf16. Default: all."
-    ),
+    str | None, typer.Option(metavar="NAMES", help="Some of fp32,tf32,fp16,bf16. Default: all.")
 ]
 
 
@@ -162,7 +131,14 @@ def comm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.bench.comm import found_in, measure, prepare_comm, run_to_show, show
+    from allranks.bench.comm import (
+        found_in,
+        measure,
+        prepare_comm,
+        run_to_show,
+        show,
+        show_files,
+    )
     from allranks.bench.measure import Result
     from allranks.cli.cluster import show_submitted
     from allranks.launch.backends import Options, named
@@ -187,6 +163,7 @@ def comm(
             return
         found = measure(prepared, console, oversubscribe=oversubscribe, debug=debug)
     show(console, found.found)
+    show_files(console, found.found)
     finish(found, None, console, as_json=as_json)
 
 

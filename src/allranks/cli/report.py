@@ -19,38 +19,23 @@ ReportedRuns = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out", metavar="DIR", help="Where to write. Default: the folder of the newest run."
-    ),
+    typer.Option(metavar="DIR", help="Where to write. Default: the folder of the newest run."),
 ]
 Prices = Annotated[
     Path | None,
-    typer.Option("--prices", metavar="FILE", help="Prices from a YAML file, such as h100: 2.5"),
+    typer.Option(metavar="FILE", help="Prices from a YAML file, such as h100: 2.5"),
 ]
 Within = Annotated[
     float,
-    typer.Option(
-        "--target", metavar="FRACTION", min=0, max=1, help="Efficiency to reach within a node."
-    ),
+    typer.Option(metavar="FRACTION", min=0, max=1, help="Efficiency to reach within a node."),
 ]
 Across = Annotated[
     float,
-    typer.Option(
-        "--target-across",
-        metavar="FRACTION",
-        min=0,
-        max=1,
-        help="Efficiency to reach across nodes.",
-    ),
+    typer.Option(metavar="FRACTION", min=0, max=1, help="Efficiency to reach across nodes."),
 ]
 Doubling = Annotated[
     float,
-    typer.Option(
-        "--max-extra",
-        metavar="FRACTION",
-        min=0,
-        help="GPU-hours that twice the GPUs may cost on top.",
-    ),
+    typer.Option(metavar="FRACTION", min=0, help="Extra GPU-hours allowed for twice the GPUs."),
 ]
 
 

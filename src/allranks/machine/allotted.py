@@ -1,4 +1,4 @@
-"""The CPUs and the memory that this process may use, and which instructions the CPUs really run."""
+"""The CPUs and the memory that this process may use, and the instructions that the CPUs run."""
 
 import json
 import math
@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
 
-# The most that oneDNN, which computes for torch on a CPU, may use; empty: all that it finds.
+# The newest instructions that oneDNN, torch's library for CPUs, may use; empty: all it finds.
 ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
 INSTRUCTION_SETS = ("", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2")
 TRIAL = """
@@ -28,10 +28,10 @@ TRIAL_SECONDS = 300.0  # importing torch from a busy network disk takes minutes
 
 
 def cpus_allotted() -> int:
-    """The CPUs this process may really use: the least of affinity, cgroup quota and SLURM's share.
+    """The CPUs that this process may use: the least of affinity, cgroup quota and SLURM's share.
 
-    In the one launcher of a node, and in the ranks it starts, it is the node's share of the job,
-    for them to divide; in a rank that srun started beside others it is that rank's own.
+    In the launcher of a node, and in the ranks that it starts, this is the node's share of the job,
+    which the ranks divide; in one of several ranks that srun started, it is that rank's own.
     """
     limits: list[float] = [_affinity()]
     limits += [quota for folder in _own_cgroups("cpu") if (quota := _cpu_quota(folder)) is not None]
@@ -42,13 +42,13 @@ def cpus_allotted() -> int:
 
 
 def memory_allotted() -> int:
-    """The bytes of memory this process may use: the least of the machine's and the cgroups'."""
+    """The bytes of memory that this process may use: the machine's, or less by a cgroup."""
     limits = [_memory_limit(folder) for folder in _own_cgroups("memory")]
     return min([memory_total(), *(limit for limit in limits if limit is not None)])
 
 
 def memory_kills() -> int | None:
-    """Processes of this one's cgroup that the kernel has killed for memory; None if uncounted."""
+    """How many processes of this cgroup the kernel has killed for memory; None: not counted."""
     for folder in _own_cgroups("memory"):
         for name in ("memory.events", "memory.oom_control"):  # of v2, of v1
             with suppress(OSError, ValueError):
@@ -66,10 +66,10 @@ def memory_total() -> int:
 def slurm_cpus(env: Mapping[str, str]) -> int | None:
     """The CPUs that SLURM gave this process, or None outside a job.
 
-    SLURM_CPUS_ON_NODE is the job's (in a step: the step's) share of this node, and all of it is
-    ours while we are the only task here, as the launcher is. SLURM_CPUS_PER_TASK is one task's:
-    it counts only for a task of a step that has several on this node, since the batch shell sees
-    it too and starts every rank itself.
+    SLURM_CPUS_ON_NODE is the job's (in a step: the step's) share of this node. All of it belongs to
+    the only task here, as the launcher is. SLURM_CPUS_PER_TASK is one task's share: it counts only
+    if a step has several tasks on this node, since the batch shell, which starts every rank itself,
+    sees it too.
     """
     on_node = _count(env.get("SLURM_CPUS_ON_NODE"))
     per_task = _count(env.get("SLURM_CPUS_PER_TASK"))
@@ -95,10 +95,9 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def cgroup_folders(cgroup: str, mountinfo: str, controller: str) -> list[Path]:
-    """The folders whose limits hold a process: from its own cgroup up to the mount point.
+    """The folders whose limits apply to a process: from its own cgroup up to the mount point.
 
-    Takes the texts of /proc/self/cgroup and /proc/self/mountinfo; v1 and v2 folders, both on a
-    hybrid system.
+    Takes the texts of /proc/self/cgroup and /proc/self/mountinfo; finds folders of v1 and of v2.
     """
     paths: dict[str, str] = {}  # of the v1 controller, and of v2 under ""
     for line in cgroup.splitlines():
@@ -116,7 +115,8 @@ def cgroup_folders(cgroup: str, mountinfo: str, controller: str) -> list[Path]:
         else:
             continue
         if path is not None:
-            folders += _upwards(Path(mount_point), _below(path, root))
+            below = _below(path, root)
+            folders += [Path(mount_point, part) for part in (below, *below.parents)]
     return folders
 
 
@@ -137,15 +137,11 @@ def _count(text: str | None) -> int | None:
 
 
 def _below(path: str, root: str) -> PurePosixPath:
-    """A cgroup's path seen from a mount that shows the hierarchy from `root` down."""
+    """A cgroup's path inside a mount that shows the hierarchy from `root` down."""
     inside = PurePosixPath(path)
     if ".." not in inside.parts and inside.is_relative_to(root):
         return inside.relative_to(root)
-    return PurePosixPath()  # outside of what the container shows: only the mount point is known
-
-
-def _upwards(mount_point: Path, below: PurePosixPath) -> Iterator[Path]:
-    return (mount_point / part for part in (below, *below.parents))
+    return PurePosixPath()  # outside of the container: only the mount point is known
 
 
 def _own_cgroups(controller: str) -> list[Path]:
@@ -153,7 +149,7 @@ def _own_cgroups(controller: str) -> list[Path]:
         cgroup = (PROC / "self/cgroup").read_text()
         mountinfo = (PROC / "self/mountinfo").read_text()
         return cgroup_folders(cgroup, mountinfo, controller)
-    except (OSError, ValueError):  # no Linux, or a form we do not know
+    except (OSError, ValueError):  # not Linux, or an unknown format
         return []
 
 
@@ -171,7 +167,7 @@ def _cpu_quota(folder: Path) -> float | None:
 def _memory_limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
-            return int((folder / name).read_text())  # 'max' is no number: no limit
+            return int((folder / name).read_text())  # not a number: 'max', no limit
         except (OSError, ValueError):
             continue
     return None
@@ -180,8 +176,8 @@ def _memory_limit(folder: Path) -> int | None:
 def usable_instructions() -> str | None:
     """What oneDNN must be limited to for bf16 and fp16 on this CPU; None: nothing works.
 
-    Virtual machines may list AMX without allowing it: a process that uses it dies of SIGILL. So it
-    is tried in a child process, once for each boot and each version of torch.
+    Virtual machines may list AMX without allowing it: SIGILL kills a process that uses it. So it is
+    tried in a child process, once for each boot and each version of torch.
     """
     if "amx_tile" not in _cpu_flags():
         return ""
@@ -206,7 +202,7 @@ def usable_instructions() -> str | None:
 
 
 def _try_half_precision(limit: str) -> int | None:
-    """How a process ends that computes in bf16 and fp16; None if it does not, in time."""
+    """The exit code of a process that computes in bf16 and fp16; None if it takes too long."""
     env = {**os.environ, **({ONEDNN_LIMIT: limit} if limit else {})}
     words = [sys.executable, "-P", "-c", TRIAL]
     with suppress(OSError, subprocess.SubprocessError):
@@ -215,7 +211,7 @@ def _try_half_precision(limit: str) -> int | None:
 
 
 def _cpu_flags() -> list[str]:
-    """What the processor can do, by the names that Linux has for it."""
+    """What the processor supports, by Linux's names."""
     with suppress(OSError):
         for line in (PROC / "cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("flags"):

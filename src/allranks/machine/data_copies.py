@@ -1,4 +1,4 @@
-"""Copies of the data on each node's own disk, made once however many ranks ask."""
+"""Copies of the data on each node's own disk, made once for all ranks of the node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_folder() -> Path:
         found = folder.lstat()
     except OSError as error:
         raise AllranksError(f"stage: cannot make {folder}: {error.strerror}", fix=fix) from None
-    # Everybody knows its name, and may have made it first where all users have one /tmp.
+    # Its name is known: in a /tmp that users share, another one may have made it first.
     if not stat.S_ISDIR(found.st_mode):
         raise AllranksError(f"stage: {folder} is a link or a file, not a folder", fix=fix)
     if found.st_uid != os.getuid():
@@ -39,7 +39,7 @@ def own_folder() -> Path:
 
 
 def stage_together(paths: Sequence[Path]) -> Path:
-    """A folder of this node in which a copy of each path stands under the path's own name."""
+    """A folder on this node that contains a copy of each path under the path's own name."""
     names = [path.name for path in paths]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -58,15 +58,15 @@ def stage_together(paths: Sequence[Path]) -> Path:
 
 
 def local_folder() -> Path:
-    """Node-local storage: what the scheduler gives the job, else the temporary folder."""
+    """Node-local storage: what the scheduler gives the job, or the temporary folder."""
     given = os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()
     return Path(given) / f"allranks-{os.getuid()}"
 
 
 def local_copy(path: Path, folder: Path) -> Path:
-    """The path of a local copy of a file or folder, which is made if it is not there yet.
+    """The path of a local copy of a file or folder, which is made if it does not exist yet.
 
-    The copy is keyed by place, sizes and times of change: data that was changed is copied anew.
+    Its name depends on the path, sizes and modification times: changed data are copied again.
     """
     try:
         state = _state(path)

@@ -1,7 +1,7 @@
-"""Which disk files and folders are on, how large and fast it is, and how to forget its cache.
+"""Which disk files are on, how large and fast it is, and how to drop its files from memory.
 
-Data read a second time come from memory, the page cache. What a training pays for its first epoch
-shows only once the kernel has been asked to forget the files.
+Data that are read a second time come from memory, the page cache. What the first epoch costs shows
+only after the kernel has dropped the files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -21,7 +21,7 @@ NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
     *("panfs", "orangefs", "wekafs", "afs", "ocfs2", "gfs2", "9p", "virtiofs", "daos"),
 }
-# Of the file systems that a program provides, these are on another machine.
+# File systems in user space that are on another machine.
 NETWORK_FUSE = ("sshfs", "s3fs", "gcsfuse", "glusterfs", "ceph", "goofys", "rclone", "blobfuse")
 MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 TRIAL_WRITE_BYTES = 16 << 20
@@ -29,7 +29,7 @@ TRIAL_READ_BYTES = 64 << 20
 TRIAL_READ_SECONDS = 1.0
 TRIAL_FILES = 200
 BLOCK_BYTES = 1 << 20
-PROBES = 64  # places of the files that are looked at for whether they are in memory
+PROBES = 64  # places in the files that are checked for being in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def disk_of(path: Path, mountinfo: str | None = None) -> Disk:
         if not dash:
             continue
         mount = _plain(left.split()[4])
-        # Of two on one place the later one hides the earlier.
+        # Of two at one place, the later one hides the earlier.
         if place.is_relative_to(mount) and len(mount) >= len(found.mount):
             kind, source, *_ = [*right.split(), ""]
             found = Disk(mount, kind, _plain(source))
@@ -82,23 +82,23 @@ def forget(files: Iterable[Path]) -> None:
         with suppress(OSError):
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.fdatasync(descriptor)  # what is not written yet is kept
+                os.fdatasync(descriptor)  # unwritten data would stay in memory
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
 
 
 def cached_share(files: Sequence[Path]) -> float | None:
-    """How much of these files is in memory, by samples; None if the kernel does not say.
+    """The share of these files that is in memory, by samples; None if the kernel does not say.
 
-    Looking may bring some of it back: `forget` again afterwards.
+    Looking may load some of it: call `forget` again afterwards.
     """
     choose = random.Random(0)
     sizes = [(file, size) for file in files if (size := _size(file)) > 0]
     if not sizes:
         return None
     chosen = choose.choices(sizes, weights=[size for _, size in sizes], k=PROBES)
-    # The largest place first: what is read ahead is behind it.
+    # From the end of a file: the kernel reads ahead.
     places = sorted(((file, choose.randrange(size)) for file, size in chosen), reverse=True)
     answers = [_is_cached(file, place) for file, place in places]
     known = [answer for answer in answers if answer is not None]
@@ -130,7 +130,7 @@ def _is_cached(file: Path, place: int) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class ReadSpeed:
-    """One pass over files, or over the beginning of them, block after block."""
+    """One pass over files, or over their beginning, block by block."""
 
     num_bytes: int
     seconds: float
@@ -141,7 +141,7 @@ class ReadSpeed:
 
 
 def read_speed(files: Sequence[Path], *, max_bytes: int, max_seconds: float) -> ReadSpeed:
-    """Read from the disk itself, up to either limit. What is in memory is forgotten first."""
+    """Read from the disk itself, up to either limit; files in memory are dropped first."""
     forget(files)
     block = bytearray(BLOCK_BYTES)
     num_bytes, started = 0, time.perf_counter()
@@ -155,9 +155,9 @@ def read_speed(files: Sequence[Path], *, max_bytes: int, max_seconds: float) -> 
 
 
 def copy_beginning(files: Sequence[Path], target: Path, *, max_bytes: int) -> int:
-    """Write the first bytes of files into one file, all the way to the disk; how many there were.
+    """Copy the first bytes of files into one file, all the way to the disk; return their number.
 
-    Raises OSError where there is no room.
+    Raises OSError if there is no room.
     """
     left = max_bytes
     with target.open("wb") as copy:
@@ -181,45 +181,38 @@ class FolderFacts:
     is_network: bool = False
     is_memory: bool = False
     free_bytes: int | None = None
-    free_files: int | None = None  # that can still be made; None where there is no limit
+    free_files: int | None = None  # that can still be created; None: no limit
     write_speed: float | None = None  # bytes a second, all the way to the disk
     read_speed: float | None = None  # bytes a second, from the disk
     problem: str = ""
 
 
 def look_at(folder: Path, use: str, *, writes: bool) -> FolderFacts:
-    """Measure a folder, or the nearest one above it that is there already."""
+    """Measure a folder, or the nearest one above it that exists."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not writes and there != folder.absolute():
         return FolderFacts(path=str(folder), use=use, problem="there is no such folder")
     disk = disk_of(there)
-    free, files, speed, read, problem = None, None, None, None, ""
-    try:
-        free = shutil.disk_usage(there).free
-        found = os.statvfs(there)
-        files = found.f_favail if found.f_files else None
-        if writes:
-            speed = write_speed(there)
-        else:
-            read = folder_read_speed(there)
-    except OSError as error:
-        problem = error.strerror or str(error)
-    return FolderFacts(
+    facts = FolderFacts(
         path=str(there),
         use=use,
         kind=disk.kind,
         is_network=disk.is_network,
         is_memory=disk.is_memory,
-        free_bytes=free,
-        free_files=files,
-        write_speed=speed,
-        read_speed=read,
-        problem=problem,
     )
+    try:
+        found = os.statvfs(there)
+        files = found.f_favail if found.f_files else None
+        facts = replace(facts, free_bytes=shutil.disk_usage(there).free, free_files=files)
+        if writes:
+            return replace(facts, write_speed=write_speed(there))
+        return replace(facts, read_speed=folder_read_speed(there))
+    except OSError as error:
+        return replace(facts, problem=error.strerror or str(error))
 
 
 def write_speed(folder: Path) -> float:
-    """Bytes a second that come to the disk. Raises OSError where none can be written."""
+    """Bytes per second that reach the disk. Raises OSError if none can be written."""
     path = folder / f".allranks-speed-{os.getpid()}"
     block = os.urandom(1 << 20)
     try:
@@ -235,7 +228,7 @@ def write_speed(folder: Path) -> float:
 
 
 def folder_read_speed(folder: Path) -> float | None:
-    """Bytes a second from the disk, of the first files found; None where there are none."""
+    """Bytes per second from the disk, for the first files found; None if there are none."""
     files = list(itertools.islice(_files(folder), TRIAL_FILES))
     found = read_speed(files, max_bytes=TRIAL_READ_BYTES, max_seconds=TRIAL_READ_SECONDS)
     return found.bytes_per_second if found.num_bytes else None

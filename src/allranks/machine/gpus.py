@@ -1,4 +1,4 @@
-"""The GPUs of this machine, through NVML, and what their vendors say of them, from gpus.yaml."""
+"""The GPUs of this machine, through NVML, and the catalogue of boards in gpus.yaml."""
 
 import itertools
 import os
@@ -15,8 +15,7 @@ from typing import Any, Literal
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 MEMORY_TOLERANCE = 0.12  # between a board's memory as sold and as NVML or a site's SLURM says it
 READ = 0  # pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake, which NVML does not take
-LINKS = ("NVLink", "PCIe", "PCIe across sockets", "unknown")  # from the strongest to the weakest
-
+LINKS = ("NVLink", "PCIe", "PCIe across sockets", "unknown")  # from the fastest to the slowest
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 GIB = 2**30
@@ -31,54 +30,35 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
-    """What the boards with one chip at one clock have in common."""
-
-    compute_capability: str  # as CUDA counts: "9.0"; AMD's target name: "gfx90a"
-    source: str  # title and address of the datasheet
-    peak_flops: Mapping[Precision, float] = field(hash=False)
-
-
-@dataclass(frozen=True, slots=True)
 class GPU:
     """One board of the catalogue."""
 
     name: str
-    pattern: str  # fits the whole name as `plain_name` writes it, of NVML or of SLURM
+    pattern: str  # matches the whole name, of NVML or of SLURM, as `plain_name` writes it
     memory_bytes: int  # as sold; the driver keeps some of it, so NVML shows up to 8% less
     memory_bandwidth: float  # bytes per second
-    chip: Chip = field(repr=False)
-    link: Link  # what every such board has
-    bridge: Link | None = None  # NVLink or Infinity Fabric where a bridge joins 2 to 4 cards
-
-    @property
-    def peak_flops(self) -> Mapping[Precision, float]:
-        """Dense FLOP per second by precision; one that the chip lacks, or is unsure, is absent."""
-        return self.chip.peak_flops
-
-    @property
-    def compute_capability(self) -> str:
-        return self.chip.compute_capability
-
-    @property
-    def source(self) -> str:
-        return self.chip.source
+    compute_capability: str  # as CUDA counts: "9.0"; AMD's target name: "gfx90a"
+    source: str  # title and address of the datasheet
+    # Dense FLOP per second by precision, without those that the chip lacks or that are unsure.
+    peak_flops: Mapping[Precision, float] = field(hash=False, repr=False)
+    link: Link  # that every such board has
+    bridge: Link | None = None  # NVLink or Infinity Fabric, if a bridge joins 2 to 4 cards
 
 
 @dataclass(frozen=True, slots=True)
 class LocalGPU:
-    """One GPU that this process may use; its place in `local_gpus()` is the local rank's."""
+    """One GPU that this process may use; its position in `local_gpus()` is the local rank."""
 
     index: int  # nvidia-smi's
     uuid: str
     name: str
-    memory_bytes: int  # 0 where the GPU has no memory of its own (it shares the host's)
+    memory_bytes: int  # 0 if the GPU has no memory of its own (it shares the host's)
     compute_capability: str  # "9.0"
     catalogue: GPU | None
 
 
 def plain_name(name: str) -> str:
-    """A name of NVML or of a SLURM gres as the catalogue's patterns expect it.
+    """A name of NVML's or of a SLURM gres in the form that the catalogue's patterns match.
 
     'NVIDIA A100-SXM4-80GB' and 'nvidia_a100-sxm4-80gb' are both 'a100 sxm4 80gb'.
     """
@@ -89,39 +69,33 @@ def plain_name(name: str) -> str:
 
 @cache
 def catalogue() -> tuple[GPU, ...]:
-    """The boards of gpus.yaml, in their order."""
-    import yaml  # 15 ms that a machine without GPUs need not pay
+    """The boards of gpus.yaml, in its order."""
+    import yaml  # takes 15 ms, which a machine without GPUs saves
 
     content = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
-    chips = {
-        name: Chip(
-            chip["compute_capability"],
-            chip["source"],
-            {precision: number * 1e12 for precision, number in chip["teraflops"].items()},
+    gpus = []
+    for board in content["boards"]:
+        chip, bridge = content["chips"][board["chip"]], board.get("bridge")
+        gpu = GPU(
+            name=board["name"],
+            pattern=board["matches"],
+            memory_bytes=board["memory"]["gib"] * GIB,
+            memory_bandwidth=board["memory"]["terabytes_per_second"] * 1e12,
+            compute_capability=chip["compute_capability"],
+            source=chip["source"],
+            peak_flops={name: number * 1e12 for name, number in chip["teraflops"].items()},
+            link=Link(board["link"]["kind"], board["link"]["rate"] / 2 * 1e9),
+            bridge=Link(bridge["kind"], bridge["rate"] / 2 * 1e9) if bridge else None,
         )
-        for name, chip in content["chips"].items()
-    }
-    return tuple(
-        GPU(
-            board["name"],
-            board["matches"],
-            board["memory"]["gib"] * GIB,
-            board["memory"]["terabytes_per_second"] * 1e12,
-            chips[board["chip"]],
-            Link(board["link"]["kind"], board["link"]["rate"] / 2 * 1e9),
-            Link(bridge["kind"], bridge["rate"] / 2 * 1e9) if bridge else None,
-        )
-        for board in content["boards"]
-        for bridge in [board.get("bridge")]
-    )
+        gpus.append(gpu)
+    return tuple(gpus)
 
 
 def find_gpu(name: str, memory_bytes: int | None = None) -> GPU | None:
-    """The catalogue's row for a name of NVML or SLURM, or None: a MIG slice, an unknown board.
+    """The board with a name of NVML's or SLURM's; None for a MIG slice or an unknown board.
 
-    A name that fits several boards (a100: 40 or 80 GB) is settled by `memory_bytes`. Without it
-    the one with the least memory is taken, then the SXM module: plans made with it err on the
-    safe side of running out of memory.
+    `memory_bytes` decides between several boards of one name (a100: 40 or 80 GB). Without it, the
+    one with the least memory is taken, SXM modules first: a plan for it does not run out of memory.
     """
     plain = plain_name(name)
     found = [gpu for gpu in catalogue() if re.fullmatch(gpu.pattern, plain)]
@@ -217,9 +191,9 @@ def local_gpus() -> list[LocalGPU]:
 
 
 def gpu_link(gpus: Sequence[LocalGPU]) -> str:
-    """The weakest link between any two of these GPUs of this machine, in words for a banner.
+    """The slowest link between any two of these GPUs of this machine, in words.
 
-    One of `LINKS`, or 'none' for fewer than two GPUs; 'unknown' where NVML does not say.
+    One of `LINKS`, or 'none' for fewer than two GPUs; 'unknown' if NVML does not say.
     """
     if len(gpus) < 2:
         return "none"
@@ -235,7 +209,7 @@ def gpu_link(gpus: Sequence[LocalGPU]) -> str:
 
 
 def peer_access(gpus: Sequence[LocalGPU]) -> bool | None:
-    """Whether any of these GPUs can read another's memory; None of one, or if NVML does not say."""
+    """Whether any of these GPUs can read another's memory; None for one, or if NVML is silent."""
     if len(gpus) < 2 or any(gpu.uuid.startswith("MIG-") for gpu in gpus):
         return None
     with nvml() as pynvml:
@@ -263,7 +237,7 @@ def _reads(pynvml: Any, a: Any, b: Any) -> bool | None:
 
 
 def driver_versions() -> dict[str, str | None]:
-    """The NVIDIA driver, and the newest CUDA it runs; None without one."""
+    """The version of the NVIDIA driver, and of the newest CUDA that it runs; None without one."""
     with nvml() as pynvml:
         if pynvml is None:
             return {"driver": None, "cuda_driver": None}
@@ -278,7 +252,7 @@ def driver_versions() -> dict[str, str | None]:
 def _describe(pynvml: Any, handle: Any) -> LocalGPU:
     uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
     name = _text(pynvml.nvmlDeviceGetName(handle))
-    board = handle  # a MIG slice has neither an index nor a capability of its own
+    board = handle  # a MIG slice has no index and no capability of its own
     if uuid.startswith("MIG-"):
         board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(board)
@@ -310,7 +284,7 @@ def _nvlinked(pynvml: Any, a: Any, b: Any) -> bool:
     try:  # right for direct links, bridges and NVSwitch alike
         status = pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         return bool(status == pynvml.NVML_P2P_STATUS_OK)
-    except pynvml.NVMLError:  # virtual machines may hide it: a switch joins all it is linked to
+    except pynvml.NVMLError:  # virtual machines may hide it: a switch joins all its GPUs
         return all(_reaches_switch(pynvml, handle) for handle in (a, b))
 
 

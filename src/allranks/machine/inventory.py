@@ -1,6 +1,6 @@
-"""What a machine has for training: its hardware, packages, code, CUDA, NCCL, MPI, UCX and links.
+"""What a machine has for training: hardware, packages, code, CUDA, NCCL, MPI, UCX and links.
 
-Programs that are missing, or do not answer soon, leave None.
+Whatever a program would say that is missing, or does not answer soon, is None.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def describe_machine(sys: Path = SYS, env: Mapping[str, str] = os.environ) -> di
         **machine,
         "cuda": {
             "driver": driver,
-            "driver_runs": newest,  # the newest CUDA that it can
+            "driver_runs": newest,  # the newest CUDA that it supports
             "toolkit": cuda_toolkit(env),
             "torch": packages.get("torch"),
             "torch_cuda": torch_cuda(),
@@ -73,7 +73,7 @@ def describe_machine(sys: Path = SYS, env: Mapping[str, str] = os.environ) -> di
 
 
 def answer(program: str, *arguments: str) -> str | None:
-    """What a program prints, or None: it is not here, fails, or takes too long."""
+    """What a program prints; None if it is not installed, fails, or takes too long."""
     found = shutil.which(program)
     if found is None:
         return None
@@ -142,7 +142,7 @@ def torch_cuda() -> str | None:
 
 
 def nccl(packages: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str] | None:
-    """NCCL's version and where it is from: torch's package first, which is what torch loads."""
+    """NCCL's version and where it was found: first in the package, which torch loads."""
     for package, version in sorted(packages.items()):
         if package.startswith("nvidia-nccl-cu"):
             return {"version": version, "from": package}
@@ -179,7 +179,7 @@ def infiniband(sys: Path = SYS) -> list[dict[str, object]]:
 
 
 def inventory() -> dict[str, object]:
-    """What is recorded of the machine in run.json; plain values only."""
+    """What run.json records about the machine; plain values only."""
     with nvml():  # one start of NVML for the three below
         gpus = local_gpus()
         link = gpu_link(gpus)
@@ -210,8 +210,8 @@ def inventory() -> dict[str, object]:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of Python, allranks and what matters to training, without importing them."""
-    from importlib import metadata  # 20 ms that --help need not pay
+    """The versions of Python, allranks and packages that matter, without importing them."""
+    from importlib import metadata  # takes 20 ms, which --help saves
 
     versions = {"python": platform.python_version(), "allranks": allranks.__version__}
     for package in PACKAGES:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 SYS = Path("/sys")
-MOST_PEERS = 16  # whose routes are looked up; the nodes of one job sit in one network
+MOST_PEERS = 16  # whose routes are looked up; the nodes of one job share a network
 LOOPBACK = "772"  # ARPHRD_LOOPBACK in /sys/class/net/*/type
 INFINIBAND = "32"
-RESOLVE_SECONDS = 3.0  # a name server that does not answer keeps a look-up for 10 s and more
+RESOLVE_SECONDS = 3.0  # a look-up takes over 10 s if the name server does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Port:
 
     @property
     def bits_per_second(self) -> float | None:
-        """The rate as a number; None where the kernel's words have none."""
+        """The rate as a number; None if the kernel does not give one."""
         match = re.match(r"(\d{1,6}(?:\.\d{1,6})?) Gb/sec", self.rate)
         return float(match[1]) * 1e9 if match else None
 
@@ -56,10 +56,9 @@ class Port:
 def common_route(
     addresses: Sequence[str], interfaces: Sequence[Interface]
 ) -> tuple[str | None, str | None]:
-    """The one interface that has these addresses of ours, and the first of them; or None.
+    """The only interface with these addresses of ours, and the first of them; or None.
 
-    A loopback address counts only if there is no other: a node's own name among the peers often
-    has one.
+    A loopback address counts only if there is no other: a node's own name often has one.
     """
     by_address = {interface.address: interface for interface in interfaces}
     routes = [(by_address[address], address) for address in addresses if address in by_address]
@@ -72,7 +71,7 @@ def common_route(
 
 
 def address_towards(host: str) -> str | None:
-    """The address from which this machine would talk to another; nothing is sent."""
+    """The address that this machine would use to talk to another; nothing is sent."""
     try:
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -104,7 +103,7 @@ def addresses_towards(peers: Sequence[str]) -> list[str]:
 
 
 def listen_on_every_address(port: int = 0, *, backlog: int | None = None) -> socket.socket:
-    """A listening socket, IPv4 and IPv6; port 0 is any free one. OSError where it is taken."""
+    """A listening socket, IPv4 and IPv6; port 0: any free one. Raises OSError if it is taken."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=backlog)
@@ -126,7 +125,7 @@ class _SocketAddress(ctypes.Structure):
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """glibc's and musl's struct ifaddrs, as far as it is used."""
+    """The fields of glibc's and musl's struct ifaddrs that are used."""
 
 
 _InterfaceAddress._fields_ = [
@@ -192,7 +191,7 @@ def infiniband_ports(sys_root: Path = SYS) -> list[Port]:
 
 
 def infiniband_bytes(sys_root: Path = SYS) -> tuple[int, int] | None:
-    """Bytes that all ports have sent and received so far; None where nothing counts them."""
+    """Bytes that all ports have sent and received so far; None if nothing counts them."""
     folders = [*(sys_root / "class/infiniband").glob("*/ports/*/counters")]
     try:  # in words of four bytes
         sent = sum(int((folder / "port_xmit_data").read_text()) * 4 for folder in folders)
@@ -203,7 +202,7 @@ def infiniband_bytes(sys_root: Path = SYS) -> tuple[int, int] | None:
 
 
 def network(sys: Path = SYS) -> list[dict[str, object]]:
-    """The network interfaces but loopback. The speed is None where the driver does not know it."""
+    """The network interfaces except loopback. The speed is None if the driver does not know it."""
     interfaces: list[dict[str, object]] = []
     root = sys / "class/net"
     for name in names_in(root):
@@ -232,7 +231,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def read(path: Path) -> str | None:
-    """One value of sysfs; None where it is missing, or the driver refuses (EINVAL when down)."""
+    """One value of sysfs; None if it is missing, or the driver refuses (EINVAL when down)."""
     try:
         return path.read_text(errors="replace").strip() or None
     except OSError:

@@ -1,4 +1,4 @@
-"""What an hour of a GPU costs: list prices, from prices.yaml, and the user's own."""
+"""What an hour on a GPU costs: list prices from prices.yaml, and the user's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Price:
     gpu: str
     usd_per_hour: float
     source: str
-    date: str | None  # when it was read there; None where nobody says
+    date: str | None  # when it was read there; None if unknown
 
 
 @cache
@@ -37,9 +37,9 @@ def list_prices() -> tuple[Price, ...]:
 def find_price(
     name: str, memory_bytes: int | None = None, own: Sequence[Price] = ()
 ) -> Price | None:
-    """The price of a GPU by the name that NVML gives it, or of `CPU`; None where none is known.
+    """The price of a GPU by NVML's name for it, or of `CPU`; None if it is not known.
 
-    `own` prices, of the user, come first; of several that fit, the one that says most.
+    The user's `own` prices come first; of several that match, the most specific.
     """
     gpu = find_gpu(name, memory_bytes)
     fitting = [price for price in own if _fits(price.gpu, name, gpu.name if gpu else "")]

@@ -1,4 +1,4 @@
-"""Signals that stop a run, processes that must not outlive their parent, and their start."""
+"""Signals that stop a run, and processes: how they start, and end with their parent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
-# What asks a run to stop. "Your time is nearly up" is USR2, since NCCL may handle USR1, but for
-# scripts that listen to USR1 (slurm.signal). HUP, when a terminal is closed, is as good as TERM;
-# under nohup it is ignored, and stays so.
+# Signals that ask a run to stop. "Your time is nearly up" is USR2, since NCCL may handle USR1; USR1
+# is for scripts that listen to it (slurm.signal). HUP, sent when a terminal is closed, means TERM;
+# under nohup it stays ignored.
 STOP_SIGNALS: tuple[signal.Signals, ...] = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
     *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]),
@@ -29,7 +29,7 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A variable for the ranks of this machine, and why."""
+    """An environment variable for the ranks of this machine, and why it is set."""
 
     name: str
     value: str
@@ -37,9 +37,9 @@ class Setting:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux).
+    """Make the kernel kill this process when its parent ends in any way (Linux).
 
-    `parent` is the expected parent's process id: if it is gone already, this process ends now.
+    `parent`: the process id of the expected parent. If it has already ended, so does this process.
     """
     if sys.platform != "linux":
         return
@@ -49,10 +49,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 class Signals:
-    """Stop signals that this process gets, kept until the ranks can be told.
+    """Stop signals that this process gets, kept until they can be passed on to the ranks.
 
-    `delay`: seconds before they are passed on, where the ranks get them in another way, too. One
-    that comes while a rank is on its way out would kill it.
+    `delay`: seconds before that, if the ranks also get them in another way. A second signal would
+    kill a rank that is already stopping.
     """
 
     def __init__(self, delay: float = 0.0) -> None:
@@ -63,18 +63,18 @@ class Signals:
 
     @property
     def at_once(self) -> bool:
-        """A second signal, a Ctrl-C: the user does not want to wait."""
+        """Whether there was a second Ctrl-C: the user does not want to wait."""
         return signal.SIGINT in self.received[1:]
 
     @property
     def is_due(self) -> bool:
-        """Whether they are to be passed on now."""
+        """Whether it is time to pass them on."""
         return time.monotonic() >= self._last + self._delay
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.received:
-            return  # the shell sends it, and then the kernel when the shell is gone
-        # Scripts know what to do at TERM.
+            return  # the shell sends it, and the kernel again when the shell has ended
+        # Scripts know what to do on TERM.
         self.received.append(signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number))
         self._last = time.monotonic()
         if self._leaves and len(self.received) > 1:
@@ -82,7 +82,7 @@ class Signals:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """As long as there are no ranks: a second signal ends this process wherever it is."""
+        """While there are no ranks, a second signal ends this process immediately."""
         self._leaves = True
         try:
             yield
@@ -92,7 +92,7 @@ class Signals:
 
 @contextmanager
 def listening(delay: float = 0.0) -> Iterator[Signals]:
-    """Stop signals are noted here; afterwards they do again what they did before."""
+    """Note stop signals, and restore their handlers afterwards."""
     signals = Signals(delay)
     before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
     try:
@@ -104,7 +104,7 @@ def listening(delay: float = 0.0) -> Iterator[Signals]:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """No stop signal can hit a rank before it is able to take one."""
+    """Hold stop signals back, so that none hits a rank before it can handle one."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -113,7 +113,7 @@ def blocked_signals() -> Iterator[None]:
 
 
 class _LastingTerminal(io.FileIO):
-    """A terminal that may be closed, or its connection lost: nobody reads what is written then."""
+    """A terminal that may be closed: writing to it then does nothing."""
 
     def write(self, data: Any) -> int:
         try:
@@ -125,7 +125,7 @@ class _LastingTerminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Have what this process prints on a terminal never fail once that is gone."""
+    """Make printing never fail after the terminal was closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or not stream.isatty():
@@ -139,10 +139,10 @@ def outlive_terminal() -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """A launcher's imports of torch: without garbage collection, and without torch's warnings.
+    """Import torch in a launcher without garbage collection, and without torch's warnings.
 
-    Collection takes a tenth of their time, and frees nothing: all that torch creates stays. The
-    warnings are stacks of C++ frames about what the launcher says in one line. Ranks keep theirs.
+    Collection takes a tenth of the time, and frees nothing: all that torch creates stays. The
+    warnings are long C++ stacks about what the launcher says in one line. Ranks keep theirs.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ

@@ -40,9 +40,9 @@ def build(
     created: float,
     chosen: str | None = None,
 ) -> dict[str, Any]:
-    """Everything there is to say of these runs; only plain values.
+    """Everything there is to say about these runs, in plain values only.
 
-    `chosen`: which set they are, where nobody named them.
+    `chosen`: which runs these are, if nobody named them.
     """
     targets = targets or Targets()
     jobs = groups(runs)
@@ -53,7 +53,7 @@ def build(
     ]
     used, notes = prices_used(runs, prices)
     if len(jobs) > 1:
-        notes.insert(0, f"{len(jobs)} different jobs: each is compared for itself")
+        notes.insert(0, f"{len(jobs)} different jobs: each is compared separately")
     return {
         "v": VERSION,
         "created": created,
@@ -75,7 +75,6 @@ def section(
     """One job: its layouts against each other."""
     rows = rows_of(runs, prices)
     job = runs[0].same_job
-    work = work_of(runs)
     mode = mode_of(rows)
     choices = recommended(rows, targets)
     return {
@@ -86,45 +85,34 @@ def section(
         "unit": "GPU" if all(row.is_gpu for row in rows) and rows else "rank",
         "devices": list(dict.fromkeys(row.device for row in rows)),
         "batch": rows[0].batch if rows and mode != "weak" else None,
-        "samples": work,
+        "samples": work_of(runs),
         "headline": headline(rows),
         "notes": list(section_notes(runs, rows, mode)),
         "rows": [row_object(row, targets) for row in rows],
         "recommended": {
             name: asdict(choice) if choice else None for name, choice in choices.items()
         },
-        "curves": {
-            "loss": curves(runs, "loss"),
-            "utilization": curves(runs, "utilization"),
-        },
+        "curves": {name: curves(runs, name) for name in ("loss", "utilization")},
         "runs": [run_object(run) for run in runs],
     }
 
 
 def row_object(row: Row, targets: Targets) -> dict[str, Any]:
-    judged = verdict(row, targets)
+    words, text = verdict(row, targets)
     fields = {**asdict(row), "num_counted": len(row.counted)}
-    return {**fields, "verdict": ", ".join(judged.words), "verdict_text": judged.text}
+    return {**fields, "verdict": ", ".join(words), "verdict_text": text}
 
 
 def run_object(run: RunFacts) -> dict[str, Any]:
-    return {
-        "run": run.run,
-        "run_dir": run.run_dir,
-        "layout": run.layout,
-        "device": run.device,
-        "state": run.state,
-        "steps": run.steps,
-        "samples": run.samples,
-        "seconds": run.seconds,
-        "samples_per_second": run.samples_per_second,
-        "problem": run.problem,
-        "bench": dict(run.bench) or None,
-    }
+    keys = (
+        *("run", "run_dir", "layout", "device", "state", "steps", "samples", "seconds"),
+        *("samples_per_second", "problem"),
+    )
+    return {key: getattr(run, key) for key in keys} | {"bench": dict(run.bench) or None}
 
 
 def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> list[str]:
-    """What a reader must know to read the numbers right."""
+    """What a reader must know to understand the numbers."""
     notes = []
     paced = [row for row in rows if row.pace]
     for row in paced:
@@ -139,9 +127,11 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
                 f"speedup, look at what slowed {row.baseline} down (threads, a busy machine)"
             )
         if not row.is_steady:
-            notes.append(f"{row.layout}: its steps never became steady, all but the first count")
+            notes.append(f"{row.layout}: its steps never became steady; all but the first count")
         if row.num_failed and row.counted:
-            counted = "its numbers are of failed runs" if row.state == "failed" else "left out"
+            counted = (
+                "these are the numbers of failed runs" if row.state == "failed" else "left out"
+            )
             notes.append(
                 f"{row.layout}: {row.num_failed} of {len(row.runs)} runs failed, {counted}"
             )
@@ -150,18 +140,18 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
     kinds = {row.seconds_kind for row in rows}
     if PREDICTED in kinds:
         notes.append(
-            "times marked predicted come from the measured pace of steps, without evaluations "
+            "times marked predicted follow from the measured pace of steps, without evaluations "
             "and saves"
         )
     if kinds >= {MEASURED, PREDICTED}:
         notes.append("extra hours compare all layouts by their pace, as not all have finished")
     if paced and all(row.seconds is None for row in paced):
         notes.append(
-            "how long the whole job is, is not known, as no run has trained all of it: there is no "
-            "time to finish, and no hours and no cost of it"
+            "the length of the whole job is not known, as no run has trained all of it: so there "
+            "is no time to finish, no hours and no cost"
         )
     if not paced and rows:
-        notes.append("no layout has a measured pace: there is nothing to compare yet")
+        notes.append("no layout was measured: there is nothing to compare yet")
     told = (f"{run.layout}: {remark}" for run in runs for remark in run.remarks)
     notes += dict.fromkeys(told)
     notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]
@@ -169,16 +159,12 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
 
 
 def curves(runs: Sequence[RunFacts], name: str) -> list[dict[str, Any]]:
-    """The newest run of each layout that has such a curve; one that failed only for want of any."""
+    """Each layout's curve: of the newest run that has one, and did not fail if possible."""
     chosen: dict[tuple[int, str, str], RunFacts] = {}
-    for wanted in (False, True):
-        for run in runs:
-            key = (run.ranks, run.layout or "", run.device)
-            known = chosen.get(key)
-            if getattr(run, name) is None or (run.state == "failed") is not wanted:
-                continue
-            if not wanted or known is None or known.state == "failed":
-                chosen[key] = run
+    # The last one counts: failed runs first, the others from old to new.
+    for run in sorted(runs, key=lambda run: run.state != "failed"):
+        if getattr(run, name) is not None:
+            chosen[run.ranks, run.layout or "", run.device] = run
     return [
         {
             "layout": run.layout,
@@ -195,7 +181,7 @@ def curves(runs: Sequence[RunFacts], name: str) -> list[dict[str, Any]]:
 def prices_used(
     runs: Sequence[RunFacts], own: Sequence[Price]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The price of every device in the report, and what is to be said about them."""
+    """The price of every device in the report, and notes about them."""
     memory = {run.device: run.device_memory for run in runs if run.layout is not None}
     known = {device: find_price(device, size, own) for device, size in sorted(memory.items())}
     used = [{"device": device} | asdict(price) for device, price in known.items() if price]
@@ -214,14 +200,14 @@ def _plain(value: Any) -> str | None:
 
 
 def chosen_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str | None]:
-    """The runs to compare, newest first, and in words which they are where that was not typed."""
+    """The runs to compare, newest first; and in words which they are, if nobody named them."""
     if references:
         return named_runs(runs, references)
     known = [one for one in list_runs(runs) if one.job_file.exists()]
     infos = {one.name: one.info() for one in known}
     newest = next((one for one in known if is_comparable(infos[one.name])), None)
     if newest is None:
-        find_run(runs, "last")  # says so, if there is none at all
+        find_run(runs, "last")  # raises if there is no run at all
         raise nothing_to_compare(runs, [bench_of(info) for info in infos.values()])
     mine = infos[newest.name]
     those = [
@@ -235,7 +221,7 @@ def chosen_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], st
 
 
 def named_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str | None]:
-    """Every run that was named; of several that one word stands for, those that train."""
+    """Every run that was named; where a word means several, those that can be compared."""
     named: dict[Path, RunDir] = {}
     num_left = 0
     for reference in references:
@@ -246,12 +232,12 @@ def named_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str
     ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
     if not num_left:
         return ordered, None
-    what, are = ("run", "is") if num_left == 1 else ("runs", "are")
-    return ordered, f"{num_left} {what} of other benchmarks than bench scaling {are} left out."
+    what = "run of another benchmark is" if num_left == 1 else "runs of other benchmarks are"
+    return ordered, f"{num_left} {what} left out."
 
 
 def chosen_words(job: str, number: int, *, is_bench: bool, jobs: Sequence[str]) -> str:
-    """Which runs are compared where none was named, and how to compare others."""
+    """Which runs are compared if none was named, and how to compare others."""
     count = f"{number} run{'s' if number > 1 else ''}"
     if is_bench:
         more = f"; all of {job}: allranks report {job}" if jobs.count(job) > number else ""
@@ -267,8 +253,8 @@ def chosen_words(job: str, number: int, *, is_bench: bool, jobs: Sequence[str]) 
 
 def nothing_to_compare(runs: Path, benches: Sequence[Mapping[str, Any]]) -> AllranksError:
     kinds = " and ".join(sorted({f"bench {bench.get('kind')}" for bench in benches}))
-    what = f"what is there is of {kinds}" if kinds else "none has the job.yaml of a run"
+    what = f"they are of {kinds}" if kinds else "none has the job.yaml of a run"
     return AllranksError(
-        f"no run in {runs} is there to be compared: {what}",
+        f"no run in {runs} can be compared: {what}",
         fix="measure layouts: allranks bench scaling job.yaml; or name runs: allranks report RUN",
     )

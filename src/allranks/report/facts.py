@@ -1,4 +1,4 @@
-"""What one run's folder tells a report: read here, once, whatever state the folder is in."""
+"""What a report knows about one run, from its folder, whatever state the folder is in."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunFacts:
     device: str = CPU
     device_memory: int | None = None
     state: str = "failed"
-    problem: str | None = None  # why there is less to see than one may expect
+    problem: str | None = None  # why it failed, or has no pace
     bench: Mapping[str, Any] = field(default_factory=dict)
     steps: int | None = None
     samples: int | None = None  # done, by all ranks
@@ -71,7 +71,7 @@ def read_run(run: RunDir) -> RunFacts:
     """Everything that a report says of a run, whatever a crash may have left behind."""
     try:
         return _read_run(run)
-    except Exception as error:  # what nobody foresaw costs this run its numbers, not others theirs
+    except Exception as error:  # a folder nobody foresaw must not cost other runs their numbers
         return RunFacts(
             run=run.name,
             run_dir=str(run.path),
@@ -150,7 +150,7 @@ def target_samples(job: Mapping[str, Any], start: Mapping[str, Any]) -> int | No
 
 
 def problem_of(run: RunDir, state: str, measured: Timing | None) -> str | None:
-    """In a line, why a run is failed or has no pace; None if all is well."""
+    """In a line, why a run failed or has no pace; None if all is well."""
     if state == "failed":
         failed = failure(run)
         given_up = run.info().get("ended")
@@ -165,7 +165,7 @@ def problem_of(run: RunDir, state: str, measured: Timing | None) -> str | None:
 class AllRanks:
     """What the ranks of all attempts have recorded, one attempt in memory at a time.
 
-    Later attempts take the place of what they trained again; utilisation is of the last one.
+    Steps that a later attempt trained again replace the earlier ones; utilisation is of the last.
     """
 
     def __init__(self, run: RunDir, attempts: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class AllRanks:
         return [(event["t"], event[name]) for event in events if event.get(name) is not None]
 
     def utilization(self) -> Curve | None:
-        """The mean over the ranks as time goes by, in as many steps as a chart can show."""
+        """The mean over the ranks by time, with as many points as a chart can show."""
         points = sorted(self.of_devices("utilization") or self.of_devices("cpu"))
         if len(points) < 2:
             return None
@@ -202,7 +202,7 @@ class AllRanks:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Curve | None:
-    """Evenly, with the last one kept; None for fewer than two points."""
+    """Evenly spaced points, with the last one kept; None for fewer than two."""
     if len(points) < 2:
         return None
     stride = -(-len(points) // MAX_POINTS)

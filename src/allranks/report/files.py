@@ -25,7 +25,7 @@ NEEDS = {PAGE: "plotly", PICTURE: "matplotlib"}
 
 
 def write_files(report: Mapping[str, Any], folder: Path) -> tuple[list[str], AllranksError | None]:
-    """Write what can be written here; what was, in lines for people, and what went wrong."""
+    """Write the files that can be written here; returns lines for people, and what went wrong."""
     missing = [file for file, package in NEEDS.items() if find_spec(package) is None]
     has_curve = any(row["speedup"] for section in report["sections"] for row in section["rows"])
     files = [file for file in (PAGE, TEXT, PICTURE) if file not in missing]
@@ -33,8 +33,12 @@ def write_files(report: Mapping[str, Any], folder: Path) -> tuple[list[str], All
         files.remove(PICTURE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            write_file(report, folder / file, picture=PICTURE if PICTURE in files else None)
+        if PAGE in files:
+            write_atomically(folder / PAGE, html(report))
+        picture = PICTURE if PICTURE in files else None
+        write_atomically(folder / TEXT, markdown(report, picture=picture))
+        if picture:
+            scaling_png(report, folder / picture)
     except OSError as error:
         return [], AllranksError(
             f"cannot write the report to {folder}: {error.strerror or error}",
@@ -44,19 +48,10 @@ def write_files(report: Mapping[str, Any], folder: Path) -> tuple[list[str], All
     lines = [f"wrote {folder / file}" for file in files]
     if missing:
         lines.append(
-            f"not written, for want of {' and '.join(NEEDS[file] for file in missing)}: "
-            f"{', '.join(missing)}; pip install 'allranks[report]' brings them"
+            f"not written, without {' and '.join(NEEDS[file] for file in missing)}: "
+            f"{', '.join(missing)}; to install them: pip install 'allranks[report]'"
         )
     return lines, None
-
-
-def write_file(report: Mapping[str, Any], path: Path, *, picture: str | None) -> None:
-    if path.name == PAGE:
-        write_atomically(path, html(report))
-    elif path.name == TEXT:
-        write_atomically(path, markdown(report, picture=picture))
-    else:
-        scaling_png(report, path)
 
 
 def markdown(report: Mapping[str, Any], *, picture: str | None = None) -> str:
@@ -120,7 +115,7 @@ def html(report: Mapping[str, Any]) -> str:
 
 
 def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report, and beside its numbers every word and cell that the page shows of them."""
+    """The report's numbers, with every word and cell that the page shows."""
     prices = [f"Price of {line}" for line in tables.price_lines(report)]
     footer = [*prices, tables.target_line(report), tables.READING]
     return {**report, "footer": footer, "sections": [*map(page_section, report["sections"])]}
@@ -143,7 +138,7 @@ def page_section(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_words(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands at a row's points and bars in the charts."""
+    """The labels of a row's points and bars in the charts."""
     name, efficiency = tables.name_of(row, section), percent(row["efficiency"])
     parts = {part: duration(seconds) for part, seconds in (row["parts"] or {}).items()}
     return {

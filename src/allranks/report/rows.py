@@ -75,7 +75,7 @@ def row_of(layout: Compared, runs: Sequence[RunFacts]) -> Row:
 
 
 def work_of(runs: Sequence[RunFacts]) -> int | None:
-    """How many samples the job is: what it asks for, else what complete runs have trained."""
+    """The job in samples: what it asks for, else what complete runs have trained."""
     asked = [run.target_samples for run in runs if run.target_samples]
     done = [run.samples for run in runs if run.is_complete and run.samples]
     return max(asked or done, default=None)
@@ -97,7 +97,7 @@ def with_seconds(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
 
 
 def with_metrics(row: Row, runs: Sequence[RunFacts]) -> Row:
-    """Of complete runs; where there are none, of those that have any."""
+    """With the metrics of complete runs; if there are none, of any that have some."""
     complete = [run for run in runs if run.is_complete and run.metrics]
     known = complete or [run for run in runs if run.metrics]
     names = list(dict.fromkeys(name for run in known for name in run.metrics))
@@ -121,9 +121,9 @@ def with_price(row: Row, price: Price | None) -> Row:
 
 
 def hours_compared(rows: Sequence[Row], work: int | None) -> dict[str, float | None]:
-    """GPU-hours of the job by layout, on one footing: all measured, or all from the pace.
+    """GPU-hours of the job by layout, comparable: all measured, or all from the pace.
 
-    A measured time has evaluations and saves in it, a predicted one has not.
+    A measured time includes evaluations and saves, a predicted one does not.
     """
     if all(row.seconds_kind == MEASURED for row in rows):
         return {row.layout: row.gpu_hours for row in rows}
@@ -131,37 +131,35 @@ def hours_compared(rows: Sequence[Row], work: int | None) -> dict[str, float | N
 
 
 def with_extra(row: Row, rows: Sequence[Row], hours: Mapping[str, float | None]) -> Row:
-    """What it takes more than the baseline, and than the next smaller one of `rows`."""
+    """With what it takes beyond the baseline, and beyond the next smaller one of `rows`."""
     baseline = next(one for one in rows if one.layout == row.baseline)
     mine, theirs = hours[row.layout], hours[baseline.layout]
     fewer = [other for other in rows if other.ranks < row.ranks]
     before = max(fewer, key=lambda other: (other.ranks, other.pace or 0), default=None)
+    per_doubling = None
+    if before is not None:  # the same growth with each doubling of the ranks
+        doublings = math.log2(row.ranks / before.ranks)
+        per_doubling = (growth(before, row, hours) + 1) ** (1 / doublings) - 1
     return replace(
         row,
         extra_gpu_hours=None if mine is None or theirs is None else mine - theirs,
         extra_share=growth(baseline, row, hours),
         doubling_from=before.layout if before else None,
-        doubling_share=doubling(before, row, hours) if before else None,
+        doubling_share=per_doubling,
     )
 
 
 def growth(before: Row, row: Row, hours: Mapping[str, float | None]) -> float:
-    """By which share GPU-hours grow from one layout to another."""
+    """The share by which GPU-hours grow from one layout to another."""
     mine, theirs = hours[row.layout], hours[before.layout]
-    if mine is None or theirs is None:  # how much work the job is does not matter to the share
+    if mine is None or theirs is None:  # the share is the same for any amount of work
         mine, theirs = row.hours_per_sample, before.hours_per_sample
     assert mine and theirs
     return mine / theirs - 1
 
 
-def doubling(before: Row, row: Row, hours: Mapping[str, float | None]) -> float:
-    """By which share they grow with one doubling of the ranks, however many doublings there are."""
-    doublings = math.log2(row.ranks / before.ranks)
-    return float((growth(before, row, hours) + 1) ** (1 / doublings) - 1)
-
-
 def what_differs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each job the settings in which it is not like the others."""
+    """For each job, the settings in which the jobs differ."""
     keys = sorted({key for job in jobs for key in job if key != "name"})
     different = [
         key for key in keys if len({json.dumps(job.get(key), default=str) for job in jobs}) > 1
@@ -191,41 +189,33 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    words: tuple[str, ...]
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A layout to take, and why."""
+    """A layout to choose, and why."""
 
     layout: str
     device: str
     why: str
 
 
-def verdict(row: Row, targets: Targets) -> Verdict:
-    """What to think of a row, in a word or two, and a sentence with its numbers."""
+def verdict(row: Row, targets: Targets) -> tuple[list[str], str]:
+    """What to think of a row: a word or two, and a sentence with its numbers."""
     if row.efficiency is None:
-        return Verdict(words=(UNKNOWN,), text="no pace was measured")
+        return [UNKNOWN], "no pace was measured"
     if row.layout == row.baseline:
         kind = "one rank" if row.ranks == 1 else f"{row.ranks} ranks, the fewest there are"
-        return Verdict(words=(BASELINE,), text=f"what the others are compared with: {kind}")
+        return [BASELINE], f"what the others are compared with: {kind}"
     target, where = targets.within_node, "within a node"
     if row.nodes > 1:
         target, where = targets.across_nodes, "across nodes"
-    reached = row.efficiency >= target
-    verb = "meets" if reached else "is below"
+    is_reached = row.efficiency >= target
+    verb = "meets" if is_reached else "is below"
     text = f"{percent(row.efficiency)} efficiency {verb} {percent(target)} {where}"
-    found = [] if reached else [BELOW]
+    words = [] if is_reached else [BELOW]
     if row.doubling_share is not None and row.doubling_share > targets.doubling:
-        found.append(DIMINISHING)
-        text += (
-            f"; a doubling of ranks from {row.doubling_from} adds "
-            f"{percent(row.doubling_share)} {hours_name(row)}"
-        )
-    return Verdict(words=tuple(found) or (GOOD,), text=text)
+        words.append(DIMINISHING)
+        growth = percent(row.doubling_share)
+        text += f"; doubling the ranks from {row.doubling_from} adds {growth} {hours_name(row)}"
+    return words or [GOOD], text
 
 
 def hours_name(row: Row) -> str:
@@ -233,7 +223,7 @@ def hours_name(row: Row) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str | None:
-    """What came out, in a sentence: the fastest layout against the baseline, and what it loses."""
+    """The result in a sentence: the fastest layout against the baseline, and what it loses."""
     larger = [row for row in rows if row.speedup is not None and row.layout != row.baseline]
     best = max(larger, key=lambda row: row.pace or 0, default=None)
     if best is None or best.speedup is None or best.efficiency is None:
@@ -251,34 +241,24 @@ def headline(rows: Sequence[Row]) -> str | None:
 
 
 def recommended(rows: Sequence[Row], targets: Targets) -> dict[str, Choice | None]:
-    """The layout to take by time, by cost, and for the best of both; None where nothing tells."""
+    """The layout to choose by time, by cost, and as the best of both; None if nothing tells."""
     paced = [row for row in rows if row.pace]
     if len(paced) < 2:
         return {"time": None, "cost": None, "both": None}
-    return {
-        "time": by_time(paced),
-        "cost": by_cost(paced),
-        "both": by_both(paced, targets),
-    }
+    return {"time": by_time(paced), "cost": by_cost(paced), "both": by_both(paced, targets)}
 
 
 def by_time(rows: Sequence[Row]) -> Choice:
     best, second, *_ = sorted(rows, key=lambda row: (-(row.pace or 0), row.ranks))
     why = f"{number(best.pace)} samples/s, the most"
-    if overlap(best, second):
-        why += f"; not surely more than {second.layout}: their 95% intervals overlap"
+    one, other = best.ci95, second.ci95
+    if one and other and one[0] <= other[1] and other[0] <= one[1]:
+        why += f"; perhaps not more than {second.layout}: their 95% intervals overlap"
     return Choice(layout=best.layout, device=best.device, why=why)
 
 
-def overlap(a: Row, b: Row) -> bool:
-    one, other = a.samples_per_second, b.samples_per_second
-    if one is None or other is None or one.ci95 is None or other.ci95 is None:
-        return False
-    return one.ci95[0] <= other.ci95[1] and other.ci95[0] <= one.ci95[1]
-
-
 def by_cost(rows: Sequence[Row]) -> Choice | None:
-    """By dollars where prices are known; else by GPU-hours, which only one kind of GPU allows."""
+    """By dollars if prices are known; else by GPU-hours, if all layouts are on the same device."""
     priced = [row for row in rows if row.usd_per_million_samples is not None]
     devices = {row.device for row in rows}
     if len(priced) == len(rows) or (priced and len(devices) > 1):
@@ -296,10 +276,10 @@ def by_cost(rows: Sequence[Row]) -> Choice | None:
 
 
 def by_both(rows: Sequence[Row], targets: Targets) -> Choice:
-    fit = [row for row in rows if verdict(row, targets).words[0] in (GOOD, BASELINE)]
+    fit = [row for row in rows if verdict(row, targets)[0][0] in (GOOD, BASELINE)]
     best = max(fit, key=lambda row: (row.pace or 0, -row.ranks))
     if best.layout == best.baseline:
         why = "no larger layout meets its target without diminishing returns"
     else:
-        why = f"the fastest that is worth it: {verdict(best, targets).text}"
+        why = f"the fastest that is worth it: {verdict(best, targets)[1]}"
     return Choice(layout=best.layout, device=best.device, why=why)

@@ -32,13 +32,13 @@ MODES = {
 }
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
 READING = (
-    "Speedup and efficiency are by the samples/s of steady steps. Time to finish is from the first "
-    "step to the last, with evaluations and saves."
+    "Speedup and efficiency follow from the samples/s of steady steps. Time to finish is from the "
+    "first step to the last, with evaluations and saves."
 )
 
 
 def tables(section: Record) -> Iterator[Table]:
-    """Speed, cost, where the time goes, metrics, runs: those that have something to say."""
+    """The tables on speed, cost, where the time goes, metrics and runs that have rows."""
     rows = section["rows"]
     if rows:
         yield speed(section)
@@ -51,7 +51,7 @@ def tables(section: Record) -> Iterator[Table]:
 
 
 def name_of(row: Record, section: Record) -> str:
-    """The layout, with its device where several are compared."""
+    """The layout, with its device if several are compared."""
     several = len(section["devices"]) > 1
     return printable(f"{row['layout']} {row['device']}" if several else row["layout"])
 
@@ -156,7 +156,7 @@ def title(section: Record) -> str:
 
 
 def subtitle(section: Record) -> list[str]:
-    """What was compared, in a few words each."""
+    """What was compared, as a list of short phrases."""
     words = [MODES[section["mode"]], ", ".join(section["devices"])]
     if section["batch"]:
         words.append(f"batch {count(section['batch'])}")
@@ -175,7 +175,7 @@ def recommendation(section: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def price_lines(report: Record) -> Iterator[str]:
-    """What an hour of each device was taken to cost, and by whose list."""
+    """The price of an hour of each device, and where it comes from."""
     for price in report["prices"]:
         read = f", read {price['date']}" if price["date"] else ""
         cost = dollars(price["usd_per_hour"])
@@ -183,7 +183,7 @@ def price_lines(report: Record) -> Iterator[str]:
 
 
 def target_line(report: Record) -> str:
-    """What the verdicts are measured by."""
+    """The targets that the verdicts apply."""
     targets = report["targets"]
     return (
         f"Targets: {percent(targets['within_node'])} efficiency within a node, "
@@ -207,7 +207,6 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
         for table in tables(section):
-            # A column that says nothing anywhere is not worth its width.
             told = without_empty(table)
             if len(told.columns) > 1:
                 console.print()
@@ -226,7 +225,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 def show_choices(console: Console, section: Mapping[str, Any]) -> None:
     choices = list(recommendation(section))
     if not choices:
-        console.print(Text("nothing to recommend: it takes two layouts that were measured"))
+        console.print(Text("nothing to recommend: it takes two measured layouts"))
     for name, layout, why in choices:
         line = Text(f"{name}: ") + Text(layout, style="bold") + Text(f"  {why}", style="dim")
         console.print(line, soft_wrap=console.width >= 100)

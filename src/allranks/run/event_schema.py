@@ -1,7 +1,7 @@
-"""What each event of a rank may hold: the one declaration that readers check and the docs show.
+"""The fields of each event of a rank: readers check them, and the docs show them.
 
-docs/reference/events.md is made from it. A field that is added here can be written; a reader drops
-what is of another type, and notes it.
+docs/reference/events.md is generated from it. A field that is added here can be written; a reader
+leaves out values of another type, and notes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from allranks.run.files import Check, list_of, or_none, row_of, values_of
 
 
 class Kind(NamedTuple):
-    """A type as the docs name it, and the check of it."""
+    """A type: its name in the docs, and its check."""
 
     words: str
     check: Check
@@ -22,12 +22,12 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of an event. `by`: who writes it, where not every writer of the event does."""
+    """One field of an event. `by`: who writes it, if not every writer of the event does."""
 
     kind: Kind
     meaning: str
     by: str = ""
-    needed: bool = False  # without it the event says nothing, and is dropped
+    needed: bool = False  # an event without it is left out
     null: bool = False  # whether it may be null
 
     @property
@@ -57,7 +57,7 @@ NUMBER = Kind("number", files.is_number)
 SECONDS = Kind("seconds", files.is_time)
 PHASE = Kind("seconds", files.is_number)  # differences of two clocks
 TIME = Kind("UNIX time", files.is_time)
-CLOCK = Kind("UNIX time", files.is_number)  # of a host, which may be set wrong
+CLOCK = Kind("UNIX time", files.is_number)  # by a host's clock, which may be wrong
 BYTES = Kind("bytes", files.is_number)
 PERCENT = Kind("percent", files.is_number)
 WATTS = Kind("watts", files.is_number)
@@ -83,8 +83,8 @@ STEP = Field(COUNT, "which step, counted from 1", needed=True)
 PID = Field(COUNT, "its process")
 HOST = Field(TEXT, "the machine that it runs on")
 AT = Field(PLACE, "the innermost line of your own code that the rank is at")
-HOST_MEMORY = Field(BYTES, "the most that the process has had so far", null=True)
-MEMORY_PEAK = Field(BYTES, "the most of its GPU that torch has had", null=True)
+HOST_MEMORY = Field(BYTES, "the most that the process has used so far", null=True)
+MEMORY_PEAK = Field(BYTES, "the most of its GPU's memory that torch has used", null=True)
 EPOCH_SIZE = Field(POSITIVE, "samples in the data set")
 
 
@@ -98,34 +98,34 @@ COMMON = {
     "event": Field(TEXT, "which of the events below it is", needed=True),
     "nonfinite": Field(
         Kind("names and texts", values_of(TEXT.check)),
-        "numbers that JSON cannot hold, which are null in their own fields: `nan`, `inf`, `-inf`",
+        "numbers that JSON does not have, null in their own fields: `nan`, `inf`, `-inf`",
     ),
 }
 
 EVENTS: dict[str, EventType] = {
     "start": EventType(
-        "A rank has begun. One of a script knows nothing yet of what it will train.",
+        "A rank has started. A script's rank does not know yet what it will train.",
         "tasks, and the launcher for scripts",
         {
             "rank": Field(COUNT, "which rank, counted from 0"),
             "world_size": Field(SIZE, "ranks in all"),
             "host": HOST,
             "pid": PID,
-            "layout": Field(TEXT, "how the ranks are laid out, as `2x4`"),
+            "layout": Field(TEXT, "how the ranks are laid out, such as `2x4`"),
             "backend": Field(TEXT, "`nccl` or `gloo`; null for a script", null=True),
-            "link": Field(TEXT, "what the ranks talk over", TASK, null=True),
+            "link": Field(TEXT, "what the ranks communicate over", TASK, null=True),
             "device": Field(TEXT, "the name of its GPU, or `CPU`", TASK),
             "threads": Field(COUNT, "of torch on a CPU", TASK),
             "precision": Field(TEXT, "what it computes in", TASK),
             "compile": Field(FLAG, "whether the model is compiled", TASK),
             "parameters": Field(COUNT, "of the model", TASK),
-            "global_batch": Field(COUNT, "samples a step, of all ranks", TASK),
+            "global_batch": Field(COUNT, "samples per step, of all ranks", TASK),
             "rank_batch": Field(
                 Kind("list of counts", lambda v: COUNT.check(v) or list_of(COUNT.check)(v)),
-                "the sizes of the ranks' shares of it",
+                "how many of them each rank gets",
                 TASK,
             ),
-            "accumulation": Field(COUNT, "micro-batches a step", TASK),
+            "accumulation": Field(COUNT, "micro-batches per step", TASK),
             "samples_per_epoch": Field(POSITIVE, EPOCH_SIZE.meaning, TASK),
             "steps_per_epoch": Field(POSITIVE, "steps that an epoch takes", TASK),
             "num_workers": Field(COUNT, "processes that load its data", TASK),
@@ -143,40 +143,40 @@ EVENTS: dict[str, EventType] = {
             "samples": Field(COUNT, "this rank's"),
             "seconds": Field(
                 SECONDS,
-                "from the end of the step before, or of what came between (an evaluation, a save)",
+                "since the end of the previous step, or of an evaluation or a save in between",
             ),
             "data": Field(PHASE, "phase: waiting for the next batch"),
             "forward": Field(PHASE, "phase: the forward pass"),
             "backward": Field(PHASE, "phase: the backward pass"),
-            "wait": Field(PHASE, "phase: waiting for other ranks, and exchanging bytes"),
+            "wait": Field(PHASE, "phase: waiting for other ranks, and exchanging data with them"),
             "optimizer": Field(PHASE, "phase: the update"),
             "other": Field(PHASE, "phase: everything else"),
             "arrive": Field(CLOCK, "when the longest wait began, by the clock of the rank's host"),
             "left": Field(CLOCK, "when the longest wait ended, by the same clock; not on a GPU"),
             "waits": Field(
                 Kind("list of seconds", list_of(files.is_number)),
-                "each wait, where there were several",
+                "each wait, if there were several",
             ),
             "own": Field(
                 Kind("list of seconds", list_of(files.is_number)),
-                "what of each wait (or of all, as one number) the rank spent in code of its own "
-                "around the exchange, where there is any",
+                "how much of each wait (or of all, as one number) the rank spent in its own code "
+                "around the exchange, if any",
             ),
             "loss": Field(
                 NUMBER,
-                "mean over the global batch before the update; in rank 0's events only, every "
-                "`log_every` steps and at the last",
+                "mean over the global batch before the update; only in rank 0's events, every "
+                "`log_every` steps and at the last step",
                 TASK,
                 null=True,
             ),
         },
     ),
     "metric": EventType(
-        "An evaluation: after every epoch on `val`, at the end on `test`.",
+        "An evaluation: on `val` after every epoch, on `test` at the end.",
         "rank 0 of tasks",
         {
             "step": Field(COUNT, "steps made by then"),
-            "name": Field(TEXT, "as `val_accuracy`", needed=True),
+            "name": Field(TEXT, "such as `val_accuracy`", needed=True),
             "value": Field(NUMBER, "what was measured", null=True),
         },
     ),
@@ -184,16 +184,16 @@ EVENTS: dict[str, EventType] = {
         "A checkpoint was committed.",
         TASK,
         {
-            "step": Field(COUNT, "the step that it holds", needed=True),
+            "step": Field(COUNT, "the step that it was made at", needed=True),
             "seconds": Field(
                 SECONDS, "from the save to the commit, in the background", needed=True
             ),
-            "stall": Field(PHASE, "that training stood still for it"),
+            "stall": Field(PHASE, "how long training paused for it"),
         },
     ),
     "device": EventType(
-        "What the rank uses and where it is, every two seconds. It is written at once, past steps "
-        "whose loss or times are not known yet: a rank that waits shows that it lives.",
+        "What the rank uses and where it is, every two seconds. It is written immediately, before "
+        "steps whose loss or times are not known yet: a waiting rank shows that it is alive.",
         PROBE,
         {
             "cpu": Field(CPUS, "in use by the rank"),
@@ -205,18 +205,18 @@ EVENTS: dict[str, EventType] = {
             ),
             "host_memory": HOST_MEMORY,
             "memory": _gpu(BYTES, "memory in use"),
-            "memory_total": _gpu(BYTES, "memory in all"),
+            "memory_total": _gpu(BYTES, "total memory"),
             "memory_peak": MEMORY_PEAK,
             "utilization": _gpu(PERCENT, "how much of the time it was busy"),
-            "power": _gpu(WATTS, "power that it draws"),
-            "power_limit": _gpu(WATTS, "the most that it may draw"),
+            "power": _gpu(WATTS, "power in use"),
+            "power_limit": _gpu(WATTS, "its power limit"),
             "temperature": _gpu(CELSIUS, "temperature"),
             "clock": _gpu(MEGAHERTZ, "clock of its processors"),
-            "clock_max": _gpu(MEGAHERTZ, "the fastest that they can have"),
+            "clock_max": _gpu(MEGAHERTZ, "their fastest clock"),
             "network": Field(
-                Kind("bytes a second", values_of(files.is_number)),
-                "`sent` and `received`, over InfiniBand where there is any; `link`: what it "
-                "carries each way, where the system says so",
+                Kind("bytes per second", values_of(files.is_number)),
+                "`sent` and `received`, over InfiniBand if there is any; `link`: its "
+                "capacity each way, if the system says so",
                 "the first rank of a node",
             ),
             "step": Field(COUNT, "steps made by then"),
@@ -225,19 +225,19 @@ EVENTS: dict[str, EventType] = {
             "at": AT,
             "collectives": Field(
                 COUNT,
-                "how many it has entered in its default group, where it has peers and the "
-                "backend counts",
+                "how many it has entered in its default group, if it has peers and the backend "
+                "counts them",
             ),
         },
     ),
     "place": EventType(
-        "Where the rank is before its first step, and at it: all that is known of a rank that is "
+        "Where the rank is before and at its first step: all that is known about a rank that is "
         "killed early.",
         PROBE,
         {"step": Field(COUNT, "steps made by then"), "at": AT},
     ),
     "nonfinite": EventType(
-        "The first step at which a loss of the rank's own samples was no number.",
+        "The first step at which the loss of the rank's own samples was not a number.",
         TASK,
         {"step": STEP, "loss": Field(TEXT, "`nan`, `inf` or `-inf`")},
     ),
@@ -248,12 +248,14 @@ EVENTS: dict[str, EventType] = {
             "pid": PID,
             "host": HOST,
             "of": Field(
-                TEXT, "the rank that the launcher started it, or one of its parents, as", null=True
+                TEXT,
+                "the rank of the process, or of its parent that was started as one",
+                null=True,
             ),
         },
     ),
     "dataset": EventType(
-        "What the first step trained on, where it has a length.",
+        "The data set of the first step, if it has a length.",
         SCRIPT,
         {"samples_per_epoch": EPOCH_SIZE},
     ),
@@ -268,11 +270,11 @@ EVENTS: dict[str, EventType] = {
             "trained": Field(FLAG, "whether it is the one that is trained on"),
             "indices": Field(CHECKSUM, "of the indices that were read"),
             "content": Field(CHECKSUM, "of what was read"),
-            "sorted": Field(FLAG, "whether its indices only grow"),
+            "sorted": Field(FLAG, "whether its indices are in ascending order"),
         },
     ),
     "window": EventType(
-        "The steps of a benchmark that count.",
+        "The steps that a benchmark counts.",
         "rank 0 of tasks and scripts",
         {
             "first": Field(COUNT, "the first step", needed=True),
@@ -281,18 +283,18 @@ EVENTS: dict[str, EventType] = {
         },
     ),
     "profile": EventType(
-        "Steps were traced, or why they were not.",
+        "Which steps were traced, or why none were.",
         PROBE,
         {
             "first": Field(COUNT, "the first step"),
             "last": Field(COUNT, "the last step"),
-            "trace": Field(TEXT, "the file beside this one"),
-            "with_device": Field(FLAG, "whether it has the kernels of a GPU"),
+            "trace": Field(TEXT, "the trace file, in the same folder"),
+            "with_device": Field(FLAG, "whether it shows a GPU's kernels"),
             "problem": Field(TEXT, "why there is no trace, or fewer steps"),
         },
     ),
     "error": EventType(
-        "What ends the rank, written before its traceback is printed.",
+        "What ended the rank, written before its traceback is printed.",
         PROBE,
         {
             "type": Field(
@@ -304,8 +306,8 @@ EVENTS: dict[str, EventType] = {
             "message": Field(TEXT, "what it says", needed=True),
             "file": Field(
                 TEXT,
-                "of the innermost line of your own code; for an exception in a loader's worker or "
-                "a spawned process, of the line there",
+                "of the innermost line of your own code; for an exception in a data worker or a "
+                "child process, of the line there",
                 null=True,
             ),
             "line": Field(COUNT, "its number", null=True),
@@ -313,14 +315,12 @@ EVENTS: dict[str, EventType] = {
             "frames": Field(
                 FRAMES,
                 "each call, the outermost first, without those of allranks; an entry with an "
-                "empty file stands for calls that are left out, and its line is their number",
+                "empty file stands for omitted calls, and its line is their number",
             ),
             "cause": Field(TEXT, "the first of the exceptions that led to this one, on one line"),
-            "exit": Field(WHOLE, "the code that it ends with, where it is known"),
-            "signal": Field(TEXT, "the signal that it ends with, where it is known"),
-            "echo": Field(
-                FLAG, "whether the only trouble is that another rank is gone", needed=True
-            ),
+            "exit": Field(WHOLE, "its exit code, if known"),
+            "signal": Field(TEXT, "the signal that ended it, if known"),
+            "echo": Field(FLAG, "whether it failed only because another rank is gone", needed=True),
             "pid": PID,
         },
     ),
@@ -335,13 +335,13 @@ EVENTS: dict[str, EventType] = {
             "signal": Field(TEXT, "the signal that stopped or killed it, if one did", null=True),
             "error": Field(
                 ERROR,
-                "`echo`: whether the only trouble is that another rank is gone; `stall`: whether "
-                "the launcher ended ranks that made no step",
+                "`echo`: whether it failed only because another rank is gone; `stall`: whether the "
+                "launcher ended ranks that made no steps",
                 null=True,
             ),
             "memory_kills": Field(
                 COUNT,
-                "how many processes of its cgroup the kernel killed for their memory meanwhile",
+                "how many processes of its cgroup the kernel killed for their memory in this time",
                 f"{LAUNCHER}, of a rank that failed",
             ),
             "step": Field(COUNT, "steps made, in all attempts", TASK),
@@ -354,8 +354,10 @@ EVENTS: dict[str, EventType] = {
                 "the last value of each",
                 TASK,
             ),
-            "host_memory": Field(BYTES, "the most that this rank had", TASK, null=True),
-            "memory_peak": Field(BYTES, "the most of its GPU that this rank had", TASK, null=True),
+            "host_memory": Field(BYTES, "the most that this rank used", TASK, null=True),
+            "memory_peak": Field(
+                BYTES, "the most of its GPU's memory that this rank used", TASK, null=True
+            ),
         },
     ),
 }
@@ -373,7 +375,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def undeclared(event: dict[str, Any]) -> list[str]:
-    """What an event holds that is not declared, or is of another type than declared."""
+    """The fields of an event that are not declared, or have another type than declared."""
     kind = event.get("event")
     if kind not in CHECKS:
         return [f"the event {kind!r}"]

@@ -8,9 +8,9 @@ from rich.console import Console
 
 
 class PeopleConsole(Console):
-    """A console whose reader may go away: rich would exit with the whole process.
+    """A console whose reader may go away, which would make rich end the process.
 
-    It takes text as it is: in names and in what others say, brackets mean nothing.
+    It prints text as it is: brackets in names and messages are not markup.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""Numbers as people read them: one spelling for each quantity; None, which is not known, is a dash.
+"""Numbers as people read them: one spelling for each quantity; None (not known) is a dash.
 
-A quantity with a unit is spelled in the unit that is true: sizes of memory and files in powers of
-1024 (GiB), rates of disks and links in powers of 1000 (GB/s, Gbit/s), as their vendors count.
+Sizes of memory and files are in powers of 1024 (GiB), rates of disks and links in powers of 1000
+(GB/s, Gbit/s), as their vendors count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_RANGES = 8  # of ranks
 
 
 def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
-    """So many digits that count, and never less than the whole part: 0.0412, 3.40, 12,345."""
+    """With that many significant digits, or the whole integer part: 0.0412, 3.40, 12,345."""
     if value is None:
         return NOTHING
     plus = "+" if signed and value > 0 else ""
@@ -30,7 +30,7 @@ def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str
 
 
 def metric(value: float | None, *, signed: bool = False) -> str:
-    """A loss or an accuracy: those of two layouts differ late."""
+    """A loss or an accuracy, with five digits: those of two layouts differ little."""
     return number(value, 5, signed=signed)
 
 
@@ -52,7 +52,7 @@ def count(value: float | None, noun: str = "") -> str:
 
 
 def progress(done: int | None, whole: int | None) -> str:
-    """1,200/5,000; 120k/2M; only what is done where nobody knows the whole."""
+    """1,200/5,000; 120k/2M; only what is done if the whole is not known."""
     if done is None:
         return NOTHING
     if not whole:
@@ -61,7 +61,7 @@ def progress(done: int | None, whole: int | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """How many times as fast, as large, as dear: 3.91x."""
+    """How many times as fast, as large, as expensive: 3.91x."""
     return NOTHING if value is None else f"{value:,.2f}x"
 
 
@@ -79,9 +79,9 @@ def between(bounds: Sequence[float] | None) -> str:
 
 
 def duration(seconds: float | None, *, whole: bool = False) -> str:
-    """Two units at most: 84.2µs, 12.6ms, 3.42s, 2m05s, 1h12m, 3d04h; as a job file takes them.
+    """Two units at most: 84.2µs, 12.6ms, 3.42s, 2m05s, 1h12m, 3d04h; as in a job file.
 
-    `whole`: no parts of a second, for limits and for what ticks.
+    `whole`: no fractions of a second, for limits and for times that are counting.
     """
     if seconds is None:
         return NOTHING
@@ -134,7 +134,7 @@ def _decimal(value: float | None, unit: str) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits without zeros at their end, and the whole part of more."""
+    """Three significant digits without trailing zeros, or the whole integer part."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 

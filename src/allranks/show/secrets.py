@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 REDACTED = "[redacted]"
-MAX_LINE = 8192  # characters; what is behind them is cut: a longer line is no sentence
+MAX_LINE = 8192  # characters; longer lines are cut
 
 _KEY = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
 PRIVATE_KEY = re.compile(rf"-----BEGIN {_KEY}.*?(?:-----END {_KEY}|\Z)", re.DOTALL)
@@ -17,14 +17,14 @@ IN_ADDRESS = re.compile(
     r"(?P<before>\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@]{0,256}:)(?!\d{1,5}/)[^\s\"'<>]{1,1024}(?=@)",
     re.IGNORECASE,
 )
-# Tokens that are known by their beginning, whoever prints them.
+# Tokens with a known prefix.
 KNOWN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{15,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}"
     r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{20,}|ya29\.[\w-]{20,}"
     r"|eyJ[\w-]{6,2048}\.[\w-]{6,2048}\.[\w-]*)"
 )
-# A token in place of user and password; a signed address; what wandb prints its keys like.
+# A token instead of user and password; a signed address; how wandb prints its keys.
 IN_PLACE = re.compile(
     r"(?P<before>https?://)[\w-]{16,}(?=@)"
     r"|(?P<query>[?&](?:sig|signature|x-amz-[a-z-]{1,40}|awsaccesskeyid)=)[^&\s\"']+"
@@ -54,7 +54,7 @@ VARIABLE = re.compile(
 )
 QUOTE = re.compile(r"[bruf]{0,2}(?P<quote>\\?(?:\"{3}|'{3}|[\"']))", re.IGNORECASE)
 BARE = re.compile(r"[^\s\"',;&)}\]]+")
-# What looks like a name and a value but is a setting or a sentence: eos_token=</s>, token: 12.
+# Shorter values are settings or sentences: eos_token=</s>, token: 12.
 MIN_TOKEN, MIN_VARIABLE = 8, 4
 
 
@@ -89,7 +89,7 @@ def _cut(line: str) -> str:
     if len(line) <= MAX_LINE:
         return line
     words, space, last = line[:MAX_LINE].rpartition(" ")
-    # Half a token would not be known as one.
+    # Half a token would not be recognised.
     return (words if space and len(last) < MAX_LINE // 8 else line[:MAX_LINE]) + "…"
 
 
@@ -97,7 +97,7 @@ def _without_values(pattern: re.Pattern[str], text: str) -> str:
     parts, done, place = [], 0, 0
     while (match := pattern.search(text, place)) is not None:
         begin, end = _value(text, match.end())
-        place = match.end("word")  # what is no secret may be a name itself
+        place = match.end("word")  # a value that is not a secret may be a name itself
         if _is_secret(pattern, match["word"].lower(), text[begin:end]):
             parts += [text[done:begin], REDACTED]
             done = place = end
@@ -105,7 +105,7 @@ def _without_values(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _value(text: str, begin: int) -> tuple[int, int]:
-    """From where to where a value reaches: to its closing quote, or as far as a word does."""
+    """Where a value begins and ends: at its closing quote, or at the end of the word."""
     opened = QUOTE.match(text, begin)
     if opened is None:
         bare = BARE.match(text, begin)
@@ -132,7 +132,7 @@ def _is_secret(pattern: re.Pattern[str], word: str, value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Whether it may be a token: long, of letters and digits."""
+    """Whether it may be a token: long, with letters and digits."""
     value = value[:256]
     return len(value) >= MIN_TOKEN and bool(
         re.search(r"\d", value) and re.search(r"[a-zA-Z]", value)

@@ -1,8 +1,8 @@
 """One table for every screen: in a terminal of any width, in Markdown, and as cells for a page.
 
-A table that is too wide for its terminal folds: texts wrap between words, then columns that do not
-fit stand below, and no column is left out. A live screen has no room below: there columns that do
-not fit are dropped, the least needed first (`fit` and `join`).
+A table that is too wide for its terminal is folded: texts wrap between words, then columns that do
+not fit move below, and no column is left out. A live screen has no room below: there, columns that
+do not fit are dropped, the least important first (`fit` and `join`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allranks.show.numbers import NOTHING
 from allranks.show.text import in_markdown
 
 PADDING = 2  # between columns
-LEAST_TEXT = 24  # cells that a text keeps, if it has as many: narrower, it is hard to read
+LEAST_TEXT = 24  # cells: a narrower column of text is hard to read
 GAP = 1  # between the columns of a live screen
 EMPTY = Text()
 
@@ -45,19 +45,19 @@ class Table:
 
 
 def facts(rows: Sequence[tuple[str, Cell]]) -> Table:
-    """Names and what is said of each, without a head."""
+    """A table of names and facts, without a head."""
     return Table("", ("name", "fact"), rows, texts=("fact",), has_head=False)
 
 
 def without_empty(table: Table) -> Table:
-    """The table without columns that say nothing in any row."""
+    """The table without columns that are empty in every row."""
     kept = [i for i in range(len(table.columns)) if any(str(r[i]) != NOTHING for r in table.rows)]
     columns = tuple(table.columns[i] for i in kept)
     return replace(table, columns=columns, rows=[[row[i] for i in kept] for row in table.rows])
 
 
 def as_cells(table: Table) -> dict[str, Any]:
-    """The table for a page, which draws it and makes nothing up."""
+    """The table for a page, which only has to draw it."""
     return {
         "title": table.title,
         "columns": list(table.columns),
@@ -67,7 +67,7 @@ def as_cells(table: Table) -> dict[str, Any]:
 
 
 def markdown(table: Table, heading: str = "###") -> list[str]:
-    """The table's lines in Markdown, an empty one last."""
+    """The table's lines in Markdown, ending with an empty one."""
     left = [table.is_text(i) for i in range(len(table.columns))]
     return [
         *([f"{heading} {in_markdown(table.title)}", ""] if table.title else []),
@@ -85,8 +85,8 @@ def _markdown_row(cells: Sequence[str]) -> str:
 def show_table(console: Console, table: Table, *, styled: Callable[[str], Text] = Text) -> None:
     """Print it, folded where it is wider than the terminal; `styled` colours cells of plain text.
 
-    Columns that do not fit stand below, beside the first column again. Where the first takes most
-    of the width, each row is a paragraph instead: its first cell, and below it the others.
+    Columns that do not fit move below, beside the first column again. If the first one takes most
+    of the width, each row becomes a paragraph: its first cell, and the others below it.
     """
     if table.title:
         console.print(Text(table.title, style="bold"))
@@ -119,7 +119,7 @@ def _show_paragraph(
 
 
 def bands(table: Table, width: int) -> list[list[int]]:
-    """The columns of each band, by their numbers: as few bands as fit, each about as wide."""
+    """The numbers of the columns in each band: as few bands as possible, of similar width."""
     least = [_least(table, i) for i in range(len(table.columns))]
     found = _bands(least, width)
     while width > 1 and len(narrower := _bands(least, width - 1)) == len(found) > 1:
@@ -149,7 +149,7 @@ def _width(table: Table, column: int) -> int:
 
 
 def _least(table: Table, column: int) -> int:
-    """How narrow it may get: no word of it is broken, and no number is wrapped."""
+    """How narrow a column may get without breaking a word or wrapping a number."""
     whole = _width(table, column)
     if not table.is_text(column) or column == 0:
         return whole
@@ -196,13 +196,13 @@ class Column:
     key: str
     title: str
     rank: int
-    width: int = 1  # at least: so that a table does not dance with its numbers
+    width: int = 1  # at least, so that columns do not move with their numbers
     right: bool = True
     most: int = 0  # how wide it may grow, beyond what its cells need
 
 
 def fit(columns: Sequence[Column], rows: Sequence[dict[str, Text]], room: int) -> dict[str, int]:
-    """The columns that fit into so many cells, in their order, each with its width."""
+    """The columns that fit into `room` cells, in their order, each with its width."""
     longest = {
         column.key: max((row[column.key].cell_len for row in rows if column.key in row), default=0)
         for column in columns
@@ -222,7 +222,7 @@ def fit(columns: Sequence[Column], rows: Sequence[dict[str, Text]], room: int) -
             left -= width + (GAP if chosen else 0)
             chosen[column.key] = width
     for column in sorted(columns, key=lambda column: column.rank):
-        if column.key in chosen and column.most:  # what is left makes these wider
+        if column.key in chosen and column.most:  # these may use what is left
             wanted = min(column.most, longest[column.key])
             more = min(left, max(0, wanted - chosen[column.key]))
             chosen[column.key] += more
@@ -240,7 +240,7 @@ def header(columns: Sequence[Column], widths: dict[str, int]) -> Text:
 def join(columns: Sequence[Column], widths: dict[str, int], row: dict[str, Text]) -> Text:
     """One row, each cell cut or filled to its width."""
     line = Text(no_wrap=True)
-    space = 0  # that is to come: written once, since every cell on the screen passes here
+    space = 0  # still to be written: collected, since every cell on the screen passes here
     for column in columns:
         if column.key not in widths:
             continue

@@ -1,4 +1,4 @@
-"""`allranks cluster` for people: tables drawn from its JSON alone, readable at 60 columns."""
+"""The screen of `allranks cluster`: tables made from its JSON alone, readable at 60 columns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.text import Text
 from allranks.show.numbers import NOTHING, bit_rate, count, duration, moment, size
 from allranks.show.tables import Cell, Table, facts, show_table
 
-MAX_JOBS = 20  # of the queue; --json has all
+MAX_JOBS = 20  # that are shown; --json has all
 STATES = ("idle", "mixed", "allocated", "reserved", "down")
 STYLES = {"idle": "green", "mixed": "yellow", "down": "red"}
 
 
 def show_cluster(console: Console, view: Mapping[str, Any]) -> None:
-    """What `describe_cluster()` found."""
+    """Print what `describe_cluster()` returns."""
     if view["slurm"] is not None:
         _line(console, headline(view), style="bold")
         show_table(console, partition_table(view["partitions"]))
@@ -38,7 +38,7 @@ def show_cluster(console: Console, view: Mapping[str, Any]) -> None:
 
 
 def show_queue(console: Console, view: Mapping[str, Any]) -> None:
-    """What `queue()` found."""
+    """Print what `queue()` returns."""
     where = f"partition {view['partition']}" if view["partition"] else "all partitions"
     running, waiting = view["running"], view["waiting"]
     _line(console, where, style="bold")
@@ -51,7 +51,7 @@ def show_queue(console: Console, view: Mapping[str, Any]) -> None:
     for job in view["mine"][:MAX_JOBS]:
         _line(console, standing(job))
     if not view["mine"]:
-        _line(console, f"no job of {view['user']} waits here")
+        _line(console, f"no job of {view['user']} is waiting here")
 
 
 def headline(view: Mapping[str, Any]) -> str:
@@ -103,7 +103,7 @@ def node_words(kind: Mapping[str, Any]) -> Text:
 
 
 def gpu_words(gpu: Mapping[str, Any]) -> str:
-    """'4 x A100 SXM4, 80 GiB (a100)': the board, and in brackets what SLURM calls it."""
+    """'4 x A100 SXM4, 80 GiB (a100)': the board, and SLURM's name for it."""
     if gpu["slice_of"]:
         return f"{gpu['count']} x {gpu['type']} (slice, {size(gpu['memory_bytes'])})"
     memory = " or ".join(map(size, gpu["memory_options"]))
@@ -114,7 +114,7 @@ def gpu_words(gpu: Mapping[str, Any]) -> str:
 
 
 def state_words(counts: Mapping[str, int]) -> Text:
-    """A line for each state that some nodes are in."""
+    """A line for each state that any node is in."""
     words = Text()
     for state in STATES:
         if counts[state]:
@@ -139,7 +139,7 @@ def qos_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def limit_words(row: Mapping[str, Any]) -> str:
-    """One limit a line, in SLURM's own numbers."""
+    """One limit per line, in SLURM's own numbers."""
     words = [f"time: {duration(row['max_seconds'])}"] if row["max_seconds"] else []
     words += [f"{what}: {limit.replace('gres/', '')}" for what, limit in row["limits"].items()]
     return "\n".join(words) or "none"
@@ -201,7 +201,7 @@ def interface_words(interface: Mapping[str, Any]) -> str:
 
 
 def queue_table(view: Mapping[str, Any]) -> Table:
-    """The jobs that wait, the next first; the user's own are marked."""
+    """The waiting jobs, the next one first, with the user's own marked."""
     rows = []
     for job in view["jobs"][:MAX_JOBS]:
         since = job["waiting_since"]
@@ -219,15 +219,12 @@ def queue_table(view: Mapping[str, Any]) -> Table:
         )
         style = "bold cyan" if job["user"] == view["user"] else ""
         rows.append([Text(cell, style=style) for cell in cells])
-    columns = (
-        *("job", "user", "nodes", "GPUs", "time", "priority", "waits", "starts"),
-        "reason",
-    )
+    columns = ("job", "user", "nodes", "GPUs", "time", "priority", "waits", "starts", "reason")
     return Table("", columns, rows, texts=("user", "reason"))
 
 
 def standing(job: Mapping[str, Any]) -> str:
-    """Where one job of the user stands."""
+    """The position of one of the user's jobs in the queue."""
     if job["position"] is None:
         return f"{job['job']}: {job['reason_words']}"
     ahead = job["ahead"]

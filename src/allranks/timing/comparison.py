@@ -1,17 +1,17 @@
 """How much faster more ranks are: the one comparison behind `bench scaling`, `report`, `watch`,
 `status` and `submit --ladder`. The rules, one of each:
 
-- Compared are runs that train the same thing at the same settings (`same_job`), those of one
-  benchmark of scaling among themselves (`is_compared`), each kind of device for itself.
+- Runs are compared if they train the same thing with the same settings (`same_job`). Runs of one
+  scaling benchmark are compared with each other (`is_compared`), each kind of device separately.
 - A layout's pace is the median of its repeats. Its 95% interval is Student's of their mean, widened
   to hold the median; of a single run it comes from the spread of its steps.
-- A run that failed counts only where its layout has no other with a pace. One that is stopped or
-  still goes on counts.
-- The base is the layout with the fewest ranks that has a pace; of several such the fastest.
+- A failed run counts only if its layout has no other run with a pace. A stopped run and one that
+  is still running count.
+- The base is the layout with the fewest ranks that has a pace; of several, the fastest.
 - Speedup is a layout's pace over the base's, efficiency is that over how many times more ranks.
   A layout without a pace has neither.
-- What a step's time goes to is that of the repeat in the middle (of the two, where their number is
-  even), as shares of the step that belongs to the median.
+- Where a step's time goes is taken from the median repeat (from two if their number is even), as
+  shares of the median step.
 - Scaling is `strong` if all layouts train the same batch, `weak` if all ranks do, to 2%; `mixed` if
   neither, `one layout` if no two layouts differ in ranks.
 """
@@ -43,7 +43,7 @@ STATES = ("finished", "running", "stopped", "queued", "failed")
 
 
 class Measured(Protocol):
-    """A run, as far as it can be compared."""
+    """What the comparison needs to know about a run."""
 
     @property
     def run(self) -> str: ...
@@ -64,7 +64,7 @@ M = TypeVar("M", bound=Measured)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A run of which only its pace is known."""
+    """A run of which only the pace is known."""
 
     run: str
     layout: str
@@ -87,7 +87,7 @@ class Compared:
     nodes: int
     state: str
     runs: tuple[str, ...]
-    counted: tuple[str, ...]  # those that the numbers are of
+    counted: tuple[str, ...]  # the runs that the numbers come from
     num_failed: int
     is_steady: bool  # whether all of them reached steady steps
     batch: float | None = None  # samples of a step, of all ranks
@@ -111,13 +111,13 @@ class Compared:
         return self.samples_per_second.ci95 if self.samples_per_second else None
 
     def ratio(self, ranks: int, pace: float) -> tuple[float, float]:
-        """Speedup and efficiency of so many ranks at a pace, with this layout as the base."""
+        """Speedup and efficiency of `ranks` ranks at a pace, with this layout as the base."""
         assert self.pace
         return pace / self.pace, pace / self.pace * self.ranks / ranks
 
 
 def compare(runs: Iterable[Measured]) -> list[Compared]:
-    """Each layout of runs that can be compared, by device and from few ranks to many."""
+    """The layouts of runs that can be compared, by device and from few ranks to many."""
     by_layout: dict[tuple[str, str], list[Measured]] = {}
     for run in runs:
         if run.layout is not None:
@@ -133,7 +133,7 @@ def together(runs: Sequence[Measured]) -> Compared:
     those = counted(runs)
     name = str(runs[0].layout)
     layout = Layout.parse(name.partition("@")[0])
-    # The parts of the run in the middle, or of the two, as shares of the step that is shown.
+    # The parts of the median run, or of two, as shares of the step that is shown.
     ordered = sorted(those, key=lambda run: run.samples_per_second or 0.0)
     middle = [run.timing for run in ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]]
     timings = [run.timing for run in those if run.timing is not None]
@@ -162,7 +162,7 @@ def together(runs: Sequence[Measured]) -> Compared:
 
 
 def counted(runs: Iterable[M]) -> list[M]:
-    """Those of a layout's runs that its pace is of."""
+    """The runs of a layout that its pace comes from."""
     paced = [run for run in runs if run.samples_per_second]
     return [run for run in paced if run.state != "failed"] or paced
 
@@ -177,7 +177,7 @@ def pace_of(runs: Sequence[Measured]) -> Spread | None:
 
 
 def interval_within(timing: Timing) -> tuple[float, float] | None:
-    """95% from the spread of the steps of one run: it cannot know how runs differ."""
+    """The 95% interval from the steps of one run: how much runs differ is not in it."""
     if timing.num_steps < 2:
         return None
     factor = t_975(timing.num_steps - 1) / math.sqrt(timing.num_steps)
@@ -203,10 +203,10 @@ def base_of(rows: Iterable[Compared], device: str) -> Compared | None:
 
 
 def against(row: Compared, base: Compared | None) -> Compared:
-    """With its speedup and efficiency, and what each part takes of it.
+    """The row with its speedup and efficiency, and how much of it each part costs.
 
-    Perfect scaling makes a sample cost base.step / base.batch / (ranks / base.ranks). What a
-    sample costs more than that is lost, part by part: the losses sum to 1 - efficiency.
+    With perfect scaling a sample costs base.step / base.batch / (ranks / base.ranks). Whatever it
+    costs beyond that is lost, part by part: the losses sum to 1 - efficiency.
     """
     if base is None or not row.pace:
         return row
@@ -228,7 +228,7 @@ def against(row: Compared, base: Compared | None) -> Compared:
 
 
 def ratio_interval(row: Compared, base: Compared) -> tuple[float, float] | None:
-    """95% of the speedup: the relative half-widths of both paces, added as errors are."""
+    """The 95% interval of the speedup: the relative errors of both paces, added in quadrature."""
     halves = [unsure(one) for one in (row, base) if one.ci95 is not None]
     if not halves or not row.pace or not base.pace:
         return None
@@ -237,7 +237,7 @@ def ratio_interval(row: Compared, base: Compared) -> tuple[float, float] | None:
 
 
 def unsure(row: Compared) -> float:
-    """Half of a pace's 95% interval, as a part of it; 0 where none is known."""
+    """Half of a pace's 95% interval, relative to the pace; 0 if it is not known."""
     return (row.ci95[1] - row.ci95[0]) / 2 / row.pace if row.ci95 and row.pace else 0.0
 
 
@@ -257,10 +257,10 @@ def is_same(a: float, b: float) -> bool:
 
 
 def is_compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether a run of the same job is compared with `one`; both by their run.json.
+    """Whether a run of the same job is compared with `one`; both are given by their run.json.
 
-    Runs of one benchmark took turns: they stay among themselves. Other benchmarks measure
-    something else than how layouts scale.
+    The runs of one benchmark took turns: they are compared only with each other. Other benchmarks
+    do not measure how layouts scale.
     """
     mine, theirs = bench_of(one), bench_of(other)
     if mine.get("kind") == SCALING:
@@ -269,12 +269,12 @@ def is_compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def is_comparable(info: Mapping[str, Any]) -> bool:
-    """Whether a run is one to compare layouts with, by its run.json."""
+    """Whether a run can be compared with other layouts, by its run.json."""
     return bench_of(info).get("kind") in (None, SCALING)
 
 
 def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-    """What must agree between runs that are compared; the seed, for one, need not."""
+    """The settings that compared runs must have in common; the seed is not among them."""
     same = {"name": run.job_name} | {key: job[key] for key in SAME_JOB if job.get(key) is not None}
     data = job.get("data")
     if isinstance(data, dict) and "num_workers" in data:
@@ -291,7 +291,7 @@ def identity(same: Mapping[str, Any]) -> str:
 
 
 def device_name(start: Mapping[str, Any], info: Mapping[str, Any], *, uses_gpu: bool) -> str:
-    """What a rank computes on: as it says; of a script, which does not, as its machine has it."""
+    """What a rank computes on: as it says; for a script, which does not, as its machine says."""
     if start.get("device"):
         return str(start["device"])
     names = list(gpu_memory(info))
@@ -306,6 +306,6 @@ def gpu_memory(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bench_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What run.json says of the benchmark that the run is part of; empty if of none."""
+    """What run.json says about the benchmark that the run is part of; empty if there is none."""
     bench = info.get("bench")
     return bench if isinstance(bench, dict) else {}

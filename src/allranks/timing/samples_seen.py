@@ -1,4 +1,4 @@
-"""What the ranks of a run read, by the fingerprints of early batches, and what is odd in it."""
+"""What the ranks of a run read, by the fingerprints of early batches, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allranks.run.folder import RunDir
 from allranks.run.record import EARLY_EVENTS, RankRecord, read_ranks
 from allranks.timing.steps import Timing
 
-FEWEST_BATCHES = 2  # that must be alike before it is no chance
+FEWEST_BATCHES = 2  # that must be equal for it not to be chance
 UNEVEN = 0.02  # of the samples of a step
 LEAST_EXCHANGED = 1e-5  # of a step
 APART = "no exchange between its ranks was seen"
@@ -19,7 +19,7 @@ Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
 
 
 def fingerprints(record: RankRecord) -> Fingerprints:
-    """Of the loader that a rank trains on; of several that cannot be told apart, none."""
+    """The fingerprints of the loader that a rank trains on; none if it is not clear which."""
     seen = [event for event in record.others["batch"] if event.get("trained", True)]
     loader = min((e["loader"] for e in seen if "loader" in e), default=None)
     found: Fingerprints = {}
@@ -33,7 +33,7 @@ def fingerprints(record: RankRecord) -> Fingerprints:
 
 
 def same_samples(seen: Mapping[int, Fingerprints]) -> list[int]:
-    """The ranks that begin with the same batches, if any do."""
+    """The ranks that begin with the same batches; empty if none do."""
     by_content: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, prints in seen.items():
         first = [prints.get((1, batch), {}).get("content") for batch in range(FEWEST_BATCHES)]
@@ -43,7 +43,7 @@ def same_samples(seen: Mapping[int, Fingerprints]) -> list[int]:
 
 
 def same_order(seen: Mapping[int, Fingerprints]) -> bool:
-    """Both epochs alike on every rank of several, and not from the first sample to the last."""
+    """Whether two epochs have the same shuffled order on every one of several ranks."""
     alike = []
     for prints in seen.values():
         pairs = [
@@ -62,7 +62,7 @@ def same_order(seen: Mapping[int, Fingerprints]) -> bool:
 
 
 def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
-    """Samples of a step, in the mean of the steps that all ranks have made."""
+    """Average samples of a step, over the steps that all ranks have made."""
     steps = {
         rank: {event["step"]: event["samples"] for event in record.steps if "samples" in event}
         for rank, record in records.items()
@@ -83,9 +83,9 @@ def exchanges(timing: Timing) -> bool:
 def remarks(
     run: RunDir, timing: Timing | None, records: Mapping[int, RankRecord] | None = None
 ) -> list[str]:
-    """What makes a run's pace another one than that of a training by all ranks together.
+    """Why a run's pace may not be that of all ranks training together.
 
-    `records`: of its last attempt, if they are read.
+    `records`: those of its last attempt, if they were read already.
     """
     attempts = run.attempts()
     if not attempts or timing is None or timing.ranks < 2:
@@ -96,7 +96,7 @@ def remarks(
     found = []
     if not exchanges(timing):
         found.append(
-            f"{APART}: if each trains for itself, their speeds only add up (init_process_group and "
+            f"{APART}: if each trains alone, their speeds only add up (init_process_group and "
             "DistributedDataParallel join them)"
         )
     if alike := same_samples(seen):

@@ -1,4 +1,4 @@
-"""What repeats of a measurement say together: their median, their range, and how sure it is."""
+"""Repeats of a measurement together: their median, their range, and a confidence interval."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """How fast a run's steps are, and where their time goes, from the events of all its ranks.
 
-A rank that waits does not know whether it waits for bytes or for a slower rank; all of them
-together do. An exchange ends for all ranks at once, so whoever came last has waited the shortest:
-that is what the exchange itself took, and whatever another rank waited longer, it waited for that
-one. No clocks are compared, but for ranks on one machine, to see who returns last.
+A rank that waits does not know whether it waits for bytes or for a slower rank; all ranks together
+do. An exchange ends for all ranks at once, so the rank that came last waited the least: that is the
+time of the exchange itself. Whatever another rank waited longer, it waited for that rank. Clocks
+are compared only between ranks on one machine, to see which one returns last.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from allranks.run.results import outcome, steps_by_rank
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
-# A rank is slower than the others if they wait for it this much of a step, in the mean, and that
-# mean is so many times its standard error over blocks of steps: equal ranks are late in turns, and
-# what else a machine does may slow one of them for a while.
+# A rank is slower than the others if on average they wait for it this share of a step, and that
+# average is so many times its standard error over blocks of steps: equal ranks take turns at being
+# late, and other work on a machine may slow one of them for a while.
 LEAST_LATE, SURE, SURE_BLOCKS = 0.01, 3.5, 10
-LEAST_STEPS = 5  # of fewer, one rank or another is late in most by chance alone
-LEAST_PART = 0.1  # of what others wait for it: what takes a slow rank so much longer is told
-LEAST_AFTER = 0.25  # of the exchange: so much later than all others a rank leaves it
-LEAST_SAME = 0.5  # of the steps, in which all ranks wait longest in the same exchange
+LEAST_STEPS = 5  # with fewer, some rank is late in most of them by chance
+LEAST_PART = 0.1  # of the time others wait for a slow rank: a part that explains as much is named
+LEAST_AFTER = 0.25  # of the exchange: how much later than all others a rank leaves it
+LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same exchange
 STOPPED_EARLY = "it was stopped before there was enough to measure"
-AFFORDABLE_BYTES = 32 << 20  # of events, of which ten megabytes take a second
+AFFORDABLE_BYTES = 32 << 20  # of events; reading ten megabytes takes a second
 PARTS = ("compute", "comm", "straggler", "data", "other")
 PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
 
@@ -40,7 +40,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A window of steps of one attempt. Times are seconds of a step, in the mean."""
+    """A window of steps of one attempt. Times are seconds of the average step."""
 
     first_step: int
     last_step: int
@@ -67,9 +67,9 @@ class Timing:
 def timing(
     run: RunDir, attempt: int | None = None, records: Mapping[int, RankRecord] | None = None
 ) -> Timing | None:
-    """The measured window of a run's attempt, the last by default; `records`: if they are read.
+    """The measured window of a run's attempt, the last by default; None if it is too short.
 
-    None unless every rank has made the same two steps at least.
+    Every rank must have made the same two steps at least. `records`: if they were read already.
     """
     attempts = run.attempts()
     if not attempts:
@@ -78,7 +78,7 @@ def timing(
         records = read_ranks(run, attempts[-1] if attempt is None else attempt)
     ends = [record.end or {} for record in records.values()]
     if any((end.get("error") or {}).get("own_ranks") for end in ends):
-        return None  # of an unknown number of trainings
+        return None  # the script started ranks itself: nobody knows how many trainings these are
     layout = str(run.info().get("layout", ""))
     steps = {rank: record.timed_steps for rank, record in records.items()}
     return timing_of(steps, newest_window(records.values()), one_clock=layout.startswith("1x"))
@@ -108,7 +108,7 @@ def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
 
 
 def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:
-    """The same for who shows more than that: None where reading it would keep people waiting."""
+    """The timing of a run; None if reading it would keep people waiting."""
     try:
         if event_bytes(run) > max_bytes:
             return None
@@ -118,19 +118,18 @@ def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing 
 
 
 def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
-    """A run in one object: what `allranks run --json` prints. `state`: where the caller
-    knows it."""
+    """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
     found = outcome(run, state)
-    is_told = found["samples_per_second"] is not None  # a script says nothing itself
+    is_told = found["samples_per_second"] is not None  # only a task reports it itself
     measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
     if measured is not None and measured.samples:
-        # Of the same steps as in every other command: a task's own word is of all of them.
+        # Of the same steps as in every other command: a task itself counts all of its steps.
         found["samples_per_second"] = round(measured.samples_per_second, 3)
     return found
 
 
 def event_bytes(run: RunDir) -> int:
-    """What there is to read of a run's last attempt."""
+    """The size of the event files of a run's last attempt."""
     attempt = max(run.attempts(), default=0)
     paths = [run.events(attempt, rank) for rank in run.ranks(attempt)]
     return sum(path.stat().st_size for path in paths if path.exists())
@@ -139,7 +138,7 @@ def event_bytes(run: RunDir) -> int:
 def timing_of(
     steps: Mapping[int, Mapping[int, Event]], window: Event | None, *, one_clock: bool = False
 ) -> Timing | None:
-    """The same from step events, by rank and step; `one_clock`: all ranks are on one machine."""
+    """The timing from step events, by rank and step; `one_clock`: all ranks are on one machine."""
     if not steps or not all(steps.values()):
         return None
     common = sorted(set.intersection(*(set(of_rank) for of_rank in steps.values())))
@@ -175,9 +174,9 @@ def timing_of(
 
 
 def steady_from(seconds: Sequence[tuple[int, float]]) -> tuple[int, bool]:
-    """The step after a block that took as long as the block from there on; whether there is one.
+    """The first steady step, after a block as fast as the next one; and whether there is one.
 
-    A median is blind to a few slow steps at the beginning of the first block: it is left out.
+    The first block is left out: a median does not see a few slow steps at its beginning.
     """
     times = [took for _, took in seconds]
     block = min(STEADY_STEPS, len(times) // 3)
@@ -199,20 +198,20 @@ def is_steady(times: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the time of steps went; ranks are counted as they stand in a row."""
+    """Where the time of steps went; ranks are numbered by their place in a row."""
 
-    parts: dict[str, float]  # seconds of a step, in the mean
+    parts: dict[str, float]  # seconds of the average step
     slowest: int | None  # None where no rank is slower than the others
     slowest_share: float  # of the steps in which it came last
     slowest_part: str | None
 
 
 def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> Split:
-    """Tell communication from waiting for slower ranks; a row has the events of all ranks.
+    """Separate communication from waiting for slower ranks; a row has the events of all ranks.
 
-    The parts are those of a rank in the middle, and sum to its steps. What the slowest rank waits
-    longer for its data than that one counts as data, and what it does longer around an exchange as
-    communication, whoever has to wait for it.
+    The parts are those of the median rank, and sum to its steps. The time that the slowest rank
+    waits longer for its data counts as data, and the time that it spends longer around an exchange
+    as communication, whoever has to wait for it.
     """
     ranks = range(len(rows[0]))
     waits = [[math.fsum(inner_waits(event)) for event in row] for row in rows]
@@ -254,7 +253,7 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
 
 
 def is_longer(differences: Sequence[float], least: float) -> bool:
-    """Whether the mean of differences, step by step, is at least so much, and no accident."""
+    """Whether the mean of the differences of steps is at least `least`, and not by chance."""
     if len(differences) < LEAST_STEPS:
         return False
     num = min(SURE_BLOCKS, len(differences))
@@ -266,16 +265,16 @@ def is_longer(differences: Sequence[float], least: float) -> bool:
 
 
 def held_longest(rows: Sequence[Sequence[Event]], least: float) -> tuple[int, float] | None:
-    """The rank that is still in an exchange when all others have left it; in how many of the steps.
+    """The rank that leaves exchanges after all others, and in what share of the steps.
 
     All ranks wait equally long then: this one at the end of the exchange, the others for it at the
-    beginning of the next. Only a clock tells them apart, the same for all.
+    beginning of the next. Only a clock that all share shows which one it is.
     """
     if not all("left" in event and "arrive" in event for row in rows for event in row):
         return None
     begins = [[event["arrive"] for event in row] for row in rows]
     ends = [[event["left"] for event in row] for row in rows]
-    # Ranks may wait longest in different exchanges: those tell nothing.
+    # Ranks may wait longest in different exchanges: such steps say nothing.
     same = [max(begin) <= min(end) for begin, end in zip(begins, ends, strict=True)]
     if sum(same) < LEAST_SAME * len(rows):
         return None
@@ -290,7 +289,7 @@ def held_longest(rows: Sequence[Sequence[Event]], least: float) -> tuple[int, fl
 
 
 def scaled(parts: Mapping[str, float], step_seconds: float) -> dict[str, float]:
-    """The same shares of the steps of rank 0, which begin and end a little elsewhere."""
+    """The parts as shares of rank 0's step, whose steps begin and end at other moments."""
     total = math.fsum(parts.values())
     return {
         part: seconds * step_seconds / total if total else 0.0 for part, seconds in parts.items()
@@ -298,7 +297,7 @@ def scaled(parts: Mapping[str, float], step_seconds: float) -> dict[str, float]:
 
 
 def inner_waits(event: Event) -> list[float]:
-    """What of each wait of a step was spent in the exchange, without the rank's own doing."""
+    """The time of each wait in the exchange itself, without the rank's own code around it."""
     waits, own = event.get("waits", [event[WAIT]]), event.get("own", ())
     if len(own) == len(waits):
         return [max(0.0, wait - mine) for wait, mine in zip(waits, own, strict=True)]
@@ -306,7 +305,7 @@ def inner_waits(event: Event) -> list[float]:
 
 
 def exchange_seconds(row: Sequence[Event]) -> float:
-    """What the exchanges of a step took after the last rank had come to each."""
+    """How long the exchanges of a step took once the last rank had arrived."""
     waits = [inner_waits(event) for event in row]
     if len({len(one) for one in waits}) > 1:
         return min(math.fsum(one) for one in waits)

@@ -1,7 +1,7 @@
 """What a rank is doing at each moment: marks along a step, read later as phases that sum to it.
 
 A mark costs under a microsecond. On a GPU each one also records a device event, and the phases are
-times of the device, read when it has passed them: nothing ever waits for it. No torch.
+times of the device, read when it has passed them: nothing ever waits for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ WAIT = "wait"  # for other ranks: for them to come, and for the bytes to be exch
 OPTIMIZER = "optimizer"
 OTHER = "other"
 AROUND = "around"  # in the code around an exchange: waiting, as far as the others are concerned
-AFTER = "after"  # after backward: what it was shows when the next mark comes
-BEGIN = "begin"  # of a step: what came before it belongs to none
+AFTER = "after"  # after backward: the next mark shows what it was
+BEGIN = "begin"  # of a step: what came before belongs to no step
 END = "end"  # of a step, and the beginning of the next
 
 PHASES = (DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
@@ -42,8 +42,8 @@ _MEANINGS = {
 }
 MAX_MARKS = 50_000  # of a step
 COUNT_AFTER = 250  # calls of hooks: to count marks in each takes a microsecond
-CLOCK_SECONDS = 1.0  # two clocks drift apart by less, for as long as nobody sets one
-MAX_WAITS = 16  # of a step; those of steps with more are only known as a sum
+CLOCK_SECONDS = 1.0  # two clocks drift apart by less, unless somebody sets one
+MAX_WAITS = 16  # of a step; if there are more, only their sum is recorded
 
 
 class DeviceEvent(Protocol):
@@ -106,7 +106,7 @@ class Timeline:
         self.marks.append((label, perf_counter(), event, note))
 
     def restart(self) -> None:
-        """Begin the step here: what came before belongs to none."""
+        """Begin the step here: what came before belongs to no step."""
         self.mark(BEGIN)
         self.label = OTHER
 
@@ -118,7 +118,7 @@ class Timeline:
         self.marks.append((END, perf_counter(), event, step))
 
     def close(self) -> Step:
-        """The same, and take the step."""
+        """End the step here, begin the next, and return the one that ended."""
         self.end()
         return Step(self.take_steps()[-1], self.unix)
 
@@ -138,16 +138,16 @@ class Timeline:
         return steps
 
     def shorten(self) -> None:
-        """Keep to so many marks in a script that does anything but step: what is dropped is other.
+        """Limit the marks of a script that rarely steps: dropped time counts as other.
 
-        Somebody must call it now and then where marks are made.
+        Must be called now and then wherever marks are made.
         """
         self.calls = 0
         if len(self.marks) <= MAX_MARKS:
             return
         with self._cutting:
             marks = self.marks
-            # Steps that have ended stay, however long nobody comes to take them.
+            # Steps that have ended stay until somebody takes them.
             ends = (at for at in range(len(marks) - 1, 0, -1) if marks[at][0] in (END, BEGIN))
             first = next(ends, 0)
             if len(marks) - first > MAX_MARKS:
@@ -155,7 +155,7 @@ class Timeline:
                 marks[first + 1 : -MAX_MARKS // 2] = [(OTHER, began, event, None)]
 
     def doing(self) -> tuple[str, float]:
-        """What the rank does, and since how many seconds. Any thread may ask."""
+        """What the rank is doing, and for how many seconds. Any thread may ask."""
         try:
             label, since, _, _ = self.marks[-1]
         except IndexError:
@@ -176,7 +176,7 @@ def take() -> Timeline:
 
 
 def mark(label: str) -> None:
-    """Where a loop of our own does what no hook can see."""
+    """A mark for what no hook can see, made by a loop of our own."""
     if current is not None:
         current.mark(label)
 
@@ -199,21 +199,19 @@ class Step:
         event = self._marks[-1][2]
         return event is None or bool(event.query())
 
-    def value(self) -> dict[str, Any]:
-        """The fields of a step event that tell where its time went."""
-        self._wait_for_device()
-        return phases(self._marks, self._unix)
+    def text(self) -> str:
+        """The fields of a step event that say where its time went, as JSON without braces.
 
-    def _wait_for_device(self) -> None:
+        Seconds of each phase, exclusive; they sum to `seconds`. `arrive`: when the longest wait
+        began, in UNIX time by the host's clock; `left`: when it ended, unless a device waits.
+        `waits`: each wait, if there were several. `own`: how much of each the rank spent in its own
+        code around the exchange; only their sum if there are too many.
+        """
         event = self._marks[-1][2]
         if event is not None and not event.query():
             event.synchronize()  # the script has ended, and somebody waits for the rest
-
-    def text(self) -> str:
-        """The same as JSON, without its braces. There is one of them a step: it is made fast."""
-        self._wait_for_device()
         sums, waits, own, arrive, left = _read(self._marks)
-        text = _TEXT % (sum(sums.values()), *sums.values())
+        text = _TEXT % (sum(sums.values()), *sums.values())  # formatting by hand: once a step
         if arrive is not None:
             text += f',"arrive":{self._unix + arrive:.6f}'
         if left is not None:
@@ -225,31 +223,10 @@ class Step:
         return text
 
 
-def phases(marks: Sequence[Mark], unix: float = 0.0) -> dict[str, Any]:
-    """Seconds of each phase, exclusive; they sum to `seconds`. `marks` end with END.
-
-    `arrive`: when the longest wait began, in UNIX time by the host's clock; `left`: when it ended,
-    unless it is a device that waits. `waits`: each of them, where there were several. `own`: what
-    of each the rank spent in code of its own around the exchange, where it did; only their sum
-    where there are too many.
-    """
-    sums, waits, own, arrive, left = _read(marks)
-    fields: dict[str, Any] = {"seconds": sum(sums.values()), **sums}
-    if arrive is not None:
-        fields["arrive"] = unix + arrive
-    if left is not None:
-        fields["left"] = unix + left
-    if 1 < len(waits) <= MAX_WAITS:
-        fields["waits"] = waits
-    if own:
-        fields["own"] = own
-    return fields
-
-
 def _read(
     marks: Sequence[Mark],
 ) -> tuple[dict[str, float], list[float], list[float], float | None, float | None]:
-    """Seconds by phase; of each wait, and of what is own in it; the longest's begin and end."""
+    """Seconds by phase, of each wait, and of own code in it; when the longest began and ended."""
     sums = dict.fromkeys(PHASES, 0.0)
     waits: list[float] = []
     own: list[float] = []

@@ -39,8 +39,13 @@ from allranks.train.build import (
     training_data,
 )
 from allranks.train.data import Batch, Progress, TrainingData
-from allranks.train.feed_disks import compare_disks, why_not_cold
-from allranks.train.feed_files import data_files, held_files, opened_files
+from allranks.train.feed_files import (
+    compare_disks,
+    data_files,
+    held_files,
+    opened_files,
+    why_not_cold,
+)
 from allranks.train.loop import Training, forward_backward, seed_dropout, update
 from allranks.train.rank import fail
 from allranks.train.signals import stop_requested

@@ -1,4 +1,4 @@
-"""Finds the files that a task's samples are read from.
+"""The files that a task's samples are read from, and how fast their disks are.
 
 No single source lists them all. Python reports every file that it opens; files that libraries open
 are in /proc if they stay open, and in the task's options if they are named there.
@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from allranks.machine import disks
+from allranks.machine.data_copies import own_folder
+
 MAX_FILES = 100_000  # more would take longer to find and drop from the cache than to read
 CODE = (".py", ".pyc", ".so")
+DISK_BYTES, DISK_SECONDS = 1 << 28, 3.0  # read to measure a disk
+FORGET_SECONDS = 10.0
+STILL_CACHED = 0.2  # from here on it is not a cold read; looking brings a little back
 NOT_DISKS = ("/proc/", "/sys/", "/dev/")
 
 _opened: set[str] | None = None  # not None while opened_files is active
@@ -101,3 +108,50 @@ def is_data(path: Path) -> bool:
     with suppress(OSError):
         return path.is_file() and path.stat().st_size > 0
     return False
+
+
+def why_not_cold(files: list[Path]) -> str | None:
+    """Why these files cannot be read from their disk itself; None if they can."""
+    disk = disks.disk_of(files[0])
+    if disk.is_memory:
+        return f"the data are in memory ({disk.kind} on {disk.mount})"
+    started = time.perf_counter()
+    disks.forget(files)
+    took = time.perf_counter() - started
+    if took > FORGET_SECONDS:  # before every single measurement
+        return f"having the kernel forget {len(files):,} files takes {took:.0f} s"
+    share = disks.cached_share(files)
+    disks.forget(files)  # looking has brought some of it back
+    if share is None:
+        return f"this kernel does not say whether files on {disk.kind} are in memory"
+    if share > STILL_CACHED:
+        return f"{share:.0%} of the files stayed in memory: another process has them open"
+    return None
+
+
+def compare_disks(files: list[Path]) -> list[dict[str, Any]]:
+    """How fast the data are read where they are, and from a copy on this node's own disk."""
+    data = disk_fields("data", files[0].parent) | speed_fields(files)
+    folder = own_folder()
+    staging = disk_fields("staging", folder)
+    if staging["mount"] != data["mount"]:
+        copy = folder / f"read-speed-{os.getpid()}"
+        try:
+            disks.copy_beginning(files, copy, max_bytes=data["bytes"])
+            staging |= speed_fields([copy])
+        except OSError as error:
+            staging["problem"] = str(error.strerror or error)
+        finally:
+            copy.unlink(missing_ok=True)
+    return [data, staging]
+
+
+def disk_fields(role: str, path: Path) -> dict[str, Any]:
+    disk = disks.disk_of(path)
+    place = {"role": role, "path": str(path), "mount": disk.mount, "kind": disk.kind}
+    return {**place, "is_network": disk.is_network, "bytes_per_second": None, "bytes": 0}
+
+
+def speed_fields(files: list[Path]) -> dict[str, Any]:
+    speed = disks.read_speed(files, max_bytes=DISK_BYTES, max_seconds=DISK_SECONDS)
+    return {"bytes_per_second": speed.bytes_per_second, "bytes": speed.num_bytes}

@@ -23,7 +23,7 @@ from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import Queue, RunState, look_at_run, unreadable
 from allranks.timing.comparison import identity, same_job
 from allranks.timing.steps import Timing
-from allranks.watch.bases import Bases, Comparison, Key, sets_of
+from allranks.watch.compare_runs import ComparableRuns, Comparison, Key, sets_of
 from allranks.watch.reader import RunReader
 from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView, run_view
 
@@ -310,17 +310,17 @@ class Watcher:
         """Update the views of these runs, and of others whose comparison they change."""
         for one in looked:
             one.sets = sets_of(one)
-        bases = Bases(self._followed.values(), deadline)
+        comparable = ComparableRuns(self._followed.values(), deadline)
         changed = {one.run.name for one in looked}
         for one in self._followed.values():
             if one.is_hidden:
                 continue
-            if not one.is_measured and bases.measure(one) and one.is_measured:
+            if not one.is_measured and comparable.measure(one) and one.is_measured:
                 changed.add(one.run.name)
-            if (comparison := bases.of(one)) != one.comparison:
+            if (comparison := comparable.of(one)) != one.comparison:
                 one.comparison = comparison
                 changed.add(one.run.name)
-        self._is_behind = bases.is_behind
+        self._is_behind = comparable.is_behind
         return any([self._show(self._followed[name]) for name in changed])
 
     def _show(self, one: Followed) -> bool:

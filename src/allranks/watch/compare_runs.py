@@ -38,7 +38,7 @@ class Comparison:
     base: Compared
 
 
-class Bases:
+class ComparableRuns:
     """Sets of comparable runs as of now. Reads their files until the deadline."""
 
     def __init__(self, followed: Iterable[Followed], deadline: float) -> None:
