@@ -210,6 +210,7 @@ def test_ranks_restart_by_themselves(tmp_path: Path, references: Reference) -> N
     (tmp_path / "dying.py").write_text(DYING)
     live = start(tmp_path, "task=dying:Dying", *job("1x2"), "--max-restarts", "2")
     code, result = live.wait()
+    assert code == 0, result
     assert (code, result["state"], result["attempt"]) == (0, "finished", 1)
     assert same_bits(newest_weights(Path(result["run_dir"]))[1], references("1x2"))
 

@@ -450,7 +450,7 @@ up() { # exits 3 before it has begun anything, and 1 where that must be taken do
     { echo "# $HOME_DIR begins"; sed 1,2d "$HOME_DIR/etc/hosts"; echo "# $HOME_DIR ends"; } >>/etc/hosts
   fi
   start_munge || die "munged did not start: see $LOG"
-  start_accounting || die "the accounting did not start: see $LOG"
+  start_accounting || die "the accounting did not start: $(tail -n 5 "$LOG"/mariadbd.log "$LOG"/slurmdbd.log 2>&1)"
   start_controller || die "slurmctld did not start: see $LOG/slurmctld.log"
   for ((index = 1; index <= NODES; index++)); do boot "$index"; done
   if ! await 90 "idle nodes" all_idle; then
