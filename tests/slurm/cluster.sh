@@ -385,13 +385,14 @@ start_munge() {
 
 start_database() {
   local socket=$RUN/mariadb.socket
-  mariadb-install-db --no-defaults --user=root --datadir="$HOME_DIR/database" --skip-test-db \
+  # Two at once would take each other's temporary tables in /tmp.
+  TMPDIR=$RUN mariadb-install-db --no-defaults --user=root --datadir="$HOME_DIR/database" --skip-test-db \
     --auth-root-authentication-method=normal --innodb-log-file-size=8M \
     </dev/null >"$LOG/mariadb-install-db.log" 2>&1 || return 1
   # What it has written may be lost with the machine: that saves most of its time.
   "${CLEAN[@]}" setsid mariadbd --no-defaults --user=root --datadir="$HOME_DIR/database" \
     --socket="$socket" --pid-file="$RUN/mariadbd.pid" --log-error="$LOG/mariadbd.log" \
-    --port="$DATABASE_PORT" --bind-address=127.0.0.1 --skip-name-resolve \
+    --tmpdir="$RUN" --port="$DATABASE_PORT" --bind-address=127.0.0.1 --skip-name-resolve \
     --innodb-buffer-pool-size=32M --innodb-log-file-size=8M --innodb-lock-wait-timeout=900 \
     --innodb-flush-log-at-trx-commit=0 </dev/null >/dev/null 2>&1 &
   remember mariadbd $!
@@ -450,7 +451,7 @@ up() { # exits 3 before it has begun anything, and 1 where that must be taken do
     { echo "# $HOME_DIR begins"; sed 1,2d "$HOME_DIR/etc/hosts"; echo "# $HOME_DIR ends"; } >>/etc/hosts
   fi
   start_munge || die "munged did not start: see $LOG"
-  start_accounting || die "the accounting did not start: $(tail -n 5 "$LOG"/mariadbd.log "$LOG"/slurmdbd.log 2>&1)"
+  start_accounting || die "the accounting did not start: $(tail -n 5 "$LOG"/maria*.log "$LOG"/slurmdbd.log 2>&1)"
   start_controller || die "slurmctld did not start: see $LOG/slurmctld.log"
   for ((index = 1; index <= NODES; index++)); do boot "$index"; done
   if ! await 90 "idle nodes" all_idle; then
