@@ -28,6 +28,8 @@ HEAR_SECONDS = 3.0  # for all ranks to learn of the last step before it comes
 PATIENCE_STEPS, PATIENCE_SECONDS = 100, 60.0
 LEAVE_SECONDS = 20.0  # for the script to end by itself
 
+has_left = False  # whether the script is ended here; see probe/inject/sitecustomize.py
+
 
 class Window:
     """Ends the script after `num_steps` steady steps."""
@@ -91,6 +93,7 @@ class Window:
 
     def _leave(self) -> None:
         """End the script as if it had called sys.exit(), so that it can clean up."""
+        global has_left
         recorder = self.recorder
         if recorder.timeline.is_taken:  # by a task's loop, which stops on all ranks together
             recorder.leave, self._is_leaving = None, True
@@ -100,6 +103,7 @@ class Window:
             recorder.timeline.is_on = False
             recorder.flush()
             sys.stdout.flush()
+            has_left = True
             threading.Thread(target=_leave_in_any_case, daemon=True).start()
             if recorder.rank == 0 and recorder.has_peers():
                 with suppress(Exception):
