@@ -25,6 +25,7 @@ pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=window.broken=1></script><script>window.broken=2</script>"
 SERVE = """
 import json, sys
+from dataclasses import asdict
 from pathlib import Path
 from allranks.watch.live import Watcher
 from allranks.watch.server import serve
@@ -38,7 +39,7 @@ def stop(name):
     return "saves a checkpoint and stops"
 
 serve(Watcher(Path(sys.argv[1])), port=0, stop=stop,
-  announce=lambda served: print(json.dumps(served.as_json()), flush=True),
+  announce=lambda served: print(json.dumps(asdict(served)), flush=True),
   diagnose=lambda run: found if run.name.startswith("broken") else [])
 """
 TILES = """() => Object.fromEntries([...document.querySelectorAll('#tiles > div')].map(

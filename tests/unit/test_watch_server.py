@@ -323,7 +323,7 @@ def test_everything_first_then_what_changed(hub: Hub, live: LiveRun) -> None:
     live.advance(1100)  # the curves are long by now
 
     def until(kind: str, news: dict[str, Any]) -> bool:
-        if live.step == 1200 and "columns" in json.dumps(news):  # all ranks are read
+        if live.step == 1200 and '"width"' in json.dumps(news):  # all ranks are read
             live.advance(3)
         return '"step": {"=": 1203}' in json.dumps(news)
 

@@ -31,7 +31,7 @@ from allranks.watch.job_screen import (
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.modes import follow
-from allranks.watch.notify import News, Notifier, call
+from allranks.watch.notify import Notifier
 from allranks.watch.status import (
     RunStatus,
     commands,
@@ -77,14 +77,14 @@ def test_each_change_is_told_once() -> None:
         view("running"),  # resumed
         view("failed", reason="rank 1"),
     ):
-        told += [news.state for news in notifier.look([run])]
+        told += notifier.look([run]).values()
     notifier.close()
     assert told == ["stalled", "finished", "failed"]
 
 
 def test_what_ended_before_is_no_news() -> None:
     notifier = Notifier("true")
-    assert notifier.look([view("failed")]) == notifier.look([view("failed")]) == []
+    assert notifier.look([view("failed")]) == notifier.look([view("failed")]) == {}
 
 
 def test_the_command_gets_variables_and_json(tmp_path: Path) -> None:
@@ -101,8 +101,11 @@ def test_the_command_gets_variables_and_json(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_is_told() -> None:
-    problem = call("echo no such channel >&2; exit 3", News(view("failed"), "failed"))
-    assert problem == "--notify ended with code 3: no such channel"
+    notifier = Notifier("echo no such channel >&2; exit 3")
+    notifier.look([view("running")])
+    notifier.look([view("failed")])
+    notifier.close()
+    assert notifier.problems == ["--notify ended with code 3: no such channel"]
 
 
 def test_lines_are_printed_when_they_change_and_until_all_is_over(tmp_path: Path) -> None:

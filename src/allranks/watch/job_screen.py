@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from allranks.show.tables import Column, fit, header, join
 from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 from allranks.slurm import nodelist
+from allranks.slurm.formats import parse_time
 from allranks.slurm.reasons import RUNNING, waiting_reason
 from allranks.watch.draw import framed
 from allranks.watch.marks import Mark, share
@@ -88,15 +88,20 @@ def parse_job(printed: str) -> JobFacts | None:
     return None
 
 
-def find_job(job: str) -> JobFacts:
-    """The job, if it is running; otherwise raises an AllranksError that says why not."""
-    fix = "see your jobs with squeue --me, your runs with allranks ls"
+def ask_about(job: str) -> JobFacts | None:
+    """What SLURM says about a job; None if it does not know it (any more)."""
     try:
-        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
+        return parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
     except slurm.SlurmError as error:
         if "invalid job id" not in error.words.lower():
             raise
-        facts = None
+        return None
+
+
+def find_job(job: str) -> JobFacts:
+    """The job, if it is running; otherwise raises an AllranksError that says why not."""
+    fix = "see your jobs with squeue --me, your runs with allranks ls"
+    facts = ask_about(job)
     if facts is None:
         raise AllranksError(f"there is no run {job!r} here, and no job {job} in the queue", fix=fix)
     if facts.state not in RUNNING:
@@ -108,9 +113,9 @@ def find_job(job: str) -> JobFacts:
 def has_ended(job: str) -> bool:
     """Whether SLURM says that the job is over; False if it does not answer."""
     try:
-        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
-    except slurm.SlurmError as error:
-        return "invalid job id" in error.words.lower()
+        facts = ask_about(job)
+    except slurm.SlurmError:
+        return False
     return facts is None or facts.state not in RUNNING
 
 
@@ -297,7 +302,7 @@ def in_order(process: Mapping[str, object]) -> tuple[float, int]:
 
 def times(facts: JobFacts, passed: float) -> str:
     """How long the job has run, and how much of its time limit is left."""
-    elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
+    elapsed, left = parse_time(facts.elapsed), parse_time(facts.left)
     said = facts.state.lower()
     if facts.state == "ENDED":
         return f"ended after {duration((elapsed or 0.0) + passed, whole=True)}"
@@ -306,15 +311,6 @@ def times(facts: JobFacts, passed: float) -> str:
     if left is not None:
         return f"{said}, {duration(max(0.0, left - passed), whole=True)} left of its time limit"
     return f"{said}, without a time limit" if facts.left == "UNLIMITED" else said
-
-
-def clock_seconds(text: str) -> float | None:
-    """Parse SLURM's 1-02:03:04, 2:03:04 and 3:04; None for words such as UNLIMITED."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def node_line(sample: Sample, now: float | None = None) -> Text:
