@@ -320,7 +320,7 @@ def test_a_report_is_of_the_newest_benchmark_of_scaling(tmp_path: Path) -> None:
     runs, words = chosen_runs(tmp_path, ["language"])
     assert named(runs) == named([*made.values(), *newer])
     assert runs[0].name == newer[1].name  # the newest: there the report is written
-    assert words == "3 runs of other benchmarks are left out."
+    assert words == "Left out: 3 runs of other benchmarks."
 
 
 def test_a_report_is_of_the_newest_job_where_its_newest_run_is_of_no_benchmark(

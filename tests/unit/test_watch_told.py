@@ -65,7 +65,7 @@ def view(state: str, **fields: object) -> RunView:
 
 def test_each_change_is_told_once() -> None:
     notifier = Notifier("true")
-    told = []
+    told: list[str] = []
     for run in (
         view("queued"),
         view("running"),

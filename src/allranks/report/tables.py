@@ -151,10 +151,6 @@ def runs(found: Sequence[Record]) -> Table:
     return Table("Runs", columns, cells, texts=("layout", "state"))
 
 
-def title(section: Record) -> str:
-    return printable(section["job"])
-
-
 def subtitle(section: Record) -> list[str]:
     """What was compared, as a list of short phrases."""
     words = [MODES[section["mode"]], ", ".join(section["devices"])]
@@ -202,7 +198,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print(Text(printable(report["chosen"]), style="dim"))
         console.print()
     for section in report["sections"]:
-        console.print(Text(title(section), style="bold"), soft_wrap=True)
+        console.print(Text(printable(section["job"]), style="bold"), soft_wrap=True)
         console.print(Text("; ".join(subtitle(section)), style="dim"))
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
