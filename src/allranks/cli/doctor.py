@@ -13,7 +13,7 @@ from allranks.cli.commands import never_with, only_with
 from allranks.cli.options import AsJson, Debug, Runs, people_console
 
 if TYPE_CHECKING:
-    from allranks.doctor.check import Check
+    from allranks.doctor.finding import Check
 
 Subjects = Annotated[
     list[str] | None,
@@ -95,15 +95,14 @@ def doctor(
 
 
 def print_causes(as_json: bool) -> None:
-    from allranks.doctor.catalogue import load
+    from allranks.doctor import catalogue
     from allranks.doctor.show import show_causes
     from allranks.run.events import to_json
 
-    known = load()
     if as_json:
-        print(to_json(known.as_json()))
+        print(to_json(catalogue.as_json()))
     else:
-        show_causes(people_console(False), known.findings())
+        show_causes(people_console(False), catalogue.known_findings())
 
 
 def print_diagnosis(
@@ -124,7 +123,7 @@ def print_diagnosis(
 
 def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json: bool) -> None:
     """Check by check; exits with 1 if one failed."""
-    from allranks.doctor.check import report
+    from allranks.doctor.finding import report
     from allranks.doctor.show import show_checks
     from allranks.run.events import to_json
 
