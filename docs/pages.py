@@ -14,7 +14,7 @@ from allranks.cli.main import COMMANDS
 from allranks.job.job import json_schema
 from allranks.job.problems import in_words
 from allranks.job.template import commented_job
-from allranks.run.event_schema import COMMON, EVENTS, Field
+from allranks.run.event_schema import Field, declared
 
 
 def help_of(*command: str) -> str:
@@ -75,12 +75,10 @@ def job_example() -> str:
 
 def events() -> str:
     """What all events have, then a part for each event: what it says, who writes it, its fields."""
-    parts = ["\n".join(field_rows(COMMON))]
-    for name, event in EVENTS.items():
-        rows = field_rows(event.fields)
-        parts.append(
-            "\n".join([f"## {name}", "", f"{event.meaning} Written by {event.by}.", "", *rows])
-        )
+    parts = []
+    for name, event in declared().items():
+        head = [f"## {name}", "", f"{event.meaning} Written by {event.by}.", ""]
+        parts.append("\n".join([*([] if name == "common" else head), *field_rows(event.fields)]))
     return "\n\n".join(parts)
 
 
@@ -89,5 +87,5 @@ def field_rows(fields: Mapping[str, Field]) -> Iterator[str]:
     yield "| field | type | |" + (" only by |" if has_writers else "")
     yield "|---|---|---|" + ("---|" if has_writers else "")
     for name, field in fields.items():
-        kind = field.kind.words + (" or null" if field.null else "")
+        kind = field.kind.words + (" or null" if field.or_null else "")
         yield f"| `{name}` | {kind} | {field.meaning} |" + (f" {field.by} |" if has_writers else "")
