@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -31,8 +32,9 @@ def help_of(*command: str) -> str:
 def commands() -> list[tuple[str, ...]]:
     """The words of every command that there is, in the order of `allranks --help`."""
     words: list[tuple[str, ...]] = [()]
-    for row in COMMANDS:
-        words += [(row.name,), *((row.name, inner.name) for inner in row.rows)]
+    for row in itertools.chain(*COMMANDS.values()):
+        inner = itertools.chain(*row.panels.values())
+        words += [(row.name,), *((row.name, one.name) for one in inner)]
     return words
 
 
