@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -40,7 +41,7 @@ def test_the_pace_is_that_of_workers_that_have_started(
     monkeypatch: pytest.MonkeyPatch, seconds_of_a_batch: float, made: int
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(feed_bench.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     pace = feed_pace(clock.batches(seconds_of_a_batch, first=0.15), 1.0, lambda: None)
     assert pace == pytest.approx(4 / seconds_of_a_batch)
     assert clock.now == pytest.approx(0.3 + made * seconds_of_a_batch)
