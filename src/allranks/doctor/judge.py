@@ -226,7 +226,6 @@ def _candidate_of_exception(one: Raised, facts: FailureFacts, catalogue: Catalog
     fields = {
         "exception": redact(plain(one.text))[:200],
         "where": one.where or "the line in the evidence",
-        "rank_word": f"Rank {rank}" if rank is not None else "",
         **facts.known,
     }
     line = Evidence(one.mark.source.name, one.number, _shown(one.text))
@@ -321,6 +320,7 @@ def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
         rank = int(told)
     hits = one.hits if rank == one.rank else sorted(one.hits, key=lambda hit: hit.rank != rank)
     fields["rank"] = "" if rank is None else str(rank)
+    fields["rank_word"] = "" if rank is None else f"Rank {rank}"
     node = _node(one, rank, facts)
     fields["node"] = node or fields.get("node", "")
     evidence: dict[tuple[str, int], Evidence] = {}
