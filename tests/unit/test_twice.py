@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from allranks.job.job import load_job
-from allranks.launch.own_ranks import OwnRanksWatch
+from allranks.launch.launchers import OwnRanksWatch
 from allranks.probe import rank_claim
 from allranks.probe.rank_claim import STARTED_AS, claim_rank
 from allranks.run.events import append_event, read_events
@@ -84,9 +84,9 @@ def test_every_rank_of_such_a_run_has_failed(run: RunDir, tmp_path: Path) -> Non
     job = load_job(None, command=["bash", str(script)], layout="1x2")
     watch = OwnRanksWatch(run, job)
     run.attempt(0).mkdir(parents=True)
-    assert not watch.look(0) and watch.end(0) is None
+    assert not watch.must_end(0) and watch.end(0) is None
     run.twice(0).write_text('{"rank": 1}')
-    assert OwnRanksWatch(run, job).look(0)
+    assert OwnRanksWatch(run, job).must_end(0)
     end = watch.end(0)
     assert end is not None and (end["state"], end["exit"]) == ("failed", 1)
     told = f"two processes recorded rank 1: the command starts ranks itself (torchrun in {script})"

@@ -1,6 +1,6 @@
 """A rank's events: JSON lines, only ever appended to, that can be read while they are written.
 
-event_schema.py declares the fields of each.
+events.yaml declares the fields of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 from allranks.errors import disk_error
 from allranks.run import files
-from allranks.run.event_schema import CHECKS, COMMON, COMMON_CHECKS, EVENTS, NEEDED
+from allranks.run.event_schema import declared
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
@@ -299,10 +299,12 @@ def check_event(event: Any, path: Path) -> dict[str, Any] | None:
         files.note(path, "it has a line that is not an event")
         return None
     kind = event["event"]
-    if kind not in EVENTS:
-        event = {name: event[name] for name in COMMON if name in event}
-    found = files.checked(event, CHECKS.get(kind, COMMON_CHECKS), path)
-    for name in NEEDED.get(kind, ("t",)):
+    known = declared()
+    if kind not in known:
+        event = {name: event[name] for name in known["common"].fields if name in event}
+    rules = known.get(kind, known["common"])
+    found = files.checked(event, rules.checks, path)
+    for name in rules.needed:
         if found.get(name) is None:
             files.note(path, f"a {kind[:40]} event has no {name}")
             return None
