@@ -13,7 +13,7 @@ from allranks.cli.commands import never_with, only_with
 from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console, print_json
 
 if TYPE_CHECKING:
-    from allranks.doctor.check import Check
+    from allranks.doctor.finding import Check
 
 Subjects = Annotated[
     list[str] | None,
@@ -85,14 +85,13 @@ def doctor(
 
 
 def print_causes(as_json: bool) -> None:
-    from allranks.doctor.catalogue import load
+    from allranks.doctor import catalogue
     from allranks.doctor.show import show_causes
 
-    known = load()
     if as_json:
-        print_json(known.as_json())
+        print_json(catalogue.as_json())
     else:
-        show_causes(people_console(), known.findings())
+        show_causes(people_console(), catalogue.known_findings())
 
 
 def print_diagnosis(
@@ -112,7 +111,7 @@ def print_diagnosis(
 
 def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json: bool) -> None:
     """Check by check; exits with 1 if one failed."""
-    from allranks.doctor.check import report
+    from allranks.doctor.finding import report
     from allranks.doctor.show import show_checks
 
     seconds = time.monotonic() - started
