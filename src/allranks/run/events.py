@@ -215,9 +215,11 @@ def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
             return
 
 
-def read_last_events(path: Path, num_bytes: int = 16384, *, kind: str = "") -> list[dict[str, Any]]:
+def read_last_events(
+    path: Path, num_bytes: int = 16384, *, kind: str = "", word: bytes = b""
+) -> list[dict[str, Any]]:
     """The events in the last bytes of a file, in the same time for a file of any size."""
-    return [*read_events(path, last=num_bytes, kind=kind)]
+    return [*read_events(path, last=num_bytes, kind=kind, word=word)]
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:
