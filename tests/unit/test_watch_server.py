@@ -126,8 +126,8 @@ def test_cookies_of_other_servers_do_not_disturb(hub: Hub) -> None:
 def test_only_names_of_this_machine_are_answered_to(let_in: TestClient) -> None:
     """A name that somebody else points here brings his page's scripts with it."""
     ours = ("127.0.0.1:8888", "localhost:9000", "[::1]:8888", "LOCALHOST", "127.0.0.1")
-    others = ("evil.example", "", "127.0.0.1.evil.example:8888", "evil.example:80@127.0.0.1")
-    others += ("localhost.evil.example", "127.0.0.1:8888:9")
+    others = ["evil.example", "", "127.0.0.1.evil.example:8888", "evil.example:80@127.0.0.1"]
+    others += ["localhost.evil.example", "127.0.0.1:8888:9"]
     for host in (*ours, *others):
         status = let_in.get("/", headers={"host": host}).status_code
         assert status == (200 if host in ours else 403), host
@@ -211,8 +211,8 @@ def test_secrets_in_a_log_stay_here(let_in: TestClient, live: LiveRun) -> None:
 
 def test_no_other_file_or_folder_is_read(let_in: TestClient, live: LiveRun) -> None:
     (live.run.path / "slurm-1.log").symlink_to("/etc/passwd")
-    files = ("", "run.json", "../../run.json", "attempts/0/rank-0.jsonl", "/etc/passwd")
-    files += ("attempts/0/../0/rank-0.log", "attempts/0/rank-9.log", "slurm-1.log")
+    files = ["", "run.json", "../../run.json", "attempts/0/rank-0.jsonl", "/etc/passwd"]
+    files += ["attempts/0/../0/rank-0.log", "attempts/0/rank-9.log", "slurm-1.log"]
     asked = [(live.run.name, file) for file in (*files, "attempts/0/rank-0.log\x00")]
     runs = ("", "..", ".", "/", "../runs", "other", "%2e%2e")
     for run, file in [*asked, *((run, "attempts/0/rank-0.log") for run in runs)]:

@@ -66,7 +66,7 @@ function draw() {
   drawFindings(state);
   const isTableNew = numRanks !== Object.keys(state.ranks).length;
   numRanks = Object.keys(state.ranks).length;
-  plan("table", () => drawRanks(line.state, line.now()), {isUrgent: isUrgent || isTableNew});
+  plan("table", () => drawRanks(state, line.now()), {isUrgent: isUrgent || isTableNew});
   drawCharts(state, page, isUrgent);
   logs.offer(page.chosen, state.files, state.file);
 }
@@ -84,7 +84,10 @@ const line = new Line(query, (_, isAll) => {
   say(byId("link"), LINK[link]);
 });
 // Even without news, the time since each rank was last heard grows.
-setInterval(() => { if (line.state && line.state.runs[page.chosen]) plan("table", () => drawRanks(line.state, line.now())); }, 1000);
+setInterval(() => {
+  const state = line.state;
+  if (state && state.head) plan("table", () => drawRanks(state, line.now()));
+}, 1000);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { isWhole = true; draw(); });
 
 for (const name of ["metric", "axis"]) {
