@@ -122,7 +122,7 @@ def test_ranks_have_cells_with_marks_and_no_empty_columns() -> None:
     assert table["columns"] == ["GPU", "memory", "°C", "network", "step time", "data"]
     first, second = table["ranks"]["3"], table["ranks"]["4"]
     assert first["cells"]["GPU"] == [50.0, "50%", "warn"] and first["slowest"]
-    assert first["cells"]["memory"] == [60 << 30, "60 GiB of 80 GiB", ""]
+    assert first["cells"]["memory"] == [60 << 30, "60 of 80 GiB", ""]
     assert first["cells"]["°C"][2] == "warn" and first["cells"]["data"] == [None, "-", ""]
     assert second["cells"]["data"] == [0.02, "20.0ms", "warn"] and second["heard"] == 7.2
     assert second["cells"]["network"][1] == "1 GB/s"

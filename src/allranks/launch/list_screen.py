@@ -10,17 +10,10 @@ from rich.text import Text
 
 from allranks.show import tables
 from allranks.show.numbers import NOTHING, duration, moment, progress
-from allranks.show.tables import Table
+from allranks.show.tables import STATE_STYLES, Table
 from allranks.show.text import clean
 
 COLUMNS = ("run", "state", "layout", "job", "step", "left")
-COLOURS = {
-    "running": "green",
-    "finished": "blue",
-    "queued": "yellow",
-    "failed": "red",
-    "stopped": "magenta",
-}
 
 
 def show_runs(
@@ -45,7 +38,7 @@ def show_runs(
 def cells(run: Mapping[str, Any]) -> list[Text]:
     """The cells of a run after its name."""
     job = ",".join(run["jobs"]) if run["state"] == "queued" else run["job"]
-    state = Text(run["state"], style=COLOURS[run["state"]])
+    state = Text(run["state"], style=STATE_STYLES[run["state"]])
     said = (run["layout"], job, progress(run["step"], run["steps"]), left(run))
     return [state, *(Text(clean(text or NOTHING)) for text in said)]
 

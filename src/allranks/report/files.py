@@ -200,7 +200,7 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
         highest = max(highest, *y)
         for row, value in zip(rows, y, strict=True) if len(lines) == 1 else ():
             axes.annotate(
-                f"{row['efficiency']:.0%}",
+                percent(row["efficiency"]),
                 (row["ranks"], value),
                 xytext=(7, -13),
                 textcoords="offset points",

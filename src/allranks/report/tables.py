@@ -19,7 +19,7 @@ from allranks.show.numbers import (
     percent,
     ratio,
 )
-from allranks.show.tables import Table, show_table, without_empty
+from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.steps import PART_WORDS, PARTS
 
@@ -190,7 +190,6 @@ def target_line(report: Record) -> str:
 
 
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
-STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
@@ -228,5 +227,5 @@ def show_choices(console: Console, section: Mapping[str, Any]) -> None:
 
 
 def styled(cell: str) -> Text:
-    style = STATES.get(cell) or COLOURS.get(cell.split()[0] if cell else "", "")
+    style = STATE_STYLES.get(cell) or COLOURS.get(cell.split()[0] if cell else "", "")
     return Text(cell, style=style)

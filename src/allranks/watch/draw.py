@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from allranks.show.numbers import count, duration, metric, number, percent
-from allranks.show.tables import fit, header, join
+from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.marks import Mark, mark_in_words
 from allranks.watch.table_cells import (
     RANK_COLUMNS,
     RUN_COLUMNS,
-    STATE_STYLES,
     UNDER_REASON,
     base_words,
     is_alarming,

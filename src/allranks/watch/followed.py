@@ -84,10 +84,6 @@ class Followed:
     def may_have_jobs(self) -> bool:
         return (not self.is_read or self.is_active) and not self.is_aside
 
-    def read_info(self) -> dict[str, Any]:
-        self.info = self.info or self.run.info()
-        return self.info
-
     def has_changed(self) -> bool:
         """Whether the run was started, resumed, moved or stopped since the last look."""
         signs = tuple(modified(self.run.path / name) for name in SIGNS)

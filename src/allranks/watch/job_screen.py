@@ -24,10 +24,11 @@ from allranks.slurm import nodelist
 from allranks.slurm.formats import parse_time
 from allranks.slurm.reasons import RUNNING, waiting_reason
 from allranks.watch.draw import framed
-from allranks.watch.marks import Mark, share
-from allranks.watch.sampler import MARK
-from allranks.watch.table_cells import marked, narrow_size
+from allranks.watch.marks import Mark
+from allranks.watch.sampler import GPU_FIELDS, MARK
+from allranks.watch.table_cells import RANK_COLUMNS, marked, narrow_size, rank_cells
 from allranks.watch.terminal import LETTERS
+from allranks.watch.views import RankView
 
 SAMPLER = Path(__file__).with_name("sampler.py")
 JOB_FORMAT = "%i|%T|%r|%N|%M|%L|%u|%j"
@@ -38,17 +39,15 @@ FIRST_SECONDS = 60.0  # for srun to start on all nodes
 KEYS = "↑↓ scroll  d stack dumps  q quit"
 STACK_KEYS = "↑↓ scroll  q back"
 
+NODE = Column(key="node", title="node", rank=0, width=6, right=False, most=24)
 GPU_COLUMNS = (
-    Column(key="node", title="node", rank=0, width=6, right=False, most=24),
+    NODE,
     Column(key="index", title="gpu", rank=0, width=3),
-    Column(key="utilization", title="gpu%", rank=1, width=5),
-    Column(key="memory", title="memory", rank=2, width=7),
-    Column(key="power", title="power", rank=3, width=5),
-    Column(key="temperature", title="°C", rank=4, width=3),
-    Column(key="name", title="", rank=5, width=10, right=False, most=40),
+    *(column for column in RANK_COLUMNS if column.key in ("gpu", "memory", "power", "temperature")),
+    Column(key="name", title="", rank=9, width=10, right=False, most=40),
 )
 PROCESS_COLUMNS = (
-    Column(key="node", title="node", rank=0, width=6, right=False, most=24),
+    NODE,
     Column(key="rank", title="rank", rank=1, width=4),
     Column(key="pid", title="process", rank=0, width=7),
     Column(key="cpu", title="cpus", rank=2, width=5),
@@ -327,18 +326,14 @@ def node_line(sample: Sample, now: float | None = None) -> Text:
     return line
 
 
-def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) -> dict[str, Text]:
-    """One GPU, with its marks."""
-    memory = marks["memory"].judge(share(gpu.get("memory"), gpu.get("memory_total")))
-    power = marks["power"].judge(share(gpu.get("power"), gpu.get("power_limit")))
-    use = gpu.get("utilization")
+def gpu_cells(node: str, gpu: Mapping[str, Any], marks: Mapping[str, Mark]) -> dict[str, Text]:
+    """One GPU, with the cells and marks that a rank's has."""
+    used: dict[str, Any] = {
+        key: gpu.get(key) for key in GPU_FIELDS.values() if key not in ("index", "name")
+    }
     return {
-        "node": Text(clean(node)),
+        **rank_cells(RankView(rank=0, node=node, **used), marks, 0.0),
         "index": marked(gpu.get("index"), "{:.0f}"),
-        "utilization": marked(use, "{:.0f}", marks["gpu_util"].judge(use)),
-        "memory": marked(gpu.get("memory"), narrow_size, memory),
-        "power": marked(gpu.get("power"), "{:.0f}W", power),
-        "temperature": marked(gpu.get("temperature"), "{:.0f}"),
         "name": Text(clean(str(gpu.get("name") or ""))),
     }
 

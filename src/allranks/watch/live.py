@@ -211,7 +211,9 @@ class Watcher:
     def _ask_slurm(self) -> bool:
         """Ask SLURM; returns whether an answer has come, whose runs are then looked at again."""
         concerned = [one for one in self._followed.values() if one.may_have_jobs]
-        runs = [one.run for one in concerned if one.read_info().get("jobs")]
+        for one in concerned:
+            one.info = one.info or one.run.info()
+        runs = [one.run for one in concerned if one.info.get("jobs")]
         has_answer = self._asking.ask(runs, wait=FIRST_SECONDS if self._is_first else 0.0)
         if has_answer:
             for one in concerned:

@@ -142,11 +142,12 @@ def rank_line(rank: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
     too_long = (rank.data or 0.0) > MUCH_DATA * (rank.step_seconds or 0.0)
     use = None if rank.utilization is None else rank.utilization / 100
     power = "" if rank.power_limit is None else f" of {count(rank.power_limit)}"
-    memory = "" if rank.memory_total is None else f" of {size(rank.memory_total)}"
+    used, whole = size(rank.memory), size(rank.memory_total)
+    memory = f"{used.removesuffix(whole.lstrip('0123456789,.'))} of {whole}"
     cells: dict[str, list[Any]] = {
         "node": [rank.node, rank.node, ""],
         "GPU": [rank.utilization, percent(use, 0), verdicts["gpu_util"]],
-        "memory": [rank.memory, size(rank.memory) + memory, verdicts["memory"]],
+        "memory": [rank.memory, memory if rank.memory_total else used, verdicts["memory"]],
         "power, W": [rank.power, count(rank.power) + power, verdicts["power"]],
         "°C": [rank.temperature, count(rank.temperature), "warn" if too_hot else ""],
         "CPUs": [rank.cpu, number(rank.cpu, 2), ""],
@@ -195,31 +196,25 @@ def heat(history: History | None, metric: str) -> dict[str, Any] | None:
     if history is None or not rows:
         return None
     ranks = sorted(rows)
-    digits = _digits(rows.values())
-    columns = [
-        [None if value is None else round(value, digits) for value in column]
-        for column in zip_longest(*(rows[rank] for rank in ranks))
-    ]
-    known = {"metric": metric, "unit": unit, "width": history.width}
-    return {**known, "ranks": ranks, "columns": columns}
+    columns = zip_longest(*(rows[rank] for rank in ranks))
+    return {
+        **{"metric": metric, "unit": unit, "width": history.width, "ranks": ranks},
+        "columns": [[rounded(value) for value in column] for column in columns],
+    }
 
 
 def _heat_rows(known: Mapping[str, Mapping[int, Row]], metric: str) -> tuple[dict[int, Row], str]:
     if metric == "work":
         # Ranks wait for each other, so all steps take as long: a slow rank shows without waits.
-        waits = known.get("wait", {})
-        return {
-            rank: _less(row, waits.get(rank, ())) for rank, row in known.get("seconds", {}).items()
-        }, "s"
+        found = {}
+        for rank, row in known.get("seconds", {}).items():
+            pairs = zip_longest(row, known.get("wait", {}).get(rank, ())[: len(row)])
+            found[rank] = [None if took is None else took - (wait or 0.0) for took, wait in pairs]
+        return dict(found), "s"
     if metric == "utilization":
         key, unit = ("utilization", "%") if known.get("utilization") else ("cpu", " CPUs")
         return dict(known.get(key, {})), unit
     return dict(known.get(metric, {})), "s"
-
-
-def _less(row: Row, waits: Row) -> list[float | None]:
-    pairs = zip_longest(row, waits[: len(row)])
-    return [None if took is None else took - (wait or 0.0) for took, wait in pairs]
 
 
 def use(history: History | None) -> dict[str, Any] | None:
@@ -241,12 +236,6 @@ def use(history: History | None) -> dict[str, Any] | None:
 def rounded(value: Any, digits: int = 4) -> Any:
     """Rounded to significant digits: what nobody can see need not be sent."""
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def _digits(rows: Any) -> int:
-    """Decimals that show a thousandth of the largest value."""
-    most = max((abs(v) for row in rows for v in row if v is not None), default=0.0)
-    return 3 if most == 0 else max(0, 3 - int(f"{most:e}".partition("e")[2]))
 
 
 def change(before: Any, after: Any) -> dict[str, Any] | None:

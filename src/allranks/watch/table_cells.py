@@ -20,19 +20,11 @@ from allranks.show.numbers import (
     short,
     size,
 )
-from allranks.show.tables import Column
+from allranks.show.tables import STATE_STYLES, Column
 from allranks.show.text import clean, shortened
 from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share, traffic
 from allranks.watch.views import Parts, RankView, RunView
 
-STATE_STYLES = {
-    "running": "green",
-    "finished": "blue",
-    "queued": "yellow",
-    "failed": "red",
-    "stopped": "magenta",
-    "stalled": "bold red",
-}
 SPARKS = "▁▂▃▄▅▆▇█"
 TAKING_TURNS = 0.1  # share of a step spent waiting for slower ranks
 CURVE = 24  # maximum width of a sparkline
