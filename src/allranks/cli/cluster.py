@@ -190,7 +190,7 @@ def list_(
     debug: Debug = False,
 ) -> None:
     from allranks.launch import backends
-    from allranks.launch.list_screen import show_runs
+    from allranks.launch.screen import show_runs
     from allranks.run import run_state
     from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
@@ -337,13 +337,13 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:
-    from allranks.launch.list_screen import show_table
+    from allranks.launch.screen import show_draft as show_drafted
     from allranks.run.events import to_json
 
     if as_json:
         print(to_json({"table": drafted.table, "scripts": drafted.scripts}))
         return
-    show_table(people_console(False), drafted.table)
+    show_drafted(people_console(False), drafted.table)
     for racer, script in drafted.scripts.items():
         if len(drafted.scripts) > 1:
             print(f"# --- {racer} ---")
