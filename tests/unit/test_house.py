@@ -22,7 +22,6 @@ TORCH = (
     "probe/",
     "launch/agent.py",
     "doctor/preflight.py",
-    "doctor/allreduce.py",
     "bench/comm_calls.py",
     "bench/comm_ranks.py",
 )

@@ -6,10 +6,9 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from allranks.launch.meeting import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
-from allranks.machine.processes import Signals, listening
+from allranks.machine.processes import Signals, listening, output_of
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue
 from allranks.show.text import clean
@@ -137,24 +136,7 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
 
 def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     """What `python WORDS` prints on this machine."""
-    return output_of([sys.executable, *words], seconds)
-
-
-def output_of(command: Sequence[str], seconds: float, env: Mapping[str, str] = os.environ) -> str:
-    """What a command prints within so many seconds; empty if it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "" if done.returncode else done.stdout
+    return output_of([sys.executable, *words], seconds) or ""
 
 
 def will_stop(run: RunDir) -> str:

@@ -29,7 +29,7 @@ from allranks.launch.backends import Draft, Options, local
 from allranks.launch.node import AT_ONCE_SECONDS, Outcome, Place, outcome_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
-from allranks.machine.processes import Signals
+from allranks.machine.processes import Signals, output_of
 from allranks.run import commits
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -140,7 +140,7 @@ def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     script = f"for python in {shlex.quote(sys.executable)} python3; do {tries}; done"
     with ThreadPoolExecutor(max(1, len(hosts))) as asking:
         commands = [ssh_to(host, script) for host in hosts]
-        return "".join(asking.map(lambda command: local.output_of(command, seconds), commands))
+        return "".join(asking.map(lambda command: output_of(command, seconds) or "", commands))
 
 
 def remote(host: str, script: str, text: str = "") -> subprocess.CompletedProcess[str]:
