@@ -185,7 +185,7 @@ def ls(
     debug: Debug = False,
 ) -> None:
     from allranks.launch import backends
-    from allranks.launch.list_screen import show_runs
+    from allranks.launch.screen import show_runs
     from allranks.run import run_state
     from allranks.run.folder import find_run, list_runs
 
@@ -218,18 +218,18 @@ def logs(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.logs import show_logs
+    from allranks.launch.follow import show_logs
     from allranks.run.folder import find_run
 
     found = find_run(runs, run)
     lines: list[str] = []
     write = lines.append if as_json else partial(print_line, raw=raw, flush=follow)
-    shown = show_logs(found, rank, follow=follow, write=write, say=print_remark)
+    exit_code, remarks = show_logs(found, rank, follow=follow, write=write, say=print_remark)
     if as_json:
         print_json({"run": found.name, "lines": lines})
-    for remark in shown.remarks:
+    for remark in remarks:
         print_remark(remark)
-    raise typer.Exit(shown.exit_code)
+    raise typer.Exit(exit_code)
 
 
 def print_remark(text: str) -> None:
@@ -299,15 +299,15 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     """Wait for the end of a run, and exit with its code."""
     import time
 
+    from allranks.launch.follow import EXIT_CODES, wait_for_result
     from allranks.launch.screen import Screen
-    from allranks.launch.waiting import wait_for_result
 
     def say(text: str) -> None:
         out = sys.stderr if as_json else sys.stdout
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=out, flush=True)
 
     try:
-        waited = wait_for_result(run, say)
+        result, error = wait_for_result(run, say)
     except KeyboardInterrupt:
         print(
             f"no longer waiting; run {run.name} continues. To stop it: "
@@ -315,22 +315,22 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    if waited.error is not None:
-        print_error(waited.error, as_json=as_json, more=waited.result)
+    if error is not None:
+        print_error(error, as_json=as_json, more=result)
     elif as_json:
-        print_json(waited.result)
+        print_json(result)
     else:
-        Screen(people_console()).summary(waited.result)
-    raise typer.Exit(waited.exit_code)
+        Screen(people_console()).summary(result)
+    raise typer.Exit(EXIT_CODES[result["state"]])
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:
-    from allranks.launch.list_screen import show_table
+    from allranks.launch.screen import show_draft as show_drafted
 
     if as_json:
         print_json({"table": drafted.table, "scripts": drafted.scripts})
         return
-    show_table(people_console(), drafted.table)
+    show_drafted(people_console(), drafted.table)
     for racer, script in drafted.scripts.items():
         if len(drafted.scripts) > 1:
             print(f"# --- {racer} ---")
