@@ -504,7 +504,7 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
     run = make().run
     assert claims.take(run.claims, Claim(number=0, job="100"))
     slept: list[float] = []
-    check = claims.check
+    raise_if_lost = claims.raise_if_lost
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
@@ -514,13 +514,13 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
     def look(folder: Path, number: int) -> None:
         if len(slept) == 2:
             raise OSError("stale file handle")
-        check(folder, number)
+        raise_if_lost(folder, number)
 
     def leave(code: int) -> None:
         raise Ended(code)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(claims, "check", look)
+    monkeypatch.setattr(claims, "raise_if_lost", look)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Ended, match="1"):
         step.end_with_claim(run, 0, 5.0)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 Race = Annotated[
     str | None,
     typer.Option(
-        "--race",
         metavar="LAYOUTS",
         help="Queue it in several layouts, such as 1x4,4x1@a40: the first to start wins.",
     ),
@@ -40,15 +39,12 @@ Race = Annotated[
 Ladder = Annotated[
     str | None,
     typer.Option(
-        "--ladder",
-        metavar="LAYOUTS",
-        help="Climb from layout to layout while it pays, such as 1x1,1x2,2x2.",
+        metavar="LAYOUTS", help="Climb from layout to layout while it pays, such as 1x1,1x2,2x2."
     ),
 ]
 MinEfficiency = Annotated[
     float,
     typer.Option(
-        "--min-efficiency",
         metavar="FRACTION",
         min=0,
         max=1,
@@ -56,8 +52,7 @@ MinEfficiency = Annotated[
     ),
 ]
 LadderSteps = Annotated[
-    int,
-    typer.Option("--steps", metavar="N", min=1, help="With --ladder: steps to measure."),
+    int, typer.Option(metavar="N", min=1, help="With --ladder: steps to measure.")
 ]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the run has ended; exit with its code.")
@@ -66,7 +61,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sen
 To = Annotated[
     Literal["local", "slurm", "ssh"] | None,
     typer.Option(
-        "--backend",
         metavar="local|slurm|ssh",
         help="Where to continue: this machine, SLURM's queue, or its hosts. Default: as before.",
     ),
@@ -215,9 +209,7 @@ def logs(
     ] = False,
     rank: Annotated[
         int | None,
-        typer.Option(
-            "--rank", metavar="N", min=-1, help="Only rank N; -1: the output of the job itself."
-        ),
+        typer.Option(metavar="N", min=-1, help="Only rank N; -1: the output of the job itself."),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Print every byte as it is, even on a terminal.")

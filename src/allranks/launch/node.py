@@ -141,7 +141,7 @@ class Launch:
         is_command = prepared.job.command is not None
 
         def arguments(attempt: int) -> list[str]:
-            self._claim.check()  # the number of an attempt may be a newer holder's, too
+            self._claim.raise_if_lost()  # the number of an attempt may be a newer holder's, too
             self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
             return ["-m", "allranks.launch.rank_env", *words]
@@ -254,7 +254,7 @@ class Launch:
 
     def _record_ends(self, exit_codes: dict[int, int | None], attempt: int) -> None:
         """Write the end of every rank that did not: it was killed, or is a user's script."""
-        self._claim.check()  # a newer holder's ranks have written what there is to write
+        self._claim.raise_if_lost()  # a newer holder's ranks have written what there is to write
         # The kernel's own count: its messages are mostly not for users to read.
         kills = (memory_kills() or 0) - self._memory_kills
         for rank, code in exit_codes.items():

@@ -418,7 +418,7 @@ class Allocation:
 
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Continue in another job if the run was stopped before its end; returns an exit code."""
-        claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
+        claims.raise_if_lost(self.run.claims, self.claim.number)
         self.run.look_anew()
         has_begun = self._has_begun(prepared)
         lost = self._killed(code) if has_begun else None

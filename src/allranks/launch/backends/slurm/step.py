@@ -77,7 +77,7 @@ def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
     while True:
         time.sleep(seconds * random.uniform(0.8, 1.2))  # a thousand nodes must not look at once
         try:
-            claims.check(run.claims, number)
+            claims.raise_if_lost(run.claims, number)
         except AllranksError as error:
             print(f"allranks: {error.what}", flush=True)
             os._exit(1)
