@@ -140,7 +140,7 @@ def window(length: int, at: int, rows: int) -> slice:
 
 
 def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
-    """What the table has no column for, of the selected run."""
+    """The selected run: what the table of runs has no column for."""
     word = state_word(run)
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")

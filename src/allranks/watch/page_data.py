@@ -102,7 +102,7 @@ def tiles(view: RunView) -> list[list[str]]:
         ["efficiency", percent(view.efficiency if base else None), "", base],
         ["step time", duration(view.step_seconds), "", ""],
         time,
-        [view.hours_unit, number(view.rank_hours), "", ""],
+        [view.hours_unit, number(view.rank_hours or None), "", ""],
         *(
             [name.replace("_", " "), metric(value), "", ""]
             for name, value in [*view.metrics.items()][:MOST_METRICS]
