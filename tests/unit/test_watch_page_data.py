@@ -16,8 +16,8 @@ from tests.page_runs import LiveRun, held
 
 from allranks.run.folder import RunDir
 from allranks.watch import logs, page_data
+from allranks.watch.cells import DEFAULT_MARKS
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.views import History, Parts, RankView, RunView
 
 values = st.recursive(

@@ -12,11 +12,17 @@ from rich.text import Text
 
 from allranks.errors import AllranksError
 from allranks.show.text import clean, shortened
+from allranks.watch.cells import (
+    DEFAULT_MARKS,
+    judged,
+    mark_in_words,
+    parse_marks,
+    rank_cells,
+    sparkline,
+)
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.logs import KEPT_BYTES, MAX_REST_BYTES, LogPage
-from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
 from allranks.watch.run_screen import OpenLog
-from allranks.watch.table_cells import rank_cells, sparkline
 from allranks.watch.views import Parts, RankView, RunView
 
 NOW = 1_794_750_000.0

@@ -13,13 +13,14 @@ from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
-from allranks.watch.marks import Mark, mark_in_words
-from allranks.watch.table_cells import (
+from allranks.watch.cells import (
     RANK_COLUMNS,
     RUN_COLUMNS,
     UNDER_REASON,
+    Mark,
     base_words,
     is_alarming,
+    mark_in_words,
     rank_cells,
     reason,
     run_cells,

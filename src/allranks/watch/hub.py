@@ -14,8 +14,8 @@ from typing import Any
 from allranks.run.folder import RunDir
 from allranks.show.secrets import redact, redact_all
 from allranks.watch import logs, page_data
+from allranks.watch.cells import DEFAULT_MARKS, Mark
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.page_data import Wish
 from allranks.watch.views import RunView
 

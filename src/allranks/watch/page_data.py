@@ -11,8 +11,16 @@ from typing import Any
 from allranks.show.numbers import NOTHING, count, duration, metric, number, percent, rate, size
 from allranks.show.secrets import redact
 from allranks.timing.steps import PART_WORDS
-from allranks.watch.marks import Mark, judged, traffic
-from allranks.watch.table_cells import base_words, is_alarming, reason, slowest_words, state_word
+from allranks.watch.cells import (
+    Mark,
+    base_words,
+    is_alarming,
+    judged,
+    reason,
+    slowest_words,
+    state_word,
+    traffic,
+)
 from allranks.watch.views import History, Parts, RankView, RunView
 
 METRICS = ("work", "seconds", "data", "wait", "utilization")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.watch.cells import Mark
 from allranks.watch.draw import LOG_KEYS, Scene, help_screen, log_screen, screen
 from allranks.watch.live import Watcher
 from allranks.watch.logs import JOB, LogPage, log_path, log_ranks
-from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier
 from allranks.watch.terminal import LETTERS
 from allranks.watch.views import RankView, RunView

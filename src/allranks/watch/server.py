@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
+from allranks.watch.cells import DEFAULT_MARKS, Mark
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.views import RunView
 
 if TYPE_CHECKING:
