@@ -124,6 +124,15 @@ def base_words(run: RunView, width: int = 99) -> str:
     return f"{whose}: {shortened(clean(run.baseline or ''), width)}"
 
 
+def facts_of(run: RunView) -> list[str]:
+    """What a run trains on, and how far it is saved."""
+    facts = [run.layout, run.device or ""]
+    facts += [f"attempt {run.attempt}"] if run.attempts > 1 else []
+    facts += [f"job {', '.join(run.jobs)}"] if run.jobs else []
+    facts += [f"checkpoint {count(run.checkpoint)}"] if run.checkpoint is not None else []
+    return [clean(fact) for fact in facts if fact]
+
+
 def is_alarming(run: RunView) -> bool:
     return run.state == "failed" or run.stalled
 

@@ -14,6 +14,7 @@ from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     Mark,
     base_words,
+    facts_of,
     is_alarming,
     judged,
     reason,
@@ -72,17 +73,10 @@ def list_words(view: RunView, share: float, now: float) -> str:
 
 def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
     """The chosen run in words; `silence`: why SLURM does not answer."""
-    facts = [
-        f"layout {view.layout}" if view.layout else None,
-        view.device,
-        ", ".join(view.nodes),
-        f"attempt {view.attempt}" if view.attempts > 1 else None,
-        f"checkpoint at step {count(view.checkpoint)}" if view.checkpoint is not None else None,
-    ]
     warnings = [reason(view, now), f"SLURM does not answer: {silence}" if silence else ""]
     pace = view.samples_per_second
     return {
-        "facts": [fact for fact in facts if fact],
+        "facts": [*facts_of(view), *([", ".join(view.nodes)] if view.nodes else [])],
         "warnings": [redact(warning) for warning in warnings if warning],
         "is_alarming": is_alarming(view),
         # The number of steps of a user's script is not known.
