@@ -246,7 +246,7 @@ def test_rivals_that_are_recorded_later_and_a_deaf_controller_are_not_forgotten(
             add("102")
 
     add("101")
-    answers.said["scancel"] = slurm.refusal("scancel", DOWN)
+    answers.said["scancel"] = slurm.SlurmError("scancel", DOWN)
     monkeypatch.setattr(time, "sleep", sleep)
     held._cancel_rivals()
     assert [words[2:] for words in answers.calls] == [("101",), ("101",), ("101", "102")]
@@ -261,7 +261,7 @@ def test_rivals_that_have_left_the_queue_are_not_asked_for_again(
     held = hold()
     racers = {"101": {"layout": "1x2", "claim": 0}}
     held.run.update_info(lambda info: info.update(racers=racers))
-    answers.said["scancel"] = slurm.refusal("scancel", "Invalid job id specified")
+    answers.said["scancel"] = slurm.SlurmError("scancel", "Invalid job id specified")
     held._cancel_rivals()
     assert len(answers.calls) == 1
 
@@ -387,7 +387,7 @@ def test_where_requeuing_is_refused_another_job_follows(
 ) -> None:
     held = hold()
     held.run.update_info(lambda info: info.update(failed_nodes={"n7": "lost"}))
-    answers.said["scontrol"] = slurm.refusal(
+    answers.said["scontrol"] = slurm.SlurmError(
         "scontrol", "Requested operation is presently disabled"
     )
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
@@ -419,7 +419,7 @@ def test_a_requeue_that_ended_its_own_scontrol_is_known_to_be_done(
             return f"JobId=100 JobState=COMPLETING Requeue=1 Restarts={restarts} ExitCode=0:0"
         return answers(*words, **options)
 
-    answers.said["scontrol"] = slurm.refusal("scontrol", said)
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", said)
     monkeypatch.setattr(slurm, "call", call)
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.pop("scontrol"))
     assert held._what_next(prepared, 0) == 0
@@ -434,8 +434,8 @@ def test_a_run_that_can_go_on_nowhere_says_so(
     hold: Callable[..., Allocation], answers: Answers
 ) -> None:
     held = hold()
-    answers.said["scontrol"] = slurm.refusal("scontrol", "Access/permission denied")
-    answers.said["sbatch"] = slurm.refusal("sbatch", "Invalid account")
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", "Access/permission denied")
+    answers.said["sbatch"] = slurm.SlurmError("sbatch", "Invalid account")
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
     assert held.run.state() == "failed"
     assert "neither requeued nor sent again" in held.run.info()["ended"]["reason"]
@@ -623,7 +623,7 @@ def test_another_job_is_sent_once_the_controller_answers(
     hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
-    answers.said["sbatch"] = slurm.refusal("sbatch", DOWN)
+    answers.said["sbatch"] = slurm.SlurmError("sbatch", DOWN)
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(sbatch="500"))
     assert held._resubmit("continues")
     assert len(answers.of("sbatch")) == 2
@@ -988,7 +988,7 @@ def test_a_node_that_failed_this_run_is_left(
     assert held._leave_failed_nodes()
     ((_, _, script),) = answers.of("sbatch")
     assert "#SBATCH --exclude=n1\n" in Path(script).read_text()
-    answers.said["sbatch"] = slurm.refusal(
+    answers.said["sbatch"] = slurm.SlurmError(
         "sbatch", "Requested node configuration is not available"
     )
     assert not held._leave_failed_nodes()
@@ -1063,14 +1063,14 @@ def test_the_state_of_a_job_is_asked_for_until_the_controller_answers(
 ) -> None:
     assert job_state("100")[0] == "RUNNING"
     assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%T|%r")]
-    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    answers.said["squeue"] = slurm.SlurmError("squeue", DOWN)
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(squeue="PENDING\n"))
     assert job_state("100")[0] == "PENDING"
-    answers.said["squeue"] = slurm.refusal("squeue", "Invalid job id specified")
+    answers.said["squeue"] = slurm.SlurmError("squeue", "Invalid job id specified")
     assert job_state("100")[0] == "GONE"
     answers.said["squeue"] = ""
     assert job_state("100")[0] == "GONE"
-    answers.said["squeue"] = slurm.refusal("squeue", "Protocol authentication error")
+    answers.said["squeue"] = slurm.SlurmError("squeue", "Protocol authentication error")
     assert job_state("100")[0] == "UNKNOWN"  # which is no reason to let a run die
     answers.said["squeue"] = "COMPLETING|TimeLimit\n"
     assert job_state("100") == ("COMPLETING", "TimeLimit")
@@ -1082,7 +1082,7 @@ def test_the_state_of_a_job_is_unknown_when_the_controller_stays_silent(
     now = iter(range(0, 100_000, 1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    answers.said["squeue"] = slurm.SlurmError("squeue", DOWN)
     assert job_state("100")[0] == "UNKNOWN"
 
 
@@ -1096,7 +1096,7 @@ def test_the_time_that_a_job_has_and_its_limit(answers: Answers) -> None:
     for said in ("N/A|UNLIMITED\n", f"{end}|UNLIMITED\n", f"{end}\n", ""):
         answers.said["squeue"] = said
         assert time_to_limit("100") == (None, None)
-    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    answers.said["squeue"] = slurm.SlurmError("squeue", DOWN)
     assert time_to_limit("100") == (None, None)
 
 
@@ -1111,13 +1111,13 @@ def test_a_silent_controller_is_asked_again_and_a_refusal_is_not(
             answers.said["scontrol"] = "done"
 
     monkeypatch.setattr(time, "sleep", sleep)
-    answers.said["scontrol"] = slurm.refusal("scontrol", DOWN)
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", DOWN)
     assert patiently("scontrol", "requeue", "100") == "done"
     assert slept == [1.0, 2.0, 4.0]
-    answers.said["scontrol"] = slurm.refusal("scontrol", DOWN)
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", DOWN)
     with pytest.raises(slurm.SlurmError, match="did not answer"):
         patiently("scontrol", "requeue", "100", seconds=-1)
-    answers.said["scontrol"] = slurm.refusal("scontrol", "Invalid job id specified")
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", "Invalid job id specified")
     with pytest.raises(slurm.SlurmError, match="left the queue"):
         patiently("scontrol", "requeue", "100")
     assert len(slept) == 3

@@ -25,7 +25,7 @@ from allranks.slurm.cluster import (
     parse_qos,
 )
 from allranks.slurm.cluster_screen import show_cluster, show_queue
-from allranks.slurm.formats import parse_fields, parse_gres, parse_time, tres_gpus
+from allranks.slurm.commands import parse_fields, parse_gres, parse_time, tres_gpus
 from allranks.slurm.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
 from allranks.slurm.queue import (
     COLUMNS,
@@ -556,7 +556,7 @@ class FakeSlurm:
         for part, text in self._answers.items():
             if part in self.calls[-1]:
                 if text is None:
-                    raise slurm.refusal(words[0], "You are not running a supported accounting")
+                    raise slurm.SlurmError(words[0], "You are not running a supported accounting")
                 return text
         return ""
 

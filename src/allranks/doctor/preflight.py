@@ -36,8 +36,8 @@ from allranks.doctor.node_checks import (
     write_test,
 )
 from allranks.machine.network import address_towards
+from allranks.machine.nodelist import expand
 from allranks.run.folder import write_atomically
-from allranks.slurm.nodelist import expand
 
 if TYPE_CHECKING:
     import torch.distributed as dist

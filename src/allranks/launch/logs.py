@@ -13,11 +13,11 @@ from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.launch.waiting import EXIT_CODES, in_words
 from allranks.layout import Layout
+from allranks.machine.nodelist import compress
 from allranks.run import run_state
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.logs import LogTail
-from allranks.slurm.nodelist import compress
 
 LOOK_SECONDS = 0.3
 ALIKE_SECONDS = 1.0  # within which ranks that print the same line do so

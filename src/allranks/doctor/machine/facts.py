@@ -41,7 +41,7 @@ from allranks.machine.network import (
     read,
     up_interfaces,
 )
-from allranks.slurm.nodelist import expand
+from allranks.machine.nodelist import expand
 
 TORCH_SECONDS = 20.0
 RESOLVE_SECONDS = 3.0

@@ -9,7 +9,7 @@ from allranks.errors import AllranksError
 from allranks.launch.launchers import spell
 from allranks.launch.prepare import Request
 from allranks.layout import Layout
-from allranks.slurm import nodelist
+from allranks.machine import nodelist
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ...
 PORT = 29500

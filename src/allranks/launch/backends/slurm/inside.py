@@ -16,13 +16,12 @@ from pathlib import Path
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.backends.slurm.sbatch import time_seconds
 from allranks.launch.prepare import Prepared
+from allranks.machine import nodelist
 from allranks.machine.allotted import parse_tasks_per_node
 from allranks.machine.processes import blocked_signals
 from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below what Linux hands out by itself
 LIGHTNING = re.compile(r"(?m)^\s*(?:from|import) +(?:lightning|pytorch_lightning)\b")
@@ -84,7 +83,7 @@ def job_state(job: str) -> tuple[str, str]:
     try:
         printed = patiently("squeue", "-h", "-j", job, "-o", "%T|%r").strip()
     except slurm.SlurmError as error:
-        return "GONE" if "invalid job id" in error.words.lower() else "UNKNOWN", ""
+        return "GONE" if error.is_gone else "UNKNOWN", ""
     state, _, reason = (printed or "GONE").partition("|")
     return state, reason
 
@@ -109,7 +108,8 @@ def time_to_limit(job: str) -> tuple[float | None, int | None]:
         printed = slurm.call("squeue", "-h", "-j", job, "-o", "%e|%l", seconds=15)
         end, _, limit = printed.strip().partition("|")
         left = time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S")) - time.time()
-        return left, time_seconds(limit)
+        seconds = slurm.parse_time(limit)
+        return (None, None) if seconds is None else (left, seconds)
     except (slurm.SlurmError, ValueError):
         return None, None
 

@@ -13,11 +13,11 @@ from allranks.launch.backends.local import comes_true, will_stop
 from allranks.launch.backends.slurm import submit
 from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.launch.prepare import Prepared
+from allranks.machine import nodelist
 from allranks.run import claims, run_state
 from allranks.run.folder import RunDir
 from allranks.run.run_state import EndedJob, Queue, QueuedJob, state_of
 from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
 from allranks.slurm.reasons import RUNNING, end_reason, waiting_reason
 
 QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
@@ -135,7 +135,7 @@ def cancel(jobs: Sequence[str]) -> None:
     try:
         slurm.call("scancel", *jobs)
     except slurm.SlurmError as error:
-        if "invalid job id" not in error.words.lower():
+        if not error.is_gone:
             raise
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks.machine.nodelist import compress
 from allranks.show.numbers import rate
-from allranks.slurm.nodelist import compress
 
 OWN_CHECKS = ("write", "gpus", "health", "torch")  # a node passes or fails these by itself
 SLOW_IMPORT = 3.0  # times as long as on every other node
