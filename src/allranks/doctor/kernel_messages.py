@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from allranks.doctor.log_search import Scanned, Source
 from allranks.doctor.run_evidence import Starts
+from allranks.machine.processes import output_of
 from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 
@@ -77,7 +77,8 @@ def messages(starts: Starts, since: float, until: float, processes: Processes) -
     node = socket.gethostname()
     if node not in {starts.node(rank) for rank in starts.events}:
         return Kernel()
-    lines = [line for line in _dmesg() if _is_between(line, since, until)]
+    said = output_of(["dmesg", "--time-format", "iso"], DMESG_SECONDS) or ""
+    lines = [line for line in said.encode().splitlines() if _is_between(line, since, until)]
     victims: set[int] = set()
     kept = []
     for line in lines:
@@ -101,19 +102,6 @@ def _counts_as_kernel() -> bool:
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino == FIRST_NAMESPACE
     return False
-
-
-def _dmesg() -> list[bytes]:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"],
-            capture_output=True,
-            timeout=DMESG_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.stdout.splitlines() if done.returncode == 0 else []
-    return []
 
 
 def _is_between(line: bytes, since: float, until: float) -> bool:

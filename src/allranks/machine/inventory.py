@@ -9,9 +9,7 @@ import itertools
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import allranks
 from allranks.machine.allotted import PROC, cpus_allotted, memory_allotted, memory_total
 from allranks.machine.gpus import driver_versions, gpu_link, local_gpus, nvml
 from allranks.machine.network import SYS, infiniband_ports, names_in, network
+from allranks.machine.processes import output_of
 
 GIT_SECONDS = 5.0  # a status on a busy network disk can take minutes
 PACKAGES = (
@@ -72,25 +71,9 @@ def describe_machine(sys: Path = SYS, env: Mapping[str, str] = os.environ) -> di
     }
 
 
-def answer(program: str, *arguments: str) -> str | None:
+def answer(*command: str) -> str | None:
     """What a program prints; None if it is not installed, fails, or takes too long."""
-    found = shutil.which(program)
-    if found is None:
-        return None
-    try:
-        done = subprocess.run(
-            [found, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROGRAM_SECONDS,
-            env={**os.environ, "LC_ALL": "C"},
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout or done.stderr
+    return output_of(command, PROGRAM_SECONDS, {**os.environ, "LC_ALL": "C"})
 
 
 def first_line(text: str | None) -> str | None:
@@ -239,18 +222,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
+    return output_of(command, GIT_SECONDS, env)
 
 
 def _cpu_model() -> str:

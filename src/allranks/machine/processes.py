@@ -1,4 +1,4 @@
-"""Signals that stop a run, and processes: how they start, and end with their parent."""
+"""Signals that stop a run, and processes: what they print, and that they end with their parent."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import gc
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -46,6 +47,32 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL, or `signal 77` where there is no name for it."""
+    known = number in {int(one) for one in signal.Signals}
+    return signal.Signals(number).name if known else f"signal {number}"
+
+
+def output_of(
+    command: Sequence[str], seconds: float, env: Mapping[str, str] = os.environ
+) -> str | None:
+    """What a command prints; None if there is none, if it fails, or if it takes too long."""
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 class Signals:

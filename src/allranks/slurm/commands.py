@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.machine.processes import die_with_parent
@@ -29,7 +30,8 @@ class SlurmError(AllranksError):
         lines = [clean_words(line) for line in said.splitlines()]
         self.words = "; ".join(dict.fromkeys(filter(None, lines))) or "no reason given"
         rows = reasons.words()["refusals"]
-        known = next((row for row in rows if re.search(row["pattern"], self.words, re.I)), {})
+        fits = (row for row in rows if re.search(row["pattern"], self.words, re.IGNORECASE))
+        known: dict[str, Any] = next(fits, {})
         self.meaning = known.get("meaning", "")
         self.is_silence = known.get("silence", False)  # it may answer later
         what = f"{program}: {self.words}{f' ({self.meaning})' if known else ''}"

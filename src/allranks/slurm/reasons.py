@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from allranks.machine.processes import signal_name
 
 # States of a job on its nodes; squeue lists those in any other because they wait.
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "SUSPENDED", "STOPPED")
@@ -85,7 +86,6 @@ def _exit(exit_code: str) -> str | None:
     if number in signals:
         return str(signals[number])
     if number:
-        known = number in {int(one) for one in signal.Signals}
-        name = signal.Signals(number).name if known else f"signal {number}"
+        name = signal_name(number)
         return f"{signals.get(name, 'ended by a signal')} ({name})"
     return f"exit code {code}{f', {codes[code]}' if code in codes else ''}" if code else None

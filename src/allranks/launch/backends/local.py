@@ -6,23 +6,22 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
 from allranks.launch.attempt import FILE, describe, read
 from allranks.launch.backends import Draft, Options
-from allranks.launch.backends.slurm.held_nodes import check_allocation
+from allranks.launch.backends.slurm.inside import check_allocation
 from allranks.launch.meeting import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
-from allranks.machine.processes import Signals, listening
+from allranks.machine.processes import Signals, listening, output_of
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue
 from allranks.show.text import clean
@@ -35,7 +34,7 @@ AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
 def check(request: Request, options: Options) -> Prepared:
     """The run to start, if this machine can hold its ranks."""
     prepared = prepare.prepare(request)
-    place = options.place or (last_place(prepared.run) if prepared.run else Place())
+    place = place_of(prepared, options)
     here = ranks_here(prepared, place)
     checks.check_supported(prepared.job)
     checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
@@ -56,18 +55,17 @@ def draft(prepared: Prepared, options: Options) -> Draft:
 def start(prepared: Prepared, options: Options) -> Outcome:
     """Run it to its end."""
     assert options.screen is not None
-    return run_here(prepared, options.place or Place(), options.screen, options.signals)
+    return run_here(prepared, place_of(prepared, options), options.screen, options.signals)
 
 
-def move(prepared: Prepared, options: Options) -> Outcome:
-    """Resume it the way it was started; `check` has refused one that is running."""
-    if options.place is None and prepared.run is not None:
-        options = replace(options, place=last_place(prepared.run))
-    return start(prepared, options)
+move = start  # `check` has refused a running one
 
 
-def last_place(run: RunDir) -> Place:
-    """How the run's last attempt was started."""
+def place_of(prepared: Prepared, options: Options) -> Place:
+    """How to start it: as was typed, or else as the run's last attempt was started."""
+    run = prepared.run
+    if options.place is not None or run is None:
+        return options.place or Place()
     for number in reversed(run.attempts()):
         with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
             last = read(run.attempt(number) / FILE)
@@ -78,6 +76,11 @@ def last_place(run: RunDir) -> Place:
 def look(runs: Sequence[RunDir]) -> Queue:
     """Nothing: the folders of local runs say it all."""
     return Queue()
+
+
+def suggestions(run: RunDir, described: dict[str, Any]) -> list[str]:
+    """None: local runs never wait."""
+    return []
 
 
 def run_here(
@@ -138,24 +141,7 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
 
 def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     """What `python WORDS` prints on this machine."""
-    return output_of([sys.executable, *words], seconds)
-
-
-def output_of(command: Sequence[str], seconds: float, env: Mapping[str, str] = os.environ) -> str:
-    """What a command prints within so many seconds; empty if it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "" if done.returncode else done.stdout
+    return output_of([sys.executable, *words], seconds) or ""
 
 
 def will_stop(run: RunDir) -> str:

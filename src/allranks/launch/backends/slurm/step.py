@@ -26,7 +26,7 @@ from allranks.errors import AllranksError
 from allranks.launch import attempt as attempts
 from allranks.launch import checks, network, prepare
 from allranks.launch.attempt import Attempt
-from allranks.launch.backends.slurm import gate
+from allranks.launch.backends.slurm.node_checks import pass_gate
 from allranks.launch.node import Place, end_of, run_beside
 from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.launch.prepare import Prepared
@@ -49,7 +49,7 @@ def main() -> int:
     variables = network.variables(told.nodes)
     if told.check:
         node_rank = int(os.environ["SLURM_NODEID"])
-        gate.pass_gate(told.check, variables, node_rank=node_rank, num_nodes=len(told.nodes))
+        pass_gate(told.check, variables, node_rank=node_rank, num_nodes=len(told.nodes))
     prepared = attempts.prepared_for(told, run, variables)
     try:
         network.say_once(checks.settle_precision(prepared))
