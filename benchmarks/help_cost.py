@@ -35,7 +35,7 @@ def command_names() -> list[str]:
     """Names as the command line takes them."""
     from allranks.cli.main import COMMANDS
 
-    return [row.name for row in COMMANDS]
+    return [row.name for rows in COMMANDS.values() for row in rows]
 
 
 def empty_app(names: list[str]) -> str:

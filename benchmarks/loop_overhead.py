@@ -54,11 +54,9 @@ from allranks.run.events import EventLog, read_events
 from allranks.run.folder import RunDir
 from allranks.tasks import Task
 from allranks.timing import timeline
-from allranks.train.data import Batch, Progress, TrainingData
-from allranks.train.load import load_task
+from allranks.train.data import Batch, Progress, TrainingData, mix
 from allranks.train.loop import train
 from allranks.train.optim import Schedule
-from allranks.train.seeds import mix
 
 if TYPE_CHECKING:  # the environment of a rank comes first
     from allranks.train.build import Rank
@@ -103,6 +101,8 @@ class Mlp(Task):
 
 def hand_loop(job: Job, *, tuned: bool) -> Iterator[Tensor]:
     """The loop to compare with; it pauses after every step."""
+    from allranks.train.build import load_task
+
     # Only what must be equal for a fair comparison is ours: task, order of samples, rate.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     settings = job.optimizer

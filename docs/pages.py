@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from allranks.cli.main import COMMANDS
 from allranks.job.job import json_schema
 from allranks.job.problems import in_words
 from allranks.job.template import commented_job
-from allranks.run.event_schema import COMMON, EVENTS, Field
+from allranks.run.event_schema import Field, declared
 
 
 def help_of(*command: str) -> str:
@@ -31,8 +32,9 @@ def help_of(*command: str) -> str:
 def commands() -> list[tuple[str, ...]]:
     """The words of every command that there is, in the order of `allranks --help`."""
     words: list[tuple[str, ...]] = [()]
-    for row in COMMANDS:
-        words += [(row.name,), *((row.name, inner.name) for inner in row.rows)]
+    for row in itertools.chain(*COMMANDS.values()):
+        inner = itertools.chain(*row.panels.values())
+        words += [(row.name,), *((row.name, one.name) for one in inner)]
     return words
 
 
@@ -75,12 +77,10 @@ def job_example() -> str:
 
 def events() -> str:
     """What all events have, then a part for each event: what it says, who writes it, its fields."""
-    parts = ["\n".join(field_rows(COMMON))]
-    for name, event in EVENTS.items():
-        rows = field_rows(event.fields)
-        parts.append(
-            "\n".join([f"## {name}", "", f"{event.meaning} Written by {event.by}.", "", *rows])
-        )
+    parts = []
+    for name, event in declared().items():
+        head = [f"## {name}", "", f"{event.meaning} Written by {event.by}.", ""]
+        parts.append("\n".join([*([] if name == "common" else head), *field_rows(event.fields)]))
     return "\n\n".join(parts)
 
 
@@ -89,5 +89,5 @@ def field_rows(fields: Mapping[str, Field]) -> Iterator[str]:
     yield "| field | type | |" + (" only by |" if has_writers else "")
     yield "|---|---|---|" + ("---|" if has_writers else "")
     for name, field in fields.items():
-        kind = field.kind.words + (" or null" if field.null else "")
+        kind = field.kind.words + (" or null" if field.or_null else "")
         yield f"| `{name}` | {kind} | {field.meaning} |" + (f" {field.by} |" if has_writers else "")

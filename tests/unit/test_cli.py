@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import typer
-from tests.commandline import Allranks
 
 from allranks.cli.commands import Command, Commands, help_page
 from allranks.cli.main import AllCommands, app, as_user_error
@@ -22,33 +21,38 @@ from allranks.launch.prepare import Request, open_run, prepare
 from allranks.run import commits
 from allranks.run.commits import seal, writing_folder
 
-# Runs the command line as `python -m allranks` would, then says what was imported.
-WATCHED = """
-import atexit, os, sys
-
-def say():
-    heavy = sorted({"torch", "sklearn", "numpy"} & set(sys.modules))
-    open(os.environ["IMPORTED"], "w").write(" ".join(heavy))
-
-atexit.register(say)
+# Runs commands one after another, each as `python -m allranks` would; says how it ended, and what
+# was imported by then.
+SEVERAL = """
+import contextlib, io, json, sys
 from allranks.cli.main import main
-main()
+
+def ask(words):
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv[1:] = words
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        except Exception as error:
+            code = type(error).__name__
+    heavy = sorted({"torch", "sklearn", "numpy"} & sys.modules.keys())
+    ours = sorted(name for name in sys.modules if name.startswith("allranks.cli."))
+    return code, out.getvalue(), err.getvalue(), heavy, ours
+
+json.dump([ask(words) for words in json.load(sys.stdin)], sys.stdout)
 """
 
 
-def watched(folder: Path, *args: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """The outcome, and which heavy packages were imported."""
-    note = folder / "imported"
-    outcome = subprocess.run(
-        [sys.executable, "-c", WATCHED, *args],
-        cwd=folder,
-        env={**os.environ, "IMPORTED": str(note)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return outcome, note.read_text().split()
+class Answer(NamedTuple):
+    """How a command ended: its exit code (or the exception), what it printed, what it imported."""
+
+    code: int | str
+    out: str
+    err: str
+    heavy: list[str]
+    ours: list[str]
 
 
 def damage_the_only_checkpoint(folder: Path) -> None:
@@ -91,75 +95,97 @@ WRONG = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "typo.yaml").write_text("task: spiral\nepoch: 3\n")
-    (tmp_path / "broken.yaml").write_text("task: [spiral\n")
-    (tmp_path / "mine.py").write_text(
+HELP = ("--help", "", "bench --help", "run --help", "init --help")
+OTHERS = (
+    *("init new --json", "run batchsize=3", "run batchsize=3 --debug", "run --no-such-option"),
+    *("no-such-command", "ls -- python train.py"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("typed")
+    (made / "typo.yaml").write_text("task: spiral\nepoch: 3\n")
+    (made / "broken.yaml").write_text("task: [spiral\n")
+    (made / "mine.py").write_text(
         "import torch\nfrom allranks.tasks import Task\n\nclass Mine(Task):\n    pass\n"
     )
-    return tmp_path
+    damage_the_only_checkpoint(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Answer]:
+    """What each command answers, by what is typed; one process asks them all, help pages first."""
+    # --json stands before a lone `--`, which ends the options.
+    wrong = {case: ["run", "--json", *WRONG[case][0]] for case in WRONG}
+    typed = {**{words: words.split() for words in (*HELP, *OTHERS)}, **wrong}
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        cwd=folder,
+        input=json.dumps([*typed.values()]),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    said = json.loads(done.stdout)
+    return {name: Answer(*one) for name, one in zip(typed, said, strict=True)}
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.replace(" ", "-"))
-def test_what_is_wrong_is_answered_without_torch(folder: Path, case: str) -> None:
-    args, code, what, fix = WRONG[case]
-    if case == "damaged only checkpoint":
-        damage_the_only_checkpoint(folder)
-    # --json stands before a lone `--`, which ends the options.
-    outcome, imported = watched(folder, "run", "--json", *args)
-    assert "torch" not in imported
-    assert outcome.returncode == code
-    error = json.loads(outcome.stdout)["error"]
+def test_what_is_wrong_is_answered_without_torch(
+    folder: Path, answers: dict[str, Answer], case: str
+) -> None:
+    _, code, what, fix = WRONG[case]
+    answer = answers[case]
+    assert "torch" not in answer.heavy
+    assert answer.code == code
+    error = json.loads(answer.out)["error"]
     assert what in error["what"]
     assert fix in error["fix"]
-    assert "Traceback" not in outcome.stderr
-    assert error["what"].splitlines()[0] in outcome.stderr
+    assert "Traceback" not in answer.err
+    assert error["what"].splitlines()[0] in answer.err
     assert not list((folder / "runs").glob("*/attempts"))
 
 
-def test_without_json_an_error_is_for_people(folder: Path, allranks: Allranks) -> None:
-    outcome = allranks("run", "batchsize=3", cwd=folder)
-    assert outcome.returncode == 2
-    assert outcome.stdout == ""
-    assert outcome.stderr.startswith("error: ")
-    assert "\n  fix: " in outcome.stderr
-    assert not (folder / "runs").exists()
+def test_without_json_an_error_is_for_people(answers: dict[str, Answer]) -> None:
+    answer = answers["run batchsize=3"]
+    assert answer.code == 2
+    assert answer.out == ""
+    assert answer.err.startswith("error: ")
+    assert "\n  fix: " in answer.err
+    assert answers["run batchsize=3 --debug"].code == "AllranksError"  # with its traceback
 
 
-def test_debug_shows_the_traceback(folder: Path, allranks: Allranks) -> None:
-    outcome = allranks("run", "batchsize=3", "--debug", cwd=folder)
-    assert outcome.returncode != 0
-    assert "Traceback" in outcome.stderr
+@pytest.mark.parametrize("typed", HELP)
+def test_help_imports_nothing_heavy(answers: dict[str, Answer], typed: str) -> None:
+    answer = answers[typed]
+    assert answer.heavy == []
+    assert "Usage" in answer.out
+    assert answer.code == (0 if typed else 2)
+    if typed in HELP[:3]:  # no module of a command either
+        assert answer.ours == ["allranks.cli.commands", "allranks.cli.main"]
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["init", "--help"], []])
-def test_help_imports_nothing_heavy(folder: Path, args: list[str]) -> None:
-    outcome, imported = watched(folder, *args)
-    assert imported == []
-    assert "Usage" in outcome.stdout + outcome.stderr
-    assert outcome.returncode == (0 if args else 2)
-
-
-def test_init_imports_nothing_heavy_and_writes_a_job_that_is_taken(
-    folder: Path, allranks: Allranks
+def test_init_imports_nothing_heavy_and_never_overwrites(
+    folder: Path, answers: dict[str, Answer]
 ) -> None:
-    outcome, imported = watched(folder, "init", "new", "--json")
-    assert outcome.returncode == 0
-    assert imported == []
-    written = json.loads(outcome.stdout)
-    assert written == {
-        "job": str(folder / "new" / "job.yaml"),
-        "schema": str(folder / "new" / "job.schema.json"),
-    }
-    again = allranks("init", "new", "--json", cwd=folder)
-    assert again.returncode == 2
-    assert "--force" in json.loads(again.stdout)["error"]["fix"]
+    answer = answers["init new --json"]
+    assert (answer.code, answer.heavy) == (0, [])
+    written = {"job": folder / "new" / "job.yaml", "schema": folder / "new" / "job.schema.json"}
+    assert json.loads(answer.out) == {name: str(path) for name, path in written.items()}
+    with pytest.raises(AllranksError, match="already exist") as refused:
+        app(["init", str(folder / "new")], standalone_mode=False)
+    assert "--force" in refused.value.fix
 
 
-def test_wrong_usage_has_exit_code_2(allranks: Allranks) -> None:
-    assert allranks("run", "--no-such-option").returncode == 2
-    assert allranks("no-such-command").returncode == 2
+def test_wrong_usage_has_exit_code_2(answers: dict[str, Answer]) -> None:
+    assert answers["run --no-such-option"].code == 2
+    assert answers["no-such-command"].code == 2
+    refused = answers["ls -- python train.py"]  # a script where none is run
+    assert refused.code == 2
+    assert "no effect with allranks ls" in refused.err
 
 
 def test_the_console_script_is_there() -> None:
@@ -246,23 +272,6 @@ def test_a_variable_without_effect_is_no_mistake(
     monkeypatch.setenv("ALLRANKS_RUNS", str(tmp_path))
     app(["watch", "--once"], standalone_mode=False)
     assert "no runs" in capsys.readouterr().out
-
-
-def test_a_script_is_refused_where_none_is_run(allranks: Allranks) -> None:
-    refused = allranks("ls", "--", "python", "train.py")
-    assert refused.returncode == 2
-    assert "no effect with allranks ls" in refused.stderr
-
-
-def test_help_imports_no_module_of_a_command(folder: Path) -> None:
-    loaded = "import sys; print(*[m for m in sys.modules if m.startswith('allranks.cli.')])"
-    script = f"import atexit\natexit.register(lambda: exec({loaded!r}))\n"
-    script += "import sys; sys.argv[1:] = WORDS\nfrom allranks.cli.main import main; main()"
-    for words in (["--help"], ["bench", "--help"]):
-        code = script.replace("WORDS", repr(words))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        modules = set(done.stdout.splitlines()[-1].split())
-        assert modules == {"allranks.cli.commands", "allranks.cli.main"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Which disk a path is on, and what of its files is in memory."""
+"""Which disk a path is on, and how fast it is read."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -42,31 +41,10 @@ def test_without_a_list_of_mounts_the_disk_is_unknown() -> None:
     assert disk_of(Path("/a"), "") == Disk("/", "unknown")
 
 
-def test_a_forgotten_file_is_read_from_the_disk(tmp_path: Path) -> None:
-    file = tmp_path / "data"
-    file.write_bytes(os.urandom(8 << 20))
-    before = disks.cached_share([file])
-    if before is None or disk_of(file).is_memory:
-        pytest.skip("this file system does not say what is in memory")
-    assert before > 0.9
-    disks.forget([file])
-    share = disks.cached_share([file])
-    assert share is not None and share < 0.2  # looking brings some of it back
-
-
-def test_a_read_stops_at_its_limit(tmp_path: Path) -> None:
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_bytes(bytes(3 << 20))
-    missing = tmp_path / "missing"
-    whole = disks.read_speed([missing, *files], max_bytes=1 << 30, max_seconds=10)
-    assert whole.num_bytes == 6 << 20
-    assert whole.bytes_per_second > 0
-    assert disks.read_speed(files, max_bytes=1 << 20, max_seconds=10).num_bytes == 1 << 20
-    copy = tmp_path / "copy"
-    assert disks.copy_beginning(files, copy, max_bytes=4 << 20) == copy.stat().st_size == 4 << 20
-
-
-def test_nothing_is_said_of_files_that_are_not_there(tmp_path: Path) -> None:
-    disks.forget([tmp_path / "missing"])
-    assert disks.cached_share([tmp_path / "missing"]) is None
+def test_a_folder_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disks.read_speed(tmp_path) is None and disks.read_speed(tmp_path / "missing") is None
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(3 << 20))
+    assert (disks.read_speed(tmp_path) or 0) > 0
+    monkeypatch.setattr(disks, "forget", Path.unlink)
+    assert disks.read_speed(tmp_path) is None  # they were removed meanwhile

@@ -23,7 +23,6 @@ TORCH = (
     "launch/agent.py",
     "launch/rendezvous.py",
     "doctor/preflight.py",
-    "doctor/allreduce.py",
     "bench/comm_calls.py",
     "bench/comm_ranks.py",
 )

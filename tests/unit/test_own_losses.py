@@ -10,8 +10,8 @@ from tests.unit.test_doctor_runs import make_run, write_rank
 
 from allranks.doctor.diagnose import diagnose_run
 from allranks.run.events import EventLog, read_events
-from allranks.train import own_losses
-from allranks.train.own_losses import MAX_KEPT, OwnLosses
+from allranks.train import meter
+from allranks.train.meter import MAX_KEPT, OwnLosses
 
 NAN = float("nan")
 DONE = {"event": "end", "state": "finished", "exit": 0}
@@ -51,7 +51,7 @@ def test_the_first_step_is_told_once(
 def test_a_step_is_no_first_one_where_those_before_it_are_lost(
     first_bad: int, known: list[tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_losses, "MAX_KEPT", 4)
+    monkeypatch.setattr(meter, "MAX_KEPT", 4)
     steps = [1.0] * (first_bad - 1) + [NAN] * (11 - first_bad)
     assert told(tmp_path, steps, 10) == known
 
@@ -68,16 +68,16 @@ def test_large_micro_batches_are_not_hoarded(tmp_path: Path) -> None:
 
 def test_an_answer_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's does: nobody waits for it before the end."""
-    monkeypatch.setattr(own_losses._PendingSum, "is_ready", lambda self: False)
-    waited: list[int] = []
+    waited: list[float] = []
 
-    def wait(self: own_losses._PendingSum) -> None:
-        waited.append(self.step)
-        monkeypatch.setattr(own_losses._PendingSum, "is_ready", lambda self: True)
+    def value(self: meter._Arrival) -> torch.Tensor:
+        waited.append(float(self._losses))
+        return self._losses
 
-    monkeypatch.setattr(own_losses._PendingSum, "wait", wait)
+    monkeypatch.setattr(meter._Arrival, "ready", lambda self: bool(waited))
+    monkeypatch.setattr(meter._Arrival, "value", value)
     assert told(tmp_path, [1.0] * 3 + [NAN] * 8, 5) == [(4, "nan")]
-    assert waited == [5]
+    assert len(waited) == 2  # for the first check, and to read it
 
 
 def test_it_keeps_no_graph_and_not_for_ever(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.train.seeds import mix
+from allranks.train.data import mix
 
 NUMBERS = st.integers(0, 2**64 - 1)
 

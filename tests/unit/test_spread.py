@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from allranks.timing.spread import spread, t_975
+from allranks.timing.comparison import spread, t_975
 
 
 def test_one_value_has_no_interval() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from allranks.job.job import load_job
-from allranks.launch.own_ranks import OwnRanksWatch
-from allranks.probe import rank_claim
-from allranks.probe.rank_claim import STARTED_AS, claim_rank
+from allranks.launch.launchers import OwnRanksWatch
+from allranks.probe import recorder
+from allranks.probe.recorder import STARTED_AS, claim_rank
 from allranks.run.events import append_event, read_events
 from allranks.run.folder import RunDir
 
@@ -35,7 +35,7 @@ def test_a_rank_is_recorded_by_who_comes_first(
         (event,) = read_events(run.events(0, 0))
         assert (event["event"], event["pid"], event["of"]) == ("recorder", os.getpid(), "0")
         monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
-        with pytest.raises(RuntimeError, match="already records rank 0"):
+        with pytest.raises(RuntimeError, match="is already recording rank 0"):
             claim_rank(run.events(0, 0), 0)
     assert json.loads(run.twice(0).read_text())["rank"] == 0
 
@@ -67,14 +67,14 @@ def test_what_a_recorded_process_has_started_is_let_be(
     parent = os.getpid()
     with claim_rank(run.events(0, 0), 0):
         monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
-        monkeypatch.setattr(rank_claim, "ancestors", lambda: [parent])
+        monkeypatch.setattr(recorder, "ancestors", lambda: [parent])
         with pytest.raises(RuntimeError):
             claim_rank(run.events(0, 0), 0)
     assert not run.twice(0).exists()
 
 
 def test_ancestors() -> None:
-    found = rank_claim.ancestors()
+    found = recorder.ancestors()
     assert found[0] == os.getppid() and len(found) == len(set(found))
 
 
@@ -84,9 +84,9 @@ def test_every_rank_of_such_a_run_has_failed(run: RunDir, tmp_path: Path) -> Non
     job = load_job(None, command=["bash", str(script)], layout="1x2")
     watch = OwnRanksWatch(run, job)
     run.attempt(0).mkdir(parents=True)
-    assert not watch.look(0) and watch.end(0) is None
+    assert not watch.must_end(0) and watch.end(0) is None
     run.twice(0).write_text('{"rank": 1}')
-    assert OwnRanksWatch(run, job).look(0)
+    assert OwnRanksWatch(run, job).must_end(0)
     end = watch.end(0)
     assert end is not None and (end["state"], end["exit"]) == ("failed", 1)
     told = f"two processes recorded rank 1: the command starts ranks itself (torchrun in {script})"

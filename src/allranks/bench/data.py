@@ -1,11 +1,12 @@
 """`bench data`: how many loader workers a job needs, from what its ranks measured.
 
-`data.json` in a run's folder (see train/feed_bench.py) has every single measurement; here they
-become rows. Every sentence follows from one judgement, so that no two of them can disagree.
+`data.json` in a run's folder (see train/feed_bench.py) has every measurement; here they become
+rows. Every sentence follows from one judgement, so that no two of them can disagree.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import statistics
@@ -22,13 +23,12 @@ from allranks.launch.prepare import Prepared
 from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import read_events
 from allranks.run.folder import RunDir
-from allranks.show.numbers import between, count, duration, number, percent, rate, ratio, size
+from allranks.show.numbers import between, count, duration, number, percent
 from allranks.show.tables import Table, facts, show_table, without_empty
 from allranks.timing.steps import Timing, timing, why_no_pace
 
 KNEE_GAIN = 0.10  # what more workers must add to be worth it
 AS_GOOD = 0.05  # a pace this close to another is as good
-FASTER_DISK = 1.5
 DISTURBED = 1.5  # times: repeats differ by more, or steps are faster than without loading
 
 Found = Mapping[str, Any]
@@ -105,26 +105,26 @@ def read_found(run: RunDir) -> Found | None:
     return content
 
 
+def paces_of(found: Found, kind: str) -> dict[int | None, Pace]:
+    """Samples a second by the number of workers, over the repeats of one kind of measurement."""
+    repeats: dict[int | None, list[float]] = {}
+    for one in found["measured"]:
+        if one["kind"] == kind:
+            repeats.setdefault(one["workers"], []).append(one["samples_per_second"])
+    return {n: Pace(statistics.median(own), min(own), max(own)) for n, own in repeats.items()}
+
+
 def rows_of(found: Found) -> list[Row]:
     """One row for each number of workers, fewest first."""
-    counts = sorted({m["workers"] for m in found["measured"] if m["workers"] is not None})
-    kinds = ("warm", "cold", "training")
-    return [Row(count, *(pace_of(found, kind, count) for kind in kinds)) for count in counts]
-
-
-def pace_of(found: Found, kind: str, workers: int | None = None) -> Pace | None:
-    """Samples a second over the repeats of one measurement; None if it was not made."""
-    paces = [
-        m["samples_per_second"]
-        for m in found["measured"]
-        if (m["kind"], m["workers"]) == (kind, workers)
+    loading, training = paces_of(found, "loading"), paces_of(found, "training")
+    return [
+        Row(n, loading[n], training.get(n)) for n in sorted(n for n in loading if n is not None)
     ]
-    return Pace(statistics.median(paces), min(paces), max(paces)) if paces else None
 
 
 def as_json(found: Found, run: RunDir) -> dict[str, Any]:
     """What `bench data --json` prints for a task."""
-    rows, step = rows_of(found), pace_of(found, "step")
+    rows, step = rows_of(found), paces_of(found, "step").get(None)
     batch, judged = found["batch_size"], judge(rows, step)
     return {
         "mode": "task",
@@ -139,9 +139,8 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
             {
                 "workers": row.workers,
                 "is_direct": row.workers == 0 and found["is_direct"],
-                **_fields("", row.warm),
-                "batches_per_second": row.warm.median / batch if row.warm else None,
-                **_fields("cold_", row.cold),
+                **_fields("", row.loading),
+                "batches_per_second": row.loading.median / batch,
                 **_fields("training_", row.training),
                 "of_step": row.training.median / step.median if row.training and step else None,
             }
@@ -155,8 +154,6 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
             "seconds": batch / step.median,
         },
         "knee": knee_of(rows),
-        "files": found["files"],
-        "disks": found["disks"],
         "workers_of_job": found["workers_of_job"],
         "limit": judged.limit,
         "recommendation": None
@@ -214,10 +211,6 @@ class Pace:
     low: float
     high: float
 
-    @property
-    def is_wide(self) -> bool:
-        return self.high > DISTURBED * self.low
-
     def reaches(self, other: Pace) -> bool:
         """Whether it is no slower than the other, as far as the repeats show."""
         return self.is_close(other) or self.median >= other.low or self.high >= other.median
@@ -231,9 +224,8 @@ class Row:
     """The paces with a number of workers a rank."""
 
     workers: int
-    warm: Pace | None  # loading from memory, with nothing consuming the data
-    cold: Pace | None  # loading from the disk
-    training: Pace | None  # steps on these data
+    loading: Pace  # with nothing consuming the data
+    training: Pace | None  # steps on these data; None for all rows if it ended before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,19 +241,18 @@ class Judgement:
 
 
 def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
-    wide = list(wide_paces(rows, step))
-    remarks = tuple(said for _, said in wide)
     row = chosen_row(rows)
     limit: Limit | None = None
-    fastest = max((one.warm for one in rows if one.warm), key=lambda p: p.median, default=None)
     if row is not None and row.training is not None and step is not None:
         limit = "step"
         if not row.training.reaches(step):
-            limit = "cpus" if fastest is not None and fastest.reaches(step) else "data"
-    contradiction = next(contradictions(rows, step), None)
-    if contradiction is None:
-        decisive = list(hangs_on(rows, row, step))
-        contradiction = next((said for pace, said in wide if pace in decisive), None)
+            fastest = max((one.loading for one in rows), key=median_of)
+            limit = "cpus" if fastest.reaches(step) else "data"
+    wide = list(wide_paces(rows, step))
+    remarks = tuple(said for _, said in wide)
+    decisive = list(hangs_on(rows, row, step))
+    undecided = (said for pace, said in wide if pace in decisive)
+    contradiction = next(itertools.chain(contradictions(rows, step), undecided), None)
     if contradiction is not None:
         return Judgement(rows, step, contradiction=contradiction, remarks=remarks)
     return Judgement(rows, step, row, limit, remarks=remarks)
@@ -270,24 +261,27 @@ def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
 def hangs_on(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterator[Pace]:
     """The paces of close decisions: compared with a pace that only some repeats reach."""
     if row is None or row.training is None:  # only loading is compared, by medians
-        yield from (one.warm for one in rows if one.warm)
+        yield from (one.loading for one in rows)
         return
-    trained = [one.training for one in rows if one.training is not None]
-    compared = [(row.training, max(trained, key=lambda pace: pace.median))]
+    compared = [(row.training, max((one.training for one in rows if one.training), key=median_of))]
     if step is not None:
         compared.append((row.training, step))
         if not row.training.reaches(step):
-            compared += [(one.warm, step) for one in rows if one.warm]
+            compared += [(one.loading, step) for one in rows]
     for one, other in compared:
         if one.reaches(other) and not one.is_close(other):
             yield from (one, other)
+
+
+def median_of(pace: Pace) -> float:
+    return pace.median
 
 
 def chosen_row(rows: Sequence[Row]) -> Row | None:
     """The fewest workers that train as fast as any number; without training, the knee's."""
     trained = [(row, row.training) for row in rows if row.training is not None]
     if trained:
-        fastest = max((pace for _, pace in trained), key=lambda pace: pace.median)
+        fastest = max((pace for _, pace in trained), key=median_of)
         return next(row for row, pace in trained if pace.reaches(fastest))
     knee = knee_of(rows)
     return next((row for row in rows if row.workers == knee), None)
@@ -295,21 +289,21 @@ def chosen_row(rows: Sequence[Row]) -> Row | None:
 
 def knee_of(rows: Sequence[Row]) -> int | None:
     """The fewest workers beyond which more of them speed loading up by less than a tenth."""
-    known = [(row.workers, row.warm.median) for row in rows if row.warm is not None]
-    for at, (workers, pace) in enumerate(known, start=1):
-        if all(more <= (1 + KNEE_GAIN) * pace for _, more in known[at:]):
-            return workers
+    for at, row in enumerate(rows, start=1):
+        enough = (1 + KNEE_GAIN) * row.loading.median
+        if all(more.loading.median <= enough for more in rows[at:]):
+            return row.workers
     return None
 
 
 def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, str]]:
     """Repeats that differ more than they do on a machine with nothing else running."""
-    named = [] if step is None else [("the step alone", step)]
+    named = [("the step alone", step)]
     for row in rows:
-        named += [(f"training with {count_of(row.workers)}", row.training)] if row.training else []
-        named += [(f"loading with {count_of(row.workers)}", row.warm)] if row.warm else []
+        named.append((f"training with {count_of(row.workers)}", row.training))
+        named.append((f"loading with {count_of(row.workers)}", row.loading))
     for name, pace in named:
-        if pace.is_wide:
+        if pace is not None and pace.high > DISTURBED * pace.low:
             span = f"{number(pace.low)} to {number(pace.high)}"
             yield pace, f"repeats of {name} range from {span} samples/s"
 
@@ -323,12 +317,12 @@ def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
         said = f"training with {count_of(row.workers)} was faster ({reached})"
         if step is not None and row.training.median > DISTURBED * step.median:
             yield f"{said} than the step alone ({number(step.median)})"
-        if row.warm is not None and row.training.low > (1 + KNEE_GAIN) * row.warm.high:
-            yield f"{said} than its data arrive ({number(row.warm.median)})"
+        if row.training.low > (1 + KNEE_GAIN) * row.loading.high:
+            yield f"{said} than its data arrive ({number(row.loading.median)})"
 
 
 def count_of(workers: int) -> str:
-    return f"{workers} worker" if workers == 1 else f"{workers or 'no'} workers"
+    return count(workers, "worker") if workers else "no workers"
 
 
 def reason(judged: Judgement) -> str:
@@ -336,11 +330,7 @@ def reason(judged: Judgement) -> str:
     row = judged.row
     assert row is not None
     kind = "training" if row.training is not None else "loading"
-    paces = {
-        one.workers: pace
-        for one in judged.rows
-        if (pace := one.training if kind == "training" else one.warm) is not None
-    }
+    paces = {one.workers: one.training or one.loading for one in judged.rows}
     here = paces[row.workers]
     words = f"{kind} makes {number(here.median)} samples/s with {count_of(row.workers)}"
     fewer = [workers for workers in paces if workers < row.workers]
@@ -362,7 +352,7 @@ def verdict(found: Found, judged: Judgement) -> str:
     if judged.contradiction is not None:
         return (
             f"no recommendation, the measurements contradict each other: {judged.contradiction}; "
-            "measure again when nothing else runs here, with more --seconds-each or --repeats"
+            "measure again when nothing else is running here, with more --seconds-each or --repeats"
         )
     row, step = judged.row, judged.step
     if row is None:
@@ -381,18 +371,17 @@ def verdict(found: Found, judged: Judgement) -> str:
             f": loading alone is fast enough{alone(judged)}, but {lost} to preparing data on the "
             "CPUs that the step needs; give a rank more CPUs, or make a sample cheaper to prepare"
         )
-    return words + from_disk(found, judged)
+    return words
 
 
 def alone(judged: Judgement) -> str:
     """The number of workers with which loading is fast enough, if another one is recommended."""
     row, step = judged.row, judged.step
     assert row is not None and step is not None
-    if row.warm is not None and row.warm.reaches(step):
-        return f" ({number(row.warm.median)})"
-    enough = next(one for one in judged.rows if one.warm is not None and one.warm.reaches(step))
-    assert enough.warm is not None
-    return f" with {count_of(enough.workers)} ({number(enough.warm.median)})"
+    if row.loading.reaches(step):
+        return f" ({number(row.loading.median)})"
+    enough = next(one for one in judged.rows if one.loading.reaches(step))
+    return f" with {count_of(enough.workers)} ({number(enough.loading.median)})"
 
 
 def more_data(found: Found, judged: Judgement) -> str:
@@ -410,24 +399,6 @@ def more_data(found: Found, judged: Judgement) -> str:
     )
 
 
-def from_disk(found: Found, judged: Judgement) -> str:
-    """What reading from the disk changes, if that is what the steps would wait for."""
-    row, step = judged.row, judged.step
-    assert row is not None and step is not None
-    cold = row.cold
-    if cold is None or cold.reaches(step) or (row.warm is not None and cold.reaches(row.warm)):
-        return ""
-    words = (
-        f". From the disk they arrive at {number(cold.median)} samples/s: the first epoch waits "
-    )
-    words += "for it, and every epoch if the data do not fit in memory"
-    speeds = {disk["role"]: disk["bytes_per_second"] for disk in found["disks"]}
-    data, staging = speeds.get("data"), speeds.get("staging")
-    if data and staging and staging > FASTER_DISK * data:
-        words += f"; data.stage=local reads a copy {ratio(staging / data)} as fast"
-    return words
-
-
 def script_verdict(
     share: float | None, num_workers: int | None, cpus: int, *, is_steady: bool
 ) -> str:
@@ -436,7 +407,7 @@ def script_verdict(
         return "the time spent waiting for data is not known: the script's phases were not measured"
     said = f"steps spend {percent(share)} of their time waiting for data"
     if num_workers is not None:
-        said += f" with {count_of(num_workers)} a rank, of {cpus} CPU{'' if cpus == 1 else 's'}"
+        said += f" with {count_of(num_workers)} a rank, of {count(cpus, 'CPU')}"
     said += "" if is_steady else " (the steps were not steady)"
     if share <= AS_GOOD:
         return f"{said}: the data keep up with the step"
@@ -472,23 +443,19 @@ def workers_table(found: Found) -> Table:
             number(row["samples_per_second"]),
             between(row["range"]),
             number(row["batches_per_second"]),
-            number(row["cold_samples_per_second"]),
             number(row["training_samples_per_second"]),
             percent(row["of_step"]),
         )
         style = "bold" if row["workers"] == chosen else ""
         cells.append([Text(cell, style=style) for cell in shown])
-    columns = (
-        *("workers", "data alone", "range", "batches/s"),
-        *("from disk", "training", "of the step"),
-    )
+    columns = ("workers", "data alone", "range", "batches/s", "training", "of the step")
     return without_empty(Table("samples/s by loader workers a rank, measured", columns, cells))
 
 
 def notes(found: Found) -> list[str]:
     """What the table does not say."""
     lines = []
-    step, knee, files = found["step"], found["knee"], found["files"]
+    step, knee = found["step"], found["knee"]
     if step is not None:
         lines.append(
             f"the step alone takes {number(step['samples_per_second'])} samples/s "
@@ -500,26 +467,11 @@ def notes(found: Found) -> list[str]:
         most = found["rows"][-1]["workers"]
         gain = f"loading gains less than a tenth beyond {count_of(knee)}"
         lines.append(f"loading still gains with {count_of(most)}" if knee == most else gain)
-    if files["why_not_cold"] is not None:
-        lines.append(f"reading from the disk was not measured: {files['why_not_cold']}")
-    if files["count"]:
-        more = "" if files["is_all"] else "at least "
-        lines.append(f"data: {more}{count(files['count'], 'file')}, {size(files['bytes'])}")
-        lines += [disk_line(disk) for disk in found["disks"]]
     if found["recommendation"] is not None:  # else the verdict says why
-        lines += [f"note: {said}: something else may run here" for said in found["remarks"][:1]]
+        lines += [
+            f"note: {said}: something else may be running here" for said in found["remarks"][:1]
+        ]
     return lines
-
-
-def disk_line(disk: Mapping[str, Any]) -> str:
-    where = "network" if disk["is_network"] else "local"
-    role = "data on" if disk["role"] == "data" else "copies would be on"
-    speed = "the same disk"
-    if disk["bytes_per_second"]:
-        speed = f"{rate(disk['bytes_per_second'])} from the disk, over {size(disk['bytes'])}"
-    elif disk.get("problem"):
-        speed = f"not measured: {disk['problem']}"
-    return f"{role} {disk['mount']} ({disk['kind']}, {where}): {speed}"
 
 
 def script_table(found: Found) -> Table:

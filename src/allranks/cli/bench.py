@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from allranks.cli.commands import never_with, refuse
+from allranks.cli.commands import never_with, refuse, takes_script
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -22,6 +22,7 @@ from allranks.cli.options import (
     Runs,
     people_console,
     print_error,
+    print_json,
     typed_request,
 )
 
@@ -83,6 +84,7 @@ Precisions = Annotated[
 ]
 
 
+@takes_script
 @never_with("backend=slurm", "here")
 def scaling(
     job: JobFile = None,
@@ -167,6 +169,7 @@ def comm(
     finish(found, None, console, as_json=as_json)
 
 
+@takes_script
 def data(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -201,6 +204,7 @@ def data(
     finish(found, show, console, as_json=as_json)
 
 
+@takes_script
 def precision(
     job: JobFile = None,
     overrides: Overrides = None,
@@ -232,7 +236,6 @@ def finish(
     as_json: bool,
 ) -> None:
     """Show what a benchmark found, also until a Ctrl-C, and exit as it ended."""
-    from allranks.run.events import to_json
 
     if show is not None and not as_json:
         show(console, result.found)
@@ -242,7 +245,7 @@ def finish(
         print_error(result.error, as_json=as_json, more=result.found)
         raise typer.Exit(result.error.exit_code)
     if as_json:
-        print(to_json(result.found))
+        print_json(result.found)
     if result.is_interrupted:
         print(f"stopped: {result.how_far}", file=sys.stderr)
         raise typer.Exit(130)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from allranks.cli.commands import never_with, only_with, refuse
+from allranks.cli.commands import never_with, only_with, refuse, takes_script
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -22,6 +22,7 @@ from allranks.cli.options import (
     Runs,
     people_console,
     print_error,
+    print_json,
     typed_request,
 )
 
@@ -82,19 +83,19 @@ def cluster(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.run.events import to_json
     from allranks.slurm import cluster_screen
     from allranks.slurm.cluster import describe_cluster
     from allranks.slurm.queue import queue as look_at_queue
 
     described = look_at_queue(partition) if queue else describe_cluster(partition)
     if as_json:
-        print(to_json(described))
+        print_json(described)
         return
     show = cluster_screen.show_queue if queue else cluster_screen.show_cluster
-    show(people_console(False), described)
+    show(people_console(), described)
 
 
+@takes_script
 @only_with("ladder", "min_efficiency", "steps")
 @never_with("ladder", "race", "layout")
 @never_with("race", "layout")
@@ -161,16 +162,16 @@ def resume(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
+    """It continues where it last ran, unless you name another place; a live run is moved there."""
     from allranks.cli.train import train
     from allranks.launch import backends
-    from allranks.launch.backends import Options
     from allranks.run.folder import find_run
 
     request = typed_request(None, overrides, layout=layout, resume=run, force=force, runs=runs)
     named = tuple(hosts.split(",")) if hosts else ()
     typed = "slurm" if race else "ssh" if named else None
     place = backends.named(backend or typed or backends.of(find_run(runs, run)))
-    options = Options(race=race, hosts=named)
+    options = backends.Options(race=race, hosts=named)
     prepared = place.check(request, options)
     if dry_run:
         show_draft(place.draft(prepared, options), as_json=as_json)
@@ -182,7 +183,7 @@ def resume(
     train(place.move, prepared, options, as_json=as_json, debug=debug)
 
 
-def list_(
+def ls(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this run.")] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -191,18 +192,17 @@ def list_(
     from allranks.launch import backends
     from allranks.launch.list_screen import show_runs
     from allranks.run import run_state
-    from allranks.run.events import to_json
     from allranks.run.folder import find_run, list_runs
 
     found = [find_run(runs, run)] if run else list_runs(runs)
     queue = backends.look(found)
     described = [run_state.describe(one, queue) for one in found]
     if as_json:
-        print(to_json(described))
+        print_json(described)
         return
     place = backends.named(backends.of(found[0])) if run else None
     suggestions = place.suggestions(found[0], described[0]) if place else []
-    show_runs(people_console(False), described[::-1], suggestions)  # the newest last: in sight
+    show_runs(people_console(), described[::-1], suggestions)  # the newest last: in sight
 
 
 @never_with("as_json", "raw")
@@ -225,7 +225,6 @@ def logs(
     debug: Debug = False,
 ) -> None:
     from allranks.launch.logs import show_logs
-    from allranks.run.events import to_json
     from allranks.run.folder import find_run
 
     found = find_run(runs, run)
@@ -233,7 +232,7 @@ def logs(
     write = lines.append if as_json else partial(print_line, raw=raw, flush=follow)
     shown = show_logs(found, rank, follow=follow, write=write, say=print_remark)
     if as_json:
-        print(to_json({"run": found.name, "lines": lines}))
+        print_json({"run": found.name, "lines": lines})
     for remark in shown.remarks:
         print_remark(remark)
     raise typer.Exit(shown.exit_code)
@@ -267,7 +266,6 @@ def stop(
 ) -> None:
     from allranks.errors import AllranksError
     from allranks.launch import backends
-    from allranks.run.events import to_json
     from allranks.run.folder import find_run
     from allranks.show.text import clean
 
@@ -278,7 +276,7 @@ def stop(
     found = backends.active_runs(runs) if all_ else [find_run(runs, name) for name in run or []]
     done = backends.stop(found, now=now)
     if as_json:
-        print(to_json(done))
+        print_json(done)
         return
     for one in done:
         print(clean(f"{one['run']}: {one['done']}"))
@@ -288,13 +286,12 @@ def stop(
 
 def show_submitted(done: Any, *, as_json: bool, wait: bool = False) -> None:
     """What was sent, and where to look; `wait`: also what came of it."""
-    from allranks.run.events import to_json
 
     for remark in done.remarks:
         print(f"note: {remark}", file=sys.stderr)
     if as_json and not wait:
         jobs = {"run": done.run.name, "run_dir": str(done.run.path), "jobs": done.jobs}
-        print(to_json(jobs))
+        print_json(jobs)
         return
     if done.jobs and not as_json:
         print(f"run  {done.run.name}")
@@ -310,7 +307,6 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
 
     from allranks.launch.screen import Screen
     from allranks.launch.waiting import wait_for_result
-    from allranks.run.events import to_json
 
     def say(text: str) -> None:
         out = sys.stderr if as_json else sys.stdout
@@ -328,20 +324,19 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     if waited.error is not None:
         print_error(waited.error, as_json=as_json, more=waited.result)
     elif as_json:
-        print(to_json(waited.result))
+        print_json(waited.result)
     else:
-        Screen(people_console(False)).summary(waited.result)
+        Screen(people_console()).summary(waited.result)
     raise typer.Exit(waited.exit_code)
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:
     from allranks.launch.list_screen import show_table
-    from allranks.run.events import to_json
 
     if as_json:
-        print(to_json({"table": drafted.table, "scripts": drafted.scripts}))
+        print_json({"table": drafted.table, "scripts": drafted.scripts})
         return
-    show_table(people_console(False), drafted.table)
+    show_table(people_console(), drafted.table)
     for racer, script in drafted.scripts.items():
         if len(drafted.scripts) > 1:
             print(f"# --- {racer} ---")

@@ -10,10 +10,10 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -27,17 +27,16 @@ _typed: list[str] = []
 _given: dict[str, str] = {}  # parameters of the command that were typed, and how they are written
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One command, or one group of commands, of the table."""
 
-    name: str
-    panel: str  # of the help page that lists it
+    name: str  # also that of its function
+    module: str  # of allranks.cli
     line: str  # what it does
-    function: str = ""  # module:function, the module being one of allranks.cli
-    _: KW_ONLY
-    takes_script: bool = False  # after a lone `--`
-    rows: tuple[Row, ...] = ()  # of a group
+    panels: Panels = {}  # noqa: RUF012 - of a group, never changed
+
+
+Panels = Mapping[str, tuple[Row, ...]]  # rows by the title above them on the help page
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Rule:
     options: tuple[str, ...]
     together: bool
 
-    def check(self, ctx: Any, given: dict[str, str], names: dict[str, str]) -> None:
+    def apply(self, ctx: Any, given: dict[str, str], names: dict[str, str]) -> None:
         name, _, value = self.other.partition("=")
         is_there = str(ctx.params.get(name)) == value if value else name in given
         if is_there == self.together:
@@ -76,6 +75,12 @@ def _with_rule(rule: Rule) -> Callable[[Function], Function]:
         return function
 
     return decorate
+
+
+def takes_script(function: Function) -> Function:
+    """Let the user's own command follow a lone `--`."""
+    function.__dict__["takes_script"] = True
+    return function
 
 
 def refuse(options: Sequence[str], where: str, *, fix: str = "") -> None:
@@ -125,32 +130,28 @@ class Page:
 class Command(Page, TyperCommand):
     """A command that refuses options without effect."""
 
-    row: Row
-
     def invoke(self, ctx: Any) -> Any:
         names = {param.name: name_of(param).removesuffix("...") for param in self.params}
         _given.clear()
         _given.update({name: shown for name, shown in names.items() if is_typed(ctx, name)})
-        if _script and not self.row.takes_script:
+        if _script and not hasattr(self.callback, "takes_script"):
             _given["--"] = "what follows --"
             refuse(["--"], f"with {ctx.command_path}")
         for rule in getattr(self.callback, "rules", []):
-            rule.check(ctx, _given, names)
+            rule.apply(ctx, _given, names)
         return super().invoke(ctx)
 
 
 class Commands(Page, TyperGroup):
     """A group of commands, of which one is loaded when it is typed."""
 
-    table: ClassVar[tuple[Row, ...]] = ()
+    panels: ClassVar[Panels] = {}
 
-    def __init__(self, *, rows: tuple[Row, ...] = (), **given: Any) -> None:
+    def __init__(self, *, panels: Panels | None = None, **given: Any) -> None:
         super().__init__(**given)
-        self.rows = {row.name: row for row in rows or self.table}
-        self.commands = {
-            row.name: TyperCommand(row.name, short_help=row.line, rich_help_panel=row.panel)
-            for row in self.rows.values()
-        }
+        self.shown = self.panels if panels is None else panels
+        self.rows = {row.name: row for rows in self.shown.values() for row in rows}
+        self.commands = {name: TyperCommand(name) for name in self.rows}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args:
@@ -165,17 +166,15 @@ class Commands(Page, TyperGroup):
     def load(self, name: str) -> Command | Commands:
         """The command itself, with its module."""
         row = self.rows[name]
-        if row.rows:
-            return Commands(name=name, rows=row.rows, help=row.line)
-        module, _, function = row.function.partition(":")
+        if row.panels:
+            return Commands(name=name, panels=row.panels, help=row.line)
         alone = typer.Typer(add_completion=False)
-        callback = getattr(import_module(f"allranks.cli.{module}"), function)
+        callback = getattr(import_module(f"allranks.cli.{row.module}"), name)
         more = inspect.getdoc(callback)
         text = f"{row.line}\n\n{more}" if more else row.line
         alone.command(name, cls=Command, help=text)(callback)
         command = typer.main.get_command(alone)
         assert isinstance(command, Command)
-        command.row = row
         return command
 
 
@@ -197,8 +196,8 @@ def help_page(command: Any, ctx: Any) -> str:
     width = min(WIDEST, shutil.get_terminal_size().columns)
     sections: dict[str, list[tuple[str, str]]] = {}
     if isinstance(command, Commands):
-        for row in command.rows.values():
-            sections.setdefault(row.panel, []).append((row.name, row.line))
+        for title, inner in command.shown.items():
+            sections[title] = [(row.name, row.line) for row in inner]
     for param in command.get_params(ctx):
         is_argument = isinstance(param, TyperArgument)
         value = "" if is_argument or param.is_flag else " " + (param.metavar or param.name.upper())

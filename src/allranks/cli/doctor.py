@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allranks.cli.commands import never_with, only_with
-from allranks.cli.options import AsJson, Debug, Runs, people_console
+from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console, print_json
 
 if TYPE_CHECKING:
-    from allranks.doctor.check import Check
+    from allranks.doctor.finding import Check
 
 Subjects = Annotated[
     list[str] | None,
@@ -35,16 +35,6 @@ Connect = Annotated[
 DataFolders = Annotated[
     list[Path] | None,
     typer.Option("--data", metavar="DIR", help="Check the disk of this folder, too."),
-]
-Stalled = Annotated[
-    float | None,
-    typer.Option(
-        "--stalled",
-        "--stalled-after",
-        metavar="SECONDS",
-        min=0,
-        help="Call a run stalled after this long without a step. Default: judged by its steps.",
-    ),
 ]
 Threshold = Annotated[
     list[str] | None,
@@ -95,15 +85,13 @@ def doctor(
 
 
 def print_causes(as_json: bool) -> None:
-    from allranks.doctor.catalogue import load
+    from allranks.doctor import catalogue
     from allranks.doctor.show import show_causes
-    from allranks.run.events import to_json
 
-    known = load()
     if as_json:
-        print(to_json(known.as_json()))
+        print_json(catalogue.as_json())
     else:
-        show_causes(people_console(False), known.findings())
+        show_causes(people_console(), catalogue.known_findings())
 
 
 def print_diagnosis(
@@ -113,26 +101,24 @@ def print_diagnosis(
     from allranks.doctor.finding import as_json as to_objects
     from allranks.doctor.show import show_findings
     from allranks.doctor.slow import Thresholds
-    from allranks.run.events import to_json
 
     found = diagnosis(runs, subject, Thresholds.parse(limits), stalled)
     if as_json:
-        print(to_json(to_objects(found)))
+        print_json(to_objects(found))
     else:
-        show_findings(people_console(False), found, " ".join(subject))
+        show_findings(people_console(), found, " ".join(subject))
 
 
 def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json: bool) -> None:
     """Check by check; exits with 1 if one failed."""
-    from allranks.doctor.check import report
+    from allranks.doctor.finding import report
     from allranks.doctor.show import show_checks
-    from allranks.run.events import to_json
 
     seconds = time.monotonic() - started
     show_checks(checks, host, seconds, people_console(as_json))
     found = report(checks, host, seconds)
     if as_json:
-        print(to_json(found))
+        print_json(found)
     raise typer.Exit(0 if found["ok"] else 1)
 
 

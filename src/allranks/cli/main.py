@@ -13,116 +13,50 @@ from allranks.cli.commands import Commands, Row, keep_typed
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
 
-BENCH = (
-    Row(
-        "scaling",
-        "Measure",
-        "Measure a job, or your own script after `--`, on several layouts.",
-        "bench:scaling",
-        takes_script=True,
-    ),
-    Row(
-        "comm",
-        "Measure",
-        "Measure the network between ranks: latency and bandwidth of collectives by size.",
-        "bench:comm",
-    ),
-    Row(
-        "data",
-        "Measure",
-        "Measure data loading: how many workers a job needs, and how fast it can get.",
-        "bench:data",
-        takes_script=True,
-    ),
-    Row(
-        "precision",
-        "Measure",
-        "Measure a task in fp32, tf32, fp16 and bf16: speed, memory and loss.",
-        "bench:precision",
-        takes_script=True,
-    ),
-)
+BENCH = {
+    "Measure": (
+        Row("scaling", "bench", "Measure a job, or your script after `--`, on several layouts."),
+        Row("comm", "bench", "Measure the network between ranks: latency and bandwidth by size."),
+        Row("data", "bench", "Measure data loading: how many workers a job needs, and its limit."),
+        Row("precision", "bench", "Measure a task in fp32, tf32, fp16, bf16: speed, memory, loss."),
+    )
+}
 
 # In the order in which people use them.
-COMMANDS = (
-    Row("init", "Train", "Write a commented job.yaml and its JSON schema.", "train:init"),
-    Row(
-        "run",
-        "Train",
-        "Train a job, or run your own script after `--`, on this machine or over ssh.",
-        "train:run",
-        takes_script=True,
+COMMANDS = {
+    "Train": (
+        Row("init", "train", "Write a commented job.yaml and its JSON schema."),
+        Row("run", "train", "Train a job, or your own script after `--`, here or over ssh."),
+        Row("resume", "cluster", "Continue a run, in another layout if you like."),
+        Row("stop", "cluster", "Stop runs at a checkpoint, from which `resume` continues."),
     ),
-    Row(
-        "resume",
-        "Train",
-        "Continue a run where it was last, in another layout if you like; moves a running one.",
-        "cluster:resume",
+    "Cluster": (
+        Row("cluster", "cluster", "Show what this cluster, or this machine, has."),
+        Row("submit", "cluster", "Send a job, or your own script after `--`, to SLURM."),
+        Row("race", "cluster", "Add layouts to a queued run: the first to start wins."),
     ),
-    Row(
-        "stop",
-        "Train",
-        "Stop runs at a checkpoint, from which `resume` continues.",
-        "cluster:stop",
+    "Look": (
+        Row("ls", "cluster", "List runs: state, progress, time left, why they wait or ended."),
+        Row("watch", "watch", "Follow runs live, and every rank of the selected one."),
+        Row("logs", "cluster", "Print the output of a run's ranks, each line with its rank."),
+        Row("status", "watch", "Write a page to share, in Markdown: runs, speed, next steps."),
     ),
-    Row("cluster", "Cluster", "Show what this cluster, or this machine, has.", "cluster:cluster"),
-    Row(
-        "submit",
-        "Cluster",
-        "Send a job, or your own script after `--`, to SLURM.",
-        "cluster:submit",
-        takes_script=True,
+    "Measure": (
+        Row("bench", "", "Measure how a job scales, and what holds it back.", BENCH),
+        Row("report", "report", "Compare runs: speedup, efficiency, cost, which layout to take."),
     ),
-    Row(
-        "race",
-        "Cluster",
-        "Add layouts to a run that is still queued: the first to start wins.",
-        "cluster:race",
+    "Diagnose": (
+        Row(
+            "doctor", "doctor", "Say what is wrong with a run, a log or this machine, and the fix."
+        ),
     ),
-    Row(
-        "ls",
-        "Look",
-        "List runs: state, progress, time left, and why they wait or ended.",
-        "cluster:list_",
-    ),
-    Row(
-        "watch",
-        "Look",
-        "Follow runs live: one line for each run, and every rank of the selected one.",
-        "watch:watch",
-    ),
-    Row(
-        "logs",
-        "Look",
-        "Print the output of a run's ranks, each line with its rank.",
-        "cluster:logs",
-    ),
-    Row(
-        "status",
-        "Look",
-        "Write one page to share, in Markdown: resources, runs, performance, next steps.",
-        "watch:status",
-    ),
-    Row("bench", "Measure", "Measure how a job scales, and what holds it back.", rows=BENCH),
-    Row(
-        "report",
-        "Measure",
-        "Compare runs: speedup, efficiency, GPU-hours, cost, and which layout to take.",
-        "report:report",
-    ),
-    Row(
-        "doctor",
-        "Diagnose",
-        "Say what is wrong with a run, a log or this machine, and what to type.",
-        "doctor:doctor",
-    ),
-)
+}
 
 
 class AllCommands(Commands):
     """What can follow `allranks`."""
 
-    table = COMMANDS
+    panels = COMMANDS
 
 
 app = typer.Typer(

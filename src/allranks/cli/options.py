@@ -61,6 +61,16 @@ OwnPrice = Annotated[
         help="Price of an hour, such as h100=2.5 or cpu=0.05. May be repeated.",
     ),
 ]
+Stalled = Annotated[
+    float | None,
+    typer.Option(
+        "--stalled",
+        "--stalled-after",
+        metavar="SECONDS",
+        min=0,
+        help="Call a run stalled after this long without a step. Default: judged by its steps.",
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")
 ]
@@ -100,12 +110,18 @@ def print_error(error: AllranksError, *, as_json: bool, more: dict[str, Any] | N
 
     print(plain(error.shown), file=sys.stderr)
     if as_json:
-        from allranks.run.events import to_json
-
-        print(to_json({"error": error.fields, **(more or {})}))
+        print_json({"error": error.fields, **(more or {})})
 
 
-def people_console(as_json: bool) -> Console:
+def print_json(value: Any) -> None:
+    """The one JSON value of `--json`."""
+    from allranks.run.events import to_json
+
+    print(to_json(value))
+
+
+def people_console(as_json: bool = False) -> Console:
+    """What people read: on stderr where stdout is for JSON."""
     from allranks.show.console import PeopleConsole
 
     return PeopleConsole(stderr=as_json, highlight=False)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from allranks.cli.options import AsJson, Debug, OwnPrice, Runs, people_console
+from allranks.cli.options import AsJson, Debug, OwnPrice, Runs, people_console, print_json
 
 ReportedRuns = Annotated[
     list[str] | None,
@@ -57,7 +57,6 @@ def report(
     from allranks.report.files import write_files
     from allranks.report.rows import Targets
     from allranks.report.tables import show_report
-    from allranks.run.events import to_json
     from allranks.show.text import clean
 
     own = [*map(parse_price, price or []), *(read_prices(prices) if prices else [])]
@@ -76,4 +75,4 @@ def report(
     if trouble is not None:
         raise trouble
     if as_json:
-        print(to_json(built))
+        print_json(built)

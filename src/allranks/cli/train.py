@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from allranks.cli.commands import never_with, only_with
+from allranks.cli.commands import never_with, only_with, takes_script
 from allranks.cli.options import (
     AsJson,
     Debug,
@@ -24,6 +23,7 @@ from allranks.cli.options import (
     Runs,
     people_console,
     print_error,
+    print_json,
     typed_request,
 )
 
@@ -73,6 +73,7 @@ Show = Annotated[
 ]
 
 
+@takes_script
 @only_with("node_rank", "master")
 @never_with("hosts", "node_rank", "here")
 @only_with("resume", "force")
@@ -144,7 +145,6 @@ def train(
     from allranks.launch.echo import read_ranks
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
-    from allranks.run.events import to_json
 
     layout = prepared.layout
     node = None if options.place is None else options.place.node_rank
@@ -159,7 +159,7 @@ def train(
             raise typer.Exit(outcome.exit_code)
         screen.summary(outcome.result, can_go_on=outcome.can_go_on)
         if as_json:
-            print(to_json(outcome.result))
+            print_json(outcome.result)
         raise typer.Exit(outcome.exit_code)
 
 
@@ -173,7 +173,7 @@ def init(
 
     written = write_job(folder, force=force)
     if as_json:
-        print(json.dumps(written))
+        print_json(written)
         return
     for path in written.values():
         print(f"wrote {path}")

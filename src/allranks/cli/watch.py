@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from allranks.cli.commands import never_with, only_with, refuse
-from allranks.cli.options import AsJson, Debug, Runs, people_console
+from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console, print_json
 
 Watched = Annotated[
     list[str] | None,
@@ -41,15 +41,6 @@ Notify = Annotated[
         metavar="COMMAND",
         envvar="ALLRANKS_NOTIFY",
         help="Call this when a run has finished, failed, stopped or stalled.",
-    ),
-]
-Stalled = Annotated[
-    float | None,
-    typer.Option(
-        "--stalled",
-        metavar="SECONDS",
-        min=1,
-        help="Call a run stalled after this long without a step. Default: judged by its steps.",
     ),
 ]
 Interval = Annotated[
@@ -131,7 +122,6 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.run.events import to_json
     from allranks.run.folder import find_run
     from allranks.watch.marks import parse_marks
     from allranks.watch.status import make_status, write_page
@@ -143,6 +133,6 @@ def status(
         write_page(file, made.page)
     if as_json:
         written = str(file.absolute()) if file is not None else None
-        print(to_json({"md": written, "page": made.page, "runs": made.runs}))
+        print_json({"md": written, "page": made.page, "runs": made.runs})
     else:
         print(made.page if file is None else f"wrote {file}", end="" if file is None else "\n")

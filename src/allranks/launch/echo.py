@@ -5,15 +5,16 @@ from __future__ import annotations
 import codecs
 import fcntl
 import os
+import queue
 import re
 import select
 import struct
 import termios
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,9 +25,7 @@ from allranks.run.folder import RunDir
 from allranks.run.logs import LogTail
 from allranks.run.stacks import without_dumps
 
-MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next look
-MOST_KEPT = 1000  # lines of an attempt, to know them again in the next
-MOST_IN_LINE = 1 << 12  # bytes of one of them
+MAX_LOG_BYTES = 1 << 20  # shown at a time; the rest comes with the next update
 # How Python's report of an exception begins, and of a signal that ends it.
 TRACEBACK = re.compile(
     r"^(?:\x1b\[[\d;]*m|\[rank\d+\]: ?|[+| \u256d\u2500])*"  # colours, torch, groups, rich
@@ -35,11 +34,10 @@ TRACEBACK = re.compile(
     re.MULTILINE,
 )
 HOLD_SECONDS, ENDING_SECONDS = 1.5, 10.0
-PIECES = re.compile(rb"[^\n]*\n|[^\n]+")
-READ_BYTES = 1 << 16
-MOST_QUEUED = 1 << 20  # bytes for a screen that is slow to take them
+READ_BYTES = 1 << 12
+MOST_QUEUED = 1 << 10  # pieces of what a rank draws, for a screen that is slow to take them
 FLUSH_SECONDS = 5.0
-LEFT_OUT = b"\r\n[left out what this terminal was too slow for; the log has all of it]\r\n"
+LEFT_OUT = "\r\n[left out: this terminal was too slow; the log has everything]\r\n"
 MOST_HELD = 200  # lines; no screen is taller
 MOST_UNWRITTEN = 10_000  # lines that a log could not take
 # Text, or one control sequence of a terminal: CSI (group 1: numbers, 2: letter), OSC, others.
@@ -50,13 +48,16 @@ TOKENS = re.compile(
 )
 UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:<=>? -/]*|\][^\x07\x1b\n]{0,4096}\x1b?|[ -/]*)?$")
 
+text_decoder = partial(codecs.getincrementaldecoder("utf-8"), errors="replace")
+
 
 class Echo:
     """Shows what ranks of a run print, attempt after attempt.
 
-    `rank` as it is, in a terminal of its own if the user is at one; or those in `show`, each line
-    with its rank. `has_bar`: allranks itself draws below. `write` puts text on the screen. `hides`:
-    leave out the traceback that a rank ends with; the culprit's is shown later, once it is known.
+    `rank` as it draws, in a terminal of its own if the user is at one; or those in `show`, each
+    line with its rank. `write` puts text on the screen. `has_bar`: allranks draws a bar below, so
+    that only whole lines can be shown, through rich. `hides`: leave out the traceback that a rank
+    ends with; the culprit's is shown later, once it is known.
     """
 
     def __init__(
@@ -72,21 +73,20 @@ class Echo:
         self._console = console
         self._rank = rank
         self._show = show
+        self._has_bar = has_bar
+        self._write = write
         self._hides = hides
         self._without: WithoutTraceback | None = None
-        self._output = Output(console, write, has_bar=has_bar)
+        self._lines = ScreenLines()
         self._terminal: RankTerminal | None = None
         self._log: Path | None = None
-        self._position = 0
-        self._tails: dict[int, LogTail] = {}
         self._lock = threading.Lock()
-        self._drawing = threading.Lock()  # which the terminal's thread and another may do
-        self._has_bar = has_bar
+        self._drawing = threading.RLock()  # which the terminal's thread and another may do
 
     @property
     def column(self) -> int:
         """Where the cursor is."""
-        return self._output.column
+        return self._lines.column
 
     def open_terminal(self) -> str | None:
         """The path of a terminal for the rank, if one can be had and somebody is there to look."""
@@ -99,66 +99,74 @@ class Echo:
     def begin(self, run: RunDir, attempt: int) -> None:
         """The ranks of an attempt are about to start."""
         with self._lock:
-            if run.log(attempt, self._rank) == self._log:
+            log = run.log(attempt, self._rank)
+            if log == self._log:
                 return
-            self._look(wait=False)
+            self._show_new(wait=False)
+            if self._terminal is not None:
+                self._terminal.begin(log)
+            self._end_line()
             ranks = [self._rank] if self._show is None else self._show
-            self._log, self._position = run.log(attempt, self._rank), 0
+            self._log, self._position, self._decoder = log, 0, text_decoder()
             self._tails = {rank: LogTail(run.log(attempt, rank)) for rank in ranks}
             self._together = Together(len(ranks))
-            if self._terminal is not None:
-                self._terminal.begin(self._log)
-            self._show_held()
-            self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
             self._without = WithoutTraceback(run, attempt, self._rank) if self._hides else None
-            self._output.begin()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Show what is new."""
         with self._lock:
-            self._look(wait=True)
+            self._show_new(wait=True)
 
     def finish(self) -> None:
         """Show the rest, and go to a fresh line."""
         with self._lock:
-            self._look(wait=False)
-            if self._terminal is not None and not self._terminal.close():
-                return  # the screen takes no more
-            self._show_held()
-            self._output.finish()
+            self._show_new(wait=False)
+            if self._terminal is None or self._terminal.close():  # else the screen takes no more
+                self._end_line()
 
-    def _look(self, *, wait: bool) -> None:
+    def _show_new(self, *, wait: bool) -> None:
         if self._log is None:
             return
         if self._terminal is not None:
             self._terminal.resize()
-            self._terminal.poke()
         elif self._show is None:
-            self._read_log(self._log)
+            with suppress(FileNotFoundError), self._log.open("rb") as file:
+                file.seek(self._position)
+                drawn = file.read(MAX_LOG_BYTES)
+                self._position += len(drawn)
+                self._put(self._decoder.decode(drawn))
         else:
             for rank, tail in self._tails.items():
                 for line in [*tail.lines(), *(() if wait else tail.last())]:
                     self._together.add(rank, line)
             for line in self._together.ready(wait=wait):
-                self._output.put(f"{line}\n".encode())
+                self._draw(f"{line}\n")
 
-    def _read_log(self, log: Path) -> None:
-        with suppress(FileNotFoundError), log.open("rb") as file:
-            file.seek(self._position)
-            drawn = file.read(MAX_LOG_BYTES)
-            self._position += len(drawn)
-            self._put(drawn)
-
-    def _put(self, drawn: bytes) -> None:
+    def _put(self, text: str) -> None:
         with self._drawing:
-            text = without_dumps(self._decoder.decode(drawn))
-            if self._without is not None:
-                text = self._without(text)
-            self._output.put(text.encode())
+            text = without_dumps(text)
+            self._draw(text if self._without is None else self._without(text))
 
-    def _show_held(self) -> None:
-        if self._without is not None:
-            self._output.put(self._without.rest().encode())
+    def _end_line(self) -> None:
+        with self._drawing:
+            if self._without is not None:
+                self._draw(self._without.rest())
+            if self._has_bar:
+                self._print(self._lines.finish())
+            elif self.column:
+                self._draw("\n")
+
+    def _draw(self, text: str) -> None:
+        with self._drawing:
+            lines = self._lines.feed(text)
+            if self._has_bar:
+                self._print(lines)
+            elif text:
+                self._write(text)  # not through rich, which removes what moves the cursor
+
+    def _print(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._console.out(line, highlight=False)
 
 
 class WithoutTraceback:
@@ -217,105 +225,6 @@ def read_ranks(text: str | None, ranks: range) -> list[int] | None:
     return sorted({int(word) for word in words})
 
 
-class Output:
-    """A stream of text on the user's screen.
-
-    `has_bar`: something is drawn below it, so that only whole lines can be shown, through rich.
-    """
-
-    def __init__(
-        self, console: Console, write: Callable[[str], None], *, has_bar: bool = False
-    ) -> None:
-        self._console = console
-        self._put = write
-        self._has_bar = has_bar
-        self._screen = ScreenLines()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._lock = threading.RLock()
-        self._repeats = Repeats([])
-
-    @property
-    def column(self) -> int:
-        """Where the cursor is."""
-        return self._screen.column
-
-    def begin(self) -> None:
-        """Another attempt begins, maybe with the same lines as the last one."""
-        self.finish()
-        self._repeats = Repeats(self._repeats.lines)
-
-    def put(self, drawn: bytes) -> None:
-        with self._lock:
-            self._write(self._repeats.pass_on(drawn))
-
-    def finish(self) -> None:
-        """Show the rest, and go to a fresh line."""
-        with self._lock:
-            self._write(self._repeats.rest())
-            if self._has_bar:
-                self._print(self._screen.finish())
-            elif self.column:
-                self._write(b"\n")
-
-    def _write(self, drawn: bytes) -> None:
-        lines = self._screen.feed(drawn)
-        if self._has_bar:
-            self._print(lines)
-        elif drawn:
-            self._raw(drawn)
-
-    def _print(self, lines: list[str]) -> None:
-        for line in lines:
-            self._console.out(line, highlight=False)
-
-    def _raw(self, drawn: bytes) -> None:
-        # Not through rich, which removes what moves the cursor.
-        self._put(self._decoder.decode(drawn))
-
-
-class Repeats:
-    """Lines that an attempt begins with just like the previous one: they are not shown again."""
-
-    def __init__(self, before: list[bytes]) -> None:
-        self.lines: list[bytes] = []  # the first ones of this attempt
-        self._line = b""
-        self._before = before
-        self._num_same = 0
-        self._is_same = bool(before)
-        self._held = b""
-
-    def pass_on(self, drawn: bytes) -> bytes:
-        """What to show of it."""
-        if not self._is_same and len(self.lines) >= MOST_KEPT:
-            return drawn
-        return b"".join(self._pass_piece(piece) for piece in PIECES.findall(drawn))
-
-    def rest(self) -> bytes:
-        """What was held back until it was known to be new, and a note on what was not shown."""
-        held, self._held, was_same, self._is_same = self._held, b"", self._is_same, False
-        num_same = self._num_same
-        is_any = was_same and num_same
-        return (b"[%d lines as in the previous attempt]\n" % num_same if is_any else b"") + held
-
-    def _pass_piece(self, piece: bytes) -> bytes:
-        if len(self._line) < MOST_IN_LINE:  # of a bar that is drawn over and over, the beginning
-            self._line += piece
-        if piece.endswith(b"\n"):
-            if len(self.lines) < MOST_KEPT:
-                self.lines.append(self._line)
-            self._line = b""
-        if not self._is_same:
-            return piece
-        self._held += piece
-        expected = self._before[self._num_same] if self._num_same < len(self._before) else b""
-        if not expected.startswith(self._held):
-            return self.rest()
-        if self._held == expected:
-            self._num_same += 1
-            self._held = b""
-        return b""
-
-
 class ScreenLines:
     """The lines that remain of all that is drawn on a terminal: bars in their last state.
 
@@ -325,7 +234,6 @@ class ScreenLines:
     """
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
         self._begin()
 
@@ -335,9 +243,9 @@ class ScreenLines:
         self._reach = 0
         self.column = 0
 
-    def feed(self, drawn: bytes) -> list[str]:
+    def feed(self, text: str) -> list[str]:
         """Lines that are now out of reach."""
-        text = self._rest + self._decoder.decode(drawn)
+        text = self._rest + text
         cut = UNFINISHED.search(text)
         self._rest = text[cut.start() :] if cut else ""
         for token in TOKENS.finditer(text[: cut.start()] if cut else text):
@@ -412,26 +320,26 @@ class ScreenLines:
 class RankTerminal:
     """A pseudo-terminal of the size of the user's own, read by a thread as long as it is open.
 
-    `screen`: a file descriptor of the user's terminal. `write` gets all that is drawn, in a thread
-    of its own: a terminal that takes no more (Ctrl-S, a sleeping laptop) must not hold up the rank.
+    `screen`: a file descriptor of the user's terminal. `write` gets all that is drawn, and nothing
+    several times a second, as it may hold something back. It is called in a thread of its own: a
+    terminal that takes no more (Ctrl-S, a sleeping laptop) must not hold up the rank.
     """
 
-    def __init__(self, screen: int, write: Callable[[bytes], None]) -> None:
+    def __init__(self, screen: int, write: Callable[[str], None]) -> None:
         self._screen = screen
         self._write = write
         self._master, self._slave = os.openpty()
         self.path = os.ttyname(self._slave)
         self._size = b""
+        self._decoder = text_decoder()
         self._lines = ScreenLines()
         self._log: Path | None = None
         self._unwritten: list[str] = []
         self._touched = 0.0
         self._lock = threading.Lock()
         self._is_open = True
-        self._queue: deque[bytes] = deque()
-        self._queued = 0  # bytes, with those that are being written
+        self._queue: queue.Queue[str] = queue.Queue(MOST_QUEUED)
         self._is_behind = False  # something was left out
-        self._change = threading.Condition()
         # What is drawn arrives as it was drawn: the user's terminal makes of it what it does.
         settings = termios.tcgetattr(self._slave)
         settings[1] &= ~termios.OPOST
@@ -461,19 +369,11 @@ class RankTerminal:
                 self._size = size
                 fcntl.ioctl(self._slave, termios.TIOCSWINSZ, size)
 
-    def poke(self) -> None:
-        """Have `write` called without anything new: it may hold something back."""
-        with self._change:
-            if not self._queue:
-                self._queue.append(b"")
-                self._change.notify_all()
-
     def flush(self) -> bool:
         """Wait until all is written; False if the user's terminal does not take it."""
-        with self._change:
-            return self._change.wait_for(
-                lambda: not self._queue and not self._queued, FLUSH_SECONDS
-            )
+        done = self._queue.all_tasks_done
+        with done:
+            return done.wait_for(lambda: not self._queue.unfinished_tasks, FLUSH_SECONDS)
 
     def close(self) -> bool:
         """Show the rest, complete the log, and end; False if the user's terminal takes no more."""
@@ -482,9 +382,8 @@ class RankTerminal:
                 self._drain()
                 self._append(self._lines.finish())
         is_shown = self.flush()
-        with self._lock, self._change:
+        with self._lock:
             self._is_open = False
-            self._change.notify_all()
         self._reader.join()
         os.close(self._slave)
         os.close(self._master)
@@ -504,33 +403,23 @@ class RankTerminal:
                 drawn = os.read(self._master, READ_BYTES)
             except OSError:  # no rank has it open
                 return
-            self._append(self._lines.feed(drawn))
-            self._enqueue(drawn)
-
-    def _enqueue(self, drawn: bytes) -> None:
-        with self._change:
-            if self._queued > MOST_QUEUED:
-                self._is_behind = True
-                return
-            if self._is_behind:
-                drawn = LEFT_OUT + drawn
+            text = self._decoder.decode(drawn)
+            self._append(self._lines.feed(text))
+            try:
+                self._queue.put_nowait(LEFT_OUT + text if self._is_behind else text)
                 self._is_behind = False
-            self._queue.append(drawn)
-            self._queued += len(drawn)
-            self._change.notify_all()
+            except queue.Full:
+                self._is_behind = True
 
     def _show(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: self._queue or not self._is_open)
-                if not self._queue:
-                    return
-                drawn = self._queue.popleft()
+        while self._is_open or not self._queue.empty():
+            text = None
+            with suppress(queue.Empty):
+                text = self._queue.get(timeout=0.1)
             with suppress(Exception):  # whatever becomes of the screen, the rank must be read
-                self._write(drawn)
-            with self._change:
-                self._queued -= len(drawn)
-                self._change.notify_all()
+                self._write(text or "")
+            if text is not None:
+                self._queue.task_done()
 
     def _append(self, lines: list[str]) -> None:
         """To the log; while a bar is drawn, only the time of its last sign of life."""

@@ -1,158 +1,67 @@
 """Commands that start ranks themselves: torchrun and the like, and what to type instead.
 
 allranks starts the ranks. If it started a launcher, every rank of the layout would start a whole
-training of its own, and all of them would record the same ranks.
+training of its own, and all of them would record the same ranks. A launcher is recognised by its
+name (launchers.yaml) before the run starts, and if that fails, by what the run then records.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import signal
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from allranks.job.job import Job
 from allranks.layout import Layout
+from allranks.run.folder import RunDir
+from allranks.run.stacks import PROC, rank_of
 
-PYTHON = r"(?:python|pypy)[\d.]*"
 # The commands in a shell's line, and what is between them: not what is in quotes.
 COMMANDS = re.compile(
     r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^'"\\;&|\n])+|[;&|\n]+|['"\\]""", re.DOTALL
 )
 SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
-# Programs that start another: how many words come before it, and which options take a value.
-WRAPPERS = {
-    "env": (0, "-u --unset -C --chdir"),
-    "nice": (0, "-n --adjustment"),
-    "ionice": (0, "-c -n --class --classdata"),
-    "chrt": (1, "-T -P -D"),
-    "time": (0, "-f -o --format --output"),
-    "timeout": (1, "-k -s --kill-after --signal"),
-    "stdbuf": (0, "-i -o -e --input --output --error"),
-    "numactl": (0, "-i -w -p -m -N -C -P --interleave --membind --cpunodebind --physcpubind"),
-    "taskset": (1, ""),
-    **dict.fromkeys(("nohup", "setsid", "if", "then", "else", "do", "!"), (0, "")),
-    "exec": (0, "-a"),
-    "sudo": (0, "-u -g"),
-    "uv": (1, "--with --python -p --extra --group --project --directory --env-file --index"),
-    "poetry": (1, "-C -P --directory --project"),
-    "pdm": (1, "-p --project"),
-    "pipenv": (1, ""),
-    "hatch": (1, "-e --env"),
-    "rye": (1, ""),
-    "pixi": (1, "-e --environment --manifest-path"),
-    "conda": (1, "-n -p --name --prefix --cwd"),
-    "mamba": (1, "-n -p --name --prefix --cwd"),
-    "micromamba": (1, "-n -p --name --prefix --cwd"),
-    "apptainer": (2, "-B --bind -H --home --env --env-file --overlay --pwd"),
-    "singularity": (2, "-B --bind -H --home --env --env-file --overlay --pwd"),
-}
+LOOK_SECONDS = 1.0  # between two looks for a rank that two processes record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """How a launcher is called: what its options say, and where the script begins."""
+    """How a launcher is called; launchers.yaml explains the fields."""
 
-    starts: str  # "python": a Python script follows; "program": any program does
-    nodes: str = ""  # options that give the number of nodes,
-    per_node: str = ""  # of ranks per node,
-    ranks: str = ""  # of all ranks
-    hosts: str = ""  # comma-separated lists of hosts
-    flags: str = ""  # options without a value
+    programs: str
+    starts: str
+    modules: str = ""
+    commands: str = ""
+    subcommand: str = ""
+    nodes: str = ""
+    per_node: str = ""
+    ranks: str = ""
+    hosts: str = ""
+    flags: str = ""
     two_values: str = ""
-    subcommand: str = ""  # that must follow
 
 
-TORCHRUN = Launcher(
-    starts="python",
-    nodes="--nnodes",
-    per_node="--nproc-per-node",
-    flags="--standalone --use-env --run-path --no-python --module -m --virtual-local-rank",
-)
-MPI = Launcher(
-    starts="program",
-    ranks="-n -np --np -c",
-    per_node="-npernode --npernode -ppn -perhost -N",
-    hosts="-H -host --host -hosts --hosts",
-    flags="--allow-run-as-root --oversubscribe --bind-to-none --bycore --bynode --byslot "
-    "--tag-output -tag-output --display-map --report-bindings -q --quiet -v --verbose "
-    "--nolocal --noversubscribe -oversubscribe -prepend-rank -l",
-    two_values="--mca -mca --gmca -gmca -genv -env",
-)
-LAUNCHERS = {
-    "torchrun": TORCHRUN,
-    "accelerate": Launcher(
-        starts="python",
-        subcommand="launch",
-        nodes="--num-machines",
-        ranks="--num-processes",
-        flags="--cpu --multi-gpu --tpu --use-deepspeed --use-fsdp --use-megatron-lm --use-xpu "
-        "--use-mps-device --ipex --same-network --debug --quiet -q --no-python --module -m "
-        "--downcast-bf16 --enable-cpu-affinity --use-parallelism-config",
-    ),
-    "deepspeed": Launcher(
-        starts="python",
-        nodes="--num-nodes",
-        per_node="--num-gpus --num-accelerators",
-        flags="--no-python --module --no-local-rank --no-ssh --no-ssh-check --force-multi "
-        "--save-pid --bind-cores-to-rank --elastic-training",
-    ),
-    "composer": Launcher(
-        starts="python",
-        ranks="--world-size",
-        per_node="-n --nproc",
-        flags="-v --verbose -m --module-mode -c --command-mode",
-    ),
-    "lightning": Launcher(
-        starts="python",
-        subcommand="run",
-        nodes="--num-nodes",
-        per_node="--devices",
-    ),
-    "horovodrun": Launcher(
-        starts="program",
-        ranks="-np --num-proc -n",
-        hosts="-H --hosts",
-        flags="--verbose --gloo --mpi --disable-cache --hierarchical-allreduce",
-    ),
-    "srun": Launcher(
-        starts="program",
-        nodes="-N --nodes",
-        per_node="--ntasks-per-node",
-        ranks="-n --ntasks",
-        flags="-l -u -E -K -O -Q -v -s -X -k --label --unbuffered --pty --exact --overlap "
-        "--exclusive --overcommit --quiet --verbose --kill-on-bad-exit --no-kill --oversubscribe "
-        "--contiguous --spread-job --preserve-env",
-    ),
-    "mpirun": MPI,
-}
-SAME = {"mpiexec": "mpirun", "orterun": "mpirun", "prterun": "mpirun", "fabric": "lightning"}
-SAME["lightning_fabric"] = "lightning"
-# What is run as `python -m MODULE`: the launcher that it is, and whether its subcommand follows.
-MODULES = {
-    "torch.distributed.run": ("torchrun", False),
-    "torch.distributed.launch": ("torchrun", False),
-    "accelerate.commands.launch": ("accelerate", False),
-    "accelerate.commands.accelerate_cli": ("accelerate", True),
-    "accelerate": ("accelerate", True),
-    "deepspeed": ("deepspeed", False),
-    "deepspeed.launcher.runner": ("deepspeed", False),
-    "composer": ("composer", False),
-    "composer.cli.launcher": ("composer", False),
-    "horovod.runner": ("horovodrun", False),
-    "horovod.runner.launch": ("horovodrun", False),
-    "lightning": ("lightning", True),
-    "lightning.fabric": ("lightning", True),
-    "lightning.fabric.cli": ("lightning", True),
-    "lightning_fabric": ("lightning", True),
-    "lightning_fabric.cli": ("lightning", True),
-}
+@cache
+def read_tables() -> tuple[list[Launcher], dict[str, dict[str, Any]]]:
+    """The launchers and the wrappers of launchers.yaml."""
+    content = yaml.safe_load(Path(__file__).with_name("launchers.yaml").read_text())
+    return [Launcher(**fields) for fields in content["launchers"]], content["wrappers"]
 
 
 @dataclass(slots=True)
-class Meant:
-    """A command without the launcher in it, and how many ranks the launcher was told to start."""
+class Replacement:
+    """What to run in place of a launcher, and how many ranks the launcher was told to start."""
 
     launcher: str  # as it was written: torchrun, accelerate launch
     command: list[str] = field(default_factory=list)
@@ -161,7 +70,7 @@ class Meant:
     ranks: int | None = None
 
     def layout(self, typed: Layout) -> Layout:
-        """The intended layout: what the launcher does not specify is as it was typed."""
+        """The layout that the launcher was told; what it does not say is as `typed`."""
         nodes, per_node = self.nodes, self.per_node
         if self.ranks and per_node:
             nodes = nodes or max(1, self.ranks // per_node)
@@ -172,15 +81,15 @@ class Meant:
         same = (nodes, per_node) == (typed.nodes, typed.gpus)
         return typed if same else Layout(nodes, per_node)
 
-    def around(self, outer: Meant) -> Meant:
+    def around(self, outer: Replacement) -> Replacement:
         """This launcher, started by another one, usually once per node."""
         self.launcher = f"{outer.launcher} ... {self.launcher}"
         self.nodes = self.nodes or outer.nodes or outer.ranks
         return self
 
 
-def find_launcher(words: Sequence[str]) -> Meant | None:
-    """What a command that starts ranks itself is meant to do; None for any other command."""
+def find_launcher(words: Sequence[str]) -> Replacement | None:
+    """What to run in place of a command that starts ranks itself; None for any other command."""
     begin = skip_wrappers(words)
     before, rest = list(words[:begin]), list(words[begin:])
     if rest and os.path.basename(rest[0]) in SHELLS:
@@ -189,7 +98,7 @@ def find_launcher(words: Sequence[str]) -> Meant | None:
     if called is None:
         return None
     launcher, num_words, python = called
-    meant = Meant(" ".join([os.path.basename(rest[0]), *rest[1:num_words]]))
+    meant = Replacement(" ".join([os.path.basename(rest[0]), *rest[1:num_words]]))
     meant.command = read_options(launcher, rest[num_words:], meant, python)
     inner = find_launcher(meant.command)
     meant = inner.around(meant) if inner is not None else meant
@@ -199,23 +108,24 @@ def find_launcher(words: Sequence[str]) -> Meant | None:
 
 def launcher_of(words: Sequence[str]) -> tuple[Launcher, int, str] | None:
     """The launcher that a command begins with, in how many words, and the Python to call."""
-    program = os.path.basename(words[0])
-    if re.fullmatch(PYTHON, program):
+    name, num_words, python = os.path.basename(words[0]).partition(".")[0], 1, "python"
+    is_module = is_python(words[0])
+    if is_module:
         at = module_of(words)
-        name, has_subcommand = MODULES.get(words[at], ("", False)) if at else ("", False)
-        num_words, python = (at or 0) + 1, words[0]
-    else:
-        name = program.partition(".")[0]  # mpiexec.hydra
-        name, has_subcommand, num_words, python = SAME.get(name, name), True, 1, "python"
-    launcher = LAUNCHERS.get(name)
-    if launcher is None:
-        return None
-    if launcher.subcommand and has_subcommand:
-        if [*words, ""][num_words] != launcher.subcommand:
+        if at is None:
             return None
-        num_words += 1
-        num_words += [*words, ""][num_words] == "model"  # of Lightning's older releases
-    return launcher, num_words, python
+        name, num_words, python = words[at], at + 1, words[0]
+    for launcher in read_tables()[0]:
+        if is_module and name in launcher.modules.split():
+            return launcher, num_words, python
+        if name in (launcher.commands if is_module else launcher.programs).split():
+            follow = [*words[num_words:], "", ""]
+            if launcher.subcommand and follow[0] != launcher.subcommand:
+                return None
+            if launcher.subcommand:
+                num_words += 2 if follow[1] == "model" else 1  # of Lightning's older releases
+            return launcher, num_words, python
+    return None
 
 
 def skip_wrappers(words: Sequence[str]) -> int:
@@ -224,16 +134,16 @@ def skip_wrappers(words: Sequence[str]) -> int:
     while at < len(words):
         while at < len(words) and re.match(r"[A-Za-z_]\w*=", words[at]):
             at += 1
-        wrapper = WRAPPERS.get(os.path.basename(words[at])) if at < len(words) else None
+        wrapper = read_tables()[1].get(os.path.basename(words[at])) if at < len(words) else None
         if wrapper is None:
             break
-        positional, valued = wrapper
+        positional, valued = wrapper.get("words", 0), wrapper.get("options", "").split()
         at += 1
         while at < len(words) and (positional or words[at].startswith("-") or "=" in words[at]):
             if words[at] == "--":
                 at += 1
                 break
-            if words[at] in valued.split():
+            if words[at] in valued:
                 at += 1
             elif not words[at].startswith("-") and "=" not in words[at]:
                 positional -= 1
@@ -251,12 +161,12 @@ def module_of(words: Sequence[str]) -> int | None:
     return None
 
 
-def in_shell(before: list[str], words: list[str]) -> Meant | None:
-    """What is meant by `bash -c "..."` with a launcher in it; the rest of it stays as it is."""
+def in_shell(before: list[str], words: list[str]) -> Replacement | None:
+    """What to run in place of `bash -c "..."` with a launcher in it; the rest stays as it is."""
     at = next((n for n, word in enumerate(words) if re.fullmatch(r"-[a-z]*c", word)), None)
     if at is None or at + 1 >= len(words):
         return None
-    found: Meant | None = None
+    found: Replacement | None = None
     parts = COMMANDS.findall(words[at + 1])
     for number, part in enumerate(parts):
         meant = find_launcher(raw_words(part))
@@ -279,7 +189,9 @@ def raw_words(text: str) -> list[str]:
         return text.split()
 
 
-def read_options(launcher: Launcher, words: list[str], meant: Meant, python: str) -> list[str]:
+def read_options(
+    launcher: Launcher, words: list[str], meant: Replacement, python: str
+) -> list[str]:
     """Note what the launcher's own options say; return the command that it would start."""
     flags = launcher.flags.split()
     at, is_module, is_program = 0, False, launcher.starts == "program"
@@ -311,11 +223,15 @@ def read_options(launcher: Launcher, words: list[str], meant: Meant, python: str
     return [python, *(["-m"] if is_module else []), *rest]
 
 
+def is_python(word: str) -> bool:
+    return re.fullmatch(r"(?:python|pypy)[\d.]*", os.path.basename(word)) is not None
+
+
 def is_script(word: str) -> bool:
-    return word.endswith(".py") or re.fullmatch(PYTHON, os.path.basename(word)) is not None
+    return word.endswith(".py") or is_python(word)
 
 
-def count(launcher: Launcher, option: str, value: str, meant: Meant) -> None:
+def count(launcher: Launcher, option: str, value: str, meant: Replacement) -> None:
     """Note a number of nodes or ranks, where the option gives one."""
     if option in launcher.hosts.split():
         meant.nodes = len(value.split(","))
@@ -330,8 +246,8 @@ def count(launcher: Launcher, option: str, value: str, meant: Meant) -> None:
             setattr(meant, name, int(last))
 
 
-def launcher_in_script(words: Sequence[str]) -> tuple[str, Meant] | None:
-    """A file named in a command whose text starts ranks, and what is meant there."""
+def launcher_in_script(words: Sequence[str]) -> tuple[str, Replacement] | None:
+    """A file named in a command whose text starts ranks, and what to run there instead."""
     for word in words:
         try:
             text = Path(word).read_text()[:100_000] if not word.endswith(".py") else ""
@@ -361,3 +277,67 @@ def with_layout(typed: Sequence[str], layout: Layout) -> list[str]:
         return [words[0], "--layout", str(layout), *words[1:]]
     after = words[at + 1 :] if "=" in words[at] else words[at + 2 :]
     return [*words[:at], "--layout", str(layout), *after]
+
+
+class OwnRanksWatch:
+    """Looks for the file that a probe leaves when it finds its rank recorded by another process."""
+
+    def __init__(self, run: RunDir, job: Job) -> None:
+        self.run = run
+        self.job = job
+        self._next_look = 0.0
+
+    def must_end(self, attempt: int) -> bool:
+        """Whether the ranks must end now; if so, everything that they started is killed here."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        if self._twice_recorded(attempt) is None:
+            return False
+        kill_all(self.run, attempt)
+        return True
+
+    def end(self, attempt: int) -> dict[str, Any] | None:
+        """The end event for every rank of such an attempt; None if nothing is wrong."""
+        layout, twice = self.job.layout, self._twice_recorded(attempt)
+        foreign = [rank for rank in self.run.ranks(attempt) if rank >= layout.ranks]
+        if twice is not None:
+            return end_of_own_ranks(f"two processes recorded rank {twice}", self.job)
+        if foreign:
+            what = f"rank {foreign[0]} was recorded, but layout {layout} does not have it"
+            return end_of_own_ranks(what, self.job)
+        return None
+
+    def _twice_recorded(self, attempt: int) -> int | None:
+        try:
+            return int(json.loads(self.run.twice(attempt).read_bytes())["rank"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def end_of_own_ranks(seen: str, job: Job) -> dict[str, Any]:
+    """The end event of a rank whose command has started ranks itself."""
+    inside = launcher_in_script(job.argv) if job.command is not None else None
+    who = "the command starts ranks itself, besides those that allranks starts"
+    fix = (
+        "let only allranks start ranks: no torchrun, mpirun or mp.spawn in what it runs. "
+        "If you want a second training, start it with ALLRANKS_PROBE=off in its environment"
+    )
+    if inside is not None:
+        where, meant = inside
+        who = f"the command starts ranks itself ({meant.launcher} in {where})"
+        fix = (
+            f"write {' '.join(meant.command)} in {where} in place of {meant.launcher}, "
+            f"and start it with --layout {meant.layout(job.layout)}"
+        )
+    error = {"what": f"{seen}: {who}", "fix": fix, "own_ranks": True}
+    return {"state": "failed", "exit": 1, "error": error}
+
+
+def kill_all(run: RunDir, attempt: int, proc: Path = PROC) -> None:
+    """Kill every process of an attempt on this machine: ranks of another launcher outlive it."""
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError, ValueError, LookupError):
+            if rank_of(folder / "environ", run.name, attempt) is not None:
+                os.kill(int(folder.name), signal.SIGKILL)

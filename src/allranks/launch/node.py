@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
 from allranks.launch import meeting, prepare
-from allranks.launch.own_ranks import OwnRanksWatch
+from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
@@ -248,7 +248,9 @@ class Launch:
         """End ranks that wait in vain: they would hold a whole allocation for hours."""
         # Ranks told to stop may save for as long as it takes: they are not ended, only reported.
         attempt, processes, stops = self.agent.attempt, self.agent.processes(), self._interrupted()
-        is_over = self._claim.is_lost() or (processes and not stops and self._twice.look(attempt))
+        is_over = self._claim.is_lost() or (
+            processes and not stops and self._twice.must_end(attempt)
+        )
         if is_over or self._stalled.look_beside(attempt, processes, may_end=not stops):
             self.agent.never_restart()
             self.agent.kill()

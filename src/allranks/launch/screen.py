@@ -154,7 +154,7 @@ class Screen:
         # A log is shown sooner than progress: people wait for their own script's lines.
         self._next_read = now + (READ_SECONDS if self._job.command is None else 0.1)
         if self._echo is not None:
-            self._echo.look()
+            self._echo.update()
         if self._job.command is None:
             self._show_progress()
 

@@ -1,17 +1,12 @@
-"""Which disk files are on, how large and fast it is, and how to drop its files from memory.
-
-Data that are read a second time come from memory, the page cache. What the first epoch costs shows
-only after the kernel has dropped the files.
-"""
+"""Which disk a folder is on, how much room it has, and how fast it is."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +24,6 @@ TRIAL_READ_BYTES = 64 << 20
 TRIAL_READ_SECONDS = 1.0
 TRIAL_FILES = 200
 BLOCK_BYTES = 1 << 20
-PROBES = 64  # places in the files that are checked for being in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +32,6 @@ class Disk:
 
     mount: str
     kind: str  # as the kernel calls it: ext4, nfs4, lustre
-    source: str = ""
 
     @property
     def is_network(self) -> bool:
@@ -64,8 +57,7 @@ def disk_of(path: Path, mountinfo: str | None = None) -> Disk:
         mount = _plain(left.split()[4])
         # Of two at one place, the later one hides the earlier.
         if place.is_relative_to(mount) and len(mount) >= len(found.mount):
-            kind, source, *_ = [*right.split(), ""]
-            found = Disk(mount, kind, _plain(source))
+            found = Disk(mount, (right.split() or ["unknown"])[0])
     return found
 
 
@@ -74,101 +66,6 @@ def _plain(word: str) -> str:
     for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
         word = word.replace(f"\\{code}", character)
     return word
-
-
-def forget(files: Iterable[Path]) -> None:
-    """Have the kernel drop these files from memory, where nobody has them mapped."""
-    for file in files:
-        with suppress(OSError):
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fdatasync(descriptor)  # unwritten data would stay in memory
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
-
-def cached_share(files: Sequence[Path]) -> float | None:
-    """The share of these files that is in memory, by samples; None if the kernel does not say.
-
-    Looking may load some of it: call `forget` again afterwards.
-    """
-    choose = random.Random(0)
-    sizes = [(file, size) for file in files if (size := _size(file)) > 0]
-    if not sizes:
-        return None
-    chosen = choose.choices(sizes, weights=[size for _, size in sizes], k=PROBES)
-    # From the end of a file: the kernel reads ahead.
-    places = sorted(((file, choose.randrange(size)) for file, size in chosen), reverse=True)
-    answers = [_is_cached(file, place) for file, place in places]
-    known = [answer for answer in answers if answer is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
-
-
-def _is_cached(file: Path, place: int) -> bool | None:
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:  # this file system cannot say
-        return None
-    finally:
-        os.close(descriptor)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSpeed:
-    """One pass over files, or over their beginning, block by block."""
-
-    num_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
-
-
-def read_speed(files: Sequence[Path], *, max_bytes: int, max_seconds: float) -> ReadSpeed:
-    """Read from the disk itself, up to either limit; files in memory are dropped first."""
-    forget(files)
-    block = bytearray(BLOCK_BYTES)
-    num_bytes, started = 0, time.perf_counter()
-    for file in files:
-        with suppress(OSError), file.open("rb", buffering=0) as opened:
-            while count := opened.readinto(block):
-                num_bytes += count
-                if num_bytes >= max_bytes or time.perf_counter() - started >= max_seconds:
-                    return ReadSpeed(num_bytes, time.perf_counter() - started)
-    return ReadSpeed(num_bytes, time.perf_counter() - started)
-
-
-def copy_beginning(files: Sequence[Path], target: Path, *, max_bytes: int) -> int:
-    """Copy the first bytes of files into one file, all the way to the disk; return their number.
-
-    Raises OSError if there is no room.
-    """
-    left = max_bytes
-    with target.open("wb") as copy:
-        for file in files:
-            with file.open("rb", buffering=0) as opened:
-                while left > 0 and (block := opened.read(min(left, BLOCK_BYTES))):
-                    copy.write(block)
-                    left -= len(block)
-        copy.flush()
-        os.fsync(copy.fileno())
-    return max_bytes - left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +103,7 @@ def look_at(folder: Path, use: str, *, writes: bool) -> FolderFacts:
         facts = replace(facts, free_bytes=shutil.disk_usage(there).free, free_files=files)
         if writes:
             return replace(facts, write_speed=write_speed(there))
-        return replace(facts, read_speed=folder_read_speed(there))
+        return replace(facts, read_speed=read_speed(there))
     except OSError as error:
         return replace(facts, problem=error.strerror or str(error))
 
@@ -227,11 +124,29 @@ def write_speed(folder: Path) -> float:
             path.unlink()
 
 
-def folder_read_speed(folder: Path) -> float | None:
+def read_speed(folder: Path) -> float | None:
     """Bytes per second from the disk, for the first files found; None if there are none."""
     files = list(itertools.islice(_files(folder), TRIAL_FILES))
-    found = read_speed(files, max_bytes=TRIAL_READ_BYTES, max_seconds=TRIAL_READ_SECONDS)
-    return found.bytes_per_second if found.num_bytes else None
+    for file in files:
+        forget(file)
+    block = bytearray(BLOCK_BYTES)
+    num_bytes, passed, start = 0, 0.0, time.perf_counter()
+    for file in files:
+        with suppress(OSError), file.open("rb", buffering=0) as opened:
+            while num_bytes < TRIAL_READ_BYTES and passed < TRIAL_READ_SECONDS:
+                count = opened.readinto(block)
+                if not count:
+                    break
+                num_bytes += count
+                passed = time.perf_counter() - start
+    return num_bytes / passed if num_bytes else None
+
+
+def forget(file: Path) -> None:
+    """Have the kernel drop a file from memory, where nobody has it mapped."""
+    with suppress(OSError), file.open("rb") as opened:
+        os.fdatasync(opened)  # unwritten data would stay in memory
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _files(folder: Path) -> Iterator[Path]:

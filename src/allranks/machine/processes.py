@@ -1,4 +1,4 @@
-"""Signals that stop a run, and processes: what they print, and that they end with their parent."""
+"""Signals that stop a run; processes: how they start, what they print, how they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -56,11 +56,11 @@ def signal_name(number: int) -> str:
 
 
 def output_of(
-    command: Sequence[str], seconds: float, env: Mapping[str, str] = os.environ
+    command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """What a command prints; None if there is none, if it fails, or if it takes too long."""
-    try:
-        done = subprocess.run(
+    """What a program prints; None if it is not installed, fails, or takes more than so long."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
             command,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -69,10 +69,8 @@ def output_of(
             errors="replace",
             timeout=seconds,
             check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+        ).stdout
+    return None
 
 
 class Signals:

@@ -12,8 +12,7 @@ from typing import Any
 from allranks.machine.prices import Price, find_price
 from allranks.report.facts import RunFacts
 from allranks.show.numbers import dollars, number, percent, ratio
-from allranks.timing.comparison import Compared, compare, identity, is_same
-from allranks.timing.spread import Spread, spread
+from allranks.timing.comparison import Compared, Spread, compare, identity, is_same, spread
 
 MEASURED, PREDICTED = "measured", "predicted"
 

@@ -1,6 +1,6 @@
 """A rank's events: JSON lines, only ever appended to, that can be read while they are written.
 
-event_schema.py declares the fields of each.
+events.yaml declares the fields of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 from allranks.errors import disk_error
 from allranks.run import files
-from allranks.run.event_schema import CHECKS, COMMON, COMMON_CHECKS, EVENTS, NEEDED
+from allranks.run.event_schema import declared
 
 SCHEMA_VERSION = 1
 FLUSH_SECONDS = 0.5
@@ -174,9 +174,14 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(
-    path: Path, most: int | None = None, *, kind: str = "", word: bytes = b""
+    path: Path,
+    most: int | None = None,
+    *,
+    last: int | None = None,
+    kind: str = "",
+    word: bytes = b"",
 ) -> Iterator[dict[str, Any]]:
-    """The events of a file, checked; `most`: only those in its first `most` bytes.
+    """The events of a file, checked; `most`, `last`: only those in its first or last bytes.
 
     A torn line (of a killed rank) is skipped; a missing file has no events. With `word` only lines
     that contain it are parsed, with `kind` only events of that name: finding a rare one is cheap.
@@ -184,13 +189,18 @@ def read_events(
     word = word or (f'"{kind}"'.encode() if kind else b"")
     try:
         with files.open_file(path) as file:
+            if last is not None and file.seek(0, os.SEEK_END) > last:
+                file.seek(-last, os.SEEK_END)
+                file.readline()  # probably cut
+            elif last is not None:
+                file.seek(0)
             for line in _lines(file, most):
                 event = parse_line(line, path) if word in line else None
                 if event is not None and kind in ("", event["event"]):
                     yield event
     except FileNotFoundError:
         return
-    except OSError as error:
+    except OSError as error:  # not readable, or a disk that does not answer
         files.note(path, error.strerror or str(error))
 
 
@@ -208,25 +218,8 @@ def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
 def read_last_events(
     path: Path, num_bytes: int = 16384, *, kind: str = "", word: bytes = b""
 ) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file, in the same time for a file of any size.
-
-    `kind` and `word` as in `read_events`.
-    """
-    word = word or (f'"{kind}"'.encode() if kind else b"")
-    try:
-        with files.open_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_bytes))
-            lines = file.read(num_bytes).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:  # not readable, or a disk that does not answer
-        files.note(path, error.strerror or str(error))
-        return []
-    if size > num_bytes:
-        lines = lines[1:]  # the first is probably cut
-    found = [parse_line(line, path) for line in lines if line and word in line]
-    return [event for event in found if event is not None and kind in ("", event["event"])]
+    """The events in the last bytes of a file, in the same time for a file of any size."""
+    return [*read_events(path, last=num_bytes, kind=kind, word=word)]
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:
@@ -299,10 +292,12 @@ def check_event(event: Any, path: Path) -> dict[str, Any] | None:
         files.note(path, "it has a line that is not an event")
         return None
     kind = event["event"]
-    if kind not in EVENTS:
-        event = {name: event[name] for name in COMMON if name in event}
-    found = files.checked(event, CHECKS.get(kind, COMMON_CHECKS), path)
-    for name in NEEDED.get(kind, ("t",)):
+    known = declared()
+    if kind not in known:
+        event = {name: event[name] for name in known["common"].fields if name in event}
+    rules = known.get(kind, known["common"])
+    found = files.checked(event, rules.checks, path)
+    for name in rules.needed:
         if found.get(name) is None:
             files.note(path, f"a {kind[:40]} event has no {name}")
             return None

@@ -157,10 +157,9 @@ def find_py_spy() -> str | None:
 
 def _by_py_spy(program: str, process: int) -> Stack | None:
     said = output_of([program, "dump", "--json", "--pid", str(process)], PY_SPY_SECONDS)
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         return parse_py_spy(process, json.loads(said or ""))
-    except (ValueError, KeyError, TypeError):
-        return None  # not allowed, ended, not Python, or too new a Python
+    return None  # not allowed, ended, not Python, or too new a Python
 
 
 def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import os
 import random
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.utils.data import Dataset
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
+from allranks.job.task_source import find_task
 from allranks.layout import Layout
 from allranks.machine.allotted import cpus_allotted
 from allranks.machine.data_copies import local_copy, own_folder
@@ -29,13 +34,11 @@ from allranks.run.events import EventLog
 from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
-from allranks.train.data import Cut, EvaluationData, Progress, TrainingData
-from allranks.train.load import load_task
+from allranks.train.data import Cut, EvaluationData, Progress, TrainingData, mix
 from allranks.train.loop import SaveEvery, Training, clear_gradients, weighted_losses
 from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
 from allranks.train.pulse import Pulse
-from allranks.train.seeds import mix
 
 VECTOR_MATH = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh),
@@ -157,6 +160,41 @@ def load_staged_task(job: Job) -> Task:
         copies = own_folder()
         task.stage(lambda path: local_copy(path, copies))
     return task
+
+
+def load_task(job: Job) -> Task:
+    """Import the task's class and construct it with the job's options."""
+    assert job.task is not None
+    module_name, _, class_name = find_task(job.task).path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    cls = getattr(importlib.import_module(module_name), class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise AllranksError(
+            f"task: {job.task} is not a subclass of allranks.tasks.Task",
+            fix=f"write `class {class_name}(Task):` in {module_name}",
+        )
+    return _construct(cls, job.options)
+
+
+def _construct(cls: type[Task], options: dict[str, Any]) -> Task:
+    try:
+        if dataclasses.is_dataclass(cls):
+            return TypeAdapter(cls).validate_python(options)
+        return cls(**options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise AllranksError(
+            f"options.{key}: {first['msg']}, got {first.get('input')!r}",
+            fix=f"correct options.{key} in the job file; {cls.__name__} takes "
+            + ", ".join(field.name for field in dataclasses.fields(cls)),  # type: ignore[arg-type]
+        ) from None
+    except TypeError as error:
+        raise AllranksError(
+            f"options: {error}", fix="correct the options in the job file"
+        ) from None
 
 
 def settle_vector_math() -> None:

@@ -20,10 +20,24 @@ from allranks.errors import AllranksError
 from allranks.machine.processes import die_with_parent
 from allranks.tasks import Task
 from allranks.timing import timeline
-from allranks.train.seeds import mix
 
 ON_DEVICE_BYTES = 1 << 28  # in-memory data sets up to this size live on the device
 GATHER_BYTES, GATHER_BATCHES = 1 << 22, 64  # small batches are fetched ahead up to either
+MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A 63-bit seed from several integers; every bit of each matters (SplitMix64's finaliser).
+
+    What is drawn is a function of what it is for: no layout and no restart changes it.
+    """
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state ^ value) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state = ((state ^ (state >> 31)) + 0x9E3779B97F4A7C15) & MASK
+    return state >> 1
 
 
 @dataclass(frozen=True, slots=True)

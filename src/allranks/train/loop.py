@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from allranks.tasks import Task
 from allranks.train.checkpoint import Checkpointer
-from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData
+from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData, mix
 from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, clip_gradients
 from allranks.train.parallelize import (
@@ -26,7 +26,6 @@ from allranks.train.parallelize import (
     without_sync,
 )
 from allranks.train.pulse import Pulse
-from allranks.train.seeds import mix
 from allranks.train.signals import stop_requested
 
 

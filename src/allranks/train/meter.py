@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from allranks.run.events import SCHEMA_VERSION, EventLog
 from allranks.timing import timeline
 from allranks.train.data import Batch, Progress
-from allranks.train.own_losses import OwnLosses
+
+MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and losses in them
 
 
 class Meter:
@@ -85,10 +88,72 @@ class Meter:
         self.own.finish()
 
 
-class _Arrival:
-    """Losses on their way from all ranks to rank 0 and from its device to the host."""
+class OwnLosses:
+    """This rank's losses since the last step whose loss is known to be finite.
 
-    def __init__(self, losses: Tensor, work: dist.Work | None) -> None:
+    One rank's nan or inf spreads to the mean over all ranks, and after the next update to every
+    rank's loss. So each rank keeps its last losses, and searches them for the first that was not
+    finite once a logged one is not.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._kept: deque[tuple[int, Tensor]] = deque(maxlen=MAX_KEPT)
+        self._has_dropped = False  # whether unchecked losses had to be dropped
+        self._pending: tuple[int, _Arrival] | None = None  # the sum of the losses up to a step
+
+    def keep(self, step: int, losses: Tensor) -> None:
+        """Keep the losses of a micro-batch. Nothing is computed."""
+        kept = self._kept
+        if kept and (len(kept) == kept.maxlen or len(kept) * losses.numel() > MAX_KEPT_LOSSES):
+            kept.popleft()
+            self._has_dropped = True
+        kept.append((step, losses.detach()))
+
+    def check(self, step: int, logged: Tensor) -> None:
+        """Check that the logged losses, up to this step's, are finite; no device waits.
+
+        The result is known immediately or, if a device is still computing, in a later call.
+        """
+        if self._kept.maxlen and (self._pending is None or self._settle()):
+            self._pending = step, _Arrival(logged.sum())  # finite if all of them are
+            self._settle()
+
+    def finish(self) -> None:
+        """Wait for the last check."""
+        if self._pending is not None:
+            with suppress(RuntimeError):  # the device is lost, which others report
+                self._pending[1].value()
+                self._settle()
+
+    def _settle(self) -> bool:
+        """Act on the pending check; False if its result is not known yet."""
+        if self._pending is None or not self._pending[1].ready():
+            return False
+        (checked, total), self._pending = self._pending, None
+        if torch.isfinite(total.value()):
+            self._has_dropped = False
+            while self._kept and self._kept[0][0] <= checked:
+                self._kept.popleft()
+        else:
+            self._report_first()
+        return True
+
+    def _report_first(self) -> None:
+        for number, (step, losses) in enumerate(self._kept):
+            bad = losses[~torch.isfinite(losses)]
+            if bad.numel():
+                if number == 0 and self._has_dropped:
+                    break  # a dropped one may have been the first
+                self._log.write("nonfinite", step=step, loss=str(float(bad[0])))
+                break
+        self._kept = deque(maxlen=0)  # only the first matters: keep nothing from now on
+
+
+class _Arrival:
+    """Losses on their way to the host, once `work`, an exchange of them, is done."""
+
+    def __init__(self, losses: Tensor, work: dist.Work | None = None) -> None:
         self._work = work
         self._event: torch.cuda.Event | None = None
         self._losses = losses
@@ -105,12 +170,13 @@ class _Arrival:
             return bool(self._event.query())
         return self._work is None or self._work.is_completed()
 
-    def value(self, index: int) -> float:
+    def value(self) -> Tensor:
+        """The losses, on the host; waits for them."""
         if self._event is not None:
             self._event.synchronize()
         elif self._work is not None:
             self._work.wait()
-        return float(self._losses[index])
+        return self._losses
 
 
 class _LateLoss:
@@ -125,4 +191,4 @@ class _LateLoss:
     def value(self) -> float | None:
         if self.arrival is None:  # this rank ended before the losses were reduced
             return None
-        return self.arrival.value(self.index)
+        return float(self.arrival.value()[self.index])

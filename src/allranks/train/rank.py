@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import AllranksError
-from allranks.job.job import load_job
+from allranks.job.job import Job, load_job
 from allranks.run import tracebacks
 from allranks.run.events import EventLog
 from allranks.timing import timeline
@@ -23,8 +24,8 @@ from allranks.train.build import Rank, build, choose_device, join_world
 from allranks.train.loop import PeerFailure, Training, train
 
 
-def run() -> None:
-    """Train, record how it ended, and exit."""
+def run(work: Callable[[Rank, Job, torch.device, EventLog], dict[str, Any]]) -> None:
+    """Do a rank's work, which returns fields of its end event; record how it ended, and exit."""
     timeline.take()  # the step that only allocates the optimizer's state must not be recorded
     me = Rank.from_environment()
     log = EventLog(me.run.events(me.attempt, me.rank))
@@ -32,16 +33,21 @@ def run() -> None:
         job = load_job(me.run.job_file, resolved=True)
         device = choose_device(me)
         join_world(me, job, device)
-        training = build(me, job, device, log)
-        started, samples = time.perf_counter(), training.progress.samples
-        state = train(training)
-        end = summary(training, time.perf_counter() - started, samples)
+        end = work(me, job, device, log)
         dist.barrier()
-        log.write("end", state=state, exit=0, signal=signals.stop_requested(), **end)
+        log.write("end", exit=0, signal=signals.stop_requested(), **end)
         log.close()
         dist.destroy_process_group()
     except BaseException as error:
         fail(error, log)
+
+
+def train_task(me: Rank, job: Job, device: torch.device, log: EventLog) -> dict[str, Any]:
+    """Train; return the state, and the totals of this attempt. Collective."""
+    training = build(me, job, device, log)
+    started, samples = time.perf_counter(), training.progress.samples
+    state = train(training)
+    return {"state": state, **summary(training, time.perf_counter() - started, samples)}
 
 
 def fail(error: BaseException, log: EventLog) -> None:

@@ -12,14 +12,14 @@ from allranks.train import signals
 
 def main() -> None:
     signals.listen()  # first: importing torch takes seconds, and a stop must not be lost
+    from allranks.train import rank
+
     if os.environ.get("ALLRANKS_BENCH_DATA"):
         from allranks.train import feed_bench
 
-        feed_bench.run()
-        return
-    from allranks.train import rank
-
-    rank.run()
+        rank.run(feed_bench.measure)
+    else:
+        rank.run(rank.train_task)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from allranks.launch import attempt as attempts
 from allranks.launch import checks, network, prepare
 from allranks.launch.attempt import Attempt
 from allranks.launch.backends.slurm.node_checks import pass_gate
+from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.node import Place, end_of, run_beside
-from allranks.launch.own_ranks import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
