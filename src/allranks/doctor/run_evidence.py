@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from allranks.doctor.failure_facts import End, Processes
 from allranks.doctor.finding import shown_path
 from allranks.doctor.flight_recorder import is_ours
 from allranks.doctor.log_search import Scanned, Source, num_lines
+from allranks.machine.processes import output_of
 from allranks.run import claims, files
 from allranks.run.events import read_last_events
 from allranks.run.failures import failed_ranks, is_echo
@@ -256,16 +256,8 @@ def _counts_as_kernel() -> bool:
 
 
 def _dmesg() -> list[bytes]:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"],
-            capture_output=True,
-            timeout=DMESG_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.stdout.splitlines() if done.returncode == 0 else []
-    return []
+    said = output_of(["dmesg", "--time-format", "iso"], DMESG_SECONDS)
+    return (said or "").encode().splitlines()
 
 
 def _is_between(line: bytes, since: float, until: float) -> bool:
