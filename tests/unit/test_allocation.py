@@ -17,7 +17,6 @@ from tests.fake_slurm import FakeSlurm, silence
 import allranks.launch.prepare
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
-from allranks.launch.attempt import read
 from allranks.launch.backends.slurm import allocation, submit
 from allranks.launch.backends.slurm.allocation import (
     STEP_TRIES,
@@ -39,7 +38,7 @@ from allranks.launch.backends.slurm.inside import (
 from allranks.launch.backends.slurm.node_checks import ENDED, OPEN, Verdict
 from allranks.launch.backends.slurm.relay import nodes_failed
 from allranks.launch.backends.slurm.sbatch import Racer
-from allranks.launch.prepare import Prepared, Request, prepare
+from allranks.launch.prepare import Prepared, Request, prepare, read_attempt
 from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
@@ -756,7 +755,7 @@ class CheckedSteps(Steps):
         variables: Mapping[str, str],
         judge: Callable[[], bool | None] = bool,
     ) -> int:
-        check = read(Path(command[-1])).check
+        check = read_attempt(Path(command[-1])).check
         if not check:
             return super().run_step(command, attempt=attempt, variables=variables)
         assert judge() is None and self.run.info().get("attempts") is None

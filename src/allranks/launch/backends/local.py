@@ -14,7 +14,6 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
-from allranks.launch.attempt import FILE, describe, read
 from allranks.launch.backends import Draft, Options
 from allranks.launch.backends.slurm.inside import check_allocation
 from allranks.launch.meeting import split_master
@@ -68,7 +67,7 @@ def place_of(prepared: Prepared, options: Options) -> Place:
         return options.place or Place()
     for number in reversed(run.attempts()):
         with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
-            last = read(run.attempt(number) / FILE)
+            last = prepare.read_attempt(run.attempt(number) / prepare.ATTEMPT_FILE)
             return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
     return Place()
 
@@ -103,7 +102,7 @@ def run_here(
             prepared = prepare.hold_run(prepared, held)
             run = prepare.open_run(prepared)  # before the seconds that importing torch takes
             host, port = split_master(place.master)
-            describe(prepared, nodes=(host,), port=port, **place.kept).write(run)
+            prepare.write_attempt(prepared, run, nodes=(host,), port=port, **place.kept)
         launch = Launch(prepared, place, here, signals, screen)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
