@@ -64,7 +64,7 @@ class Stack:
         return next(iter(own or self.frames), None)
 
     @property
-    def call(self) -> str | None:
+    def library_call(self) -> str | None:
         """The library function that the user's own code called: `all_reduce`, `backward`."""
         called = None
         for frame in self.frames:

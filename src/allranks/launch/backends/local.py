@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
-from allranks.launch.attempt import FILE, describe, read
 from allranks.launch.backends import Draft, Options
 from allranks.launch.backends.slurm.held_nodes import check_allocation
 from allranks.launch.meeting import split_master
@@ -69,7 +68,7 @@ def last_place(run: RunDir) -> Place:
     """How the run's last attempt was started."""
     for number in reversed(run.attempts()):
         with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
-            last = read(run.attempt(number) / FILE)
+            last = prepare.read_attempt(run.attempt(number) / prepare.ATTEMPT_FILE)
             return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
     return Place()
 
@@ -99,7 +98,7 @@ def run_here(
             prepared = prepare.hold_run(prepared, held)
             run = prepare.open_run(prepared)  # before the seconds that importing torch takes
             host, port = split_master(place.master)
-            describe(prepared, nodes=(host,), port=port, **place.kept).write(run)
+            prepare.write_attempt(prepared, run, nodes=(host,), port=port, **place.kept)
         launch = Launch(prepared, place, here, signals, screen)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)

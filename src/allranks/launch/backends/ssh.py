@@ -25,7 +25,6 @@ from pathlib import Path
 from allranks import __version__
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
-from allranks.launch.attempt import describe
 from allranks.launch.backends import Draft, Options, local
 from allranks.launch.node import AT_ONCE_SECONDS, Outcome, Place, outcome_of
 from allranks.launch.prepare import Prepared, Request
@@ -186,7 +185,8 @@ class Head:
             names = ", ".join(host.name for host in self.apart)
             self.screen.remark(f"the job's folder is copied to {names}, and results back")
         nodes, port = tuple(host.address for host in self.hosts), self.hosts[0].port
-        path = describe(self.prepared, nodes=nodes, port=port, **self.place.kept).write(self.run)
+        told = {"nodes": nodes, "port": port, **self.place.kept}
+        path = prepare.write_attempt(self.prepared, self.run, **told)
         self.screen.follow(self.run, self.prepared.job, 0)
         try:
             for rank, host in enumerate(self.hosts):
