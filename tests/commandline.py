@@ -47,7 +47,9 @@ def call_allranks(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[s
 
 def ask_allranks(*args: str, cwd: Path) -> str:
     """What `allranks ARGS` prints, by this process: for what is asked again and again."""
-    return call_allranks(*args, cwd=cwd).stdout
+    done = call_allranks(*args, cwd=cwd)
+    sys.stderr.write(done.stderr)
+    return done.stdout
 
 
 def run_allranks(
