@@ -170,7 +170,7 @@ def read_attempt(
         ends=run_evidence.ends_in_events(run, attempt, starts),
         known=_known(run, starts),
         situations=_situations(run),
-        world=starts.world,
+        world=next((one["world_size"] for one in starts.values() if "world_size" in one), None),
         processes=processes,
     )
     return facts, said
@@ -194,7 +194,7 @@ def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
         *run_evidence.job_logs(run),
         *_reason(run),
     ]
-    facts = gather(read_logs(sources), known=_known(run, Starts({})), situations=_situations(run))
+    facts = gather(read_logs(sources), known=_known(run, {}), situations=_situations(run))
     facts.hits = [hit for hit in facts.hits if hit.cause.slug in STOPPERS]
     facts.raised, facts.ends = [], {}
     return judge(facts)
@@ -214,7 +214,7 @@ def _situations(run: RunDir) -> tuple[str, ...]:
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     """Values of the job for the fixes: a smaller batch, a lower rate, the job's number."""
     known = {}
-    start = starts.events.get(min(starts.events, default=0), {})
+    start = next(iter(starts.values()), {})
     shares, accumulation = start.get("rank_batch"), start.get("accumulation")
     largest = max(shares) if isinstance(shares, list) and shares else shares
     if isinstance(largest, int) and isinstance(accumulation, int) and accumulation > 0:
