@@ -36,6 +36,7 @@ _BITS = 20
 _FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
 _SHIFT = np.uint32(32 - _BITS)
 _OTHER = np.uint32(2246822519)
+_BITS_OF = [np.uint32(8 * num_bytes) for num_bytes in range(4)]
 _FOLD = np.uint32(0x20202020)  # capitals and small letters alike
 _LONG_NUMBER = re.compile(r"(\d{15})\d+")  # too long for a rank or a size
 _RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # which ranks printed anything at all
@@ -148,8 +149,9 @@ class Words:
         before = grams.take(flagged - 1, mode="clip")
         after = grams.take(flagged + 1, mode="clip")
         for shift in range(4):  # bytes of the seven before the four; the first byte is the lowest
-            head = (own << 8 * shift) | (before >> 32 - 8 * shift) if shift else own
-            tail = (own >> 24 - 8 * shift) | (after << 8 + 8 * shift) if shift < 3 else own
+            head = (own << _BITS_OF[shift]) | (before >> _BITS_OF[4 - shift]) if shift else own
+            rest = 3 - shift
+            tail = (own >> _BITS_OF[rest]) | (after << _BITS_OF[4 - rest]) if rest else own
             is_known |= self._windows.take(_places(head ^ (tail * _OTHER)), mode="clip")
         return is_known
 

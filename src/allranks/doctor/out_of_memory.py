@@ -75,7 +75,7 @@ def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
     return Evidence(shown_path(path), lines[-1] if lines else 0, text)
 
 
-def candidates(
+def memory_candidates(
     run: RunDir,
     attempt: int,
     facts: FailureFacts,
@@ -119,13 +119,15 @@ def _lost_workers(facts: FailureFacts) -> list[int]:
     """
     return [
         hit.rank
-        for hit in facts.of("worker-killed")
+        for hit in facts.hits_of("worker-killed")
         if hit.fields.get("how", "").lower() == "killed" or CUT_OFF.search(hit.line.text)
         if hit.rank is not None
     ]
 
 
-def explained(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:
+def with_memory_usage(
+    run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]
+) -> Finding:
     """A finding that memory may have caused, with its rank and that rank's memory usage."""
     if found.cause not in KILLED:
         return found

@@ -150,18 +150,13 @@ def accounting(ended: Mapping[str, EndedJob]) -> list[Source]:
         lost |= set(job.nodes if is_lost else ())
         node = job.nodes[0] if is_lost and len(job.nodes) == 1 else None
         sources.append(Source(Path("sacct"), "sacct", None, node, text.encode()))
-    return [*node_states(sorted(lost)), *sources]
-
-
-def node_states(nodes: Sequence[str]) -> list[Source]:
-    """What SLURM now says about nodes, one of which it lost."""
-    if not nodes:
-        return []
-    with suppress(slurm.SlurmError):
-        said = slurm.call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T %E")
-        content = "\n".join(dict.fromkeys(said.splitlines())).encode()
-        return [Source(Path("sinfo"), "sinfo", None, None, content)]
-    return []
+    if lost:  # which of the nodes it was, sinfo may show
+        with suppress(slurm.SlurmError):
+            nodes = ",".join(sorted(lost))
+            said = slurm.call("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T %E")
+            content = "\n".join(dict.fromkeys(said.splitlines())).encode()
+            sources.insert(0, Source(Path("sinfo"), "sinfo", None, None, content))
+    return sources
 
 
 def span_of(run: RunDir, attempt: int) -> tuple[float, float]:

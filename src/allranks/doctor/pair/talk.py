@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ TALK_ERRORS = (Stranger, OSError, ValueError, KeyError, TypeError)
 
 def in_words(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return f"it sent an odd {error.errors()[0]['loc'][0]}"
+        return f"it sent an invalid {error.errors()[0]['loc'][0]}"
     return str(error) or type(error).__name__
 
 
@@ -217,17 +217,15 @@ def is_neighbour(address: str, arp: Path = ARP) -> bool | None:
     return None
 
 
+@dataclass(slots=True)
 class Test:
     """One test with a listener that has answered."""
 
-    def __init__(
-        self, facts: PairFacts, control: socket.socket, address: str, seconds: float
-    ) -> None:
-        self.facts = facts
-        self.control = control
-        self.address = address
-        self.seconds = seconds
-        self.session = ""
+    facts: PairFacts
+    control: socket.socket
+    address: str
+    seconds: float
+    session: str = ""
 
     def run(self) -> None:
         facts, control = self.facts, self.control
