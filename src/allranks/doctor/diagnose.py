@@ -136,10 +136,8 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     curves = list(out_of_memory.memory_curves(run, attempt))
     extra = out_of_memory.memory_candidates(run, attempt, facts, curves, said)
     found = on_which_nodes(run, attempt, judge(facts, extra))
-    return [
-        *(out_of_memory.with_memory_usage(run, attempt, one, curves) for one in found),
-        *about_data,
-    ]
+    found = [out_of_memory.with_usage(run, attempt, one, curves) for one in found]
+    return [*found, *about_data]
 
 
 def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Finding]:

@@ -63,9 +63,8 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
     found = []
     for slug in dict.fromkeys(hit.cause.slug for hit in facts.hits if hit.cause.is_finding):
         cause = load()[slug]
-        hits = [
-            hit for hit in facts.hits_of(slug) if facts.is_final(hit) and not _is_sruns(hit, facts)
-        ]
+        final = [hit for hit in facts.hits_of(slug) if facts.is_final(hit)]
+        hits = [hit for hit in final if not _is_sruns(hit, facts)]
         plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
         if not plain and not (hits and facts.has_failed):
             continue

@@ -76,11 +76,7 @@ def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
 
 
 def memory_candidates(
-    run: RunDir,
-    attempt: int,
-    facts: FailureFacts,
-    curves: Sequence[MemoryCurve],
-    said: KernelLog,
+    run: RunDir, attempt: int, facts: FailureFacts, curves: Sequence[MemoryCurve], said: KernelLog
 ) -> list[Candidate]:
     """A rank that was killed while the kernel counted memory kills, or with memory nearly full."""
     if ended_for(run, attempt) is not None:
@@ -125,9 +121,7 @@ def _lost_workers(facts: FailureFacts) -> list[int]:
     ]
 
 
-def with_memory_usage(
-    run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]
-) -> Finding:
+def with_usage(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:
     """A finding that memory may have caused, with its rank and that rank's memory usage."""
     if found.cause not in KILLED:
         return found
