@@ -60,6 +60,7 @@ def test_every_finding_has_two_examples_a_cause_and_a_fix() -> None:
     for cause in known_findings():
         is_of_lines = bool(cause.patterns)
         assert cause.cause and cause.fix and cause.title, cause.slug
+        assert not cause.fix.endswith((";", ",")), f"{cause.slug}: YAML took the rest for a comment"
         assert len(cause.examples) >= 2 or not is_of_lines, cause.slug
 
 

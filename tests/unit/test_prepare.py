@@ -262,7 +262,7 @@ def test_a_run_of_this_machine_takes_a_claim_too_and_the_next_one_to_resume_it()
     open_run(prepared)
     assert resumed(run).claim == 1
     with pytest.raises(AllranksError, match="has lost the run"):
-        claims.check(run.claims, 0)
+        claims.raise_if_lost(run.claims, 0)
 
 
 def test_a_run_of_this_machine_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_a_launcher_looks_for_a_newer_holder(monkeypatch: pytest.MonkeyPatch) ->
     assert watch.is_lost()
     assert not other.is_lost()
     with pytest.raises(AllranksError, match="has lost the run"):
-        watch.check()
+        watch.raise_if_lost()
 
 
 def test_who_is_beaten_by_a_job_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,20 +28,15 @@ Listen = Annotated[
 ]
 Connect = Annotated[
     str | None,
-    typer.Option(
-        "--connect", metavar="HOST:PORT", help="Test the network to a machine that listens."
-    ),
+    typer.Option(metavar="HOST:PORT", help="Test the network to a machine that listens."),
 ]
 DataFolders = Annotated[
-    list[Path] | None,
-    typer.Option("--data", metavar="DIR", help="Check the disk of this folder, too."),
+    list[Path] | None, typer.Option(metavar="DIR", help="Check the disk of this folder, too.")
 ]
 Threshold = Annotated[
     list[str] | None,
     typer.Option(
-        "--threshold",
-        metavar="KEY=NUMBER",
-        help="When a run counts as slow, such as data=0.2. May be repeated.",
+        metavar="KEY=NUMBER", help="When a run counts as slow, such as data=0.2. May be repeated."
     ),
 ]
 

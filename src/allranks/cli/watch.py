@@ -28,7 +28,6 @@ All = Annotated[bool, typer.Option("--all", help="Include runs that ended more t
 Marks = Annotated[
     list[str] | None,
     typer.Option(
-        "--mark",
         metavar="NAME=LIMITS",
         envvar="ALLRANKS_MARKS",
         help="Limits for the colours of a value, such as gpu_util=80,90. May be repeated.",
@@ -37,7 +36,6 @@ Marks = Annotated[
 Notify = Annotated[
     str | None,
     typer.Option(
-        "--notify",
         metavar="COMMAND",
         envvar="ALLRANKS_NOTIFY",
         help="Call this when a run has finished, failed, stopped or stalled.",
@@ -46,7 +44,6 @@ Notify = Annotated[
 Interval = Annotated[
     float,
     typer.Option(
-        "--interval",
         metavar="SECONDS",
         min=0.1,
         help="Time between looks, where lines are printed to a file or a pipe.",
@@ -113,8 +110,7 @@ def status(
         list[str] | None, typer.Argument(metavar="RUN", help="Only these runs. Default: all.")
     ] = None,
     md: Annotated[
-        Path | None,
-        typer.Option("--md", metavar="FILE", help="Write the page there. Default: to stdout."),
+        Path | None, typer.Option(metavar="FILE", help="Write the page there. Default: to stdout.")
     ] = None,
     show_all: All = False,
     mark: Marks = None,

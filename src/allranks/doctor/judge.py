@@ -195,7 +195,6 @@ def _of_exception(one: Raised, facts: FailureFacts) -> Candidate:
     fields = {
         "exception": redact(plain(one.text))[:200],
         "where": one.where or "the line in the evidence",
-        "rank_word": f"Rank {rank}" if rank is not None else "",
     }
     name = one.mark.source.name
     lines = [Evidence(name, one.number, _shown(one.text))]
@@ -276,6 +275,7 @@ def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
         rank = int(told)
     hits = one.hits if rank == one.rank else sorted(one.hits, key=lambda hit: hit.rank != rank)
     fields["rank"] = "" if rank is None else str(rank)
+    fields["rank_word"] = "" if rank is None else f"Rank {rank}"
     node = _node(one, cause, rank, facts)
     fields["node"] = node or fields.get("node", "")
     evidence: dict[tuple[str, int], Evidence] = {}

@@ -23,7 +23,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent import futures
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 from allranks.errors import AllranksError
 from allranks.launch.checks import check_owner
 from allranks.machine.network import listen_on_every_address
-from allranks.show.numbers import duration
+from allranks.show.numbers import duration, listed
 from allranks.show.text import clean
 
 VERSION = 1
@@ -75,7 +76,7 @@ class Wait:
         self._seconds = seconds
         self._begin = time.monotonic()
 
-    def look(self, awaited: str, until: float = math.inf) -> None:
+    def check(self, awaited: str, until: float = math.inf) -> None:
         """Call this many times a second; raises when the wait is over. `until`: if sooner."""
         if self._interrupted():
             raise Interrupted
@@ -92,33 +93,21 @@ class Wait:
             left = min(self._seconds - waited, max(0.0, until - time.monotonic()))
             self._show(f"waiting for {awaited}; {duration(left, whole=True)} left", waited)
 
-    def pause(self, awaited: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self.look(awaited)
-            time.sleep(POLL_SECONDS)
-
     def beside(self, call: Callable[[], T], awaited: str, seconds: float = math.inf) -> T:
         """The result of a blocking call, made in another thread. `seconds`: its own limit."""
-        done: list[T] = []
-        failed: list[Exception] = []
+        done: futures.Future[T] = futures.Future()
 
         def work() -> None:
             try:
-                done.append(call())
+                done.set_result(call())
             except Exception as error:
-                failed.append(error)
+                done.set_exception(error)
 
         until = time.monotonic() + seconds
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(POLL_SECONDS / 5)
-        while thread.is_alive():
-            self.look(awaited, until)
-            thread.join(POLL_SECONDS)
-        if failed:
-            raise failed[0]
-        return done[0]
+        threading.Thread(target=work, daemon=True).start()
+        while not futures.wait([done], POLL_SECONDS).done:
+            self.check(awaited, until)
+        return done.result()
 
 
 class Link:
@@ -127,12 +116,6 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._unread = b""
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self.hang_up()
@@ -146,22 +129,19 @@ class Link:
     def send(self, message: Message) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, seconds: float | None) -> Message:
+    def receive(self, seconds: float = math.inf) -> Message:
         """The next message, all of it within `seconds`. Raises ValueError if it is not one."""
-        until = math.inf if seconds is None else time.monotonic() + seconds
+        until = time.monotonic() + seconds
         while b"\n" not in self._unread and len(self._unread) <= MOST_BYTES:
+            left = max(0.001, until - time.monotonic())
+            self.socket.settimeout(None if left == math.inf else left)
             try:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self.socket.settimeout(None if left == math.inf else left)
                 read = self.socket.recv(MOST_BYTES)
             except TimeoutError:
                 if self._unread:
                     raise ValueError(f"{quoted(self._unread)}, no more") from None
-                raise TimeoutError(
-                    errno.ETIMEDOUT, "it accepts connections, but says nothing"
-                ) from None
+                silent = "it accepts connections, but says nothing"
+                raise TimeoutError(errno.ETIMEDOUT, silent) from None
             if not read:
                 raise ConnectionResetError(errno.ECONNRESET, "it closes the connection")
             self._unread += read
@@ -209,16 +189,15 @@ def split_master(master: str | None) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """A listening socket: on the loopback for one machine, else on all addresses of this machine.
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, on the loopback if `host` is on it, else on every address.
 
     A machine's own name is of no use here: /etc/hosts may make it another loopback address.
     """
-    if alone or is_loopback(host):
-        host = host if is_loopback(host) else "127.0.0.1"
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
-    return listen_on_every_address(port, backlog=1024)
+    if not is_loopback(host):
+        return listen_on_every_address(port, backlog=1024)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
 
 
 def own_address(listener: socket.socket) -> str:
@@ -285,7 +264,7 @@ class Met:
 
 def alone(mine: Meeting) -> Met:
     """All ranks are on this machine: nobody is to come, and nobody else can reach the store."""
-    listener = listen("127.0.0.1", 0, alone=True)
+    listener = listen("127.0.0.1", 0)
     return Met(mine, own_address(listener), listener.getsockname()[1], listener)
 
 
@@ -293,7 +272,7 @@ def receive(host: str, port: int, mine: Meeting, num_nodes: int, wait: Wait) -> 
     """Wait until all other nodes have come, and tell them what this one has decided."""
     is_here = any(is_own(family, address) for family, *_, address in resolve(host, port, wait))
     try:
-        listener = listen(host, port, alone=False)
+        listener = listen(host, port)
     except OSError as error:
         raise _port_error(host, port, error) from None
     # Behind a router a machine does not know its address from outside: that is no error.
@@ -333,7 +312,7 @@ def _other_node_0(address: str, port: int) -> Message | None:
     """What another node 0 says of itself, if that is what holds the port."""
     with suppress(OSError, ValueError):
         connection = socket.create_connection((address, port), FIRST_SECONDS)
-        with Link(connection) as link:
+        with closing(Link(connection)) as link:
             link.send({"allranks": VERSION, "nonce": secrets.token_hex(16)})
             said = link.receive(FIRST_SECONDS)
             return said if said.get("allranks") == VERSION and "pid" in said else None
@@ -372,7 +351,7 @@ class Door:
         self._listener.settimeout(POLL_SECONDS)
         try:
             while missing := [n for n in range(1, self._num_nodes) if n not in self._nodes]:
-                wait.look(f"{names_of(missing)} of layout {self._mine.layout}{hint}")
+                wait.check(f"{names_of(missing)} of layout {self._mine.layout}{hint}")
                 self._welcome()
             with self._lock:
                 for link, nonces, _ in self._nodes.values():
@@ -404,7 +383,7 @@ class Door:
         try:
             nonces = self._greet(guest)
             node = self._let_in(guest, nonces, guest.receive(ANSWER_SECONDS))
-            guest.receive(None)  # it has no more to say: this ends when it leaves
+            guest.receive()  # it has no more to say: this ends when it leaves
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass
         finally:
@@ -450,11 +429,8 @@ class Door:
 
 
 def names_of(nodes: list[int]) -> str:
-    """`node 1`, or `nodes 1, 3`."""
-    if len(nodes) == 1:
-        return f"node {nodes[0]}"
-    shown = ", ".join(str(node) for node in nodes[:8])
-    return f"nodes {shown}" + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    """`node 1`, or `nodes 1 and 3`."""
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}"
 
 
 # --- The other nodes -----------------------------------------------------------------------------
@@ -473,9 +449,10 @@ def enter(host: str, port: int, node: int, layout: str, wait: Wait) -> Met:
     resolve(host, port, wait)
     why, odd_since = "not asked yet", 0.0
     while True:
-        begin = time.monotonic()
+        begin, awaited = time.monotonic(), f"node 0 at {host}:{port} ({why})"
+        wait.check(awaited)
         try:
-            with _connect(host, port, wait, f"node 0 at {host}:{port} ({why})") as link:
+            with closing(_connect(host, port, wait, awaited)) as link:
                 address = str(link.socket.getpeername()[0])
                 key, nonces = _know_each_other(link, host, port, node, wait)
                 return Met(_wait_inside(link, key, nonces, node, layout, wait), address, port)
@@ -485,7 +462,7 @@ def enter(host: str, port: int, node: int, layout: str, wait: Wait) -> Met:
             why, odd_since = str(error), odd_since or begin
             if time.monotonic() > odd_since + ANSWER_SECONDS:
                 raise not_node_0(host, port, why) from None
-        wait.pause(f"node 0 at {host}:{port} ({why})", 0.2)
+        time.sleep(0.2)
 
 
 def _connect(host: str, port: int, wait: Wait, awaited: str) -> Link:
@@ -494,13 +471,11 @@ def _connect(host: str, port: int, wait: Wait, awaited: str) -> Link:
         return Link(wait.beside(call, awaited))
     except ExceptionGroup as failed:
         # If a name has several addresses, wait for one where merely nobody listens yet.
-        waits = [
-            e for e in failed.exceptions if isinstance(e, ConnectionRefusedError | TimeoutError)
-        ]
-        if waits:
-            is_refused = isinstance(waits[0], ConnectionRefusedError)
-            text = "nothing listens there yet" if is_refused else "its machine does not answer"
-            raise NotYet(text) from None
+        for error in failed.exceptions:
+            if isinstance(error, ConnectionRefusedError):
+                raise NotYet("nothing listens there yet") from None
+            if isinstance(error, TimeoutError):
+                raise NotYet("its machine does not answer") from None
         raise NotRight(_reason(failed.exceptions[0])) from None
     except OSError as error:
         raise NotRight(_reason(error)) from None
@@ -533,7 +508,7 @@ def _wait_inside(
     try:
         card = {"node": node, "layout": layout, **introduce()}
         link.send(with_proof(key, "node", nonces, card))
-        told = wait.beside(lambda: link.receive(None), f"all other nodes of layout {layout}")
+        told = wait.beside(lambda: link.receive(), f"all other nodes of layout {layout}")
         check_proof(key, "first", nonces, told)
     except (OSError, ValueError):
         raise AllranksError(

@@ -38,7 +38,7 @@ from allranks.machine.network import (
     infiniband_ports,
     is_taken,
     names_in,
-    read,
+    read_value,
     up_interfaces,
 )
 from allranks.show.numbers import duration
@@ -177,8 +177,8 @@ def gpu_facts() -> dict[str, Any]:
 def has_nvidia_card(sys_root: Path) -> bool:
     """Whether there is an NVIDIA display or 3D controller, with or without a driver."""
     for folder in (sys_root / "bus/pci/devices").glob("*"):
-        kind = read(folder / "class") or ""
-        if read(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
+        kind = read_value(folder / "class") or ""
+        if read_value(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
             return True
     return False
 

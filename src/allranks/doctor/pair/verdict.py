@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from allranks.doctor.finding import Check, failed, not_here, passed, warned
-from allranks.machine.network import read, up_interfaces
+from allranks.machine.network import read_value, up_interfaces
 from allranks.show import numbers
 from allranks.show.numbers import duration
 
@@ -83,7 +83,7 @@ def side_of(connection: socket.socket) -> Side:
     interfaces = up_interfaces()
     name = next((each.name for each in interfaces if each.address == own), None)
     folder = Path("/sys/class/net") / (name or "-")
-    mtu, megabits = read(folder / "mtu") or "", read(folder / "speed") or ""
+    mtu, megabits = read_value(folder / "mtu") or "", read_value(folder / "speed") or ""
     return Side(
         host=socket.gethostname(),
         address=own,
