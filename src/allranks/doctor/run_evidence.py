@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from allranks.doctor.failure_facts import End, Processes
 from allranks.doctor.finding import shown_path
 from allranks.doctor.flight_recorder import is_ours
 from allranks.doctor.log_search import Scanned, Source, num_lines
+from allranks.machine.processes import output_of
 from allranks.run import claims, files
 from allranks.run.events import read_last_events
 from allranks.run.failures import failed_ranks, is_echo
@@ -38,8 +38,8 @@ MAX_ERROR_BYTES = 16 << 20
 DMESG_SECONDS = 5.0
 SAMPLES_BYTES = 4 << 20  # of a rank's events: with short steps the samples are far apart
 FIRST_NAMESPACE = 0xEFFFFFFC  # inode of the namespace with the kernel's own process numbers
-OF_MEMORY = re.compile(rb"(?i)\boom|out of memory|kill(?:ed)? process")
-VICTIM = re.compile(rb"(?i)kill(?:ed)? process (\d+)|oom-kill:.{0,2000}?\bpid=(\d+)")
+OF_MEMORY = re.compile(r"(?i)\boom|out of memory|kill(?:ed)? process")
+VICTIM = re.compile(r"(?i)kill(?:ed)? process (\d+)|oom-kill:.{0,2000}?\bpid=(\d+)")
 
 Event = Mapping[str, Any]
 Starts = Mapping[int, Event]
@@ -221,7 +221,8 @@ def kernel_log(starts: Starts, since: float, until: float, processes: Processes)
         return KernelLog()
     victims: set[int] = set()
     kept = []
-    for line in (line for line in _dmesg() if _is_between(line, since, until)):
+    lines = (output_of(["dmesg", "--time-format", "iso"], DMESG_SECONDS) or "").split("\n")
+    for line in (line for line in lines if _is_between(line, since, until)):
         if OF_MEMORY.search(line) is None:
             kept.append(line)
         elif (victim := VICTIM.search(line)) is not None and _counts_as_kernel():
@@ -229,7 +230,8 @@ def kernel_log(starts: Starts, since: float, until: float, processes: Processes)
             victims.add(pid)
             if (node, pid) in processes:
                 kept.append(line)
-    sources = [Source(Path("dmesg"), "dmesg", None, node, b"\n".join(kept))] if kept else []
+    content = "\n".join(kept).encode()
+    sources = [Source(Path("dmesg"), "dmesg", None, node, content)] if kept else []
     return KernelLog(sources, node, frozenset(victims))
 
 
@@ -240,21 +242,8 @@ def _counts_as_kernel() -> bool:
     return False
 
 
-def _dmesg() -> list[bytes]:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"],
-            capture_output=True,
-            timeout=DMESG_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.stdout.splitlines() if done.returncode == 0 else []
-    return []
-
-
-def _is_between(line: bytes, since: float, until: float) -> bool:
-    stamp = line.partition(b" ")[0].decode(errors="replace").replace(",", ".")
+def _is_between(line: str, since: float, until: float) -> bool:
+    stamp = line.partition(" ")[0].replace(",", ".")
     with suppress(ValueError):
         return since - 5 <= datetime.fromisoformat(stamp).timestamp() <= until + 60
     return False
