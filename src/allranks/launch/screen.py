@@ -33,7 +33,7 @@ from allranks.show.numbers import (
     percent,
     progress,
 )
-from allranks.show.tables import Cell, Table, facts, show_table
+from allranks.show.tables import STATE_STYLES, Cell, Table, facts, show_table
 from allranks.show.text import clean
 
 PLAIN_LINE_SECONDS = 10.0
@@ -41,13 +41,6 @@ READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without a step, before the user of a benchmark is told
 FIRST_NOTE_SECONDS = 30.0  # until the second note on a wait; then twice as long each time
 LIST_COLUMNS = ("run", "state", "layout", "job", "step", "left")
-STATE_COLOURS = {
-    "running": "green",
-    "finished": "blue",
-    "queued": "yellow",
-    "failed": "red",
-    "stopped": "magenta",
-}
 
 
 class Screen:
@@ -516,7 +509,7 @@ def list_row(run: Mapping[str, Any]) -> list[Text]:
         job = ",".join(run["jobs"])
         left = f"starts {moment(run['expected_start'])}" if run["expected_start"] else left
     texts = (run["layout"], job, progress(run["step"], run["steps"]), left)
-    state = Text(run["state"], style=STATE_COLOURS[run["state"]])
+    state = Text(run["state"], style=STATE_STYLES[run["state"]])
     return [Text(clean(run["run"])), state, *(Text(clean(text or NOTHING)) for text in texts)]
 
 
