@@ -46,7 +46,7 @@ def fit_of(rows: Sequence[Compared]) -> Fit | None:
         return None
     excess = [(n, n / speedup - 1) for n, speedup in points]
     serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
-    contention, coherence = _usl(excess)
+    contention, coherence = nonnegative_fit([(n - 1, n * (n - 1), y) for n, y in excess])
     peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
     half = _half(contention, coherence)
     return Fit(
@@ -59,21 +59,24 @@ def fit_of(rows: Sequence[Compared]) -> Fit | None:
     )
 
 
-def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Both parameters at least 0; with one point only, all of it is contention."""
-    a = sum((n - 1) ** 2 for n, _ in excess)
-    b = sum((n - 1) ** 2 * n for n, _ in excess)
-    c = sum((n - 1) ** 2 * n * n for n, _ in excess)
-    p = sum(y * (n - 1) for n, y in excess)
-    q = sum(y * (n - 1) * n for n, y in excess)
-    determinant = a * c - b * b
-    if len({n for n, _ in excess}) >= 2 and determinant > 0:
-        contention, coherence = (c * p - b * q) / determinant, (a * q - b * p) / determinant
-        if contention >= 0 and coherence >= 0:
-            return contention, coherence
-        if contention < 0:
-            return 0.0, max(0.0, q / c)
-    return max(0.0, p / a), 0.0
+def nonnegative_fit(terms: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The a and b, neither below 0, that minimise the sum of (a u + b v - y)² over all (u, v, y).
+
+    Where u and v are proportional, all of it is a.
+    """
+    uu = sum(u * u for u, _, _ in terms)
+    uv = sum(u * v for u, v, _ in terms)
+    vv = sum(v * v for _, v, _ in terms)
+    uy = sum(u * y for u, _, y in terms)
+    vy = sum(v * y for _, v, y in terms)
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        a, b = (vv * uy - uv * vy) / determinant, (uu * vy - uv * uy) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+        if a < 0:
+            return 0.0, max(0.0, vy / vv)
+    return max(0.0, uy / uu), 0.0
 
 
 def _half(contention: float, coherence: float) -> float | None:
