@@ -9,8 +9,7 @@ import pytest
 from tests.scripts import run_script
 
 from allranks.doctor.finding import Finding
-from allranks.doctor.slow import Thresholds, slow
-from allranks.doctor.slow_facts import read_slow_facts
+from allranks.doctor.slow import Thresholds, read_slow_facts, slow
 
 pytestmark = pytest.mark.ranks
 

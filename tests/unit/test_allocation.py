@@ -16,7 +16,6 @@ import pytest
 import allranks.launch.prepare
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
-from allranks.launch.attempt import read
 from allranks.launch.backends.slurm import allocation, submit
 from allranks.launch.backends.slurm.allocation import (
     STEP_TRIES,
@@ -38,7 +37,7 @@ from allranks.launch.backends.slurm.inside import (
 )
 from allranks.launch.backends.slurm.node_checks import Verdict
 from allranks.launch.backends.slurm.sbatch import Racer
-from allranks.launch.prepare import Prepared, Request, prepare
+from allranks.launch.prepare import Prepared, Request, prepare, read_attempt
 from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
@@ -780,7 +779,7 @@ class CheckedSteps(Steps):
         variables: Mapping[str, str],
         judge: Callable[[], bool | None] = bool,
     ) -> int:
-        check = read(Path(command[-1])).check
+        check = read_attempt(Path(command[-1])).check
         if not check:
             return super().run_step(command, attempt=attempt, variables=variables)
         assert judge() is None and self.run.info().get("attempts") is None

@@ -10,10 +10,9 @@ from rich.console import Console
 from tests.commandline import Allranks
 
 from allranks.launch import backends
-from allranks.launch.attempt import describe
 from allranks.launch.backends import Options, local
 from allranks.launch.node import Place
-from allranks.launch.prepare import Request, open_run, prepare
+from allranks.launch.prepare import Request, open_run, prepare, write_attempt
 from allranks.launch.screen import Screen
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -23,7 +22,7 @@ def made(folder: Path, *, state: str, place: Place, backend: str = "local") -> R
     """A run of one attempt that has ended."""
     prepared = prepare(Request(overrides=["task=spiral"], layout="1x1", runs=folder))
     run = open_run(prepared, backend=backend)
-    describe(prepared, nodes=("here",), port=0, **place.kept).write(run)
+    write_attempt(prepared, run, nodes=("here",), port=0, **place.kept)
     assert run.attempts() == []  # described, but it has not begun
     append_event(run.events(0, 0), "start", rank=0, layout="1x1")
     append_event(run.events(0, 0), "end", state=state, exit=0)

@@ -136,11 +136,11 @@ def test_the_newest_is_the_highest_number(tmp_path: Path) -> None:
 
 def test_an_older_holder_is_told_that_it_lost_the_run(tmp_path: Path) -> None:
     take(tmp_path, 0, job="1")
-    claims.check(tmp_path, 0)
+    claims.raise_if_lost(tmp_path, 0)
     take(tmp_path, 1, job="2", host="node7")
-    claims.check(tmp_path, 1)
+    claims.raise_if_lost(tmp_path, 1)
     with pytest.raises(AllranksError, match="lost the run to job 2 on node7") as refusal:
-        claims.check(tmp_path, 0)
+        claims.raise_if_lost(tmp_path, 0)
     assert refusal.value.exit_code == 1
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
@@ -149,7 +149,7 @@ def test_a_holder_outside_of_slurm_is_named_by_its_process(tmp_path: Path) -> No
     take(tmp_path, 0, job="1")
     take(tmp_path, 1)
     with pytest.raises(AllranksError, match=f"lost the run to process {os.getpid()} on"):
-        claims.check(tmp_path, 0)
+        claims.raise_if_lost(tmp_path, 0)
 
 
 def test_a_rank_checks_the_claim_that_it_works_under(
@@ -158,12 +158,12 @@ def test_a_rank_checks_the_claim_that_it_works_under(
     take(tmp_path, 0)
     take(tmp_path, 1)
     monkeypatch.delenv(claims.VARIABLE, raising=False)
-    claims.check_own(tmp_path)  # under none
+    claims.raise_if_lost(tmp_path, claims.own())  # under none
     monkeypatch.setenv(claims.VARIABLE, "1")
-    claims.check_own(tmp_path)
+    claims.raise_if_lost(tmp_path, claims.own())
     monkeypatch.setenv(claims.VARIABLE, "0")
     with pytest.raises(AllranksError, match="lost the run"):
-        claims.check_own(tmp_path)
+        claims.raise_if_lost(tmp_path, claims.own())
 
 
 def test_a_locked_claim_makes_a_run_live_until_its_holder_is_killed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.unit.test_doctor_runs import ECHO, failed, make_run
 
-from allranks.doctor import kernel_messages
+from allranks.doctor import run_evidence
 from allranks.doctor.diagnose import diagnose_run
 from allranks.doctor.finding import Finding
 from allranks.probe.device_sampler import children, descendants
@@ -42,7 +42,7 @@ def report(pid: int, name: str = "python", invoker: int = STRANGER) -> str:
 @pytest.fixture
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have `dmesg` print something, to a doctor that counts processes as the kernel does."""
-    monkeypatch.setattr(kernel_messages, "_counts_as_kernel", lambda: True)
+    monkeypatch.setattr(run_evidence, "_counts_as_kernel", lambda: True)
 
     def say(text: str) -> None:
         folder = tmp_path / "bin"
@@ -180,7 +180,7 @@ def test_numbers_of_a_container_say_nothing(
     run = make_run(tmp_path)
     write(run, KILLED, {})
     says(report(RANKS[1]))
-    monkeypatch.setattr(kernel_messages, "_counts_as_kernel", lambda: False)
+    monkeypatch.setattr(run_evidence, "_counts_as_kernel", lambda: False)
     assert first(run).cause == "rank-died"
 
 

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks.doctor.diagnose import diagnose_run
-from allranks.doctor.differing_results import compare
+from allranks.doctor.diagnose import compare, diagnose_run
 from allranks.doctor.finding import Evidence, Finding
 from allranks.doctor.show import show_findings
 from allranks.run.folder import RunDir

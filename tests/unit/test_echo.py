@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.launch import echo, logs
+from allranks.launch import echo, follow
 from allranks.launch.echo import Echo, RankTerminal, ScreenLines, read_ranks
-from allranks.launch.logs import Together
+from allranks.launch.follow import Together
 from allranks.launch.screen import StatusLine
 from allranks.run.folder import RunDir
 
@@ -95,7 +95,7 @@ def test_a_line_waits_a_moment_for_the_ranks_that_may_print_it_too(
     together.add(1, "first")
     assert list(together.ready()) == ["[0-1] first", "[0-1] second"]
     together.add(1, "alone")
-    monkeypatch.setattr(logs, "ALIKE_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "ALIKE_SECONDS", 0.0)
     assert list(together.ready()) == ["[1] alone"]
 
 

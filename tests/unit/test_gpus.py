@@ -191,7 +191,7 @@ def install_nvml(
         "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid[uuid],
         "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda _: boards[0],
         "nvmlDeviceGetUUID": lambda board: board.uuid,
-        "nvmlDeviceGetName": lambda board: board.name.encode(),
+        "nvmlDeviceGetName": lambda board: board.name,
         "nvmlDeviceGetIndex": lambda board: board.index,
         "nvmlDeviceGetMemoryInfo": lambda b: types.SimpleNamespace(total=b.mebibytes * 2**20),
         "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 0),

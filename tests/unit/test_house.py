@@ -21,16 +21,14 @@ TORCH = (
     "tasks/",
     "probe/",
     "launch/agent.py",
-    "launch/rendezvous.py",
     "doctor/preflight.py",
-    "doctor/allreduce.py",
     "bench/comm_calls.py",
     "bench/comm_ranks.py",
 )
 # These import torch, or take as long.
 HEAVY = {"torch", "torchvision", "torchaudio", "lightning", "accelerate", "transformers", "sklearn"}
 # The rest may import these in functions only.
-RANK_SIDE = {"allranks.launch.agent", "allranks.launch.rendezvous"}
+RANK_SIDE = {"allranks.launch.agent"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.launch.logs import show
+from allranks.launch import backends
+from allranks.launch.follow import show_logs
 from allranks.run import logs as rank_logs
+from allranks.run import run_state
 from allranks.run.folder import RunDir
 from allranks.run.logs import LogTail
 
@@ -25,7 +27,7 @@ def write(path: Path, text: str) -> None:
 
 def shown(run: RunDir, rank: int | None = None) -> list[str]:
     lines: list[str] = []
-    show(run, rank, follow=False, write=lines.append, has_ended=lambda: pytest.fail("asked"))
+    assert show_logs(run, rank, follow=False, write=lines.append, say=pytest.fail) == (0, [])
     return lines
 
 
@@ -130,14 +132,27 @@ def test_a_rank_that_the_run_cannot_have_is_refused(run: RunDir) -> None:
 # --- Following ----------------------------------------------------------------------------------
 
 
-def follow(run: RunDir, has_ended: Callable[[], bool], rank: int | None = None) -> list[str]:
-    lines: list[str] = []
-    show(run, rank, follow=True, write=lines.append, has_ended=has_ended)
-    return lines
+@pytest.fixture
+def follow(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The lines of the run until `has_ended` says so."""
+
+    def follow(has_ended: Callable[[], bool], rank: int | None = None) -> list[str]:
+        def describe(run: RunDir, queue: object) -> dict[str, str]:
+            return {"state": "finished" if has_ended() else "running", "reason": ""}
+
+        lines: list[str] = []
+        monkeypatch.setattr(backends, "look", lambda runs: None)
+        monkeypatch.setattr(run_state, "describe", describe)
+        assert show_logs(run, rank, follow=True, write=lines.append, say=pytest.fail) == (0, [])
+        return lines
+
+    return follow
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_shows_everything_until_the_end(run: RunDir) -> None:
+def test_following_shows_everything_until_the_end(
+    run: RunDir, follow: Callable[..., list[str]]
+) -> None:
     looks = 0
 
     def has_ended() -> bool:
@@ -146,26 +161,28 @@ def test_following_shows_everything_until_the_end(run: RunDir) -> None:
         write(run.log(looks // 2, 0), f"look {looks}\n")  # the second attempt begins in between
         return looks == 3
 
-    assert follow(run, has_ended) == ["[0] look 1", "[0] look 2", "[0] look 3"]
+    assert follow(has_ended) == ["[0] look 1", "[0] look 2", "[0] look 3"]
 
 
 @pytest.mark.usefixtures("quick")
 def test_what_is_written_while_it_ends_is_shown_and_the_rest_without_a_newline(
-    run: RunDir,
+    run: RunDir, follow: Callable[..., list[str]]
 ) -> None:
     def has_ended() -> bool:
         write(run.log(0, 0), "last words\nkilled in mid-")
         return True
 
-    assert follow(run, has_ended, rank=0) == ["last words", "killed in mid-"]
+    assert follow(has_ended, rank=0) == ["last words", "killed in mid-"]
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_a_run_that_printed_nothing_is_no_error(run: RunDir) -> None:
-    assert follow(run, lambda: True) == []
+def test_following_a_run_that_printed_nothing_is_no_error(follow: Callable[..., list[str]]) -> None:
+    assert follow(lambda: True) == []
 
 
-def test_slurm_is_asked_less_and_less_often(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_asked_less_and_less_often(
+    follow: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     asked: list[float] = []
 
@@ -179,7 +196,7 @@ def test_slurm_is_asked_less_and_less_often(run: RunDir, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "sleep", sleep)
-    follow(run, has_ended)
+    follow(has_ended)
     pauses = [after - before for before, after in pairwise(asked)]
     assert pauses[0] < 2
     assert 30 <= pauses[-1] < 31

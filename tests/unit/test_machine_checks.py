@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from allranks.cli.doctor import doctor
-from allranks.doctor.check import failed, passed, warned
+from allranks.doctor.finding import failed, passed, warned
 from allranks.doctor.machine.checks import check_machine, folder_check, has_kernels, variables
 from allranks.doctor.machine.facts import MachineFacts, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.here import as_checks

@@ -215,7 +215,7 @@ def test_a_stranger_who_plays_node_0_has_nothing_run(
 
 
 def test_a_run_on_one_machine_is_reached_from_no_other(run_dir: Path) -> None:
-    from allranks.launch.rendezvous import open_store
+    from allranks.launch.agent import open_store
 
     met = meeting.alone(Meeting(str(run_dir), 0, "1x2", ""))
     store = open_store(met, waiting())

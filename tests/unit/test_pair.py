@@ -15,9 +15,7 @@ import pytest
 
 from allranks.cli.doctor import teller
 from allranks.doctor.pair import talk
-from allranks.doctor.pair.facts import REPORTED, PairFacts, Side, from_fields, from_report
 from allranks.doctor.pair.talk import (
-    MOST_AT_ONCE,
     Listening,
     check_as_listener,
     check_connection,
@@ -25,7 +23,7 @@ from allranks.doctor.pair.talk import (
     is_neighbour,
     split_target,
 )
-from allranks.doctor.pair.verdict import verdict
+from allranks.doctor.pair.verdict import PairFacts, Side, verdict
 from allranks.errors import AllranksError
 
 HERE = Side(
@@ -208,13 +206,15 @@ def test_a_port_that_is_taken_is_said_before_anything_waits() -> None:
 
 def test_what_the_other_machine_says_is_fit_for_a_terminal() -> None:
     fields = {**asdict(HERE), "host": "a\x1b[31m\nb" + "x" * 999}
-    assert from_fields(fields).host.startswith("a[31mb") and len(from_fields(fields).host) < 256
-    with pytest.raises(ValueError, match="mapping"):
-        from_fields({**fields, "interfaces": []})
-    report = {key: getattr(PairFacts(**GOOD), key) for key in REPORTED}
-    assert from_report(report, here=HERE, there=THERE, port=1).rate_in == GOOD["rate_in"]
-    with pytest.raises(ValueError, match="could not convert"):
-        from_report({**report, "rate_in": "fast"}, here=HERE, there=THERE, port=1)
+    assert Side(**fields).host.startswith("a[31mb") and len(Side(**fields).host) < 256
+    wrong: list[tuple[type, dict[str, Any], str]] = [
+        (Side, {**fields, "interfaces": []}, "interfaces"),
+        (PairFacts, {**GOOD, "rate_in": "fast"}, "rate_in"),
+    ]
+    for kind, values, name in wrong:
+        with pytest.raises(ValueError, match=name) as odd:
+            kind(**values)
+        assert talk.in_words(odd.value) == f"it sent an odd {name}"
 
 
 def test_a_neighbour_is_looked_up_in_the_kernel_s_table(tmp_path: Path) -> None:
@@ -239,21 +239,6 @@ def test_a_target_is_a_host_and_maybe_a_port() -> None:
 def test_a_target_that_is_none(target: str) -> None:
     with pytest.raises(AllranksError, match="HOST:PORT"):
         check_connection(target)
-
-
-def test_silent_strangers_lock_nobody_out() -> None:
-    with listener() as (listening, said, heard):
-        silent = [
-            socket.create_connection(("127.0.0.1", listening.port), 60)
-            for _ in range(MOST_AT_ONCE + 8)
-        ]
-        try:
-            found = connect("127.0.0.1", listening.port, seconds=0.1)
-            wait_until(lambda: bool(heard))
-        finally:
-            for one in silent:
-                one.close()
-    assert found.there is not None and heard[0] is not None, said
 
 
 def test_a_letter_now_and_then_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from allranks.errors import AllranksError
 from allranks.job.job import parse_job
 from allranks.launch import network
 from allranks.launch import node as node_module
-from allranks.launch.attempt import Attempt, describe
 from allranks.launch.backends.slurm import relay, step
 from allranks.launch.backends.slurm.inside import (
     SlurmNodes,
@@ -29,7 +28,7 @@ from allranks.launch.backends.slurm.inside import (
     stop_signal,
 )
 from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay
-from allranks.launch.prepare import Prepared, Request
+from allranks.launch.prepare import Attempt, Prepared, Request, write_attempt
 from allranks.layout import Layout
 from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims
@@ -419,7 +418,7 @@ def test_a_step_has_the_layout_of_its_job_while_the_run_moves_to_another(
     job = told.job.model_copy(update={"layout": Layout(2, 2)})
     sent = Prepared(request=Request(), job=job, run=told.run, attempt=1, claim=5)
     sent.checkpoint = "step-7"
-    path = describe(sent, nodes=("n1", "n2"), port=20000).write(told.run)
+    path = write_attempt(sent, told.run, nodes=("n1", "n2"), port=20000)
     monkeypatch.setattr("sys.argv", ["step", str(path)])
     step.main()
     (one,) = seen
@@ -505,7 +504,7 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
     run = make().run
     assert claims.take(run.claims, Claim(number=0, job="100"))
     slept: list[float] = []
-    check = claims.check
+    raise_if_lost = claims.raise_if_lost
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
@@ -515,13 +514,13 @@ def test_a_step_ends_itself_when_a_newer_attempt_has_the_run(
     def look(folder: Path, number: int) -> None:
         if len(slept) == 2:
             raise OSError("stale file handle")
-        check(folder, number)
+        raise_if_lost(folder, number)
 
     def leave(code: int) -> None:
         raise Ended(code)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(claims, "check", look)
+    monkeypatch.setattr(claims, "raise_if_lost", look)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Ended, match="1"):
         step.end_with_claim(run, 0, 5.0)

@@ -130,7 +130,14 @@ def test_the_summary_ends_with_the_run_folder_whole_and_the_accuracy() -> None:
 
 def test_the_summary_has_what_there_is() -> None:
     text = summary(RESULT)
-    for words in ("finished", "1,100", "12,346 samples/s (measured)", "1m15s", "0.1235", "0.9876"):
+    for words in (
+        "finished",
+        "1,100",
+        "12,346 samples/s (measured)",
+        "1m15s",
+        "0.12346",
+        "0.98760",
+    ):
         assert words in text
     bare = {**RESULT, "state": "failed", "steps": None, "samples_per_second": None, "metrics": {}}
     assert "failed" in summary(bare)

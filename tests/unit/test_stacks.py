@@ -135,7 +135,7 @@ def test_without_code_of_ones_own_the_innermost_line_is_the_place() -> None:
 def test_the_call_is_what_the_user_s_own_line_is_in(
     frames: list[tuple[str, int, str]], call: str | None
 ) -> None:
-    assert stack(*frames).call == call
+    assert stack(*frames).library_call == call
 
 
 def test_a_short_place_leaves_out_folders_that_say_nothing() -> None:

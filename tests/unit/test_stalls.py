@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from allranks.doctor.hang import hang, hung, judge, stack_in_log
+from allranks.doctor.finding import Finding
+from allranks.doctor.hang import Stall, hang, hung, judge, stack_in_log
 from allranks.job.job import parse_job
 from allranks.job.values import Duration
 from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
@@ -163,16 +164,25 @@ def make_run(tmp_path: Path, ranks: int = 2) -> RunDir:
     return run
 
 
-def test_a_finding_names_rank_node_line_and_fix(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
+def judged(
+    states: list[RankState], seconds: float, *, after: float | None = None, **more: Any
+) -> list[Finding]:
+    run = RunDir(Path("/runs/job-20261115-120000-abcd"))
+    return judge(Stall(run=run, states=states, seconds=seconds, **more), after=after)
+
+
+def test_a_finding_names_rank_node_line_and_fix() -> None:
     some = states({"stack": WAITS, "collectives": 26}, {"stack": OWN, "collectives": 25})
-    (found,) = judge(some, 150.0, run, after=5.0)
+    read = {"last_lines": {1: ("rank-1.jsonl", 7)}, "sources": {OWN.frames[0]: "x.item()"}}
+    (found,) = judged(some, 150.0, after=5.0, **read)
     assert (found.cause, found.rank, found.node) == ("rank-missing-from-collective", 1, "n1")
     assert found.confidence == "high"
-    assert judge(some, 30.0, run, after=5.0)[0].confidence == "medium"  # it may be saving
+    assert judged(some, 30.0, after=5.0)[0].confidence == "medium"  # it may be saving
     assert found.title == who_is_where(some, blame(some))  # what the launcher says by itself
     assert "train.py:9 in stuck" in found.title
     assert (found.evidence[0].file, found.evidence[0].line) == ("/me/train.py", 9)
+    assert found.evidence[0].text == "rank 1 is in stuck: x.item()"
+    assert (found.evidence[1].file, found.evidence[1].line) == ("rank-1.jsonl", 7)
     assert "25 collectives, others 26" in found.evidence[1].text
     assert "/me/train.py:9" in found.fix
 
@@ -231,17 +241,16 @@ def test_nobody_waits_for_a_rank_that_has_finished_while_another_evaluates() -> 
     assert blame(states({"stack": OWN}, {"ended": "finished"})) is None
 
 
-def test_a_rank_that_has_finished_has_had_fewer_inputs(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (found,) = judge(states({"stack": WAITS}, {"ended": "finished"}), 30.0, run, after=5.0)
+def test_a_rank_that_has_finished_has_had_fewer_inputs() -> None:
+    (found,) = judged(states({"stack": WAITS}, {"ended": "finished"}), 30.0, after=5.0)
     assert (found.cause, found.rank) == ("uneven-inputs", 1)
-    assert judge(states({"stack": WAITS}, {"ended": "failed"}), 30.0, run, after=5.0) == []
+    assert judged(states({"stack": WAITS}, {"ended": "failed"}), 30.0, after=5.0) == []
 
 
-def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_in_different_exchanges_are_told_apart() -> None:
     other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
     apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})
-    (found,) = judge(apart, 30.0, make_run(tmp_path), after=5.0)
+    (found,) = judged(apart, 30.0, after=5.0)
     assert (found.cause, found.rank) == ("collective-mismatch", None)
     assert found.title == (
         "ranks wait in different exchanges: rank 0 waits in all_reduce at train.py:8 in f; "
@@ -249,20 +258,19 @@ def test_ranks_in_different_exchanges_are_told_apart(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_never_joined(tmp_path: Path) -> None:
+def test_a_rank_that_never_joined() -> None:
     meeting = Frame(
         "/e/site-packages/torch/distributed/distributed_c10d.py", 1, "init_process_group"
     )
     waits = Stack(2, (WAITS.frames[0], meeting, Frame("/me/train.py", 8, "f")), "")
-    (found,) = judge(states({"stack": waits}, {"stack": OWN}), 130.0, make_run(tmp_path))
+    (found,) = judged(states({"stack": waits}, {"stack": OWN}), 130.0)
     assert (found.cause, found.rank, found.confidence) == ("rendezvous-timeout", 1, "high")
 
 
-def test_ranks_that_are_alike_are_a_finding_only_after_long(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
+def test_ranks_that_are_alike_are_a_finding_only_after_long() -> None:
     alike = states({"stack": OWN, "doing": "data"}, {"stack": OWN, "doing": "data"})
-    assert judge(alike, 30.0, run) == []  # an evaluation, say
-    (found,) = judge(alike, 500.0, run)
+    assert judged(alike, 30.0) == []  # an evaluation, say
+    (found,) = judged(alike, 500.0)
     assert (found.cause, found.rank, found.confidence) == ("no-progress", None, "low")
     assert "waits for its data" in found.fix
 

@@ -28,8 +28,8 @@ from allranks.launch import backends
 from allranks.launch.backends import Options, Submitted
 from allranks.launch.backends.slurm import backend, jobs, submit
 from allranks.launch.backends.slurm.sbatch import Racer, racers_of
-from allranks.launch.list_screen import show_runs
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
+from allranks.launch.screen import show_runs
 from allranks.run import claims, run_state
 from allranks.run.claims import Claim
 from allranks.run.events import append_event

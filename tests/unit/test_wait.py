@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allranks.job.job import parse_job
-from allranks.launch import agent, backends, meeting, node, waiting
+from allranks.launch import agent, backends, follow, meeting, node
 from allranks.launch.prepare import Prepared, Request
 from allranks.machine.processes import Signals
 from allranks.run import run_state
@@ -40,7 +40,7 @@ def wait(run: RunDir, monkeypatch: pytest.MonkeyPatch, lines: Sequence[dict[str,
     monkeypatch.setattr(backends, "look", lambda runs: None)
     monkeypatch.setattr(run_state, "describe", lambda run, queue: next(coming))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    return waiting.wait_for_end(run, said.append)["state"], said
+    return follow.wait_for_end(run, said.append)["state"], said
 
 
 def test_changes_are_told_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +63,11 @@ def test_an_end_that_was_none_is_not_told(run: RunDir, monkeypatch: pytest.Monke
 
 
 def test_the_attempt_is_the_one_of_the_job(run: RunDir) -> None:
-    assert waiting.attempt_of_job(run) is None
+    assert follow.attempt_of_job(run) is None
     opened = [{"attempt": 0, "started": 1.0}, {"attempt": 3, "started": 2.0}]
     run.update_info(lambda info: info.update(attempts=opened))
-    assert waiting.attempt_of_job(run) == 3
-    told = waiting.in_words(line("running", attempt=3, reason="moves to 1x4"))
+    assert follow.attempt_of_job(run) == 3
+    told = follow.in_words(line("running", attempt=3, reason="moves to 1x4"))
     assert told == "running (layout 2x1, job 7, attempt 3); moves to 1x4"
 
 
@@ -80,7 +80,7 @@ def test_all_ranks_are_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
             append_event(run.events(0, left.pop()), "end", state="stopped", exit=0)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    waiting.wait_for_ranks(run, 0, 2, 60.0, lambda: False)
+    follow.wait_for_ranks(run, 0, 2, 60.0, lambda: False)
     assert all(run.end(0, rank) for rank in range(2))
 
 
@@ -99,7 +99,7 @@ def test_ranks_that_give_signs_of_life_are_waited_for(
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     append_event(run.events(0, 0), "end", state="finished", exit=0)
-    waiting.wait_for_ranks(run, 0, 2, 10.0, lambda: False, while_alive=True)
+    follow.wait_for_ranks(run, 0, 2, 10.0, lambda: False, while_alive=True)
     assert not lines and 48 <= clock[0] <= 64  # ten seconds after the last line, and no longer
 
 
@@ -150,9 +150,9 @@ def test_a_rank_that_was_done_before_another_failed_was_not_ended_by_it(
     [
         (False, "finished", math.inf),  # SLURM's job ends this launcher if a node is lost
         (False, "stopped", math.inf),
-        (False, "failed", waiting.ENDING_SECONDS),
+        (False, "failed", follow.ENDING_SECONDS),
         (True, "finished", meeting.MEETING_SECONDS),  # without a sign of life
-        (True, "failed", waiting.ENDING_SECONDS),
+        (True, "failed", follow.ENDING_SECONDS),
     ],
 )
 def test_the_first_node_waits_for_others_as_long_as_somebody_knows_of_them(
@@ -172,8 +172,8 @@ def test_the_first_node_waits_for_others_as_long_as_somebody_knows_of_them(
 
 
 def test_the_fix_of_a_missing_file_is_told(run: RunDir) -> None:
-    assert "doctor" in waiting.why_failed(run, line("failed")).fix
+    assert "doctor" in follow.why_failed(run, line("failed")).fix
     seen = {"attempt": 0, "path": "/x/a.pt", "on": ["a"], "not_on": ["b"]}
     run.update_info(lambda info: info.update(missing=seen))
     run.attempt(0).mkdir(parents=True)
-    assert "stage: [SHARED/a.pt]" in waiting.why_failed(run, line("failed")).fix
+    assert "stage: [SHARED/a.pt]" in follow.why_failed(run, line("failed")).fix

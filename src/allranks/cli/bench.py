@@ -102,16 +102,12 @@ def scaling(
     debug: Debug = False,
 ) -> None:
     from allranks.bench.scaling import measure, plan_runs, show
-    from allranks.launch.prepare import prepare
     from allranks.machine.prices import parse_price
-
-    def prepare_with(more: Sequence[str], layout: str) -> Prepared:
-        typed = [*(overrides or []), *more]
-        return prepare(typed_request(job, typed, layout=layout, here=here, runs=runs))
 
     plan = plan_runs(layouts, steps=steps, repeats=repeats, weak=weak, may_add=not no_baseline)
     prices = [*map(parse_price, price or [])]
     console = people_console(as_json)
+    prepare_with = preparer(job, overrides, here=here, runs=runs)
     found = measure(plan, prepare_with, console, backend=backend, prices=prices)
     finish(found, show, console, as_json=as_json)
 
@@ -183,11 +179,8 @@ def data(
     debug: Debug = False,
 ) -> None:
     from allranks.bench.data import measure, read_workers, show
-    from allranks.launch.prepare import prepare
 
-    def prepare_with(more: Sequence[str]) -> Prepared:
-        return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
-
+    prepare_with = preparer(job, overrides, layout=layout, runs=runs)
     if prepare_with(()).job.command is not None:
         refuse(["workers", "seconds_each", "repeats"], "with a script")
     else:
@@ -217,15 +210,23 @@ def precision(
     debug: Debug = False,
 ) -> None:
     from allranks.bench.precision import measure, read_precisions, show
-    from allranks.launch.prepare import prepare
 
-    def prepare_with(more: Sequence[str]) -> Prepared:
-        return prepare(typed_request(job, [*(overrides or []), *more], layout=layout, runs=runs))
-
+    prepare_with = preparer(job, overrides, layout=layout, runs=runs)
     console = people_console(as_json)
     names = read_precisions(precisions)
     found = measure(names, prepare_with, console, steps=steps, repeats=repeats)
     finish(found, show, console, as_json=as_json)
+
+
+def preparer(job: str | None, overrides: list[str] | None, **asked: Any) -> Callable[..., Prepared]:
+    """What prepares the job that was typed, with more overrides and maybe in another layout."""
+    from allranks.launch.prepare import prepare
+
+    def prepare_with(more: Sequence[str], layout: str | None = None) -> Prepared:
+        rest = asked if layout is None else {**asked, "layout": layout}
+        return prepare(typed_request(job, [*(overrides or []), *more], **rest))
+
+    return prepare_with
 
 
 def finish(

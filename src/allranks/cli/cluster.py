@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 Race = Annotated[
     str | None,
     typer.Option(
-        "--race",
         metavar="LAYOUTS",
         help="Queue it in several layouts, such as 1x4,4x1@a40: the first to start wins.",
     ),
@@ -40,15 +39,12 @@ Race = Annotated[
 Ladder = Annotated[
     str | None,
     typer.Option(
-        "--ladder",
-        metavar="LAYOUTS",
-        help="Climb from layout to layout while it pays, such as 1x1,1x2,2x2.",
+        metavar="LAYOUTS", help="Climb from layout to layout while it pays, such as 1x1,1x2,2x2."
     ),
 ]
 MinEfficiency = Annotated[
     float,
     typer.Option(
-        "--min-efficiency",
         metavar="FRACTION",
         min=0,
         max=1,
@@ -56,8 +52,7 @@ MinEfficiency = Annotated[
     ),
 ]
 LadderSteps = Annotated[
-    int,
-    typer.Option("--steps", metavar="N", min=1, help="With --ladder: steps to measure."),
+    int, typer.Option(metavar="N", min=1, help="With --ladder: steps to measure.")
 ]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the run has ended; exit with its code.")
@@ -66,7 +61,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sen
 To = Annotated[
     Literal["local", "slurm", "ssh"] | None,
     typer.Option(
-        "--backend",
         metavar="local|slurm|ssh",
         help="Where to continue: this machine, SLURM's queue, or its hosts. Default: as before.",
     ),
@@ -191,7 +185,7 @@ def ls(
     debug: Debug = False,
 ) -> None:
     from allranks.launch import backends
-    from allranks.launch.list_screen import show_runs
+    from allranks.launch.screen import show_runs
     from allranks.run import run_state
     from allranks.run.folder import find_run, list_runs
 
@@ -215,9 +209,7 @@ def logs(
     ] = False,
     rank: Annotated[
         int | None,
-        typer.Option(
-            "--rank", metavar="N", min=-1, help="Only rank N; -1: the output of the job itself."
-        ),
+        typer.Option(metavar="N", min=-1, help="Only rank N; -1: the output of the job itself."),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Print every byte as it is, even on a terminal.")
@@ -226,18 +218,18 @@ def logs(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.logs import show_logs
+    from allranks.launch.follow import show_logs
     from allranks.run.folder import find_run
 
     found = find_run(runs, run)
     lines: list[str] = []
     write = lines.append if as_json else partial(print_line, raw=raw, flush=follow)
-    shown = show_logs(found, rank, follow=follow, write=write, say=print_remark)
+    exit_code, remarks = show_logs(found, rank, follow=follow, write=write, say=print_remark)
     if as_json:
         print_json({"run": found.name, "lines": lines})
-    for remark in shown.remarks:
+    for remark in remarks:
         print_remark(remark)
-    raise typer.Exit(shown.exit_code)
+    raise typer.Exit(exit_code)
 
 
 def print_remark(text: str) -> None:
@@ -307,15 +299,15 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     """Wait for the end of a run, and exit with its code."""
     import time
 
+    from allranks.launch.follow import EXIT_CODES, wait_for_result
     from allranks.launch.screen import Screen
-    from allranks.launch.waiting import wait_for_result
 
     def say(text: str) -> None:
         out = sys.stderr if as_json else sys.stdout
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=out, flush=True)
 
     try:
-        waited = wait_for_result(run, say)
+        result, error = wait_for_result(run, say)
     except KeyboardInterrupt:
         print(
             f"no longer waiting; run {run.name} continues. To stop it: "
@@ -323,22 +315,22 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    if waited.error is not None:
-        print_error(waited.error, as_json=as_json, more=waited.result)
+    if error is not None:
+        print_error(error, as_json=as_json, more=result)
     elif as_json:
-        print_json(waited.result)
+        print_json(result)
     else:
-        Screen(people_console()).summary(waited.result)
-    raise typer.Exit(waited.exit_code)
+        Screen(people_console()).summary(result)
+    raise typer.Exit(EXIT_CODES[result["state"]])
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:
-    from allranks.launch.list_screen import show_table
+    from allranks.launch.screen import show_draft as show_drafted
 
     if as_json:
         print_json({"table": drafted.table, "scripts": drafted.scripts})
         return
-    show_table(people_console(), drafted.table)
+    show_drafted(people_console(), drafted.table)
     for racer, script in drafted.scripts.items():
         if len(drafted.scripts) > 1:
             print(f"# --- {racer} ---")

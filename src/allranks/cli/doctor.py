@@ -13,7 +13,7 @@ from allranks.cli.commands import never_with, only_with
 from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console, print_json
 
 if TYPE_CHECKING:
-    from allranks.doctor.check import Check
+    from allranks.doctor.finding import Check
 
 Subjects = Annotated[
     list[str] | None,
@@ -28,20 +28,15 @@ Listen = Annotated[
 ]
 Connect = Annotated[
     str | None,
-    typer.Option(
-        "--connect", metavar="HOST:PORT", help="Test the network to a machine that listens."
-    ),
+    typer.Option(metavar="HOST:PORT", help="Test the network to a machine that listens."),
 ]
 DataFolders = Annotated[
-    list[Path] | None,
-    typer.Option("--data", metavar="DIR", help="Check the disk of this folder, too."),
+    list[Path] | None, typer.Option(metavar="DIR", help="Check the disk of this folder, too.")
 ]
 Threshold = Annotated[
     list[str] | None,
     typer.Option(
-        "--threshold",
-        metavar="KEY=NUMBER",
-        help="When a run counts as slow, such as data=0.2. May be repeated.",
+        metavar="KEY=NUMBER", help="When a run counts as slow, such as data=0.2. May be repeated."
     ),
 ]
 
@@ -85,14 +80,13 @@ def doctor(
 
 
 def print_causes(as_json: bool) -> None:
-    from allranks.doctor.catalogue import load
+    from allranks.doctor import catalogue
     from allranks.doctor.show import show_causes
 
-    known = load()
     if as_json:
-        print_json(known.as_json())
+        print_json(catalogue.as_json())
     else:
-        show_causes(people_console(), known.findings())
+        show_causes(people_console(), catalogue.known_findings())
 
 
 def print_diagnosis(
@@ -112,7 +106,7 @@ def print_diagnosis(
 
 def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json: bool) -> None:
     """Check by check; exits with 1 if one failed."""
-    from allranks.doctor.check import report
+    from allranks.doctor.finding import report
     from allranks.doctor.show import show_checks
 
     seconds = time.monotonic() - started

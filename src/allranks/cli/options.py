@@ -43,12 +43,10 @@ Oversubscribe = Annotated[
     ),
 ]
 Here = Annotated[
-    bool,
-    typer.Option("--here", help="Inside a SLURM allocation: run all ranks on this machine."),
+    bool, typer.Option("--here", help="Inside a SLURM allocation: run all ranks on this machine.")
 ]
 Runs = Annotated[
-    Path,
-    typer.Option("--runs", metavar="DIR", envvar="ALLRANKS_RUNS", help="The folder of all runs."),
+    Path, typer.Option(metavar="DIR", envvar="ALLRANKS_RUNS", help="The folder of all runs.")
 ]
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name, the beginning of it, or last.")
@@ -56,7 +54,6 @@ Run = Annotated[
 OwnPrice = Annotated[
     list[str] | None,
     typer.Option(
-        "--price",
         metavar="GPU=DOLLARS",
         help="Price of an hour, such as h100=2.5 or cpu=0.05. May be repeated.",
     ),

@@ -22,16 +22,13 @@ Out = Annotated[
     typer.Option(metavar="DIR", help="Where to write. Default: the folder of the newest run."),
 ]
 Prices = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Prices from a YAML file, such as h100: 2.5"),
+    Path | None, typer.Option(metavar="FILE", help="Prices from a YAML file, such as h100: 2.5")
 ]
 Within = Annotated[
-    float,
-    typer.Option(metavar="FRACTION", min=0, max=1, help="Efficiency to reach within a node."),
+    float, typer.Option(metavar="FRACTION", min=0, max=1, help="Efficiency to reach within a node.")
 ]
 Across = Annotated[
-    float,
-    typer.Option(metavar="FRACTION", min=0, max=1, help="Efficiency to reach across nodes."),
+    float, typer.Option(metavar="FRACTION", min=0, max=1, help="Efficiency to reach across nodes.")
 ]
 Doubling = Annotated[
     float,

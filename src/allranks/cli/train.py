@@ -33,24 +33,18 @@ if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
 
 Resume = Annotated[
-    str | None,
-    typer.Option("--resume", metavar="RUN", help="Continue this run: its name, or last."),
+    str | None, typer.Option(metavar="RUN", help="Continue this run: its name, or last.")
 ]
 NodeRank = Annotated[
     int | None,
-    typer.Option(
-        "--node-rank", metavar="N", min=0, help="Which node of the layout this machine is, from 0."
-    ),
+    typer.Option(metavar="N", min=0, help="Which node of the layout this machine is, from 0."),
 ]
 Master = Annotated[
-    str | None,
-    typer.Option("--master", metavar="HOST:PORT", help="Where to reach node 0 of the layout."),
+    str | None, typer.Option(metavar="HOST:PORT", help="Where to reach node 0 of the layout.")
 ]
 MaxRestarts = Annotated[
     int | None,
-    typer.Option(
-        "--max-restarts", metavar="N", min=0, help="Restart all ranks when one dies, up to N times."
-    ),
+    typer.Option(metavar="N", min=0, help="Restart all ranks when one dies, up to N times."),
 ]
 StallTimeout = Annotated[
     str | None,
@@ -62,14 +56,11 @@ StallTimeout = Annotated[
     ),
 ]
 ProfileSteps = Annotated[
-    int | None,
-    typer.Option("--profile", metavar="N", min=1, help="Trace N steps of every rank."),
+    int | None, typer.Option(metavar="N", min=1, help="Trace N steps of every rank.")
 ]
 Show = Annotated[
     str | None,
-    typer.Option(
-        "--show", metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."
-    ),
+    typer.Option(metavar="RANKS", help="Show the output of these ranks: 1, or 0,2, or all."),
 ]
 
 

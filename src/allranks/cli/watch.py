@@ -28,7 +28,6 @@ All = Annotated[bool, typer.Option("--all", help="Include runs that ended more t
 Marks = Annotated[
     list[str] | None,
     typer.Option(
-        "--mark",
         metavar="NAME=LIMITS",
         envvar="ALLRANKS_MARKS",
         help="Limits for the colours of a value, such as gpu_util=80,90. May be repeated.",
@@ -37,7 +36,6 @@ Marks = Annotated[
 Notify = Annotated[
     str | None,
     typer.Option(
-        "--notify",
         metavar="COMMAND",
         envvar="ALLRANKS_NOTIFY",
         help="Call this when a run has finished, failed, stopped or stalled.",
@@ -46,7 +44,6 @@ Notify = Annotated[
 Interval = Annotated[
     float,
     typer.Option(
-        "--interval",
         metavar="SECONDS",
         min=0.1,
         help="Time between looks, where lines are printed to a file or a pipe.",
@@ -113,8 +110,7 @@ def status(
         list[str] | None, typer.Argument(metavar="RUN", help="Only these runs. Default: all.")
     ] = None,
     md: Annotated[
-        Path | None,
-        typer.Option("--md", metavar="FILE", help="Write the page there. Default: to stdout."),
+        Path | None, typer.Option(metavar="FILE", help="Write the page there. Default: to stdout.")
     ] = None,
     show_all: All = False,
     mark: Marks = None,
@@ -122,17 +118,19 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
+    from dataclasses import asdict
+
     from allranks.run.folder import find_run
     from allranks.watch.marks import parse_marks
     from allranks.watch.status import make_status, write_page
 
     chosen = [find_run(runs, name) for name in run] if run else None
-    made = make_status(runs, chosen, parse_marks(mark or []), old=show_all)
+    page, found = make_status(runs, chosen, parse_marks(mark or []), old=show_all)
     file = None if md is None or str(md) == "-" else md
     if file is not None:
-        write_page(file, made.page)
+        write_page(file, page)
     if as_json:
         written = str(file.absolute()) if file is not None else None
-        print_json({"md": written, "page": made.page, "runs": made.runs})
+        print_json({"md": written, "page": page, "runs": [asdict(one) for one in found]})
     else:
-        print(made.page if file is None else f"wrote {file}", end="" if file is None else "\n")
+        print(page if file is None else f"wrote {file}", end="" if file is None else "\n")

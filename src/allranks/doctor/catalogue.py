@@ -41,12 +41,6 @@ from allranks.doctor.finding import Confidence, Evidence, Finding
 
 FOLDER = Path(__file__).parent / "causes"
 Kind = Literal["root", "soft", "generic", "echo", "mark"]
-KINDS = ("root", "soft", "generic", "echo", "mark")
-KEYS = {
-    *("slug", "title", "kind", "patterns", "raised", "unless", "where", "culprit", "on_warning"),
-    *("confidence", "unsure", "explains", "cause", "fix", "fix_for", "references", "examples"),
-}
-SITUATIONS = ("task", "lightning", "accelerate", "slurm")
 # Escaped characters and those in brackets do not repeat anything.
 _REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]")
 _AT_MOST = {"*": "{0,1000}", "+": "{1,1000}"}
@@ -139,33 +133,6 @@ class Cause:
         return fill(self.fix, fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue:
-    """All causes, by slug."""
-
-    causes: Mapping[str, Cause]
-
-    def __getitem__(self, slug: str) -> Cause:
-        return self.causes[slug]
-
-    def findings(self) -> list[Cause]:
-        return [cause for cause in self.causes.values() if cause.is_finding]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """What `doctor --list --json` prints."""
-        return [
-            {
-                "cause": cause.slug,
-                "family": cause.family,
-                "title": cause.words({}),
-                "about": cause.cause,
-                "fix": cause.advice({}),
-                "references": list(cause.references),
-            }
-            for cause in self.findings()
-        ]
-
-
 def fill(text: str, fields: Mapping[str, Any]) -> str:
     """`{port|the port}` becomes the field, or what is after the bar if it is unknown.
 
@@ -184,35 +151,24 @@ def fill(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def holds(where: str, fields: Mapping[str, str]) -> bool:
-    """Whether a comparison such as `unused + free >= tried`, or several of them, is true."""
-    first, *more = where.split(" and ")
-    if more:
-        return all(holds(part, fields) for part in (first, *more))
-    left, comparison, right = re.split(r"\s*(>=|<|!=)\s*", where)
+    """Whether a comparison such as `unused + free >= tried`, or all of several, are true."""
+    pairs = [part.split(" >= ") for part in where.split(" and ")]
     try:
-        one, other = _sum(left, fields), _sum(right, fields)
+        return all(_sum(more, fields) >= _sum(less, fields) for more, less in pairs)
     except KeyError:
         return False
-    if comparison == ">=":
-        return one >= other
-    return one < other if comparison == "<" else one != other
 
 
 def _sum(text: str, fields: Mapping[str, str]) -> float:
+    """The bytes of `2 * free + unused`. Raises KeyError if a field is not known, or is no size."""
     total = 0.0
     for part in text.split(" + "):
         factor, _, name = part.rpartition(" * ")
-        total += float(factor or 1) * _size(name, fields)
+        match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)i?(?:B|bytes)?", fields[name].strip())
+        if match is None:
+            raise KeyError(name)
+        total += float(factor or 1) * float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
     return total
-
-
-def _size(name: str, fields: Mapping[str, str]) -> float:
-    if name.isdigit():
-        return float(name)
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)i?(?:B|bytes)?", fields[name].strip())
-    if match is None:
-        raise KeyError(name)
-    return float(match[1]) * float(1024 ** " KMGT".index(match[2] or " "))
 
 
 @cache
@@ -230,16 +186,43 @@ def bounded(text: str) -> str:
 
 
 @cache
-def load(folder: Path = FOLDER) -> Catalogue:
-    """Read every family's file."""
-    causes: dict[str, Cause] = {}
-    for path in sorted(folder.glob("*.yaml")):
-        for entry in yaml.load(path.read_text(), Loader=_loader()):
-            cause = _parse(entry, path.stem)
-            if cause.slug in causes:
-                raise ValueError(f"{path.name}: {cause.slug} is in {causes[cause.slug].family} too")
-            causes[cause.slug] = cause
-    return Catalogue(causes)
+def load(folder: Path = FOLDER) -> Mapping[str, Cause]:
+    """Every cause of every family, by its slug."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return {
+        entry["slug"]: _parse(entry, path.stem)
+        for path in sorted(folder.glob("*.yaml"))
+        for entry in yaml.load(path.read_text(), Loader=loader)
+    }
+
+
+def _parse(entry: Mapping[str, Any], family: str) -> Cause:
+    """One entry of a family's file. Raises TypeError for an unknown key."""
+    lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+    texts = {key: " ".join(str(entry.get(key, "")).split()) for key in ("title", "cause", "fix")}
+    lists["patterns"] = tuple(Pattern(required_word(one), one) for one in lists.get("patterns", ()))
+    lists["raised"] = tuple(Exceptional(**one) for one in lists.get("raised", ()))
+    return Cause(**{"family": family, **entry, **lists, **texts})
+
+
+def known_findings() -> list[Cause]:
+    """The causes that may become findings."""
+    return [cause for cause in load().values() if cause.is_finding]
+
+
+def as_json() -> list[dict[str, Any]]:
+    """What `doctor --list --json` prints."""
+    return [
+        {
+            "cause": cause.slug,
+            "family": cause.family,
+            "title": cause.words({}),
+            "about": cause.cause,
+            "fix": cause.advice({}),
+            "references": list(cause.references),
+        }
+        for cause in known_findings()
+    ]
 
 
 def finding(slug: str, evidence: Sequence[Evidence], **fields: str) -> Finding:
@@ -247,30 +230,6 @@ def finding(slug: str, evidence: Sequence[Evidence], **fields: str) -> Finding:
     cause = load()[slug]
     title, fix = cause.words(fields), cause.advice(fields)
     return Finding(slug, title, fix, confidence=cause.confidence, evidence=tuple(evidence))
-
-
-def _loader() -> Any:
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def _parse(entry: Mapping[str, Any], family: str) -> Cause:
-    slug = entry.get("slug")
-    wrong = set(entry) - KEYS
-    if not isinstance(slug, str) or wrong:
-        raise ValueError(f"causes/{family}.yaml: {slug}: no slug, or unknown keys {sorted(wrong)}")
-    if entry.get("kind", "root") not in KINDS or set(entry.get("fix_for", {})) - set(SITUATIONS):
-        raise ValueError(f"causes/{family}.yaml: {slug}: unknown kind, or situation in fix_for")
-    try:
-        patterns = tuple(Pattern(required_word(text), text) for text in entry.get("patterns", []))
-    except NoWord as error:
-        raise ValueError(f"causes/{family}.yaml: {slug}: {error}") from None
-    rest = {key: entry[key] for key in KEYS & set(entry) - {"patterns", "raised"}}
-    raised = tuple(Exceptional(**one) for one in entry.get("raised", []))
-    for key in ("unless", "unsure", "explains", "references", "examples"):
-        rest[key] = tuple(entry.get(key, ()))
-    for key in ("title", "cause", "fix"):
-        rest[key] = " ".join(str(entry.get(key, "")).split())
-    return Cause(family=family, patterns=patterns, raised=raised, **rest)
 
 
 SHORTEST = 3  # characters; shorter words are in too many lines
@@ -283,10 +242,6 @@ _EVERYDAY_TEXT = (
     f" {' '.join(_EVERYDAY)} process worker memory device loading forward optimizer gradient "
     "tensor warning info error step loss rank epoch data file model world "
 )
-
-
-class NoWord(ValueError):
-    """A pattern without a word of its own."""
 
 
 def required_word(pattern: str) -> str:
@@ -307,7 +262,7 @@ def required_word(pattern: str) -> str:
             runs.append("")
     words = [run for run in runs if len(run.strip()) >= SHORTEST]
     if not words:
-        raise NoWord(f"no word of {SHORTEST} plain characters outside of groups in {pattern!r}")
+        raise ValueError(f"no word of {SHORTEST} plain characters outside of groups in {pattern!r}")
     return max(words, key=_worth)
 
 

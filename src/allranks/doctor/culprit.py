@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
-from allranks.doctor.failure_facts import MAX_RANKS, FailureFacts
-from allranks.doctor.finding import Confidence
+from allranks.doctor.failure_facts import MAX_RANKS, End, FailureFacts
+from allranks.doctor.finding import Confidence, Evidence
 from allranks.doctor.log_search import Hit
 from allranks.doctor.tracebacks import Raised
 
@@ -20,18 +20,36 @@ UNEQUAL = ("ALLTOALL", "GATHER", "SCATTER", "SEND", "RECV")
 Call = tuple[str, str, str | None]  # number, kind and elements of a collective
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """What follows from echoes: the cause, the rank, and the lines that show it."""
+LEVELS = {"root": 0, "soft": 1, "generic": 2}
+# Among causes that say little, those that say more come first.
+GENERIC = (
+    *("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "nccl-connect-failed"),
+    "terminated-by-signal",
+)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A possible cause, the rank to blame, and the lines that show it."""
 
     slug: str
     rank: int | None
     confidence: Confidence
-    hits: Sequence[Hit]
-    fields: dict[str, str]
+    hits: Sequence[Hit] = ()
+    fields: dict[str, str] = field(default_factory=dict)
+    level: int = LEVELS["generic"]
+    extra: tuple[Evidence, ...] = ()
+    order: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Candidates are sorted by this, the most likely first cause first."""
+        is_generic = self.slug in GENERIC and self.level == LEVELS["generic"]
+        place = GENERIC.index(self.slug) if is_generic else len(GENERIC)
+        return self.level, place, self.order
 
 
-def suspect(facts: FailureFacts) -> Suspect | None:
+def suspect(facts: FailureFacts) -> Candidate | None:
     """The cause behind the ranks' complaints about each other; None if nobody complains."""
     echoes = echoes_of(facts)
     if not echoes or not any(facts.is_final(hit) for hit in echoes):
@@ -39,12 +57,11 @@ def suspect(facts: FailureFacts) -> Suspect | None:
     timeouts = [hit for hit in echoes if hit.cause.slug == "collective-timeout"]
     if not any(hit.cause.slug == "peer-closed" for hit in echoes):
         timeouts += [hit for hit in echoes if hit.cause.slug == "collective-dumped"]
-    died = _died(facts, echoes)
-    if died is not None:
-        end = facts.ends[died]
+    spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
+    for end in own_ends(facts, spoke)[:1]:
         hits = [end.hit, *echoes] if end.hit is not None else echoes
-        how = {"how": end.in_words}
-        return Suspect("rank-died", died, "high" if end.is_crash else "medium", hits, how)
+        sure: Confidence = "high" if end.is_crash else "medium"
+        return Candidate(end.cause, end.rank, sure, hits, {"how": end.in_words})
     if timeouts:
         return _missing(facts, timeouts, echoes)
     return _left(facts, echoes)
@@ -55,45 +72,42 @@ def echoes_of(facts: FailureFacts) -> list[Hit]:
     return [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
 
 
-def _died(facts: FailureFacts, echoes: Sequence[Hit]) -> int | None:
-    """The rank that failed by itself and printed nothing."""
-    spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
+def own_ends(facts: FailureFacts, spoke: Set[int | None]) -> list[End]:
+    """The ranks that failed by themselves and said nothing, the most telling end first."""
     own = [end for end in facts.ends.values() if end.is_own and end.rank not in spoke]
-    # NCCL's watchdog aborts ranks that waited too long: an abort after a timeout is an echo.
-    own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
-    return own[0].rank if own else None
+    return sorted(own, key=lambda end: (not end.is_crash, not end.is_first, end.rank))
 
 
-def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Suspect:
+def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Candidate:
     """The suspect if some ranks waited until they timed out."""
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
     fields = {"ops": ", ".join(sorted(ops))} if ops else {}
     tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
     if _is_stuck(facts, timeouts):
-        return Suspect("collective-mismatch", None, "medium", tellers, fields)
+        return Candidate("collective-mismatch", None, "medium", tellers, fields)
     behind = _behind(facts, timeouts)
     if behind is not None:
         slowest, sure = behind
-        return Suspect("rank-missing-from-collective", slowest, sure, tellers, fields)
+        return Candidate("rank-missing-from-collective", slowest, sure, tellers, fields)
     late = _late(facts, timeouts, echoes)
     if late is not None:
-        return Suspect("rank-missing-from-collective", late, "medium", tellers, fields)
+        return Candidate("rank-missing-from-collective", late, "medium", tellers, fields)
     differs = _differs(timeouts)
     if differs is not None:
-        return Suspect("collective-mismatch", None, differs, tellers, fields)
+        return Candidate("collective-mismatch", None, differs, tellers, fields)
     apart = _apart(facts, echoes, tellers)
     if apart is not None:
         return apart
     silent = _silent(facts, echoes)
     left = _ended_well(facts, silent, echoes)
     if left is not None:
-        return Suspect("uneven-inputs", left, "medium", tellers, fields)
+        return Candidate("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
     is_seen = len(silent) == 1 and silent[0] in facts.ranks
     # A rank that reached its end had nothing more to do: perhaps another rank's call differs.
     is_gone = bool({hit.rank for hit in facts.of("program-ended")} & set(silent))
     sure = "high" if is_seen and not is_gone else "medium"
-    return Suspect("rank-missing-from-collective", rank, sure, tellers, fields)
+    return Candidate("rank-missing-from-collective", rank, sure, tellers, fields)
 
 
 def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:
@@ -113,18 +127,18 @@ def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -
     return came.pop() if is_after else None
 
 
-def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Suspect | None:
+def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Candidate | None:
     """The suspect if connections broke and no rank says why."""
     silent = _silent(facts, echoes)
     left = _ended_well(facts, silent, echoes)
     if left is None and len(silent) == 1 and _is_gone(facts):
         left = silent[0]
     if left is not None:
-        return Suspect("uneven-inputs", left, "medium", echoes[:4], {})
+        return Candidate("uneven-inputs", left, "medium", echoes[:4], {})
     if facts.of("nccl-connect-failed"):
         return None  # there is no sign that any rank died
     rank = silent[0] if len(silent) == 1 else None
-    return Suspect("rank-died", rank, "medium", echoes[:4], {"how": "without a message"})
+    return Candidate("rank-died", rank, "medium", echoes[:4], {"how": "without a message"})
 
 
 def _is_gone(facts: FailureFacts) -> bool:
@@ -158,7 +172,7 @@ def _ended_well(facts: FailureFacts, silent: Sequence[int], echoes: Sequence[Hit
     return None
 
 
-def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Suspect | None:
+def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -> Candidate | None:
     """The suspect if every rank came to a collective, but not to the same one."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     last = {one.rank: one for one in facts.raised if one.rank in spoke}
@@ -167,10 +181,10 @@ def _apart(facts: FailureFacts, echoes: Sequence[Hit], tellers: Sequence[Hit]) -
     training = {rank: _is_training(one) for rank, one in last.items()}
     done = [rank for rank, is_training in training.items() if not is_training]
     if done and any(training.values()):
-        return Suspect("uneven-inputs", done[0], "medium", tellers, {})
+        return Candidate("uneven-inputs", done[0], "medium", tellers, {})
     places = [f"rank {rank} at {_call(last[rank])}" for rank in sorted(spoke)[:4] if rank in last]
     where = ", ".join(places)
-    return Suspect("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
+    return Candidate("collective-mismatch", None, "medium", tellers, {"difference": f": {where}"})
 
 
 def _call(raised: Raised) -> str:

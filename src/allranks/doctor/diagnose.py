@@ -7,25 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from allranks.doctor import differing_results, kernel_messages, out_of_memory, run_evidence
+from allranks.doctor import out_of_memory, run_evidence
 from allranks.doctor.catalogue import finding, load
 from allranks.doctor.failure_facts import FailureFacts, gather
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.flight_recorder import flight_source, is_dump
 from allranks.doctor.hang import hang, hung
 from allranks.doctor.judge import judge
-from allranks.doctor.kernel_messages import Kernel
 from allranks.doctor.log_search import Scanned, Source, Words, scan
-from allranks.doctor.run_evidence import Starts, error_file
-from allranks.doctor.slow import Thresholds, slow
-from allranks.doctor.slow_facts import read_slow_facts
+from allranks.doctor.run_evidence import KernelLog, Starts, error_file
+from allranks.doctor.slow import Thresholds, read_slow_facts, slow
 from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.run import claims, run_state
 from allranks.run.events import to_json
 from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
+from allranks.run.record import EARLY_EVENTS, read_ranks
+from allranks.timing.samples_seen import fingerprints, same_order, same_samples
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
@@ -43,7 +44,7 @@ def diagnose_logs(paths: Sequence[Path]) -> list[Finding]:
         raise AllranksError(
             f"{unread[0].source.name} {unread[0].problem}", fix="name a log file that can be read"
         )
-    return judge(gather(scanned), load())
+    return judge(gather(scanned))
 
 
 def log_files(path: Path) -> list[Path]:
@@ -91,7 +92,7 @@ def _scan(source: Source) -> Scanned:
 
 @cache
 def words() -> Words:
-    return Words(list(load().causes.values()))
+    return Words(list(load().values()))
 
 
 def source_of(path: Path) -> Source | None:
@@ -126,15 +127,15 @@ def diagnose_run(run: RunDir) -> list[Finding]:
         return _never_started(run)
     attempt = attempts[-1]
     facts, said = read_attempt(run, attempt, queue)
-    about_data = differing_results.data_findings(run, attempt)
+    about_data = data_findings(run, attempt)
     if row["state"] == "stopped" and (by_slurm := _stopped_by_slurm(run, queue)):
         return [*by_slurm, *about_data]
     if row["state"] in ("finished", "running", "stopped"):
         # Errors in the log of a run that is still going, or went well, did not end it.
         return [*_soft_alone(facts), *about_data]
-    curves = list(run_evidence.memory_curves(run, attempt))
+    curves = list(out_of_memory.memory_curves(run, attempt))
     extra = out_of_memory.candidates(run, attempt, facts, curves, said)
-    found = on_which_nodes(run, attempt, judge(facts, load(), extra))
+    found = on_which_nodes(run, attempt, judge(facts, extra))
     return [*(out_of_memory.explained(run, attempt, one, curves) for one in found), *about_data]
 
 
@@ -152,15 +153,18 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     return [known.with_evidence(line), *(one for one in found if one not in same)]
 
 
-def read_attempt(run: RunDir, attempt: int, queue: run_state.Queue) -> tuple[FailureFacts, Kernel]:
+def read_attempt(
+    run: RunDir, attempt: int, queue: run_state.Queue
+) -> tuple[FailureFacts, KernelLog]:
     """Everything that an attempt left behind, and the kernel's messages about it."""
     starts = run_evidence.starts_of(run, attempt)
     sources = run_evidence.logs_of(run, attempt, starts)
     sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
     sources += run_evidence.accounting(_of_last_job(run, queue))
     scanned = read_logs(sources)
-    processes = kernel_messages.processes_of(run, attempt, starts, scanned)
-    said = kernel_messages.messages(starts, *run_evidence.span_of(run, attempt), processes)
+    processes = run_evidence.processes_of(run, attempt, starts, scanned)
+    span = run_evidence.span_of(run, attempt)
+    said = run_evidence.kernel_log(starts, *span, processes)
     facts = gather(
         [*scanned, *read_logs(said.sources)],
         ends=run_evidence.ends_in_events(run, attempt, starts),
@@ -193,14 +197,14 @@ def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
     facts = gather(read_logs(sources), known=_known(run, Starts({})), situations=_situations(run))
     facts.hits = [hit for hit in facts.hits if hit.cause.slug in STOPPERS]
     facts.raised, facts.ends = [], {}
-    return judge(facts, load())
+    return judge(facts)
 
 
 def _soft_alone(facts: FailureFacts) -> list[Finding]:
     """What may be wrong with a run that has not failed, such as a nan loss."""
     facts.hits = [hit for hit in facts.hits if hit.cause.slug in SOFT]
     facts.raised, facts.ends = [], {}
-    return judge(facts, load())
+    return judge(facts)
 
 
 def _situations(run: RunDir) -> tuple[str, ...]:
@@ -234,7 +238,7 @@ def _waiting(run: RunDir, queue: run_state.Queue) -> list[Finding]:
 def _never_started(run: RunDir) -> list[Finding]:
     """Why a job never started a rank: what it printed, or why it was refused."""
     sources = [*(Source(path, shown_path(path)) for path in run.job_logs()), *_reason(run)]
-    return judge(gather(read_logs(sources), situations=("slurm",)), load())
+    return judge(gather(read_logs(sources), situations=("slurm",)))
 
 
 def _reason(run: RunDir) -> list[Source]:
@@ -269,6 +273,66 @@ def odd_folder(run: RunDir) -> list[Finding]:
     line = Evidence(shown_path(run.path), 0, problem)
     return [finding("odd-run-folder", [line], problem=problem.removeprefix(ODD))]
 
+
+# --- Results that differ between layouts: batches, seeds and order -------------------------------
+
+
+def data_findings(run: RunDir, attempt: int) -> list[Finding]:
+    """Ranks or epochs that read the same samples."""
+    records = read_ranks(run, attempt, EARLY_EVENTS)
+    seen = {rank: fingerprints(record) for rank, record in records.items()}
+
+    def evidence(rank: int, epoch: int) -> Evidence:
+        event = seen[rank][epoch, 0]
+        keys = [key for key in ("epoch", "batch", "indices", "content") if key in event]
+        words = ", ".join(f"{key} {event[key]}" for key in keys)
+        return Evidence(shown_path(run.events(attempt, rank)), 0, words)
+
+    found = []
+    if alike := same_samples(seen):
+        lines = [evidence(rank, epoch=1) for rank in alike[:2]]
+        found.append(finding("ranks-read-same-data", lines, ranks=", ".join(map(str, alike))))
+    if same_order(seen):
+        found.append(finding("missing-set-epoch", [evidence(min(seen), epoch=2)]))
+    return found
+
+
+def compare(runs: Sequence[RunDir]) -> list[Finding]:
+    """Why the results of runs of one job may differ: batch and seed."""
+    known = [(run, facts) for run in runs if (facts := _step_facts(run))]
+    if len(known) < 2:
+        return []
+    (first, before), (last, now) = known[0], known[-1]
+    found, lines = [], []
+    for run, facts in ((first, before), (last, now)):
+        words = f"{facts['samples']} samples per step on {facts['ranks']} ranks"
+        lines.append(Evidence(shown_path(run.path / "job.yaml"), 0, words))
+    if before["samples"] != now["samples"] and before["rate"] == now["rate"]:
+        fields = {"before": str(before["samples"]), "now": str(now["samples"])}
+        factor = f"{now['samples'] / before['samples']:g}"
+        found.append(finding("effective-batch-grew", lines, **fields, factor=factor))
+    if before["seed"] is not None and before["seed"] != now["seed"]:
+        seeds = f"is {before['seed']} in one and {now['seed']} in the other"
+        found.append(finding("seeds-differ", lines, seeds=seeds))
+    return found
+
+
+def _step_facts(run: RunDir) -> dict[str, Any] | None:
+    """Samples per step, learning rate and seed of a run's last attempt."""
+    attempts = run.attempts()
+    if not attempts:
+        return None
+    samples = ranks = 0
+    for record in read_ranks(run, attempts[-1], EARLY_EVENTS).values():
+        if record.steps:
+            samples, ranks = samples + int(record.steps[0].get("samples") or 0), ranks + 1
+    job = run.job()
+    rate = (job.get("optimizer") or {}).get("lr")
+    seed = job.get("seed") if job.get("task") else None
+    return {"samples": samples, "ranks": ranks, "rate": rate, "seed": seed} if samples else None
+
+
+# --- All of it together --------------------------------------------------------------------------
 
 # What the logs of a hung run say: ranks waited, or were ended because of it.
 ECHOES = ("rank-missing-from-collective", "rank-died", "terminated-by-signal", "rank-raised")
@@ -317,4 +381,4 @@ def diagnosis(
     named = [find_run(runs, one) for one in references]
     for run in named:
         found += diagnosis_of(run, limits, stalled_after)
-    return [*found, *differing_results.compare(named)]
+    return [*found, *compare(named)]

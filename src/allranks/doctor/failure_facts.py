@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from allranks.doctor.catalogue import Catalogue, load
+from allranks.doctor.catalogue import load
 from allranks.doctor.log_search import Hit, Scanned
 from allranks.doctor.tracebacks import Raised, has_progress, tracebacks
 
@@ -19,6 +19,9 @@ GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by
 OUTSIDE = ("slurm", "kernel")  # their messages are not part of a rank's output
 MAX_RANKS = 4096  # that are listed one by one
 NEAR_LINES = 8  # a message may have several lines
+
+# Ranks by node and process; None for a process that is not a rank, such as a launcher.
+Processes = dict[tuple[str | None, int], int | None]
 
 
 @dataclass(slots=True)
@@ -32,8 +35,7 @@ class FailureFacts:
     world: int | None = None
     known: Mapping[str, str] = field(default_factory=dict)  # of the job and the machine
     situations: tuple[str, ...] = ()
-    # Ranks by node and process; None for a process that is not a rank, such as a launcher.
-    processes: Mapping[tuple[str | None, int], int | None] = field(default_factory=dict)
+    processes: Processes = field(default_factory=dict)
     has_failed: bool = False
     passed_by: frozenset[tuple[int, int]] = frozenset()  # errors that did not end the work
     interfaces: tuple[str, ...] = ()  # of this machine's network
@@ -79,13 +81,13 @@ def gather(
     known: Mapping[str, str] | None = None,
     situations: Iterable[str] = (),
     world: int | None = None,
-    processes: Mapping[tuple[str | None, int], int | None] | None = None,
+    processes: Processes | None = None,
 ) -> FailureFacts:
     """Put together what was found in all files of one failure."""
     order = {id(one.source): index for index, one in enumerate(scanned)}
     hits = [hit for one in scanned for hit in one.hits]
     raised = [one for each in scanned for one in tracebacks(each)]
-    hits += [hit for one in raised for hit in _told_by(one, load())]
+    hits += [hit for one in raised for hit in _told_by(one)]
     hits.sort(key=lambda hit: (order[id(hit.source)], hit.number))
     of_processes = _ranks_of_processes(hits)
     hits = [_with_rank(hit, of_processes) for hit in hits]
@@ -115,10 +117,10 @@ def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
             yield id(hit.source), hit.number
 
 
-def _told_by(raised: Raised, catalogue: Catalogue) -> Iterator[Hit]:
+def _told_by(raised: Raised) -> Iterator[Hit]:
     """Causes that a traceback's exception and frames point to."""
     mark = raised.mark
-    for cause in catalogue.causes.values():
+    for cause in load().values():
         if any(one.fits(raised.text, raised.frames) for one in cause.raised):
             line = replace(mark.line, text=raised.text, rank=raised.rank)
             yield Hit(cause, mark.source, raised.number, mark.offset, line, {})
@@ -183,18 +185,8 @@ def is_near(hit: Hit, raised: Raised) -> bool:
 
 SENT_BY_LAUNCHER = ("SIGTERM", "SIGCONT", "SIGINT")
 GRACE = timedelta(seconds=20)  # torchrun waits 30 s for ranks to end before it kills them
-# What srun writes instead of a signal's name.
-_WORDS = {
-    "killed": "SIGKILL",
-    "terminated": "SIGTERM",
-    "segmentation fault": "SIGSEGV",
-    "aborted": "SIGABRT",
-    "bus error": "SIGBUS",
-    "floating point exception": "SIGFPE",
-    "illegal instruction": "SIGILL",
-    "hangup": "SIGHUP",
-    "interrupt": "SIGINT",
-}
+# What srun writes instead of a signal's name: "segmentation fault".
+_SIGNALS = {(signal.strsignal(one) or one.name).lower(): one.name for one in signal.Signals}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +210,11 @@ class End:
     def is_crash(self) -> bool:
         """Whether a signal ended it that nothing in the job sends."""
         return self.signal is not None and not self.is_by_launcher
+
+    @property
+    def cause(self) -> str:
+        """The cause that the signal which ended it points to."""
+        return "illegal-instruction" if self.signal == "SIGILL" else "rank-died"
 
     @property
     def in_words(self) -> str:
@@ -250,7 +247,7 @@ def ends_of(hits: Iterable[Hit]) -> dict[int, End]:
     ]:
         before = found.get(end.rank)
         # torchrun's block is more exact than the line above it, and than srun's 128 + signal.
-        if before is None or before.hit is None or end.hit is None or not before.is_first:
+        if before is None or not before.is_first:
             found[end.rank] = end
     return found
 
@@ -276,71 +273,49 @@ def _own_ends(marks: list[Hit]) -> Iterator[End]:
 def _agent_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
     """`failed (exitcode: -11) local_rank: 1`: on a single node the local rank is the rank."""
     for hit in marks:
-        if hit.cause.slug == "agent-block" and "local" in hit.fields and "code" in hit.fields:
-            code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
-            by_launcher = _is_by_launcher(code, closed_all or pid in closed, True)
-            yield _end(int(hit.fields["local"]), code, hit, None, True, by_launcher)
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One rank in torchrun's list, while it is read line by line."""
-
-    time: datetime | None = None
-    node: str | None = None
-    rank: int | None = None
-    is_first: bool = False
+        if hit.cause.slug == "agent-block" and {"local", "code"} <= hit.fields.keys():
+            sent = closed_all or int(hit.fields["pid"]) in closed
+            yield _end(int(hit.fields["local"]), hit, None, sent=sent, is_first=True)
 
 
 def _block_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterator[End]:
     """The list that torchrun prints at the end: time, host, rank, exitcode, one line each."""
-    found: list[tuple[_Entry, Hit]] = []
-    entry = _Entry()
+    found: list[tuple[dict[str, str], Hit]] = []
+    entry: dict[str, str] = {}
     for hit in marks:
-        if hit.cause.slug != "agent-block":
-            continue
         fields = hit.fields
-        if "time" in fields:
-            entry.time = _time(fields["time"])
-        elif "local" in fields and "rank" in fields:
-            entry.rank = int(fields["rank"])
-        elif "node" in fields:
-            entry.node = fields["node"]
-        elif "Root Cause" in hit.line.text:
-            entry.is_first = True
-        elif "code" in fields and entry.rank is not None and "local" not in fields:
+        if hit.cause.slug != "agent-block" or {"local", "code"} <= fields.keys():
+            continue
+        if "Root Cause" in hit.line.text:
+            entry["first"] = "yes"
+        elif "code" not in fields:
+            entry |= {key: fields[key] for key in ("time", "node", "rank") if key in fields}
+        elif "rank" in entry:
             found.append((entry, hit))
-            entry = _Entry(node=entry.node)
-    first = next((entry.time for entry, _ in found if entry.is_first), None)
+            entry = {"node": entry["node"]} if "node" in entry else {}
+    first = next((_time(entry) for entry, _ in found if "first" in entry), None)
     for entry, hit in found:
-        code, pid = int(hit.fields["code"]), int(hit.fields["pid"])
-        late = first is not None and entry.time is not None and entry.time - first >= GRACE
-        sent = closed_all or pid in closed or (late and not entry.is_first)
-        by_launcher = _is_by_launcher(code, sent, entry.is_first)
-        yield _end(entry.rank or 0, code, hit, entry.node, entry.is_first, by_launcher)
+        when = _time(entry)
+        is_late = first is not None and when is not None and when - first >= GRACE
+        is_first = "first" in entry
+        sent = closed_all or int(hit.fields["pid"]) in closed or (is_late and not is_first)
+        yield _end(int(entry["rank"]), hit, entry.get("node"), sent=sent, is_first=is_first)
 
 
-def _is_by_launcher(code: int, sent: bool, is_first: bool) -> bool:
-    """Whether torchrun ended a rank, with its closing signal or later with SIGKILL."""
+def _time(entry: Mapping[str, str]) -> datetime | None:
+    with suppress(ValueError):
+        return datetime.strptime(entry.get("time", ""), "%Y-%m-%d_%H:%M:%S")
+    return None
+
+
+def _end(rank: int, hit: Hit, node: str | None, *, sent: bool, is_first: bool) -> End:
+    """How a rank ended, by its exit code; `sent`: torchrun may have sent it a signal."""
+    code = int(hit.fields["code"])
     name = signal_name(-code) if code < 0 else None
-    if name == "SIGKILL":
-        return sent and not is_first
     # The first failure follows from no other, unless torchrun says that it sent the signal.
-    return name in SENT_BY_LAUNCHER and (sent or not is_first)
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%d_%H:%M:%S")
-    except ValueError:
-        return None
-
-
-def _end(
-    rank: int, code: int, hit: Hit, node: str | None, is_first: bool, by_launcher: bool
-) -> End:
-    name = signal_name(-code) if code < 0 else None
-    place = None if node in (None, "localhost") else node
+    by_launcher = name in SENT_BY_LAUNCHER and (sent or not is_first)
+    by_launcher |= name == "SIGKILL" and sent and not is_first
+    place = None if node == "localhost" else node
     return End(rank, code, name, place, hit, is_first, by_launcher)
 
 
@@ -353,27 +328,15 @@ def _task_ends(marks: list[Hit]) -> Iterator[End]:
             continue
         how = hit.fields["how"].lower()
         code = re.search(r"exit code (\d+)|signal (\d+)", how)
-        name = next((value for word, value in _WORDS.items() if word in how), None)
+        name = next((value for word, value in _SIGNALS.items() if word in how), None)
         if code is not None and code[2]:
             name = signal_name(int(code[2]))
         number = int(code[1]) if code is not None and code[1] else None
         if number is not None and 128 < number < 160:  # a shell around it
             name = signal_name(number - 128)
+        by_launcher = name in SENT_BY_LAUNCHER or (is_ending and name == "SIGKILL")
         node = hit.fields["node"]
-        for rank in expand(hit.fields["tasks"]):
-            yield End(
-                rank,
-                number,
-                name,
-                None if "[" in node else node,
-                hit,
-                is_by_launcher=name in SENT_BY_LAUNCHER or (is_ending and name == "SIGKILL"),
-            )
-
-
-def expand(tasks: str) -> Iterator[int]:
-    """`0-2,5` as 0, 1, 2, 5."""
-    for part in tasks.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            yield from range(int(first), min(int(last or first), int(first) + 4096) + 1)
+        place = None if "[" in node else node
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", hit.fields["tasks"]):  # 0-2,5
+            for rank in range(int(first), min(int(last or first), int(first) + MAX_RANKS) + 1):
+                yield End(rank, number, name, place, hit, is_by_launcher=by_launcher)

@@ -1,14 +1,14 @@
-"""What the doctor says: findings, each with its evidence."""
+"""What the doctor says: findings with their evidence, and the outcomes of checks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 Confidence = Literal["high", "medium", "low"]
-MAX_TEXT = 400  # characters of a line that are shown
+Status = Literal["pass", "warn", "fail", "not here"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Finding:
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The form that `--json` prints."""
     keys = ("cause", "title", "rank", "node", "confidence", "evidence", "fix")
-    return [{key: asdict(found)[key] for key in keys} for found in findings]
+    return [{key: fields[key] for key in keys} for fields in map(asdict, findings)]
 
 
 def shown_path(path: Path) -> str:
@@ -48,3 +48,51 @@ def shown_path(path: Path) -> str:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of a machine, a node or a connection, with what to type if it failed.
+
+    `not here`: there is nothing to check, or no way to check it.
+    """
+
+    name: str
+    status: Status
+    value: str
+    fix: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)  # for programs
+
+    @property
+    def ok(self) -> bool | None:
+        """None if the check was not made."""
+        return None if self.status == "not here" else self.status != "fail"
+
+    def as_json(self) -> dict[str, str]:
+        return {"check": self.name, "status": self.status, "value": self.value, "fix": self.fix}
+
+
+def passed(name: str, value: str, **more: Any) -> Check:
+    return Check(name, "pass", value, more=more)
+
+
+def warned(name: str, value: str, fix: str = "", **more: Any) -> Check:
+    return Check(name, "warn", value, fix, more)
+
+
+def failed(name: str, value: str, fix: str = "", **more: Any) -> Check:
+    return Check(name, "fail", value, fix, more)
+
+
+def not_here(name: str, value: str, **more: Any) -> Check:
+    return Check(name, "not here", value, more=more)
+
+
+def report(checks: Sequence[Check], host: str, seconds: float) -> dict[str, Any]:
+    """What `doctor --json` prints for checks."""
+    return {
+        "host": host,
+        "ok": not any(check.status == "fail" for check in checks),
+        "seconds": round(seconds, 3),
+        "checks": [check.as_json() for check in checks],
+    }

@@ -26,9 +26,6 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("references are not plain data")
-
 
 def is_ours(path: Path) -> bool:
     """Whether a file belongs to this user (or root) and is not a link."""

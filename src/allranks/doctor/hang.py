@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
 from allranks.doctor.finding import Evidence, Finding
-from allranks.doctor.log_lines import num_lines
+from allranks.doctor.log_search import num_lines
 from allranks.launch import backends
 from allranks.run import files, stacks
 from allranks.run.folder import RunDir
@@ -39,6 +39,19 @@ LOG_BYTES = 1 << 20  # of the end of a log, which may have stacks
 MOST_EVIDENCE = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Ranks that have made no step for a while, with all that a finding says about them."""
+
+    run: RunDir
+    states: Sequence[RankState]
+    seconds: float  # without a step
+    is_live: bool = True
+    processes: Mapping[int, int] = field(default_factory=dict)  # of ranks on this machine
+    last_lines: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # of ranks' events
+    sources: Mapping[Frame, str] = field(default_factory=dict)  # the lines of code that they are in
+
+
 def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     """Why a live run makes no steps; nothing if it does, or has ended.
 
@@ -54,8 +67,7 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
-    states = looked_at(run, attempts[-1], states)
-    found = judge(states, seconds, run, after=after)
+    found = judge(look_at(run, attempts[-1], states, seconds), after=after)
     # It may have moved on while its stacks were read.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
@@ -76,28 +88,25 @@ def hung(run: RunDir) -> list[Finding]:
     progress = max((state.progress for state in states), default=0.0)
     if not printed or progress > when or ended_for(run, attempts[-1]) is None:
         return []  # no stall, it moved on after that, or something else ended it
-    return judge(states, when - progress, run, after=0.0, is_live=False)
+    stall = Stall(run=run, states=states, seconds=when - progress, is_live=False)
+    return judge(with_lines(stall, attempts[-1]), after=0.0)
 
 
-def judge(
-    states: Sequence[RankState],
-    seconds: float,
-    run: RunDir,
-    *,
-    after: float | None = None,
-    is_live: bool = True,
-) -> list[Finding]:
-    """What to say about ranks that have made no step for this long."""
+def judge(stall: Stall, *, after: float | None = None) -> list[Finding]:
+    """What to say about ranks that have made no step for this long. Reads nothing."""
+    states = stall.states
     found = blame(states)
-    if not is_stalled(states, found, seconds, after):
+    if not is_stalled(states, found, stall.seconds, after):
         return []
     if wait_apart(states):
-        return [mismatch(states, run)]
+        fix = "all ranks must call the same collectives in the same order: look for a condition on "
+        fix += "the rank, or on its data, between these lines"
+        lines = evidence(stall, None)
+        return [Finding("collective-mismatch", who_is_where(states, None), fix, evidence=lines)]
     if found is None:
-        return [nobody_to_blame(states, seconds, run, is_live=is_live)]
-    has_passed = seconds >= ALIKE_SECONDS  # longer than an evaluation or a checkpoint may take
-    by_rank = {state.rank: state for state in states}
-    culprit = by_rank[found.ranks[0]]
+        return [nobody_to_blame(stall)]
+    has_passed = stall.seconds >= ALIKE_SECONDS  # longer than an evaluation or a checkpoint takes
+    culprit = next(state for state in states if state.rank == found.ranks[0])
     cause = "rank-missing-from-collective"
     if culprit.ended == "finished":
         cause = "uneven-inputs"
@@ -109,11 +118,11 @@ def judge(
         Finding(
             cause,
             who_is_where(states, found),
-            fix(culprit, run, is_live=is_live),
+            fix_for(culprit, stall),
             rank=culprit.rank,
             node=culprit.node,
-            confidence="high" if found.is_sure and (has_passed or not is_live) else "medium",
-            evidence=evidence(states, found, run),
+            confidence="high" if found.is_sure and (has_passed or not stall.is_live) else "medium",
+            evidence=evidence(stall, found),
         )
     ]
 
@@ -127,85 +136,61 @@ def is_meeting(states: Sequence[RankState]) -> bool:
     )
 
 
-def mismatch(states: Sequence[RankState], run: RunDir) -> Finding:
-    return Finding(
-        "collective-mismatch",
-        who_is_where(states, None),
-        "all ranks must call the same collectives in the same order: look for a condition on the "
-        "rank, or on its data, between these lines",
-        confidence="medium",
-        evidence=evidence(states, None, run),
-    )
-
-
-def nobody_to_blame(
-    states: Sequence[RankState], seconds: float, run: RunDir, *, is_live: bool
-) -> Finding:
+def nobody_to_blame(stall: Stall) -> Finding:
     """All ranks are in the same state: something that they share hangs."""
-    doing = {state.doing for state in states}
-    common = {
-        frozenset({"data"}): "every rank waits for its data: look at the loader, or the disk",
-        frozenset({"wait"}): "every rank waits in a collective: look at the network between them",
-    }.get(
-        frozenset(str(each) for each in doing),
-        "all ranks are alike: look at what they share",
-    )
-    return Finding(
-        "no-progress",
-        f"no step for {duration(seconds, whole=True)}: {who_is_where(states, None)}",
-        common + (f"; allranks stop {run.name} ends the run" if is_live else ""),
-        confidence="low",
-        evidence=evidence(states, None, run),
-    )
+    states, doing = stall.states, {state.doing for state in stall.states}
+    fix = "all ranks are alike: look at what they share"
+    if doing == {"data"}:
+        fix = "every rank waits for its data: look at the loader, or the disk"
+    elif doing == {"wait"}:
+        fix = "every rank waits in a collective: look at the network between them"
+    title = f"no step for {duration(stall.seconds, whole=True)}: {who_is_where(states, None)}"
+    fix += f"; allranks stop {stall.run.name} ends the run" if stall.is_live else ""
+    lines = evidence(stall, None)
+    return Finding("no-progress", title, fix, confidence="low", evidence=lines)
 
 
-def fix(culprit: RankState, run: RunDir, *, is_live: bool) -> str:
-    place = culprit.stack.place if culprit.stack else None
+def fix_for(culprit: RankState, stall: Stall) -> str:
     if culprit.ended == "finished":
         return (
             "give every rank equally many batches: DistributedSampler(…, drop_last=True), or train "
             "within `with model.join():` (torch.distributed.algorithms.join)"
         )
     if culprit.kernel == "T":
-        process = stacks.processes_of(run, max(run.attempts(), default=0)).get(culprit.rank)
+        process = stall.processes.get(culprit.rank)
         return f"kill -CONT {process}: it was stopped (SIGSTOP, Ctrl-Z, a debugger)"
     if culprit.kernel == "D":
         return "look at the disk that it waits for (dmesg, df): a network disk may not be answering"
-    at = f"look at {place}" if place else look_there(culprit, run)
-    stop = f"; end the run with allranks stop {run.name}" if is_live else ""
+    here = f"allranks doctor {stall.run.path}"
+    at = f"see where it is: ssh {culprit.node} {here}" if culprit.node else f"run {here} there"
+    if culprit.stack and culprit.stack.place:
+        at = f"look at {culprit.stack.place}"
     if culprit.stack and any("torch/utils/data" in frame.file for frame in culprit.stack.frames):
         at += ", in its data loader: which file or worker does it wait for?"
+    stop = f"; end the run with allranks stop {stall.run.name}" if stall.is_live else ""
     return (
         f"{at}: every rank must reach the same collectives{stop}. "
         "`--stall-timeout 10m` (in the job: stall_timeout) ends such a run automatically"
     )
 
 
-def look_there(culprit: RankState, run: RunDir) -> str:
-    here = f"allranks doctor {run.path}"
-    return f"see where it is: ssh {culprit.node} {here}" if culprit.node else f"run {here} there"
-
-
-def evidence(states: Sequence[RankState], found: Blame | None, run: RunDir) -> tuple[Evidence, ...]:
+def evidence(stall: Stall, found: Blame | None) -> tuple[Evidence, ...]:
     """The line each rank is in, or its last sign of life; culprits first."""
     culprits = found.ranks if found else ()
     rows: list[Evidence] = []
-    for state in sorted(states, key=lambda state: (state.rank not in culprits, state.rank)):
-        if len(rows) >= MOST_EVIDENCE:
-            break
+    for state in sorted(stall.states, key=lambda state: (state.rank not in culprits, state.rank)):
         why = found.why if found and state.rank in culprits else None
-        if state.stack is not None and state.stack.place is not None:
-            place = state.stack.place
-            text = f"rank {state.rank} is in {place.function}{source(place)}"
+        place = state.stack.place if state.stack is not None else None
+        if place is not None:
+            source = stall.sources.get(place, "")
+            text = f"rank {state.rank} is in {place.function}{f': {source}' if source else ''}"
             rows.append(Evidence(place.file, place.line, text))
-            if why is None:
-                continue
-        rows.append(heartbeat(state, run, why))
-    return tuple(rows)
+        if place is None or why is not None:
+            rows.append(heartbeat(state, stall, why))
+    return tuple(rows[:MOST_EVIDENCE])
 
 
-def heartbeat(state: RankState, run: RunDir, why: str | None) -> Evidence:
-    path = run.events(max(run.attempts(), default=0), state.rank)
+def heartbeat(state: RankState, stall: Stall, why: str | None) -> Evidence:
     fields = {
         "step": state.step,
         "at": state.doing,
@@ -214,15 +199,10 @@ def heartbeat(state: RankState, run: RunDir, why: str | None) -> Evidence:
     }
     known = ", ".join(f"{key} {value}" for key, value in fields.items() if value is not None)
     text = f"rank {state.rank} {why or 'waits'}" + (f" ({known})" if known else "")
-    return Evidence(str(path), num_lines(path), text)
+    return Evidence(*stall.last_lines.get(state.rank, ("its events", 0)), text)
 
 
-def source(place: Frame) -> str:
-    line = "".join(source_lines(place.file)[place.line - 1 : place.line]).strip()
-    return f": {redact(plain(line))}" if line else ""
-
-
-def looked_at(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[RankState]:
+def look_at(run: RunDir, attempt: int, states: Sequence[RankState], seconds: float) -> Stall:
     """The states with the stacks of their ranks, on this machine and on the run's other nodes."""
     processes = stacks.processes_of(run, attempt)
     more: dict[int, Stack] = {}
@@ -230,7 +210,21 @@ def looked_at(run: RunDir, attempt: int, states: Sequence[RankState]) -> list[Ra
         words = ["-m", "allranks.run.stacks", str(run.path), str(attempt)]
         backend = backends.named(backends.of(run))
         more = stacks.from_lines(backend.on_nodes(run, words, OTHER_NODES_SECONDS))
-    return with_stacks(states, processes, more)
+    states = with_stacks(states, processes, more)
+    return with_lines(Stall(run=run, states=states, seconds=seconds, processes=processes), attempt)
+
+
+def with_lines(stall: Stall, attempt: int) -> Stall:
+    """The stall with the lines of code and of events that are evidence."""
+    places = [state.stack.place for state in stall.states if state.stack is not None]
+    paths = {state.rank: stall.run.events(attempt, state.rank) for state in stall.states}
+    last_lines = {rank: (str(path), num_lines(path)) for rank, path in paths.items()}
+    sources = {place: source_of(place) for place in places if place is not None}
+    return replace(stall, last_lines=last_lines, sources=sources)
+
+
+def source_of(place: Frame) -> str:
+    return redact(plain("".join(source_lines(place.file)[place.line - 1 : place.line]).strip()))
 
 
 def stack_in_log(log: Path) -> tuple[float, Stack] | None:

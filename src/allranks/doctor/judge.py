@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
 
-from allranks.doctor.catalogue import Catalogue, Cause
-from allranks.doctor.culprit import Suspect, echoes_of, suspect
-from allranks.doctor.event_words import event_in_words
-from allranks.doctor.failure_facts import OUTSIDE, End, FailureFacts, is_near
-from allranks.doctor.finding import MAX_TEXT, Confidence, Evidence, Finding
-from allranks.doctor.finding_fields import more_fields
+from allranks.doctor.catalogue import Cause, load
+from allranks.doctor.culprit import (
+    LEVELS,
+    Candidate,
+    absent,
+    echoes_of,
+    first_nonfinite,
+    other_call,
+    own_ends,
+    suspect,
+)
+from allranks.doctor.failure_facts import OUTSIDE, FailureFacts, is_near, signal_name
+from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.log_search import Hit
+from allranks.doctor.run_evidence import event_in_words
 from allranks.doctor.tracebacks import Raised
+from allranks.show.numbers import size
 from allranks.show.secrets import redact
 from allranks.show.text import plain
 
-LEVELS = {"root": 0, "soft": 1, "generic": 2}
-# Among causes that say little, those that say more come first.
-GENERIC = (
-    *("uneven-inputs", "rank-raised", "rank-died", "kernel-segfault", "nccl-connect-failed"),
-    "terminated-by-signal",
-)
 AROUND = ("cause-in-another-log", "terminated-by-signal")  # they do not explain an exception
 MAX_FINDINGS = 5
 MAX_EVIDENCE = 4
+MAX_TEXT = 400  # characters of a line of evidence
 
 
-@dataclass(slots=True)
-class Candidate:
-    """A possible cause, with the lines that support it."""
-
-    cause: Cause
-    hits: Sequence[Hit]
-    rank: int | None
-    confidence: Confidence
-    fields: dict[str, str] = field(default_factory=dict)
-    level: int = 0
-    extra: tuple[Evidence, ...] = ()
-    order: int = 0
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        slug = self.cause.slug
-        place = GENERIC.index(slug) if slug in GENERIC else len(GENERIC)
-        return self.level, place if self.level == LEVELS["generic"] else 0, self.order
-
-
-def judge(
-    facts: FailureFacts, catalogue: Catalogue, extra: Sequence[Candidate] = ()
-) -> list[Finding]:
+def judge(facts: FailureFacts, extra: Sequence[Candidate] = ()) -> list[Finding]:
     """All findings, the first cause first. Reads nothing: `gather` has."""
-    found = [*_told(facts, catalogue), *_derived(facts, catalogue), *extra]
-    found = _joined(found)
+    found = _joined([*_told(facts), *_derived(facts), *extra])
     explained = _explained(found)
-    left = [one for one in found if one.cause.slug not in explained]
+    left = [one for one in found if one.slug not in explained]
     left.sort(key=lambda one: one.key)
     roots = [one for one in left if one.level == LEVELS["root"]]
     if len(roots) > 1 and roots[0].confidence == "high":
@@ -76,12 +57,12 @@ def _has_other_crash(first: Candidate, facts: FailureFacts) -> bool:
     )
 
 
-def _told(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
+def _told(facts: FailureFacts) -> list[Candidate]:
     """Causes that a line states outright."""
     places = {id(hit): index for index, hit in enumerate(facts.hits)}
     found = []
     for slug in dict.fromkeys(hit.cause.slug for hit in facts.hits if hit.cause.is_finding):
-        cause = catalogue[slug]
+        cause = load()[slug]
         hits = [hit for hit in facts.of(slug) if facts.is_final(hit) and not _is_sruns(hit, facts)]
         plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
         if not plain and not (hits and facts.has_failed):
@@ -93,8 +74,9 @@ def _told(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
             level = LEVELS["root"]  # it ended the rank
         order = min(places[id(hit)] for hit in shown)
         rank = culprit(cause, shown, facts)
-        fields = {**_merged(shown), **facts.known}
-        found.append(Candidate(cause, shown, rank, sure, fields, level, order=order))
+        # Of two lines with the same field, the first wins.
+        fields = {key: value for hit in reversed(shown) for key, value in hit.fields.items()}
+        found.append(Candidate(slug, rank, sure, shown, fields, level, order=order))
     return found
 
 
@@ -110,13 +92,6 @@ def _is_raised(hit: Hit, facts: FailureFacts) -> bool:
     return any(
         hit.source is one.mark.source and 0 <= hit.number - one.number <= 2 for one in facts.raised
     )
-
-
-def _merged(hits: Sequence[Hit]) -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for hit in reversed(hits):  # the first line wins
-        fields.update(hit.fields)
-    return fields
 
 
 def culprit(cause: Cause, hits: Sequence[Hit], facts: FailureFacts) -> int | None:
@@ -149,38 +124,32 @@ def _only_failed(facts: FailureFacts, times: int) -> int | None:
     return None
 
 
-def _derived(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
+def _derived(facts: FailureFacts) -> list[Candidate]:
     """Causes that follow from several lines together."""
-    found = [_candidate_of_exception(one, facts, catalogue) for one in _unknown(facts)[:1]]
+    found = [_of_exception(one, facts) for one in _unknown(facts)[:1]]
     guess = suspect(facts)
     if guess is not None and not (_is_wait(guess) and _raised_alone(facts)):
-        end = facts.ends.get(guess.rank) if guess.rank is not None else None
-        cause = _cause_of_end(guess.slug, end, catalogue)
-        is_hang = guess.slug in ("rank-missing-from-collective", "collective-mismatch")
-        order = facts.hits.index(guess.hits[0]) if guess.hits else 0
-        level = LEVELS["root" if is_hang else "generic"]
-        fields = {**guess.fields, **facts.known}
-        found.append(
-            Candidate(cause, guess.hits, guess.rank, guess.confidence, fields, level, order=order)
-        )
-    mismatch = _count_mismatch(facts, catalogue)
+        if guess.slug in ("rank-missing-from-collective", "collective-mismatch"):
+            guess.level = LEVELS["root"]
+        guess.order = facts.hits.index(guess.hits[0]) if guess.hits else 0
+        found.append(guess)
+    mismatch = _count_mismatch(facts)
     if mismatch is not None:
         found.append(mismatch)
     if guess is None:
-        found += _crashes(facts, catalogue)
-    return found or _cancelled_step(facts, catalogue)
+        found += _crashes(facts)
+    return found or _cancelled_step(facts)
 
 
-def _cancelled_step(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
+def _cancelled_step(facts: FailureFacts) -> list[Candidate]:
     """A step that was cancelled from outside: srun cancels one only after a task has failed."""
     hits = [hit for hit in facts.of("step-ended") if "CANCELLED AT" in hit.line.text]
     if not hits or any(end.is_own for end in facts.ends.values()):
         return []
-    cause = catalogue["job-cancelled"]
-    return [Candidate(cause, hits, None, "medium", dict(facts.known), LEVELS["generic"])]
+    return [Candidate("job-cancelled", None, "medium", hits)]
 
 
-def _is_wait(guess: Suspect) -> bool:
+def _is_wait(guess: Candidate) -> bool:
     """Whether it only says that ranks waited for or lost each other."""
     return guess.slug in ("rank-missing-from-collective", "uneven-inputs") or (
         guess.slug == "rank-died" and guess.confidence != "high"
@@ -189,8 +158,7 @@ def _is_wait(guess: Suspect) -> bool:
 
 def _raised_alone(facts: FailureFacts) -> bool:
     """Whether an exception ended a rank that complains about no other: the rest follows from it."""
-    echoes = echoes_of(facts)
-    complain = {hit.rank for hit in echoes}
+    complain = {hit.rank for hit in echoes_of(facts)}
     return any(
         one.rank is not None and one.rank not in complain
         for one in facts.raised
@@ -216,57 +184,41 @@ def _unknown(facts: FailureFacts) -> list[Raised]:
     return sorted(found, key=lambda one: one.rank is not None and one.rank in complain)
 
 
-def _candidate_of_exception(one: Raised, facts: FailureFacts, catalogue: Catalogue) -> Candidate:
-    alike = {each.rank for each in facts.raised if each.text == one.text}
+def _of_exception(one: Raised, facts: FailureFacts) -> Candidate:
+    alike = [each.rank for each in facts.raised if each.text == one.text]
     rank = one.rank
     if rank is None:
-        rank = _only_failed(facts, sum(each.text == one.text for each in facts.raised))
-    elif len(alike) > 1 and alike >= facts.ranks:
+        rank = _only_failed(facts, len(alike))
+    elif len(set(alike)) > 1 and facts.ranks.issubset(alike):
         rank = None
     fields = {
         "exception": redact(plain(one.text))[:200],
         "where": one.where or "the line in the evidence",
-        "rank_word": f"Rank {rank}" if rank is not None else "",
-        **facts.known,
     }
-    line = Evidence(one.mark.source.name, one.number, _shown(one.text))
-    frames = [Evidence(one.mark.source.name, one.mark.number, f"at {one.where}")]
+    name = one.mark.source.name
+    lines = [Evidence(name, one.number, _shown(one.text))]
+    if one.where:
+        lines.append(Evidence(name, one.mark.number, f"at {one.where}"))
     # A library raises because of its input; what the user's own code raises is the cause itself.
     sure: Confidence = "high" if facts.has_failed and one.is_own_code else "medium"
-    return Candidate(
-        catalogue["rank-raised"],
-        [],
-        rank,
-        sure,
-        fields,
-        LEVELS["generic"],
-        (line, *(frames if one.where else [])),
-    )
+    return Candidate("rank-raised", rank, sure, fields=fields, extra=tuple(lines))
 
 
-def _crashes(facts: FailureFacts, catalogue: Catalogue) -> list[Candidate]:
+def _crashes(facts: FailureFacts) -> list[Candidate]:
     """The rank that failed by itself, if no rank complains about another."""
     raised = {one.rank for one in facts.raised if not one.is_launchers}
-    own = [end for end in facts.ends.values() if end.is_own and end.rank not in raised]
-    own.sort(key=lambda end: (not end.is_crash, not end.is_first, end.rank))
-    has_words = any(not one.is_launchers for one in facts.raised)
-    if not own or (has_words and not own[0].is_crash):
+    own = own_ends(facts, raised)
+    if not own or (raised and not own[0].is_crash):
         return []
     end = own[0]
     sure: Confidence = "high" if end.is_crash else "medium"
     hits = [end.hit] if end.hit is not None else []
-    fields = {"how": end.in_words, "node": end.node or "", **facts.known}
-    cause = _cause_of_end("rank-died", end, catalogue)
-    return [Candidate(cause, hits, end.rank, sure, fields, LEVELS[cause.kind])]
+    fields = {"how": end.in_words, "node": end.node or ""}
+    level = LEVELS[load()[end.cause].kind]
+    return [Candidate(end.cause, end.rank, sure, hits, fields, level)]
 
 
-def _cause_of_end(slug: str, end: End | None, catalogue: Catalogue) -> Cause:
-    """The cause that the signal which ended a rank points to."""
-    is_illegal = slug == "rank-died" and end is not None and end.signal == "SIGILL"
-    return catalogue["illegal-instruction" if is_illegal else slug]
-
-
-def _count_mismatch(facts: FailureFacts, catalogue: Catalogue) -> Candidate | None:
+def _count_mismatch(facts: FailureFacts) -> Candidate | None:
     """A rendezvous that failed because WORLD_SIZE is not the number of tasks."""
     waiting = facts.of("rendezvous-timeout")
     said = facts.of("world-said")
@@ -279,25 +231,23 @@ def _count_mismatch(facts: FailureFacts, catalogue: Catalogue) -> Candidate | No
         "wanted": str(world),
         "tasks": str(number),
         "joined_words": f": WORLD_SIZE is {world}, {number} tasks were started",
-        **facts.known,
     }
-    cause = catalogue["rank-count-mismatch"]
-    return Candidate(cause, [*said[:2], *waiting[:2]], None, "high", fields, LEVELS["root"])
+    hits = [*said[:2], *waiting[:2]]
+    return Candidate("rank-count-mismatch", None, "high", hits, fields, LEVELS["root"])
 
 
 def _joined(found: list[Candidate]) -> list[Candidate]:
     """One candidate per cause: what is stated counts more than what is derived."""
     joined: dict[str, Candidate] = {}
     for one in found:
-        known = joined.get(one.cause.slug)
-        if known is None:
-            joined[one.cause.slug] = one
+        known = joined.setdefault(one.slug, one)
+        if known is one:
             continue
         known.level = min(known.level, one.level)
         known.fields = {**one.fields, **known.fields}
         known.hits = [*known.hits, *one.hits]
         known.extra += one.extra
-        if known.rank is None and known.cause.culprit == "line":
+        if known.rank is None and load()[one.slug].culprit == "line":
             known.rank = one.rank
     return list(joined.values())
 
@@ -306,14 +256,17 @@ def _explained(found: Sequence[Candidate]) -> set[str]:
     """Causes that follow from another one that was found with some confidence."""
     explained: set[str] = set()
     for one in sorted(found, key=lambda each: each.key):
-        if one.cause.slug not in explained and one.confidence != "low":
-            explained |= set(one.cause.explains)
+        if one.slug not in explained and one.confidence != "low":
+            explained |= set(load()[one.slug].explains)
     return explained
 
 
 def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
     """The candidate in words, with file and line of its evidence."""
-    fields = more_fields(one.cause.slug, one.fields, facts)
+    cause = load()[one.slug]
+    fields = {**one.fields, **facts.known}
+    if one.slug in _MORE_FIELDS:
+        fields |= _MORE_FIELDS[one.slug](fields, facts)
     rank, told = one.rank, fields.get("rank", "")
     if told == "none":
         rank = None
@@ -321,7 +274,8 @@ def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
         rank = int(told)
     hits = one.hits if rank == one.rank else sorted(one.hits, key=lambda hit: hit.rank != rank)
     fields["rank"] = "" if rank is None else str(rank)
-    node = _node(one, rank, facts)
+    fields["rank_word"] = "" if rank is None else f"Rank {rank}"
+    node = _node(one, cause, rank, facts)
     fields["node"] = node or fields.get("node", "")
     evidence: dict[tuple[str, int], Evidence] = {}
     for hit in hits:
@@ -330,9 +284,9 @@ def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
     for line in one.extra:
         evidence.setdefault((line.file, line.line), line)
     return Finding(
-        one.cause.slug,
-        redact(plain(one.cause.words(fields))),
-        redact(plain(one.cause.advice(fields, facts.situations))),
+        one.slug,
+        redact(plain(cause.words(fields))),
+        redact(plain(cause.advice(fields, facts.situations))),
         rank,
         node,
         one.confidence,
@@ -340,13 +294,13 @@ def finding_of(one: Candidate, facts: FailureFacts) -> Finding:
     )
 
 
-def _node(one: Candidate, rank: int | None, facts: FailureFacts) -> str | None:
+def _node(one: Candidate, cause: Cause, rank: int | None, facts: FailureFacts) -> str | None:
     named = [hit.fields["node"] for hit in one.hits if hit.fields.get("node")]
     if named:
         return named[0]
     if rank is not None and rank in facts.ends and facts.ends[rank].node:
         return facts.ends[rank].node
-    if one.cause.culprit == "none":
+    if cause.culprit == "none":
         return None  # where the line was printed means nothing
     of_rank = [hit.node for hit in one.hits if hit.node and hit.rank == rank]
     return of_rank[0] if of_rank else None
@@ -360,3 +314,108 @@ def _shown_hit(hit: Hit) -> str:
 def _shown(text: str) -> str:
     text = " ".join(redact(plain(text)).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+# --- Fields of a title or a fix that are worked out from several facts; `rank`: "none" if no rank
+# is to blame -------------------------------------------------------------------------------------
+
+Fields = dict[str, str]
+
+
+def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
+    joined, wanted = fields.get("joined"), fields.get("wanted")
+    rank = absent(facts, int(wanted) if wanted else facts.world)
+    more = {"rank": str(rank)} if rank is not None else {}
+    if joined and wanted:
+        more["joined_words"] = f": {joined} of {wanted} did"
+        if (joined, wanted) == ("1", "2"):  # the one that reports it is there, so the other is not
+            more["rank"] = "0" if fields.get("reporter") == "1" else "1"
+    elif rank is not None:
+        more["joined_words"] = f": rank {rank} did not"
+    return more
+
+
+def _master(fields: Fields, facts: FailureFacts) -> Fields:
+    words = re.compile(r"gai ?error|not known|name resolution|route to host|unreachable", re.I)
+    is_network = any(words.search(hit.line.text) for hit in facts.of("master-unreachable"))
+    return {"rank": "none"} if is_network else {}  # the address or the route to it, not rank 0
+
+
+def _port(fields: Fields, facts: FailureFacts) -> Fields:
+    port = fields.get("port", "")
+    return {"other_port": str(int(port) + 1)} if port.isdigit() else {}
+
+
+def _interface(fields: Fields, facts: FailureFacts) -> Fields:
+    name = fields.get("interface", "").rstrip(".,;")
+    more = {"interface": name} if name else {}
+    seen = [
+        match[1]
+        for hit in facts.hits
+        if (match := re.search(r"(?:Using|OOB) (?:\[\d\])?([a-z]\w+):\d", hit.line.text))
+    ]
+    seen += [one for one in facts.interfaces if not re.match("lo|docker|veth|br-", one)]
+    return {**more, "suggested": seen[0]} if seen else more
+
+
+def _memory(fields: Fields, facts: FailureFacts) -> Fields:
+    if not fields.get("limit"):
+        return {}
+    used, allowed = int(fields["used"]), int(fields["limit"])
+    limit = allowed / 2**30
+    more = max(1, round(2 * limit)) if limit >= 1 else 0
+    return {
+        "limit_words": f": {size(used)} where {size(allowed)} were asked for",
+        "more_memory": f"{more}G" if more else f"{round(4 * limit * 1024)}M",
+    }
+
+
+def _worker(fields: Fields, facts: FailureFacts) -> Fields:
+    paths = [hit.fields["path"] for hit in facts.of("missing-file") if "path" in hit.fields]
+    return {"path": paths[0]} if paths else {}
+
+
+def _signal(fields: Fields, facts: FailureFacts) -> Fields:
+    number = fields.get("number", "")
+    return {"signal": signal_name(int(number))} if number.isdigit() else {}
+
+
+def _nan(fields: Fields, facts: FailureFacts) -> Fields:
+    first = first_nonfinite(facts)
+    if first is not None:
+        step, ranks = first
+        rank = str(ranks[0]) if len(ranks) == 1 and len(facts.ranks) > 1 else "none"
+        return {"step": str(step), "rank": rank}
+    # In most scripts one rank prints the loss of all: only an exception is a rank's own.
+    told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
+    own = any((id(one.mark.source), one.number) in told for one in facts.raised)
+    return {} if own else {"rank": "none"}
+
+
+def _died(fields: Fields, facts: FailureFacts) -> Fields:
+    how = fields.get("how", "")
+    return {"how": how if not how or how.startswith(("by ", "with")) else f"({how})"}
+
+
+def _mismatch(fields: Fields, facts: FailureFacts) -> Fields:
+    rank, words = other_call(facts)
+    words = words or fields.get("difference", "")
+    if rank is None:
+        return {"difference": words} if words else {}
+    return {"rank": str(rank), "difference": words or f": rank {rank} unlike the others"}
+
+
+_MORE_FIELDS: Mapping[str, Callable[[Fields, FailureFacts], Fields]] = {
+    "rendezvous-timeout": _rendezvous,
+    "master-unreachable": _master,
+    "port-in-use": _port,
+    "wrong-network-interface": _interface,
+    "gloo-connect-failed": _interface,
+    "nccl-connect-failed": _interface,
+    "host-out-of-memory": _memory,
+    "worker-raised": _worker,
+    "terminated-by-signal": _signal,
+    "nan-loss": _nan,
+    "rank-died": _died,
+    "collective-mismatch": _mismatch,
+}

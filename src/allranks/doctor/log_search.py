@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -21,9 +23,8 @@ from typing import IO, cast
 import numpy as np
 
 from allranks.doctor.catalogue import LONG, Cause, Pattern, window_cost
-from allranks.doctor.log_lines import Line, parse
 from allranks.run import files
-from allranks.show.text import without_escapes
+from allranks.show.text import plain, without_escapes
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_BYTES = 1 << 16
@@ -288,3 +289,100 @@ def read_around(source: Source, offset: int, num_bytes: int) -> str:
             return file.read(num_bytes).decode(errors="replace")
     except (OSError, EOFError, zlib.error):
         return ""
+
+
+def num_lines(path: Path, num_bytes: float = math.inf) -> int:
+    """How many lines a file has, or its first bytes; 0 if it cannot be read."""
+    count = 0
+    with suppress(OSError), files.open_file(path) as file:
+        while num_bytes > 0 and (block := file.read(int(min(num_bytes, 1 << 20)))):
+            count += block.count(b"\n")
+            num_bytes -= len(block)
+    return count
+
+
+# --- Whose line it is: rank, node and level, in all the ways that logs have to say so ------------
+
+MOST_PREFIXES = 4
+# What launchers put before each line; there may be several.
+_PREFIXES = (
+    re.compile(r"\[rank[: =]{0,2}(?P<rank>\d+)\]:? ?"),  # torch, after init_process_group
+    re.compile(r"\[[a-z_]\w*?\d+\]:"),  # torchrun --tee: role and local rank
+    re.compile(r"\[(?P<rank>\d{1,4})\] (?!NCCL)"),  # allranks logs
+    re.compile(r"\s{0,4}(?P<rank>\d{1,5}): "),  # srun --label
+    re.compile(r"rank-?(?P<rank>\d+)[:|] "),
+    # What collected the log: a time stamp, Ray, docker compose, kubectl, journalctl, a quote.
+    re.compile(
+        r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t]"
+    ),
+    re.compile(r"\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) "),
+    re.compile(r"[\w.-]+-\d+ +\| "),
+    re.compile(r"\[pod/\S+\] "),
+    re.compile(r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./-]+(?:\[\d+\])?: "),
+    re.compile(r"> "),
+)
+_IN_LINE = (
+    re.compile(r"\[(?:PG [^\][]*?)?Rank (?P<rank>\d+)\]"),  # ProcessGroupNCCL
+    re.compile(r"^\[Rank (?P<rank>\d+)\]"),
+    re.compile(r"\(RANK (?P<rank>\d+)\)"),  # a CheckpointException's parts
+    re.compile(r"^(?:error: )?rank (?P<rank>\d+)[ :]"),
+)
+_BEGUN = re.compile(r"(?<=[^\s:\d])\s*(?:\[rank\d+\]: ?)?Traceback \(most recent call last\):")
+_NCCL = re.compile(r"(?:^|[\] ])(?P<node>[\w.-]+):(?P<pid>\d+):\d+ \[-?\d+\] ")
+_SLURMSTEPD = re.compile(r"slurmstepd-(?P<node>[\w.-]+): ")
+_WARNING = re.compile(
+    r"""^\[?W\d{4}[ ]\d\d:  # torch's own
+    | \bWARN(?:ING)?\b(?!.*\bERROR\b) | \w*Warning: | \bINFO\b | \bDEBUG\b | ^\s*warnings\.warn
+    """,
+    re.VERBOSE,
+)
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b(?:: |$)")
+# Looks like a rank's number but is the index in torchrun's list of failures.
+_NO_RANK = re.compile(r"\[\d+\]:\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line without its prefixes, and what they say."""
+
+    text: str
+    rank: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    is_warning: bool = False
+    is_prefixed: bool = False  # every line of that rank has it
+
+
+def parse(raw: str) -> Line:
+    """Split a line into its text and what it says about its origin."""
+    text = without_escapes(raw)
+    if "\r" in text:  # a progress bar overwrites itself: only the last version was seen
+        text = text.rstrip("\r").rpartition("\r")[2]
+    text = plain(text)
+    if (begun := _BEGUN.search(text)) is not None:  # after a progress bar that has no line end
+        text = text[begun.start() :].lstrip()
+    rank: int | None = None
+    for _ in range(MOST_PREFIXES):
+        matches = (match for prefix in _PREFIXES if (match := prefix.match(text)) is not None)
+        prefix = None if _NO_RANK.match(text) else next(matches, None)
+        if prefix is None:
+            break
+        named = prefix.groupdict().get("rank")
+        rank = int(named) if named is not None else rank
+        text = text[prefix.end() :]
+    is_prefixed = rank is not None
+    if rank is None:
+        found = next((m for one in _IN_LINE if (m := one.search(text))), None)
+        rank = int(found["rank"]) if found else None
+    node, pid = None, None
+    if (nccl := _NCCL.search(text)) is not None and "NCCL" in text:
+        node, pid = nccl["node"], int(nccl["pid"])
+    elif (step := _SLURMSTEPD.search(text)) is not None:
+        node = step["node"]
+    return Line(text, rank, node, pid, _is_warning(text), is_prefixed)
+
+
+def _is_warning(text: str) -> bool:
+    if _ERROR.match(text) or "NCCL WARN" in text:  # NCCL's warnings are its errors
+        return False
+    return _WARNING.search(text[:200]) is not None

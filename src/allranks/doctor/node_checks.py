@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.check import Check, failed, not_here, passed, warned
+from allranks.doctor.finding import Check, failed, not_here, passed, warned
 from allranks.machine.gpus import DRIVER_FILES, local_gpus, nvml
 from allranks.show.numbers import size
 

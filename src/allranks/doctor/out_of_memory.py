@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from allranks.doctor import run_evidence
-from allranks.doctor.catalogue import load
+from allranks.doctor.culprit import LEVELS, Candidate
 from allranks.doctor.failure_facts import FailureFacts
 from allranks.doctor.finding import Confidence, Evidence, Finding, shown_path
-from allranks.doctor.judge import LEVELS, MAX_EVIDENCE, Candidate
-from allranks.doctor.kernel_messages import Kernel
-from allranks.doctor.run_evidence import MemoryCurve
+from allranks.doctor.judge import MAX_EVIDENCE
+from allranks.doctor.run_evidence import TAIL_BYTES, KernelLog
+from allranks.run import files
+from allranks.run.events import read_last_events
 from allranks.run.folder import RunDir
 from allranks.run.stalls import ended_for
-from allranks.show.numbers import size
+from allranks.show.numbers import duration, size
 
 FULL_SHARE = 0.85  # of the allotted memory: above it, a SIGKILL is likely the kernel's
 KILLED = ("rank-died", "host-out-of-memory", "worker-killed")
@@ -23,8 +24,63 @@ CUT_OFF = re.compile(r"Connection(?:Reset|Refused)Error|EOFError|BrokenPipeError
 NAMES_IT = ("Killed process", "exceeded memory limit")  # what the kernel and SLURM print
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """A rank's peak host memory in bytes over time."""
+
+    rank: int
+    path: Path
+    points: Sequence[tuple[float, int]]
+
+    @property
+    def last(self) -> int:
+        return self.points[-1][1]
+
+    @property
+    def grown(self) -> int:
+        return self.last - self.points[0][1]
+
+    @property
+    def in_words(self) -> str:
+        span = duration(self.points[-1][0] - self.points[0][0], whole=True)
+        sizes = f"{size(self.points[0][1])} to {size(self.last)}"
+        return f"host memory of rank {self.rank}: {sizes} in the last {span}"
+
+
+def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
+    """Every rank's recent memory, if the probe recorded it."""
+    for rank in run.ranks(attempt):
+        path = run.events(attempt, rank)
+        points = [
+            (float(event["t"]), int(event["host_memory"]))
+            for event in read_last_events(path, TAIL_BYTES, kind="device")
+            if event.get("host_memory") is not None
+        ]
+        if points:
+            yield MemoryCurve(rank, path, points)
+
+
+def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
+    """How many processes the kernel killed for memory, as counted when a rank ended."""
+    return int((run.end(attempt, rank) or {}).get("memory_kills", 0))
+
+
+def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
+    """The line that has this count."""
+    path, killed = run.events(attempt, rank), memory_kills(run, attempt, rank)
+    with files.open_file(path) as file:
+        lines = [number for number, line in enumerate(file, 1) if b'"memory_kills"' in line]
+    processes = "one process" if killed == 1 else f"{killed} processes"
+    text = f"the kernel killed {processes} in the run's cgroup, which was out of memory"
+    return Evidence(shown_path(path), lines[-1] if lines else 0, text)
+
+
 def candidates(
-    run: RunDir, attempt: int, facts: FailureFacts, curves: Sequence[MemoryCurve], said: Kernel
+    run: RunDir,
+    attempt: int,
+    facts: FailureFacts,
+    curves: Sequence[MemoryCurve],
+    said: KernelLog,
 ) -> list[Candidate]:
     """A rank that was killed while the kernel counted memory kills, or with memory nearly full."""
     if ended_for(run, attempt) is not None:
@@ -47,14 +103,14 @@ def candidates(
     if not counted and (not beside or not allotted or used < FULL_SHARE * allotted):
         return []
     words = f": the ranks had {size(used)} of {size(allotted)} when last seen"
-    fields = {"limit_words": words if beside and allotted else "", **facts.known}
-    lines = [run_evidence.kill_evidence(run, attempt, one) for one in counted[:1]]
-    cause = load()["host-out-of-memory"]
+    fields = {"limit_words": words if beside and allotted else ""}
+    lines = [kill_evidence(run, attempt, one) for one in counted[:1]]
     sure: Confidence = "high" if counted else "medium"
-    return [Candidate(cause, [], rank, sure, fields, LEVELS["root"], tuple(lines))]
+    root = LEVELS["root"]
+    return [Candidate("host-out-of-memory", rank, sure, (), fields, root, tuple(lines))]
 
 
-def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: Kernel) -> list[int]:
+def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: KernelLog) -> list[int]:
     """Ranks in whose cgroup the kernel killed something for memory.
 
     The count covers the whole cgroup; if messages say which processes were killed, they decide.
@@ -62,8 +118,7 @@ def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: Kernel) -> li
     return [
         end.rank
         for end in facts.ends.values()
-        if run_evidence.memory_kills(run, attempt, end.rank)
-        and not said.spares(end.node, facts.processes)
+        if memory_kills(run, attempt, end.rank) and not said.spares(end.node, facts.processes)
     ]
 
 

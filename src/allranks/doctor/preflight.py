@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -26,20 +27,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.doctor.check import Check, failed, not_here, passed, warned
-from allranks.doctor.connectivity import Directory, Listener, reach_all
-from allranks.doctor.node_checks import (
-    free_disk,
-    free_tmp,
-    gpu_health,
-    visible_gpus,
-    write_test,
-)
+from allranks.doctor.connectivity import Clock, Directory, Listener, reach_all
+from allranks.doctor.finding import Check, failed, not_here, passed, warned
+from allranks.doctor.node_checks import free_disk, free_tmp, gpu_health, visible_gpus, write_test
 from allranks.machine.network import address_towards
 from allranks.run.folder import write_atomically
+from allranks.show.numbers import duration, rate, size
 from allranks.slurm.nodelist import expand
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 MEETING_SHARE = 0.75  # of the time, at least, for all nodes to arrive
@@ -48,6 +45,10 @@ CLOSING_SECONDS = 1.0  # to write what is known
 LEAVING_SECONDS = 4.0  # that a finished node waits for the others
 POLL_SECONDS = 0.1  # at most
 MOST_SKEW_SECONDS = 1.0
+SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28)  # bytes of an all-reduce
+SECONDS_PER_SIZE = 0.06
+SECONDS_OF_ALL_SIZES = 0.3  # the training waits for it
+MOST_REPEATS = 50
 NOT_ENDED = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure if they hang
 
 
@@ -110,7 +111,7 @@ class Preflight:
             if check is None:
                 outcome = failed if name in NOT_ENDED else not_here
                 warning = _slow_import(took) if name == "torch" else ""
-                check = outcome(name, f"had not ended after {took:.1f} s", warning=warning)
+                check = outcome(name, f"had not ended after {duration(took)}", warning=warning)
             warning = check.value if check.status == "warn" else ""
             said = {"ok": check.ok, "detail": check.value, "warning": warning}
             checks.append({"name": name, **said, "seconds": round(took, 4), **check.more})
@@ -227,14 +228,14 @@ def _reach(preflight: Preflight, directory: Directory, port: int) -> Check:
     return failed("reach", f"cannot reach {', '.join(words)}", **more)
 
 
-def _skew(clock: Any, first: str) -> Check:
+def _skew(clock: Clock | None, first: str) -> Check:
     if clock is None:
         return not_here("clock", f"not known: {first} did not answer")
     sign = "behind" if clock.offset > 0 else "ahead of"
-    detail = f"{abs(clock.offset):.3f} s {sign} {first}, give or take {clock.round_trip / 2:.3f} s"
-    more = {"offset": clock.offset, "round_trip": clock.round_trip}
-    is_off = abs(clock.offset) - clock.round_trip / 2 > MOST_SKEW_SECONDS
-    if is_off:
+    slack = clock.round_trip / 2
+    detail = f"{duration(abs(clock.offset))} {sign} {first}, give or take {duration(slack)}"
+    more: dict[str, Any] = {"offset": clock.offset, "round_trip": clock.round_trip}
+    if abs(clock.offset) - slack > MOST_SKEW_SECONDS:
         return warned("clock", f"the clock is {detail}", **more)
     return passed("clock", detail, **more)
 
@@ -271,7 +272,8 @@ def _import_torch() -> Check:
 
 
 def _slow_import(seconds: float) -> str:
-    return f"torch took over {seconds:.0f} s to import: rendezvous and all-reduce were not checked"
+    took = duration(seconds, whole=True)
+    return f"torch took over {took} to import: rendezvous and all-reduce were not checked"
 
 
 def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
@@ -339,12 +341,91 @@ def _wait_for_port(preflight: Preflight) -> None:
 
 
 def _all_reduce(preflight: Preflight) -> Check:
-    from allranks.doctor.allreduce import all_reduce
+    """Sum over all nodes, one rank per node, checked and timed. Every node must call it."""
+    import torch
+    import torch.distributed as dist
 
     assert preflight.store is not None
-    backend = preflight.checks["rendezvous"].more["backend"]
+    num_nodes, backend = len(preflight.nodes), preflight.checks["rendezvous"].more["backend"]
+    device = torch.device("cpu")
+    if backend == "nccl":
+        # Our own deadline comes first: torch would kill the process before it reports anything.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        try:
+            device = torch.device("cuda", 0)
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)
+        except RuntimeError as error:
+            return failed("allreduce", f"GPU 0 cannot be used: {_words(error)}", fault="own")
+    torch.set_num_threads(1)
     left = preflight.deadline - time.monotonic()
-    return all_reduce(preflight.store, preflight.rank, len(preflight.nodes), backend, left)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("allreduce", preflight.store),
+        rank=preflight.rank,
+        world_size=num_nodes,
+        timeout=timedelta(seconds=max(1.0, left)),
+    )
+    rows, wrong = _measure(device, preflight.rank, num_nodes, min(SECONDS_OF_ALL_SIZES, left / 2))
+    more: dict[str, Any] = {"backend": backend, "sizes": rows}
+    if wrong:
+        return failed("allreduce", wrong, **more)
+    more["bus_bandwidth"] = best = max(row["bus_bandwidth"] for row in rows)
+    detail = f"right sums over {num_nodes} nodes with {backend}, bus bandwidth {rate(best)}"
+    return passed("allreduce", detail, **more)
+
+
+def _measure(
+    device: torch.device, rank: int, num_nodes: int, seconds: float
+) -> tuple[list[dict[str, float]], str]:
+    """Seconds and bandwidth of the sizes there was time for; and what was wrong, if anything."""
+    import torch
+    import torch.distributed as dist
+
+    _slowest(0.0, device)  # the first call opens the connections
+    start = time.monotonic()
+    rows: list[dict[str, float]] = []
+    expected = num_nodes * (num_nodes + 1) / 2
+    for num_bytes in SIZES:
+        tensor = torch.full((num_bytes // 4,), rank + 1.0, device=device)
+        begun = time.monotonic()
+        dist.all_reduce(tensor)
+        is_right = bool((tensor == expected).all())  # waits for the GPU too
+        once = _slowest(time.monotonic() - begun if is_right else math.inf, device)
+        if once == math.inf:  # wrong on some node: all stop together
+            where = "another node" if is_right else "this node"
+            return rows, f"an all-reduce of {size(num_bytes)} gave a wrong sum on {where}"
+        repeats = max(1, min(MOST_REPEATS, int(SECONDS_PER_SIZE / once)))
+        tensor.zero_()
+        _synchronize(device)
+        begun = time.monotonic()
+        for _ in range(repeats):
+            dist.all_reduce(tensor)
+        _synchronize(device)
+        each = _slowest((time.monotonic() - begun) / repeats, device)
+        bus = num_bytes / each * 2 * (num_nodes - 1) / num_nodes
+        rows.append({"bytes": num_bytes, "seconds": each, "bus_bandwidth": bus})
+        # The next size takes at least four times as long, twice. All ranks must agree to stop.
+        if _slowest(time.monotonic() - start, device) + 8 * each > seconds:
+            break
+    return rows, ""
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """The largest over all ranks. Every rank must call it."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return max(1e-9, value.item())
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _leave(preflight: Preflight, store: dist.TCPStore, came: list[str]) -> None:
@@ -381,8 +462,8 @@ def _close(preflight: Preflight) -> bool:
     closing.join(CLOSING_SECONDS)
     notes = [f"{c['name']}: {c['detail']}" for c in record["checks"] if c["ok"] is False]
     notes += [c["warning"] for c in record["checks"] if c["warning"]]
-    words = "; ".join(notes) or "all well"
-    print(f"preflight of {preflight.node}: {words} ({record['seconds']:.1f} s)", file=sys.stderr)
+    words, took = "; ".join(notes) or "all well", duration(record["seconds"])
+    print(f"preflight of {preflight.node}: {words} ({took})", file=sys.stderr)
     return any(outcome) or preflight.store is not None
 
 

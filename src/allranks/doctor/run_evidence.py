@@ -1,27 +1,32 @@
-"""Everything that a run has left behind: logs, events, error files, SLURM's accounting."""
+"""What a run has left behind: logs, events, error files, SLURM's accounting, kernel messages."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
+import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.failure_facts import End
-from allranks.doctor.finding import Evidence, shown_path
+from allranks.doctor.failure_facts import End, Processes
+from allranks.doctor.finding import shown_path
 from allranks.doctor.flight_recorder import is_ours
-from allranks.doctor.log_search import Source
+from allranks.doctor.log_search import Scanned, Source, num_lines
 from allranks.run import claims, files
 from allranks.run.events import read_last_events
 from allranks.run.failures import failed_ranks, is_echo
 from allranks.run.folder import RunDir
 from allranks.run.record import read_ends
 from allranks.run.run_state import EndedJob
-from allranks.show.numbers import duration, size
+from allranks.run.tracebacks import in_a_line
+from allranks.show.numbers import duration, metric
 from allranks.slurm import commands as slurm
 
 TAIL_BYTES = 1 << 18  # of a rank's events: what happened last
@@ -29,6 +34,14 @@ NONFINITE = b'"nonfinite"'
 FIRST_NONFINITE = b'"event":"nonfinite"'
 MAX_JOB_LOGS = 3
 MAX_JOB_LOG_BYTES = 64 << 20
+MAX_ERROR_BYTES = 16 << 20
+DMESG_SECONDS = 5.0
+SAMPLES_BYTES = 4 << 20  # of a rank's events: with short steps the samples are far apart
+FIRST_NAMESPACE = 0xEFFFFFFC  # inode of the namespace with the kernel's own process numbers
+OF_MEMORY = re.compile(rb"(?i)\boom|out of memory|kill(?:ed)? process")
+VICTIM = re.compile(rb"(?i)kill(?:ed)? process (\d+)|oom-kill:.{0,2000}?\bpid=(\d+)")
+
+Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +100,12 @@ def job_logs(run: RunDir) -> list[Source]:
 def _tail(path: Path, rank: int, node: str | None) -> list[Source]:
     """The end of a rank's events, as lines to search."""
     with suppress(OSError), files.open_file(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        start = max(0, size - TAIL_BYTES)
-        file.seek(0)
-        before = _newlines(file, start)
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
         content = file.read()
-        if start:  # start at the next whole line
-            cut = content.find(b"\n") + 1
-            content, before = content[cut:], before + 1
-        return [Source(path, shown_path(path), rank, node, content, before + 1)]
+        cut = content.find(b"\n") + 1 if start else 0  # begin with a whole line
+        first = num_lines(path, start + cut) + 1
+        return [Source(path, shown_path(path), rank, node, content[cut:], first)]
     return []
 
 
@@ -113,17 +123,6 @@ def _first_nonfinite(tails: Sequence[Source]) -> list[Source]:
                     found.append(replace(tail, content=line, first_line=number))
                     break
     return found
-
-
-def _newlines(file: Any, num_bytes: int) -> int:
-    count = 0
-    while num_bytes > 0 and (chunk := file.read(min(num_bytes, 1 << 20))):
-        count += chunk.count(b"\n")
-        num_bytes -= len(chunk)
-    return count
-
-
-MAX_ERROR_BYTES = 16 << 20
 
 
 def error_file(path: Path) -> Source | None:
@@ -149,21 +148,6 @@ def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
             rank, code, one.get("signal"), starts.node(rank), is_by_launcher=by_launcher
         )
     return dict(sorted(found.items()))
-
-
-def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
-    """How many processes the kernel killed for memory, as counted when a rank ended."""
-    return int((run.end(attempt, rank) or {}).get("memory_kills", 0))
-
-
-def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
-    """The line that has this count."""
-    path, count = run.events(attempt, rank), memory_kills(run, attempt, rank)
-    with files.open_file(path) as file:
-        lines = [number for number, line in enumerate(file, 1) if b'"memory_kills"' in line]
-    processes = "one process" if count == 1 else f"{count} processes"
-    text = f"the kernel killed {processes} in the run's cgroup, which was out of memory"
-    return Evidence(shown_path(path), lines[-1] if lines else 0, text)
 
 
 def accounting(ended: Mapping[str, EndedJob]) -> list[Source]:
@@ -198,37 +182,158 @@ def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
     return first, max((each.last_time for each in records if each.last_time), default=now)
 
 
+# --- The kernel's messages --------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class MemoryCurve:
-    """A rank's peak host memory in bytes over time."""
+class KernelLog:
+    """The kernel's messages on this machine from the time of an attempt, if readable."""
 
-    rank: int
-    path: Path
-    points: Sequence[tuple[float, int]]
+    sources: Sequence[Source] = ()
+    node: str | None = None
+    victims: frozenset[int] = frozenset()  # all processes that it killed for memory
 
-    @property
-    def last(self) -> int:
-        return self.points[-1][1]
-
-    @property
-    def grown(self) -> int:
-        return self.last - self.points[0][1]
-
-    @property
-    def in_words(self) -> str:
-        span = duration(self.points[-1][0] - self.points[0][0], whole=True)
-        sizes = f"{size(self.points[0][1])} to {size(self.last)}"
-        return f"host memory of rank {self.rank}: {sizes} in the last {span}"
+    def spares(self, node: str | None, processes: Processes) -> bool:
+        """Whether it killed processes there, but none of the run."""
+        if node is None or node != self.node or not self.victims:
+            return False
+        return not any((node, pid) in processes for pid in self.victims)
 
 
-def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
-    """Every rank's recent memory, if the probe recorded it."""
-    for rank in run.ranks(attempt):
+def processes_of(
+    run: RunDir, attempt: int, starts: Starts, scanned: Iterable[Scanned]
+) -> Processes:
+    """Ranks by their processes, and by those that they started, such as loader workers."""
+    found: Processes = {}
+    with suppress(OSError):
+        launcher, its_node = run.holder()
+        found[its_node, launcher] = None
+    for rank, start in starts.events.items():
+        node = start.get("host")
         path = run.events(attempt, rank)
-        points = [
-            (float(event["t"]), int(event["host_memory"]))
-            for event in read_last_events(path, TAIL_BYTES, kind="device")
-            if event.get("host_memory") is not None
-        ]
-        if points:
-            yield MemoryCurve(rank, path, points)
+        for event in read_last_events(path, SAMPLES_BYTES, word=b'"processes"'):
+            numbers = event.get("processes")
+            for pid in numbers if isinstance(numbers, list) else ():
+                found[node, pid] = rank
+        if isinstance(start.get("pid"), int):
+            found[node, start["pid"]] = rank
+    # A worker may live for less than the time between two samples: torch names it when it dies.
+    for hit in (hit for one in scanned for hit in one.hits):
+        if hit.cause.slug == "worker-killed" and hit.rank is not None:
+            for pid in re.findall(r"\d+", hit.fields.get("pids", "")):
+                found.setdefault((starts.node(hit.rank), int(pid)), hit.rank)
+    return found
+
+
+def kernel_log(starts: Starts, since: float, until: float, processes: Processes) -> KernelLog:
+    """The kernel's lines from the time of an attempt, if it ran here and they can be read.
+
+    Those about memory are kept only if they name a process of the run: others are about other
+    programs.
+    """
+    node = socket.gethostname()
+    if node not in {starts.node(rank) for rank in starts.events}:
+        return KernelLog()
+    victims: set[int] = set()
+    kept = []
+    for line in (line for line in _dmesg() if _is_between(line, since, until)):
+        if OF_MEMORY.search(line) is None:
+            kept.append(line)
+        elif (victim := VICTIM.search(line)) is not None and _counts_as_kernel():
+            pid = int(victim[1] or victim[2])
+            victims.add(pid)
+            if (node, pid) in processes:
+                kept.append(line)
+    sources = [Source(Path("dmesg"), "dmesg", None, node, b"\n".join(kept))] if kept else []
+    return KernelLog(sources, node, frozenset(victims))
+
+
+def _counts_as_kernel() -> bool:
+    """Whether processes have the same numbers here as in the kernel's messages."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino == FIRST_NAMESPACE
+    return False
+
+
+def _dmesg() -> list[bytes]:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["dmesg", "--time-format", "iso"],
+            capture_output=True,
+            timeout=DMESG_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        return done.stdout.splitlines() if done.returncode == 0 else []
+    return []
+
+
+def _is_between(line: bytes, since: float, until: float) -> bool:
+    stamp = line.partition(b" ")[0].decode(errors="replace").replace(",", ".")
+    with suppress(ValueError):
+        return since - 5 <= datetime.fromisoformat(stamp).timestamp() <= until + 60
+    return False
+
+
+# --- Events in words ---------------------------------------------------------------------------
+
+
+def event_in_words(line: str) -> str:
+    """What one line of a rank's events says; the line itself if it is not a whole event."""
+    try:
+        event = json.loads(line)
+        return _SAY.get(event["event"], _others)(event)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return line
+
+
+def _step(event: Event) -> str:
+    values = {key: _number(event, key) for key in ("loss", "grad_norm") if key in event}
+    odd = event.get("nonfinite") or {}
+    values |= {key: f"{value} (not a number)" for key, value in odd.items()}
+    words = [f"{key} {value}" for key, value in values.items()]
+    words = words or [f"took {duration(event['seconds'])}"]
+    return f"step {event['step']}: {', '.join(words)}"
+
+
+def _nonfinite(event: Event) -> str:
+    return f"step {event['step']}: the rank's own loss is {event['loss']}, for the first time"
+
+
+def _metric(event: Event) -> str:
+    return f"step {event['step']}: {event['name']} {_number(event, 'value')}"
+
+
+def _end(event: Event) -> str:
+    how = [f"by {event['signal']}"] if event.get("signal") else []
+    if not how and event.get("exit") is not None:
+        how = [f"with exit code {event['exit']}"]
+    text = " ".join([f"the rank's end: {event['state']}", *how])
+    error = event.get("error") or {}
+    return f"{text}: {error['what']}" if error.get("what") else text
+
+
+def _error(event: Event) -> str:
+    """An error as failures report it; a rank that only exited has no message."""
+    return f"what ended it: {in_a_line(dict(event)) or event.get('signal')}"
+
+
+def _others(event: Event) -> str:
+    said = {key: value for key, value in event.items() if key not in ("v", "t", "event")}
+    words = [f"{key} {value}" for key, value in said.items() if not isinstance(value, dict | list)]
+    return f"{event['event']}: {', '.join(words)}" if words else str(event["event"])
+
+
+def _number(event: Event, key: str) -> str:
+    """A number, or the word for one that JSON cannot hold."""
+    odd = event.get("nonfinite") or {}
+    return str(odd[key]) if key in odd else metric(event[key])
+
+
+_SAY: Mapping[str, Callable[[Event], str]] = {
+    "step": _step,
+    "nonfinite": _nonfinite,
+    "metric": _metric,
+    "end": _end,
+    "error": _error,
+}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from allranks.doctor.catalogue import Cause
-from allranks.doctor.check import Check, Status
-from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.finding import Check, Finding, Status
+from allranks.show.numbers import duration
+from allranks.show.tables import Table, show_table
 from allranks.show.text import plain
 
 COLOURS = {"high": "red", "medium": "yellow", "low": "cyan"}
@@ -42,7 +43,11 @@ def first_finding(found: Finding) -> RenderableType:
     parts: list[RenderableType] = [Text(plain(found.title), style="bold")]
     parts.append(Text(f"{culprit}; {SURE[found.confidence]}", style="dim"))
     for line in found.evidence[:MAX_EVIDENCE]:
-        parts += [Text(""), Text(place(line), style="cyan", overflow="fold"), _quoted(line)]
+        place = plain(f"{line.file}:{line.line}" if line.line else line.file)
+        text = plain(line.text)
+        text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+        parts += [Text(""), Text(place, style="cyan", overflow="fold")]
+        parts.append(Padding(Text(text, style="dim"), (0, 0, 0, 2)))
     parts += [Text(""), Text("fix", style="bold green"), Text(plain(found.fix))]
     return Panel(
         Group(*parts),
@@ -59,28 +64,13 @@ def whose(found: Finding) -> str:
     return plain(rank + node)
 
 
-def place(line: Evidence) -> str:
-    return plain(f"{line.file}:{line.line}" if line.line else line.file)
-
-
-def _quoted(line: Evidence) -> RenderableType:
-    text = plain(line.text)
-    text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
-    return Padding(Text(text, style="dim"), (0, 0, 0, 2))
-
-
 def show_causes(console: Console, causes: Sequence[Cause]) -> None:
     """Every cause the doctor knows, by family."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    family = ""
-    for cause in causes:
-        if cause.family != family:
-            family = cause.family
-            table.add_row(Text(family, style="bold"), "")
-        table.add_row(f"  {cause.slug}", Text(cause.words({})))
-    console.print(table)
+    width = max(len(cause.slug) for cause in causes)
+    for family, some in groupby(causes, lambda cause: cause.family):
+        rows = [(f"  {cause.slug:<{width}}", cause.words({})) for cause in some]
+        columns = ("cause", "title")
+        show_table(console, Table(family, columns, rows, texts=columns, has_head=False))
 
 
 def show_checks(checks: Sequence[Check], host: str, seconds: float, console: Console) -> None:
@@ -104,4 +94,4 @@ def show_checks(checks: Sequence[Check], host: str, seconds: float, console: Con
             console.print(Text(indent + rest, style="cyan"), soft_wrap=True)
     counts = {status: sum(check.status == status for check in checks) for status in STYLES}
     words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(Text(f"{host}: {words} ({seconds:.1f} s)"), soft_wrap=True)
+    console.print(Text(f"{host}: {words} ({duration(seconds)})"), soft_wrap=True)

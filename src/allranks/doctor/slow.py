@@ -7,13 +7,34 @@ little of everything.
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from allranks.doctor.finding import Confidence, Evidence, Finding
-from allranks.doctor.slow_facts import RankFacts, SlowFacts
+from allranks.doctor.log_search import num_lines
 from allranks.errors import AllranksError
+from allranks.run import files
+from allranks.run.folder import RunDir
+from allranks.run.record import RankRecord, newest_window, read_ends
+from allranks.show.numbers import count, duration, percent
+from allranks.timing.steps import Timing, timing_of
+from allranks.timing.timeline import DATA
+
+RECENT_BYTES = 1 << 20  # of each rank's events: some thousand steps
+LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
+NCCL_LINES = re.compile(
+    r"NCCL INFO .*(?:Using network|NET/Socket|NET/IB|NCCL_IB_DISABLE|NCCL_NET\b|No device found)"
+)
+NUMBERS = (
+    *("utilization", "temperature", "clock", "clock_max", "memory_peak", "memory_total"),
+    "workers_cpu",
+)
+GENERAL = ("low-gpu-utilization", "communication-bound")
+
+Reasons = Iterator[tuple[float, Finding]]  # each with the share of a step that it costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +74,111 @@ class Thresholds:
         return cls(**changed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """One rank, with means over its last steps and samples."""
+
+    rank: int
+    node: str | None = None
+    events: str = ""  # the file
+    last_line: int = 0  # of the last step in it
+    step_samples: float = 0.0
+    data_seconds: float = 0.0
+    # Means over its `device` events; without those that they lack.
+    means: Mapping[str, float] = field(default_factory=dict)
+    num_workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowFacts:
+    """What is known about a run's speed."""
+
+    timing: Timing
+    ranks: tuple[RankFacts, ...]
+    cpus_allotted: int | None = None  # of the machine that started it
+    is_task: bool = False  # of allranks: the job file has the settings
+    nccl: tuple[Evidence, ...] = ()  # lines in which NCCL names its network
+
+    @property
+    def num_nodes(self) -> int:
+        return len({rank.node for rank in self.ranks})
+
+    def of(self, rank: int) -> RankFacts:
+        return next(each for each in self.ranks if each.rank == rank)
+
+
+def read_slow_facts(run: RunDir) -> SlowFacts | None:
+    """From the run's last attempt; None if too little was measured."""
+    attempts = run.attempts()
+    if not attempts:
+        return None
+    attempt = attempts[-1]
+    records = {rank: read_ends(run, attempt, rank, RECENT_BYTES) for rank in run.ranks(attempt)}
+    steps = {rank: record.timed_steps for rank, record in records.items()}
+    measured = timing_of(steps, newest_window(records.values()))
+    if measured is None:
+        return None
+    return SlowFacts(
+        timing=measured,
+        ranks=tuple(
+            rank_facts(record, measured.first_step, run.events(attempt, rank))
+            for rank, record in sorted(records.items())
+        ),
+        cpus_allotted=(run.info().get("hardware") or {}).get("cpus_allotted"),
+        is_task=any("rank_batch" in record.start for record in records.values()),
+        nccl=tuple(nccl_lines(run.log(attempt, rank) for rank in records)),
+    )
+
+
+def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
+    """One rank, from this step on."""
+    steps = [event for number, event in record.timed_steps.items() if number >= first_step]
+    devices = record.devices
+    found = {name: record.mean(name, of=devices) for name in NUMBERS}
+    workers = record.start.get("num_workers")
+    if workers is None and devices:
+        # A script: the processes that it had started most of the time.
+        workers = round(statistics.median(int(e.get("num_workers", 0)) for e in devices))
+    return RankFacts(
+        rank=record.rank,
+        node=record.start.get("host"),
+        events=str(path),
+        last_line=num_lines(path),
+        step_samples=record.mean("samples", of=steps) or 0.0,
+        data_seconds=record.mean(DATA, of=steps) or 0.0,
+        means={name: mean for name, mean in found.items() if mean is not None},
+        num_workers=workers,
+    )
+
+
+def nccl_lines(logs: Iterable[Path]) -> list[Evidence]:
+    """What NCCL prints about its network, from the first log that has any of it."""
+    for log in logs:
+        try:
+            with files.open_file(log) as file:
+                text = file.read(LOG_BYTES).decode(errors="replace")
+        except OSError:
+            continue
+        found = [
+            Evidence(str(log), number, line.strip()[:400])
+            for number, line in enumerate(text.splitlines(), start=1)
+            if NCCL_LINES.search(line)
+        ]
+        if found:
+            return found
+    return []
+
+
 def slow(facts: SlowFacts, limits: Thresholds | None = None) -> list[Finding]:
     """The reasons, the most expensive first; empty for a run that is as fast as it can be."""
     limits = limits or Thresholds()
     if facts.timing.seconds < limits.least_seconds:
         return []
     rules = (waiting_for_data, unbalanced, slow_rank, throttled, sockets, talking, idle)
-    found: list[tuple[float, Finding]] = []
-    for rule in rules:
-        found += rule(facts, limits)
-    causes = {finding.cause for _, finding in found}
+    found = [reason for rule in rules for reason in rule(facts, limits)]
     # The general word only where no particular one was found.
-    general = {"low-gpu-utilization", "communication-bound"}
-    if causes - general:
-        found = [each for each in found if each[1].cause not in general]
-    found.sort(key=lambda each: -each[0])
-    return [finding for _, finding in found]
+    particular = [one for one in found if one[1].cause not in GENERAL]
+    return [finding for _, finding in sorted(particular or found, key=lambda one: -one[0])]
 
 
 def share_of(facts: SlowFacts, part: str, limits: Thresholds) -> float:
@@ -79,32 +189,27 @@ def share_of(facts: SlowFacts, part: str, limits: Thresholds) -> float:
     return parts[part] / whole
 
 
-def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Reasons:
     share = share_of(facts, "data", limits)
     if share < limits.data:
         return
-    waits = {rank.rank: rank.data_seconds for rank in facts.ranks}
-    worst = max(waits, key=lambda rank: waits[rank])
-    usual = statistics.median(waits.values())
+    waits = [rank.data_seconds for rank in facts.ranks]
+    worst = max(facts.ranks, key=lambda rank: rank.data_seconds)
     # One rank is to blame only if it waits much longer than the others.
-    is_one = len(waits) > 1 and waits[worst] > 2 * min(waits.values()) + limits.least_ms / 1e3
-    culprit = facts.of(worst)
-    cause, why, fix = _loader(facts, culprit, limits)
-    whose = f"rank {worst} waits for its data" if is_one else "ranks wait for their data"
-    title = f"{whose} {share:.0%} of each step{why}"
-    text = (
-        f"data {waits[worst] * 1e3:.1f} ms of a step of {facts.timing.step_seconds * 1e3:.1f} ms"
-        f" (median rank {usual * 1e3:.1f} ms), {_window(facts)}"
-    )
-    blamed, sure = culprit if is_one else None, _sure(share, limits.data)
-    yield share, _finding(cause, title, fix, blamed, sure, text, shown=culprit)
+    is_one = len(waits) > 1 and max(waits) > 2 * min(waits) + limits.least_ms / 1e3
+    cause, why, fix = _loader(facts, worst, limits)
+    whose = f"rank {worst.rank} waits for its data" if is_one else "ranks wait for their data"
+    title = f"{whose} {percent(share, 0)} of each step{why}"
+    usual = duration(statistics.median(waits))
+    text = f"data {_of_step(facts, max(waits))} (median rank {usual}), {_window(facts)}"
+    sure = _sure(share, limits.data)
+    yield share, _finding(cause, title, fix, text, worst, sure, blames=is_one)
 
 
 def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str, str, str]:
     """What the loader's workers have to do with it: cause, words for the title, fix."""
-    workers, means = rank.num_workers, rank.means
+    workers, cpus = rank.num_workers, facts.cpus_allotted
     per_node = max(1, len(facts.ranks) // facts.num_nodes)
-    cpus = facts.cpus_allotted
     key = "data.num_workers=" if facts.is_task else "DataLoader(…, num_workers="
     end = "" if facts.is_task else ", prefetch_factor=4, persistent_workers=True)"
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
@@ -114,9 +219,9 @@ def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str,
     if workers and cpus and workers * per_node > 2 * cpus:
         many = f": {workers * per_node} loader workers share {cpus} CPUs"
         return "too-many-workers", many, f"{key}{fair}{end}, or more CPUs per rank"
-    busy = means.get("workers_cpu", 0.0) / workers if workers else 0.0
+    busy = rank.means.get("workers_cpu", 0.0) / workers if workers else 0.0
     if workers and busy >= limits.busy:
-        few = f": its {workers} loader workers are busy {busy:.0%} of the time"
+        few = f": its {workers} loader workers are busy {percent(busy, 0)} of the time"
         more = f"{key}{max(fair, workers + 1)}{end}; allranks bench data finds how many are needed"
         return "too-few-workers", few, more
     stage = "data.stage=local" if facts.is_task else "stage: [PATH] and {stage} in the command"
@@ -124,56 +229,49 @@ def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str,
     return "data-bound", known, f"keep the data on the node's own disk ({stage}), or {key}…{end}"
 
 
-def unbalanced(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def unbalanced(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """A rank with more samples than the others, which wait for it."""
     share = share_of(facts, "straggler", limits)
-    counts = {rank.rank: rank.step_samples for rank in facts.ranks}
-    mean = statistics.fmean(counts.values())
-    if share < limits.straggler or not mean:
+    counts = [rank.step_samples for rank in facts.ranks]
+    mean, most = statistics.fmean(counts), max(facts.ranks, key=lambda rank: rank.step_samples)
+    if share < limits.straggler or not mean or most.step_samples < limits.balance * mean:
         return
-    most = max(counts, key=lambda rank: counts[rank])
-    if counts[most] < limits.balance * mean:
-        return
-    title = f"rank {most} has {counts[most] / mean - 1:.0%} more samples per step than average"
-    title += f": the others wait {share:.0%} of each step"
-    text = f"samples per step: {', '.join(f'{count:.0f}' for count in counts.values())}"
+    more = percent(most.step_samples / mean - 1, 0)
+    title = f"rank {most.rank} has {more} more samples per step than average"
+    title += f": the others wait {percent(share, 0)} of each step"
+    text = f"samples per step: {', '.join(map(count, counts))}"
     fix = "give every rank the same number: DistributedSampler, or a sampler that splits evenly"
     sure = _sure(share, limits.straggler)
-    yield share, _finding("unbalanced-data", title, fix, facts.of(most), sure, text)
+    yield share, _finding("unbalanced-data", title, fix, text, most, sure, blames=True)
 
 
-def slow_rank(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """A rank that the others wait for, though it has no more to do."""
     share, timing = share_of(facts, "straggler", limits), facts.timing
-    if share < limits.straggler:
+    if share < limits.straggler or any(unbalanced(facts, limits)) or any(throttled(facts, limits)):
         return
-    if next(unbalanced(facts, limits), None) or next(throttled(facts, limits), None):
-        return
-    text = (
-        f"waiting for slower ranks takes {share:.0%} of a step of "
-        f"{timing.step_seconds * 1e3:.1f} ms; "
-    )
-    slowest = timing.slowest_rank
-    culprit = facts.of(slowest) if slowest is not None else facts.ranks[0]
-    last = f"rank {slowest} comes last in {timing.slowest_share:.0%} of the steps"
-    text += (last if slowest is not None else "no rank is slower than the others") + ", "
-    text += _window(facts)
+    words, slowest = percent(share, 0), timing.slowest_rank
+    shown = facts.of(slowest) if slowest is not None else facts.ranks[0]
+    last = f"rank {slowest} comes last in {percent(timing.slowest_share, 0)} of the steps"
+    text = f"waiting for slower ranks takes {words} of a step of {duration(timing.step_seconds)}; "
+    text += last if slowest is not None else "no rank is slower than the others"
+    text += f", {_window(facts)}"
     if slowest is None or timing.slowest_share < limits.slowest:
-        title = f"ranks wait {share:.0%} of each step for whichever is slowest"
+        title = f"ranks wait {words} of each step for whichever is slowest"
         fix = "group samples by length if it differs; otherwise look for other work on the nodes"
-        yield share, _finding("uneven-steps", title, fix, None, "medium", text, shown=culprit)
+        yield share, _finding("uneven-steps", title, fix, text, shown)
         return
-    where = f" on {culprit.node}" if culprit.node and facts.num_nodes > 1 else ""
+    where = f" on {shown.node}" if shown.node and facts.num_nodes > 1 else ""
     part = f", in {timing.slowest_part}" if timing.slowest_part else ""
-    title = f"rank {culprit.rank}{where} is slower{part}: the others wait {share:.0%} of each step"
+    title = f"rank {slowest}{where} is slower{part}: the others wait {words} of each step"
     fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
     if facts.num_nodes > 1:
-        fix += f"; if it stays slow, #SBATCH --exclude={culprit.node}"
+        fix += f"; if it stays slow, #SBATCH --exclude={shown.node}"
     sure = _sure(share, limits.straggler)
-    yield share, _finding("slow-rank", title, fix, culprit, sure, text)
+    yield share, _finding("slow-rank", title, fix, text, shown, sure, blames=True)
 
 
-def throttled(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def throttled(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """A GPU that is hot and runs below its full clock rate."""
     for rank in facts.ranks:
         means = rank.means
@@ -184,15 +282,16 @@ def throttled(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Fin
             continue
         is_slowest = facts.timing.slowest_rank == rank.rank
         share = max(1 - ratio, share_of(facts, "straggler", limits) if is_slowest else 0.0)
-        title = f"the GPU of rank {rank.rank} is hot and throttled to {ratio:.0%} of its clock"
-        text = f"{means['temperature']:.0f} °C, {means['clock']:.0f} of "
-        text += f"{means['clock_max']:.0f} MHz on average"
+        clock = percent(ratio, 0)
+        title = f"the GPU of rank {rank.rank} is hot and throttled to {clock} of its clock"
+        text = f"{count(means['temperature'])} °C, {count(means['clock'])} of "
+        text += f"{count(means['clock_max'])} MHz on average"
         fix = "tell the site that its cooling is not enough"
         fix += f"; until then #SBATCH --exclude={rank.node}" if rank.node else ""
-        yield share, _finding("thermal-throttling", title, fix, rank, "medium", text)
+        yield share, _finding("thermal-throttling", title, fix, text, rank, blames=True)
 
 
-def sockets(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def sockets(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """NCCL over TCP between nodes, if that costs something."""
     share = share_of(facts, "comm", limits)
     using = [
@@ -204,80 +303,70 @@ def sockets(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Findi
     missing = [each for each in facts.nccl if "No device found" in each.text]
     fix = "unset NCCL_IB_DISABLE" if disabled else "allranks doctor on the nodes checks InfiniBand"
     confidence: Confidence = "high" if disabled else "low" if missing else "medium"
-    title = f"NCCL uses sockets, not InfiniBand: communication takes {share:.0%} of each step"
+    took = percent(share, 0)
+    title = f"NCCL uses sockets, not InfiniBand: communication takes {took} of each step"
     found = Finding("sockets-instead-of-infiniband", title, fix, confidence=confidence)
     yield share, found.with_evidence(*using[:2], *disabled[:1], *missing[:1])
 
 
-def talking(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def talking(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """Communication that takes long compared to the work between it."""
-    share, timing = share_of(facts, "comm", limits), facts.timing
+    share = share_of(facts, "comm", limits)
     if share < limits.comm:
         return
-    samples = statistics.fmean(rank.step_samples for rank in facts.ranks)
-    title = f"communication takes {share:.0%} of each step, with {samples:.0f} samples per rank"
+    samples = count(statistics.fmean(rank.step_samples for rank in facts.ranks))
+    title = f"communication takes {percent(share, 0)} of each step, with {samples} samples per rank"
     grow = "fewer ranks, or a larger batch_size" if facts.is_task else "fewer ranks, a larger batch"
     fix = f"{grow} (it changes the training), or a faster network: allranks bench comm"
-    text = f"comm {1e3 * (timing.parts or {})['comm']:.1f} ms of a step of "
-    text += f"{timing.step_seconds * 1e3:.1f} ms, {_window(facts)}"
-    yield (
-        share,
-        _finding("communication-bound", title, fix, None, "medium", text, shown=facts.ranks[0]),
-    )
+    text = f"comm {_of_step(facts, share * facts.timing.step_seconds)}, {_window(facts)}"
+    yield share, _finding("communication-bound", title, fix, text, facts.ranks[0])
 
 
-def idle(facts: SlowFacts, limits: Thresholds) -> Iterator[tuple[float, Finding]]:
+def idle(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """GPUs that have little to do although nothing else keeps them waiting."""
     seen = [rank for rank in facts.ranks if "utilization" in rank.means]
     if not seen:
         return
     worst = min(seen, key=lambda rank: rank.means["utilization"])
-    percent = statistics.fmean(rank.means["utilization"] for rank in seen)
-    if percent >= limits.utilization:
+    busy = statistics.fmean(rank.means["utilization"] for rank in seen) / 100
+    if busy >= limits.utilization / 100:
         return
     peak, total = worst.means.get("memory_peak", 0.0), worst.means.get("memory_total", 0.0)
-    lowest = worst.means["utilization"]
-    text = f"GPU utilisation {percent:.0f}% on average, {lowest:.0f}% on the lowest rank"
-    share = 1 - percent / 100
+    lowest = percent(worst.means["utilization"] / 100, 0)
+    text = f"GPU utilisation {percent(busy, 0)} on average, {lowest} on the lowest rank"
+    cause, title = "low-gpu-utilization", f"the GPUs are busy {percent(busy, 0)} of the time"
+    fix = "allranks run --profile 10 JOB.yaml shows what they wait for"
     if total and peak < limits.memory * total:
-        text += f"; at most {peak / total:.0%} of its memory was in use"
-        title = f"the GPUs are busy {percent:.0f}% of the time: larger batches would fit"
+        cause, title = "small-batch", f"{title}: larger batches would fit"
+        text += f"; at most {percent(peak / total, 0)} of its memory was in use"
         fix = "a larger micro_batch_size (the batch stays, accumulation shrinks), and compile: true"
         if not facts.is_task:
             fix = "a larger batch per rank (with less accumulation the total stays), torch.compile"
-        yield share, _finding("small-batch", title, fix, None, "low", text, shown=worst)
-        return
-    title = f"the GPUs are busy {percent:.0f}% of the time"
-    fix = "allranks run --profile 10 JOB.yaml shows what they wait for"
-    yield share, _finding("low-gpu-utilization", title, fix, None, "low", text, shown=worst)
+    yield 1 - busy, _finding(cause, title, fix, text, worst, "low")
 
 
 def _finding(
     cause: str,
     title: str,
     fix: str,
-    culprit: RankFacts | None,
-    confidence: Confidence,
     text: str,
+    shown: RankFacts,
+    confidence: Confidence = "medium",
     *,
-    shown: RankFacts | None = None,
+    blames: bool = False,
 ) -> Finding:
-    """`shown`: whose events prove it, if no rank is to blame."""
-    source = culprit or shown
-    evidence = (Evidence(source.events, source.last_line, text),) if source else ()
-    return Finding(
-        cause,
-        title,
-        fix,
-        rank=culprit.rank if culprit else None,
-        node=culprit.node if culprit else None,
-        confidence=confidence,
-        evidence=evidence,
-    )
+    """`shown`: the rank whose events prove it; `blames`: whether it is to blame, too."""
+    rank, node = (shown.rank, shown.node) if blames else (None, None)
+    evidence = (Evidence(shown.events, shown.last_line, text),)
+    return Finding(cause, title, fix, rank, node, confidence, evidence)
 
 
 def _sure(share: float, limit: float) -> Confidence:
     return "high" if share >= 2 * limit else "medium"
+
+
+def _of_step(facts: SlowFacts, seconds: float) -> str:
+    return f"{duration(seconds)} of a step of {duration(facts.timing.step_seconds)}"
 
 
 def _window(facts: SlowFacts) -> str:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.doctor.log_lines import Line, parse
-from allranks.doctor.log_search import Hit, Scanned, read_around
-from allranks.run.tracebacks import FRAME, INSTALLED, RAISED, is_type
+from allranks.doctor.log_search import Hit, Scanned, parse, read_around
+from allranks.run.tracebacks import RAISED, is_type, read_traceback
 
 READ_BYTES = 1 << 16
 CONTEXT_BYTES = 300
@@ -133,48 +132,30 @@ def _rank_above(mark: Hit, scanned: Scanned) -> int | None:
 
 
 def _read(mark: Hit) -> Raised | None:
-    frames: list[tuple[str, str]] = []
-    functions: list[str] = []
-    is_launchers = False
-    num_foreign = 0
-    source_line = ""
-    for number, line in _own_lines(mark):
-        frame = FRAME.match(line.text)
-        if frame is not None:
-            frames.append((frame["file"], frame["line"]))
-            functions.append(f"{frame['file']} {frame['function'] or ''}")
-            is_launchers |= "torch/distributed/run.py" in frame["file"]
-            source_line = ""
-        elif not line.text or line.text[0].isspace() or line.text[0] in "^~":
-            source_line = source_line or line.text
-        elif (raised := RAISED.match(line.text)) is not None and is_type(raised["type"]):
-            name = raised["type"].rpartition(".")[2]
-            own = [frame for frame in frames if not any(part in frame[0] for part in INSTALLED)]
-            place = (own or frames or [("", "")])[-1]
-            return Raised(
-                mark,
-                number,
-                raised["type"],
-                (raised["message"] or "").strip(),
-                ":".join(place) if place[0] else "",
-                tuple(functions),
-                mark.rank,
-                is_launchers or name in OF_LAUNCHERS,
-                bool(own) and own[-1] == frames[-1] and bool(_RAISES.search(source_line)),
-            )
-        elif frames:
-            num_foreign += 1
-            if num_foreign > MOST_FOREIGN or "Traceback (most recent" in line.text:
-                return None
-    return None
+    printed = read_traceback(_own_lines(mark), MOST_FOREIGN)
+    if printed is None:
+        return None
+    frames = printed.frames
+    own = [frame for frame in frames if frame.is_own]
+    place = next(reversed(own or frames), None)
+    is_launchers = any("torch/distributed/run.py" in frame.file for frame in frames)
+    return Raised(
+        mark,
+        printed.last_line,
+        printed.type,
+        printed.message,
+        f"{place.file}:{place.line}" if place is not None else "",
+        tuple(f"{frame.file} {frame.function}" for frame in frames),
+        mark.rank,
+        is_launchers or printed.name in OF_LAUNCHERS,
+        bool(own) and own[-1] is frames[-1] and bool(_RAISES.search(frames[-1].source)),
+    )
 
 
-def _own_lines(mark: Hit) -> Iterator[tuple[int, Line]]:
+def _own_lines(mark: Hit) -> Iterator[tuple[int, str]]:
     """The lines after a traceback's first, without those of other ranks in between."""
-    text = read_around(mark.source, mark.offset, READ_BYTES)
-    for index, raw in enumerate(text.split("\n")):
-        if index == 0:
-            continue
+    lines = read_around(mark.source, mark.offset, READ_BYTES).split("\n")[1:]
+    for number, raw in enumerate(lines, mark.number + 1):
         line = parse(raw.removeprefix("  ") if _is_in_block(mark) else raw)
         if not mark.line.is_prefixed or line.rank == mark.line.rank:
-            yield mark.number + index, line
+            yield number, line.text

@@ -46,7 +46,7 @@ def unknown_key(path: Sequence[str], known: Sequence[str], place: Origin) -> Pro
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     close = difflib.get_close_matches(".".join(path), siblings, n=1)
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
-    nested = [name for name in known if name.rpartition(".")[2] in _SYNONYMS.get(key, ())]
+    nested = [name for name in known if name.rpartition(".")[2] == _SYNONYMS.get(key)]
     guesses = list(dict.fromkeys([*elsewhere, *close, *nested]))
     if ".".join(path) in known:
         fix = f"write {key.rpartition('.')[2]} indented under {key.rpartition('.')[0]}:"
@@ -62,19 +62,19 @@ def unknown_key(path: Sequence[str], known: Sequence[str], place: Origin) -> Pro
 
 # Other tools' names for our keys, which are spelled too differently to be guessed.
 _SYNONYMS = {
-    "learning_rate": ("lr",),
-    "max_epochs": ("epochs",),
-    "max_steps": ("steps",),
-    "num_epochs": ("epochs",),
-    "grad_clip": ("clip",),
-    "gradient_clip_val": ("clip",),
-    "per_device_train_batch_size": ("batch_size_per_rank",),
-    "gradient_accumulation_steps": ("micro_batch_size",),
-    "accumulate_grad_batches": ("micro_batch_size",),
-    "gpus": ("layout",),
-    "nodes": ("layout",),
-    "script": ("command",),
-    "workers": ("num_workers",),
+    "learning_rate": "lr",
+    "max_epochs": "epochs",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "grad_clip": "clip",
+    "gradient_clip_val": "clip",
+    "per_device_train_batch_size": "batch_size_per_rank",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "accumulate_grad_batches": "micro_batch_size",
+    "gpus": "layout",
+    "nodes": "layout",
+    "script": "command",
+    "workers": "num_workers",
 }
 
 
@@ -122,7 +122,7 @@ def _one_in_words(schema: Schema) -> str:
     if "enum" in schema or "const" in schema:
         return " or ".join(_yaml(value) for value in schema.get("enum", [schema.get("const")]))
     if kind in ("integer", "number"):
-        return _number_in_words(schema, "integer" if kind == "integer" else "number")
+        return _number_in_words(schema, str(kind))
     if kind == "string" and "examples" in schema:
         return f"text such as {' or '.join(schema['examples'])}"
     if kind == "array" and "prefixItems" in schema:
@@ -135,16 +135,12 @@ def _one_in_words(schema: Schema) -> str:
 
 
 def _number_in_words(schema: Schema, noun: str) -> str:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    article = "an" if noun == "integer" else "a"
-    if above == 0 and high is None and below is None:
+    words = {"exclusiveMinimum": "above", "minimum": "at least"}
+    words |= {"maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {_yaml(schema[key])}" for key, word in words.items() if key in schema]
+    if limits == ["above 0"]:
         return f"a positive {noun}"
-    limits = [
-        f"{word} {_yaml(bound)}"
-        for word, bound in (("above", above), ("at least", low), ("at most", high))
-        if bound is not None
-    ] + ([f"below {_yaml(below)}"] if below is not None else [])
+    article = "an" if noun == "integer" else "a"
     return f"{article} {noun}" + (f", {' and '.join(limits)}" if limits else "")
 
 

@@ -42,12 +42,12 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class _Module:
-    """A module and its parsed source; `tree` is None for an extension, which has none."""
+    """A module and its source, as text and parsed; an extension has none."""
 
     name: str
     file: str
-    is_package: bool
-    tree: ast.Module | None
+    text: bytes = b""
+    tree: ast.Module | None = None
 
 
 def find_task(name: str) -> TaskSource:
@@ -83,13 +83,7 @@ def _find_module(name: str, *, task: str) -> _Module:
     folders: Sequence[str] | None = [here, *(one for one in sys.path if one not in ("", here))]
     parent = ""
     for part in name.split("."):
-        if folders is None:
-            raise _NotFound(
-                f"task {task}: {parent} is a file, not a package, so there is no module "
-                f"{parent}.{part}",
-                fix=f"write {parent}:Class",
-            )
-        spec = _find(part, folders, task=task, parent=parent)
+        spec = _find(part, folders or [], task=task, parent=parent)
         folders = spec.submodule_search_locations
         parent = f"{parent}.{part}" if parent else part
     return _read_module(name, spec)
@@ -115,10 +109,10 @@ def _find(
     if close:
         fix = f"write {task.replace(prefix + part, prefix + close[0], 1)}"
     elif parent:
-        fix = f"name a module of {parent}: {', '.join(names) or 'it has none'}"
+        fix = f"name one of its modules: {', '.join(names)}" if names else f"write {parent}:Class"
     else:
         fix = f"run this in the folder that contains {part}, or add that folder to PYTHONPATH"
-    where = ", ".join(searched) or "any folder"
+    where = ", ".join(searched) or f"{parent}, which is a file"
     raise _NotFound(f"task {task}: there is no module {prefix}{part} in {where}", fix=fix)
 
 
@@ -132,12 +126,13 @@ def _read_module(name: str, spec: importlib.machinery.ModuleSpec) -> _Module:
             fix=f"name a module in it: {name}.module:Class",
         )
     if not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        return _Module(name, file, folders is not None, None)
+        return _Module(name, file)
     try:
+        text = Path(file).read_bytes()
         with warnings.catch_warnings():
             # Such as an invalid escape: whoever imports the module will see it.
             warnings.simplefilter("ignore")
-            tree = ast.parse(Path(file).read_bytes(), filename=file)
+            tree = ast.parse(text, filename=file)
     except SyntaxError as error:
         line = error.lineno or 1
         raise AllranksError(
@@ -147,7 +142,7 @@ def _read_module(name: str, spec: importlib.machinery.ModuleSpec) -> _Module:
         raise AllranksError(
             f"{file} cannot be read: {error}", fix="make it a readable Python file"
         ) from None
-    return _Module(name, file, folders is not None, tree)
+    return _Module(name, file, text, tree)
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -158,25 +153,11 @@ def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _statements(ast.iter_child_nodes(statement))
 
 
-def _assigned(statement: ast.AST) -> set[str]:
-    """The names that a statement assigns to."""
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    nodes = [node for target in targets for node in ast.walk(target)]
-    return {node.id for node in nodes if isinstance(node, ast.Name)}
-
-
-def _read_class(
-    module: _Module, name: str, *, above: int | None = None, follows: bool = True
-) -> TaskSource:
-    """A class of a module, defined above that line; `follows`: or imported there."""
+def _read_class(module: _Module, name: str, *, above: int | None = None) -> TaskSource:
+    """A class of a module, defined above that line, or imported there."""
     path = f"{module.name}:{name}"
     if module.tree is None:
         return TaskSource(path)
-    in_doubt = False
     found: ast.ClassDef | ast.ImportFrom | None = None
     classes: list[str] = []
     for statement in _statements(module.tree.body):
@@ -188,16 +169,12 @@ def _read_class(
         elif isinstance(statement, ast.ImportFrom):
             names = [alias.asname or alias.name for alias in statement.names]
             found = statement if name in names else found
-            in_doubt |= "*" in names
-        elif isinstance(statement, ast.FunctionDef):
-            in_doubt |= statement.name == "__getattr__"
-        else:
-            in_doubt |= name in _assigned(statement)
     if isinstance(found, ast.ClassDef):
-        return _describe(module, found, follows)
-    if found is not None and follows:
+        return _describe(module, found)
+    if found is not None:
         return replace(_read_imported(module, found, name), path=path)
-    if found is not None or in_doubt:
+    # Assigned or made by a call, or from a module that does not list its names.
+    if re.search(rf"\b{name}\b|import \*|def __getattr__", module.text.decode(errors="replace")):
         return TaskSource(path)
     close = difflib.get_close_matches(name, classes, n=1, cutoff=0.5) or classes[:1]
     listed = f"its classes: {', '.join(classes)}" if classes else "it has no class at all"
@@ -211,21 +188,25 @@ def _read_class(
 def _read_imported(module: _Module, statement: ast.ImportFrom, name: str) -> TaskSource:
     """The class that `from there import name` imports, if its source can be found."""
     original = next(alias.name for alias in statement.names if (alias.asname or alias.name) == name)
-    package = module.name if module.is_package else module.name.rpartition(".")[0]
+    is_package = Path(module.file).stem == "__init__"
+    package = module.name if is_package else module.name.rpartition(".")[0]
+    there = "." * statement.level + (statement.module or "")
     try:
-        there = importlib.util.resolve_name(
-            "." * statement.level + (statement.module or ""), package
-        )
+        there = importlib.util.resolve_name(there, package)
         if (there, original) == ("allranks.tasks", "Task"):
             return TaskSource("", options=())
-        found = _find_module(there, task=f"{there}:{original}")
-        return _read_class(found, original, follows=False)
-    except (_NotFound, ImportError):
+        return _read_class(_find_module(there, task=f"{there}:{original}"), original)
+    except (_NotFound, ImportError, RecursionError):  # the last: modules that import each other
         return TaskSource("")
 
 
-def _describe(module: _Module, node: ast.ClassDef, follows: bool) -> TaskSource:
-    base = _base(module, node, follows)
+def _describe(module: _Module, node: ast.ClassDef) -> TaskSource:
+    base = TaskSource("")  # not known, if it cannot be read
+    is_derived = any(_last_name(one) not in ("Task", "object") for one in node.bases)
+    if not is_derived:
+        base = TaskSource("", options=())
+    elif len(node.bases) == 1 and isinstance(node.bases[0], ast.Name):
+        base = _read_class(module, node.bases[0].id, above=node.lineno)
     defaults, options, num_samples = base.defaults, base.options, base.num_samples
     methods: dict[str, int] = {}
     for statement in node.body:
@@ -233,9 +214,11 @@ def _describe(module: _Module, node: ast.ClassDef, follows: bool) -> TaskSource:
             methods[statement.name] = statement.lineno
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
             continue
-        if "defaults" in _assigned(statement):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        names = [ast.unparse(target) for target in targets]
+        if "defaults" in names:
             defaults = _literal_defaults(module, node, statement.value)
-        if "num_samples" in _assigned(statement) and isinstance(statement.value, ast.Constant):
+        if "num_samples" in names and isinstance(statement.value, ast.Constant):
             value = statement.value.value
             num_samples = value if isinstance(value, int) else None
     if "stages" in methods:
@@ -244,40 +227,16 @@ def _describe(module: _Module, node: ast.ClassDef, follows: bool) -> TaskSource:
             fix="write `def blocks(self, model)`",
         )
     is_dataclass = any(_last_name(decorator) == "dataclass" for decorator in node.decorator_list)
-    if "__init__" in methods or (not is_dataclass and not _is_derived(node)):
+    if "__init__" in methods or (not is_dataclass and not is_derived):
         options = None
     elif is_dataclass and options is not None:
         options = tuple(dict.fromkeys([*options, *_fields(node)]))
     return TaskSource(f"{module.name}:{node.name}", defaults, options, num_samples)
 
 
-def _is_derived(node: ast.ClassDef) -> bool:
-    """Whether it has a base that may give it options: any other than Task."""
-    return any(_last_name(base) not in ("Task", "object") for base in node.bases)
-
-
-def _base(module: _Module, node: ast.ClassDef, follows: bool) -> TaskSource:
-    """What the class inherits: nothing from Task alone; not known if the base cannot be read."""
-    if not _is_derived(node):
-        return TaskSource("", options=())
-    only = node.bases[0]
-    if len(node.bases) > 1 or not isinstance(only, ast.Name):
-        return TaskSource("")
-    try:
-        return _read_class(module, only.id, above=node.lineno, follows=follows)
-    except _NotFound:
-        return TaskSource("")
-
-
-def _last_name(node: ast.expr | None) -> str:
-    """`dataclass` of `dataclass`, `dataclasses.dataclass` and `dataclass(frozen=True)`."""
-    if isinstance(node, ast.Call):
-        return _last_name(node.func)
-    if isinstance(node, ast.Subscript):
-        return _last_name(node.value)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # a quoted annotation
-        return re.split(r"[\[(]", node.value)[0].rpartition(".")[2].strip()
-    return ast.unparse(node).rpartition(".")[2] if node is not None else ""
+def _last_name(node: ast.expr) -> str:
+    """`field` of `field`, `dataclasses.field`, `field(init=False)`, `field[int]` and `"field"`."""
+    return re.split(r"[\[(]", ast.unparse(node).strip("'\""))[0].rpartition(".")[2].strip()
 
 
 def _fields(node: ast.ClassDef) -> Iterator[str]:
@@ -285,12 +244,8 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        value = statement.value
-        is_left_out = (
-            isinstance(value, ast.Call)
-            and _last_name(value) == "field"
-            and any(ast.unparse(argument) == "init=False" for argument in value.keywords)
-        )
+        value = ast.unparse(statement.value) if statement.value else ""
+        is_left_out = re.match(r"(\w+\.)?field\(.*\binit=False", value)
         if _last_name(statement.annotation) not in ("ClassVar", "KW_ONLY") and not is_left_out:
             yield statement.target.id
 

@@ -110,18 +110,12 @@ for _name, _pattern, _first in _SCALARS:
     Dumper.add_implicit_resolver(_tag, _regexp, _first)
 
 
-def _construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
+def _construct_number(loader: Loader, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node)
-    base = {"0x": 16, "0o": 8}.get(text[:2], 10)
     try:
-        return int(text, base)
-    except ValueError as error:
-        raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
-
-
-def _construct_float(loader: Loader, node: yaml.ScalarNode) -> float:
-    try:
-        return float(re.sub(r"\.(?=[in])", "", loader.construct_scalar(node).lower()))
+        if node.tag.endswith(":int"):
+            return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
+        return float(re.sub(r"\.(?=[in])", "", text.lower()))  # .inf, .nan
     except ValueError as error:
         raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
 
@@ -132,8 +126,8 @@ Loader.yaml_constructors = {
     for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")
 }
-Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+for _name in ("int", "float"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _construct_number)
 
 
 def parse_value(text: str) -> tuple[Any, list[tuple[KeyPath, int]]]:

@@ -1,4 +1,7 @@
-"""torch's elastic agent, changed so that it leaves signals to the launcher."""
+"""torch's elastic agent, changed so that it leaves signals to the launcher, and its rendezvous.
+
+The rendezvous has one store, node ranks as typed, and a round for each restart.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -18,19 +23,186 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from allranks.errors import AllranksError
-from allranks.launch.meeting import MEETING_SECONDS
-from allranks.launch.rendezvous import FixedNodes
+from allranks.launch.meeting import (
+    MEETING_SECONDS,
+    Interrupted,
+    Met,
+    Wait,
+    listen,
+    names_of,
+    own_address,
+)
 from allranks.show.numbers import duration
 
 ENDING_SECONDS = 5.0  # after its ranks, before a wait for other nodes is worth a line
+ROUND_POLL_SECONDS = 0.01
+NAMING_SECONDS = 1.0  # between looks at which node is missing
+MORE_PORTS = 16  # that are tried for the ranks of a restart
 
 # What only torchrun decides; the rest that torch gives a rank is from our own environment.
 OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
 )
+
+
+def open_store(met: Met, wait: Wait) -> dist.TCPStore:
+    """The store that all nodes share; node 0 serves it where they met."""
+    descriptor = met.listener.detach() if met.listener is not None else None
+
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(
+            met.address,
+            met.port,
+            is_master=descriptor is not None,
+            timeout=timedelta(seconds=MEETING_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+
+    try:
+        return wait.beside(connect, f"the store at {met.address}:{met.port}")
+    except (dist.DistError, RuntimeError) as error:
+        raise AllranksError(
+            f"cannot reach the store of node 0 at {met.address}:{met.port}: "
+            f"{str(error).splitlines()[0]}",
+            fix="node 0 has ended, or the network between them is gone: start every node again",
+            exit_code=1,
+        ) from None
+
+
+class FixedNodes(RendezvousHandler):
+    """A fixed set of nodes, which meet again whenever one of them restarts its ranks."""
+
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        *,
+        node_rank: int,
+        num_nodes: int,
+        address: str,
+        run: str,
+        attempt: int,
+    ) -> None:
+        self._store = store
+        self._node_rank = node_rank
+        self._num_nodes = num_nodes
+        self._address = address
+        self._run = run
+        self.first_attempt = attempt
+        self.round = -1
+        self.awaits: tuple[str, float] | None = None  # what is waited for, and for how long it was
+        self.leaves = False  # nobody waits for this any more
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.round += 1
+        try:
+            self._store.set("round", str(self.round))
+            self._store.set(f"round/{self.round}/{self._node_rank}", "here")
+            self._wait_for_all()
+            port = self._port_of_ranks()
+        except (dist.DistError, RuntimeError) as error:
+            raise AllranksError(
+                f"node 0 is gone: {str(error).splitlines()[0]}",
+                fix="start every node again, with --resume last if there is a checkpoint",
+                exit_code=1,
+            ) from None
+        return RendezvousInfo(
+            dist.PrefixStore(f"agents/{self.round}", self._store),
+            self._node_rank,
+            self._num_nodes,
+            RendezvousStoreInfo(self._address, port),
+        )
+
+    def _wait_for_all(self) -> None:
+        """Wait until every node has come to this round; `awaits` says which ones have not yet."""
+        keys = {node: f"round/{self.round}/{node}" for node in range(self._num_nodes)}
+        begin, next_look = time.monotonic(), 0.0
+        missing = [node for node in keys if node != self._node_rank]
+        try:
+            while not self._store.check([*keys.values()]):
+                now = time.monotonic()
+                if now >= next_look:
+                    next_look = now + NAMING_SECONDS
+                    missing = [node for node in missing if not self._store.check([keys[node]])]
+                left = MEETING_SECONDS - (now - begin)
+                text = f"waiting for {names_of(missing)}; {duration(left, whole=True)} left"
+                self.awaits = text, now - begin
+                if self.leaves:
+                    raise Interrupted
+                if left < 0:
+                    raise TimeoutError(
+                        f"{names_of(missing)} did not come within "
+                        f"{duration(MEETING_SECONDS, whole=True)}"
+                    )
+                time.sleep(ROUND_POLL_SECONDS)
+        finally:
+            self.awaits = None
+
+    def _port_of_ranks(self) -> int:
+        """The port of the store in which the ranks meet: a new one after a restart.
+
+        torch leaves the addresses of the ranks in it, and would have new ranks call dead ones.
+        """
+        if self.round == 0:
+            return int(self._store.port)
+        if self._node_rank == 0:
+            self._serve_ranks()
+        return int(self._store.get(f"port/{self.round}"))
+
+    def _serve_ranks(self) -> None:
+        # Beside the port that the user typed: where that one is open, others near it may be.
+        near = self._store.port + self.round
+        for port in [0] if self._num_nodes == 1 else [*range(near, near + MORE_PORTS), 0]:
+            try:
+                listener = listen(self._address, port)
+                break
+            except (OSError, OverflowError):  # taken, or beyond the last one
+                continue
+        port = listener.getsockname()[1]
+        self._store_of_ranks = dist.TCPStore(
+            own_address(listener),
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._store.set(f"port/{self.round}", str(port))
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 if another node has moved on to a later round: this one must follow."""
+        if self._num_nodes == 1:
+            return 0
+        try:
+            return int(int(self._store.get("round")) > self.round)
+        except dist.DistError:
+            return 0  # node 0 is gone; the ranks will notice by themselves
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "fixed"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def get_run_id(self) -> str:
+        return self._run
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class NoLogs(DefaultLogsSpecs):

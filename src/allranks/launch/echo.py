@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.launch.logs import Together
+from allranks.launch.follow import Together
 from allranks.run.folder import RunDir
 from allranks.run.logs import LogTail
 from allranks.run.stacks import without_dumps

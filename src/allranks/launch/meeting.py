@@ -23,8 +23,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from concurrent import futures
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 from allranks.errors import AllranksError
 from allranks.launch.checks import check_owner
 from allranks.machine.network import listen_on_every_address
-from allranks.show.numbers import duration
+from allranks.show.numbers import duration, listed
 from allranks.show.text import clean
 
 VERSION = 1
@@ -58,67 +59,50 @@ class Interrupted(AllranksError):
         super().__init__(what, fix="type the command again", exit_code=130)
 
 
+@dataclass(slots=True)
 class Wait:
     """A wait that has an end. `show` gets what is waited for, and how many seconds so far.
 
     `interrupted`: whether a signal has come.
     """
 
-    def __init__(
-        self,
-        interrupted: Callable[[], bool],
-        show: Callable[[str, float], None] = lambda text, seconds: None,
-        seconds: float = MEETING_SECONDS,
-    ) -> None:
-        self._interrupted = interrupted
-        self._show = show
-        self._seconds = seconds
-        self._begin = time.monotonic()
+    interrupted: Callable[[], bool]
+    show: Callable[[str, float], None] = lambda text, seconds: None
+    seconds: float = MEETING_SECONDS
+    begin: float = field(default_factory=time.monotonic)
 
-    def look(self, awaited: str, until: float = math.inf) -> None:
+    def check(self, awaited: str, until: float = math.inf) -> None:
         """Call this many times a second; raises when the wait is over. `until`: if sooner."""
-        if self._interrupted():
+        if self.interrupted():
             raise Interrupted
-        waited = time.monotonic() - self._begin
-        if waited > self._seconds:
+        waited = time.monotonic() - self.begin
+        if waited > self.seconds:
             raise AllranksError(
-                f"gave up after waiting {duration(self._seconds, whole=True)} for {awaited}",
+                f"gave up after waiting {duration(self.seconds, whole=True)} for {awaited}",
                 fix="start every node of the layout within ten minutes, with the same --master "
                 "HOST:PORT: a name of node 0's machine that all of them know, and a free port "
                 "there that no firewall closes",
                 exit_code=1,
             )
         if waited > SHOWN_SECONDS:
-            left = min(self._seconds - waited, max(0.0, until - time.monotonic()))
-            self._show(f"waiting for {awaited}; {duration(left, whole=True)} left", waited)
-
-    def pause(self, awaited: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self.look(awaited)
-            time.sleep(POLL_SECONDS)
+            left = min(self.seconds - waited, max(0.0, until - time.monotonic()))
+            self.show(f"waiting for {awaited}; {duration(left, whole=True)} left", waited)
 
     def beside(self, call: Callable[[], T], awaited: str, seconds: float = math.inf) -> T:
         """The result of a blocking call, made in another thread. `seconds`: its own limit."""
-        done: list[T] = []
-        failed: list[Exception] = []
+        done: futures.Future[T] = futures.Future()
 
         def work() -> None:
             try:
-                done.append(call())
+                done.set_result(call())
             except Exception as error:
-                failed.append(error)
+                done.set_exception(error)
 
         until = time.monotonic() + seconds
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(POLL_SECONDS / 5)
-        while thread.is_alive():
-            self.look(awaited, until)
-            thread.join(POLL_SECONDS)
-        if failed:
-            raise failed[0]
-        return done[0]
+        threading.Thread(target=work, daemon=True).start()
+        while not futures.wait([done], POLL_SECONDS).done:
+            self.check(awaited, until)
+        return done.result()
 
 
 class Link:
@@ -127,12 +111,6 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._unread = b""
-
-    def __enter__(self) -> Link:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self.hang_up()
@@ -146,22 +124,19 @@ class Link:
     def send(self, message: Message) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, seconds: float | None) -> Message:
+    def receive(self, seconds: float = math.inf) -> Message:
         """The next message, all of it within `seconds`. Raises ValueError if it is not one."""
-        until = math.inf if seconds is None else time.monotonic() + seconds
+        until = time.monotonic() + seconds
         while b"\n" not in self._unread and len(self._unread) <= MOST_BYTES:
+            left = max(0.001, until - time.monotonic())
+            self.socket.settimeout(None if left == math.inf else left)
             try:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self.socket.settimeout(None if left == math.inf else left)
                 read = self.socket.recv(MOST_BYTES)
             except TimeoutError:
                 if self._unread:
                     raise ValueError(f"{quoted(self._unread)}, no more") from None
-                raise TimeoutError(
-                    errno.ETIMEDOUT, "it accepts connections, but says nothing"
-                ) from None
+                silent = "it accepts connections, but says nothing"
+                raise TimeoutError(errno.ETIMEDOUT, silent) from None
             if not read:
                 raise ConnectionResetError(errno.ECONNRESET, "it closes the connection")
             self._unread += read
@@ -209,16 +184,15 @@ def split_master(master: str | None) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """A listening socket: on the loopback for one machine, else on all addresses of this machine.
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, on the loopback if `host` is on it, else on every address.
 
     A machine's own name is of no use here: /etc/hosts may make it another loopback address.
     """
-    if alone or is_loopback(host):
-        host = host if is_loopback(host) else "127.0.0.1"
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
-    return listen_on_every_address(port, backlog=1024)
+    if not is_loopback(host):
+        return listen_on_every_address(port, backlog=1024)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
 
 
 def own_address(listener: socket.socket) -> str:
@@ -285,7 +259,7 @@ class Met:
 
 def alone(mine: Meeting) -> Met:
     """All ranks are on this machine: nobody is to come, and nobody else can reach the store."""
-    listener = listen("127.0.0.1", 0, alone=True)
+    listener = listen("127.0.0.1", 0)
     return Met(mine, own_address(listener), listener.getsockname()[1], listener)
 
 
@@ -293,7 +267,7 @@ def receive(host: str, port: int, mine: Meeting, num_nodes: int, wait: Wait) -> 
     """Wait until all other nodes have come, and tell them what this one has decided."""
     is_here = any(is_own(family, address) for family, *_, address in resolve(host, port, wait))
     try:
-        listener = listen(host, port, alone=False)
+        listener = listen(host, port)
     except OSError as error:
         raise _port_error(host, port, error) from None
     # Behind a router a machine does not know its address from outside: that is no error.
@@ -333,7 +307,7 @@ def _other_node_0(address: str, port: int) -> Message | None:
     """What another node 0 says of itself, if that is what holds the port."""
     with suppress(OSError, ValueError):
         connection = socket.create_connection((address, port), FIRST_SECONDS)
-        with Link(connection) as link:
+        with closing(Link(connection)) as link:
             link.send({"allranks": VERSION, "nonce": secrets.token_hex(16)})
             said = link.receive(FIRST_SECONDS)
             return said if said.get("allranks") == VERSION and "pid" in said else None
@@ -352,50 +326,49 @@ def duplicate(node: int, there: Message, here: Message) -> AllranksError:
     )
 
 
+@dataclass(slots=True)
 class Door:
     """Lets nodes in. Each guest has a thread of its own, so a silent one keeps nobody out."""
 
-    def __init__(
-        self, listener: socket.socket, mine: Meeting, key_name: str, key: bytes, num_nodes: int
-    ) -> None:
-        self._listener = listener
-        self._mine = mine
-        self._key_name = key_name
-        self._key = key
-        self._num_nodes = num_nodes
-        self._guests: list[Link] = []  # that have not proved to be nodes, as they came
-        self._nodes: dict[int, tuple[Link, tuple[str, str], Message]] = {}  # with nonces and card
-        self._lock = threading.Lock()
+    listener: socket.socket
+    mine: Meeting
+    key_name: str
+    key: bytes
+    num_nodes: int
+    guests: list[Link] = field(default_factory=list)  # not known to be nodes, in order of arrival
+    # Each with the numbers of its proof, and what it said of itself.
+    nodes: dict[int, tuple[Link, tuple[str, str], Message]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def serve(self, wait: Wait, hint: str = "") -> None:
         """Until all nodes are in. `hint`: why they may not come."""
-        self._listener.settimeout(POLL_SECONDS)
+        self.listener.settimeout(POLL_SECONDS)
         try:
-            while missing := [n for n in range(1, self._num_nodes) if n not in self._nodes]:
-                wait.look(f"{names_of(missing)} of layout {self._mine.layout}{hint}")
+            while missing := [n for n in range(1, self.num_nodes) if n not in self.nodes]:
+                wait.check(f"{names_of(missing)} of layout {self.mine.layout}{hint}")
                 self._welcome()
-            with self._lock:
-                for link, nonces, _ in self._nodes.values():
+            with self.lock:
+                for link, nonces, _ in self.nodes.values():
                     with suppress(OSError):  # one that has just died is missed when ranks start
-                        self._tell(link, nonces, {"meeting": asdict(self._mine)})
+                        self._tell(link, nonces, {"meeting": asdict(self.mine)})
         finally:
-            with self._lock:
-                for link in [*self._guests, *(link for link, *_ in self._nodes.values())]:
+            with self.lock:
+                for link in [*self.guests, *(link for link, *_ in self.nodes.values())]:
                     link.hang_up()
 
     def _welcome(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self.listener.accept()
         except TimeoutError:
             return
         except OSError:  # it is gone again, or there are no more files: others may leave
             time.sleep(POLL_SECONDS)
             return
         guest = Link(connection)
-        with self._lock:
-            self._guests.append(guest)
-            if len(self._guests) > MOST_STRANGERS + self._num_nodes:
-                self._guests[0].hang_up()
+        with self.lock:
+            self.guests.append(guest)
+            if len(self.guests) > MOST_STRANGERS + self.num_nodes:
+                self.guests[0].hang_up()
         threading.Thread(target=self._talk, args=(guest,), daemon=True).start()
 
     def _talk(self, guest: Link) -> None:
@@ -404,15 +377,15 @@ class Door:
         try:
             nonces = self._greet(guest)
             node = self._let_in(guest, nonces, guest.receive(ANSWER_SECONDS))
-            guest.receive(None)  # it has no more to say: this ends when it leaves
+            guest.receive()  # it has no more to say: this ends when it leaves
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass
         finally:
-            with self._lock:
+            with self.lock:
                 if node is not None:
-                    del self._nodes[node]
-                elif guest in self._guests:
-                    self._guests.remove(guest)
+                    del self.nodes[node]
+                elif guest in self.guests:
+                    self.guests.remove(guest)
                 guest.close()
 
     def _greet(self, guest: Link) -> tuple[str, str]:
@@ -420,41 +393,38 @@ class Door:
         if hello.get("allranks") != VERSION or not isinstance(hello["nonce"], str):
             raise ValueError("not one of us")
         nonces = (hello["nonce"], secrets.token_hex(16))
-        where = {"run_dir": self._mine.run_dir, "key": self._key_name, "nonce": nonces[1]}
-        port = self._listener.getsockname()[1]
+        where = {"run_dir": self.mine.run_dir, "key": self.key_name, "nonce": nonces[1]}
+        port = self.listener.getsockname()[1]
         self._tell(guest, nonces, {"allranks": VERSION, **introduce(), **where, "port": port})
         return nonces
 
     def _let_in(self, guest: Link, nonces: tuple[str, str], card: Message) -> int:
-        check_proof(self._key, "node", nonces, card)
+        check_proof(self.key, "node", nonces, card)
         node, refused = int(card["node"]), None
-        with self._lock:
-            if card["layout"] != self._mine.layout:
+        with self.lock:
+            if card["layout"] != self.mine.layout:
                 refused = AllranksError(
-                    f"node 0 was started with --layout {self._mine.layout}, node {node} with "
+                    f"node 0 was started with --layout {self.mine.layout}, node {node} with "
                     f"{card['layout']}",
-                    fix=f"type --layout {self._mine.layout} on every machine",
+                    fix=f"type --layout {self.mine.layout} on every machine",
                 )
-            elif node in self._nodes or node == 0:
-                refused = duplicate(node, self._nodes[node][2] if node else introduce(), card)
+            elif node in self.nodes or node == 0:
+                refused = duplicate(node, self.nodes[node][2] if node else introduce(), card)
             else:
-                self._guests.remove(guest)
-                self._nodes[node] = guest, nonces, card
+                self.guests.remove(guest)
+                self.nodes[node] = guest, nonces, card
         if refused is not None:
             self._tell(guest, nonces, {"refused": {"what": refused.what, "fix": refused.fix}})
             raise ValueError("refused")
         return node
 
     def _tell(self, guest: Link, nonces: tuple[str, str], message: Message) -> None:
-        guest.send(with_proof(self._key, "first", nonces, message))
+        guest.send(with_proof(self.key, "first", nonces, message))
 
 
 def names_of(nodes: list[int]) -> str:
-    """`node 1`, or `nodes 1, 3`."""
-    if len(nodes) == 1:
-        return f"node {nodes[0]}"
-    shown = ", ".join(str(node) for node in nodes[:8])
-    return f"nodes {shown}" + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    """`node 1`, or `nodes 1 and 3`."""
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}"
 
 
 # --- The other nodes -----------------------------------------------------------------------------
@@ -473,9 +443,10 @@ def enter(host: str, port: int, node: int, layout: str, wait: Wait) -> Met:
     resolve(host, port, wait)
     why, odd_since = "not asked yet", 0.0
     while True:
-        begin = time.monotonic()
+        begin, awaited = time.monotonic(), f"node 0 at {host}:{port} ({why})"
+        wait.check(awaited)
         try:
-            with _connect(host, port, wait, f"node 0 at {host}:{port} ({why})") as link:
+            with closing(_connect(host, port, wait, awaited)) as link:
                 address = str(link.socket.getpeername()[0])
                 key, nonces = _know_each_other(link, host, port, node, wait)
                 return Met(_wait_inside(link, key, nonces, node, layout, wait), address, port)
@@ -485,7 +456,7 @@ def enter(host: str, port: int, node: int, layout: str, wait: Wait) -> Met:
             why, odd_since = str(error), odd_since or begin
             if time.monotonic() > odd_since + ANSWER_SECONDS:
                 raise not_node_0(host, port, why) from None
-        wait.pause(f"node 0 at {host}:{port} ({why})", 0.2)
+        time.sleep(0.2)
 
 
 def _connect(host: str, port: int, wait: Wait, awaited: str) -> Link:
@@ -494,13 +465,11 @@ def _connect(host: str, port: int, wait: Wait, awaited: str) -> Link:
         return Link(wait.beside(call, awaited))
     except ExceptionGroup as failed:
         # If a name has several addresses, wait for one where merely nobody listens yet.
-        waits = [
-            e for e in failed.exceptions if isinstance(e, ConnectionRefusedError | TimeoutError)
-        ]
-        if waits:
-            is_refused = isinstance(waits[0], ConnectionRefusedError)
-            text = "nothing listens there yet" if is_refused else "its machine does not answer"
-            raise NotYet(text) from None
+        for error in failed.exceptions:
+            if isinstance(error, ConnectionRefusedError):
+                raise NotYet("nothing listens there yet") from None
+            if isinstance(error, TimeoutError):
+                raise NotYet("its machine does not answer") from None
         raise NotRight(_reason(failed.exceptions[0])) from None
     except OSError as error:
         raise NotRight(_reason(error)) from None
@@ -533,7 +502,7 @@ def _wait_inside(
     try:
         card = {"node": node, "layout": layout, **introduce()}
         link.send(with_proof(key, "node", nonces, card))
-        told = wait.beside(lambda: link.receive(None), f"all other nodes of layout {layout}")
+        told = wait.beside(lambda: link.receive(), f"all other nodes of layout {layout}")
         check_proof(key, "first", nonces, told)
     except (OSError, ValueError):
         raise AllranksError(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, disk_error
 from allranks.launch import meeting, prepare
+from allranks.launch.follow import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
-from allranks.launch.waiting import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, quick_imports
 from allranks.run import claims
@@ -100,7 +100,7 @@ class Launch:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
         # Imports torch: from here on ranks really run on this machine.
         with quick_imports():
-            from allranks.launch import agent, rendezvous
+            from allranks.launch import agent
 
         place, prepared = self.place, self.prepared
         node_rank, layout = place.node_rank or 0, str(prepared.layout)
@@ -120,14 +120,14 @@ class Launch:
         else:
             met = meeting.enter(*master, node_rank, layout, meeting.Wait(*waits))
         decided = met.meeting
-        store = rendezvous.open_store(met, meeting.Wait(*waits))
+        store = agent.open_store(met, meeting.Wait(*waits))
         self._show(lambda: self.screen.stalled(None))
         run = RunDir(Path(decided.run_dir))
         prepared.checkpoint, prepared.attempt = decided.checkpoint, decided.attempt
         prepared.claim = decided.claim
         # Node 0's job is the one that counts; its layout is that of the meeting.
         prepared.job = prepare.load_resolved(run, layout=decided.layout)
-        nodes = rendezvous.FixedNodes(
+        nodes = agent.FixedNodes(
             store,
             node_rank=node_rank,
             num_nodes=num_nodes,
@@ -141,7 +141,7 @@ class Launch:
         is_command = prepared.job.command is not None
 
         def arguments(attempt: int) -> list[str]:
-            self._claim.check()  # the number of an attempt may be a newer holder's, too
+            self._claim.raise_if_lost()  # the number of an attempt may be a newer holder's, too
             self._show(lambda: self.screen.starting(attempt))
             words = prepare.fill_command(prepared, run, attempt) if is_command else []
             return ["-m", "allranks.launch.rank_env", *words]
@@ -159,11 +159,6 @@ class Launch:
 
     def _interrupted(self) -> bool:
         return bool(self.signals.received)
-
-    def run_to_end(self) -> Outcome:
-        """Run this node's ranks, and report how the run ended, which the first node decides."""
-        self.run_ranks()
-        return self._outcome()
 
     def run_ranks(self) -> set[str]:
         """Run this node's ranks to their end; the states in which they ended.
@@ -259,7 +254,7 @@ class Launch:
 
     def _record_ends(self, exit_codes: dict[int, int | None], attempt: int) -> None:
         """Write the end of every rank that did not: it was killed, or is a user's script."""
-        self._claim.check()  # a newer holder's ranks have written what there is to write
+        self._claim.raise_if_lost()  # a newer holder's ranks have written what there is to write
         # The kernel's own count: its messages are mostly not for users to read.
         kills = (memory_kills() or 0) - self._memory_kills
         for rank, code in exit_codes.items():
@@ -296,10 +291,12 @@ class Launch:
         wait_for_ranks(self.run, attempt, ranks, seconds, is_enough, while_alive=not is_lost)
         self._show(lambda: self.screen.stalled(None))
 
-    def _outcome(self) -> Outcome:
+    def run_to_end(self) -> Outcome:
+        """Run this node's ranks, and report how the run ended, which the first node decides."""
+        states = self.run_ranks()
         # The run is still held by this process: for everyone else it is running until we return.
         state = self.run.ended_state()
-        if self.place.node_rank and self.own_states() == {"finished"}:
+        if self.place.node_rank and states == {"finished"}:
             state = "finished"  # as far as this node knows: the first one says what the run came to
         if state == "failed" and self._interrupted() and failure(self.run) is None:
             state = "stopped"  # ranks of other nodes have not said so yet

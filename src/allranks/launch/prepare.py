@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -28,9 +28,16 @@ from allranks.layout import Layout
 from allranks.machine import allotted, inventory
 from allranks.machine.processes import Setting
 from allranks.run import claims, commits, stacks
-from allranks.run.folder import RunDir, create_run, find_run, no_readable_checkpoint
+from allranks.run.folder import (
+    RunDir,
+    create_run,
+    find_run,
+    no_readable_checkpoint,
+    write_atomically,
+)
 
 DEFAULT_TIMEOUT = Duration(1800)
+ATTEMPT_FILE = "attempt.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,64 @@ class Prepared:
     @property
     def layout(self) -> Layout:
         return self.job.layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """`attempts/N/attempt.json`: what whoever starts an attempt tells the launchers of its nodes.
+
+    It is written once, before any rank starts; a launcher is given only its path.
+    """
+
+    number: int
+    layout: str
+    checkpoint: str  # to resume from; empty: start at step 0
+    threads: int | None  # per rank, as when the checkpoint was written in the same layout
+    claim: int | None
+    nodes: Sequence[str]  # names by which they reach each other; the first one leads
+    port: int  # of the first node, where the others meet it
+    max_restarts: int | None = None  # None: what the job says
+    oversubscribe: bool = False
+    check: Sequence[str] = ()  # arguments of the preflight, where launchers are to run it
+
+    @property
+    def master(self) -> str:
+        return f"{self.nodes[0]}:{self.port}"
+
+    def prepared(self, run: RunDir, variables: Mapping[str, str]) -> Prepared:
+        """What the launcher of one node starts; `variables`: for its ranks only."""
+        # Not the file's layout: a run that is being moved has its next one there already.
+        layout = Layout.parse(self.layout)
+        return Prepared(
+            request=Request(runs=run.path.parent, leads=False),
+            job=load_resolved(run).model_copy(update={"layout": layout}),
+            run=run,
+            attempt=self.number,
+            checkpoint=self.checkpoint,
+            threads=self.threads,
+            claim=self.claim,
+            variables=dict(variables),
+        )
+
+
+def write_attempt(prepared: Prepared, run: RunDir, **more: Any) -> Path:
+    """Write attempt.json for what was prepared; `more`: its nodes, their port, and the rest."""
+    attempt = Attempt(
+        number=prepared.attempt,
+        layout=str(prepared.layout),
+        checkpoint=prepared.checkpoint,
+        threads=prepared.threads,
+        claim=prepared.claim,
+        **more,
+    )
+    path = run.attempt(attempt.number) / ATTEMPT_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(asdict(attempt), indent=2) + "\n")
+    return path
+
+
+def read_attempt(path: Path) -> Attempt:
+    return Attempt(**json.loads(path.read_text()))
 
 
 def prepare(request: Request) -> Prepared:
@@ -156,7 +221,7 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
             f"run {run.name} cannot resume with different mathematics: {'; '.join(lines)}",
             fix="undo the change, start a new run without --resume, or add --force to go on anyway",
         )
-    records = withheld.records(changes)
+    records = withheld.public_changes(changes)
     return Prepared(
         request=request,
         job=job,
@@ -284,12 +349,12 @@ def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
     keys = {override.partition("=")[0] for override in now}
     keys |= {key for pair in EXCLUSIVE for key in pair if keys & set(pair)}
     kept = [old for old in earlier if old.partition("=")[0] not in keys]
-    return withheld.typed([*kept, *now])
+    return [withheld.public_override(one) for one in (*kept, *now)]
 
 
 def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:
     """The user's command for this layout and attempt, its placeholders filled in."""
-    job, last = prepared.job, last_of(prepared, run)
+    job, last = prepared.job, last_of(prepared.job, run)
     words = job.argv  # {stage} is filled in where the copy is made: see rank_env
     if job.resume and attempt > 0 and Path(last).exists():
         words += shlex.split(job.resume)
@@ -314,9 +379,9 @@ def find_python(program: str, path: str | None) -> str:
         return sys.executable
 
 
-def last_of(prepared: Prepared, run: RunDir) -> str:
+def last_of(job: Job, run: RunDir) -> str:
     """Where the user's script keeps its newest checkpoint; empty if the job does not say."""
-    return _fill(prepared.job.last or "", _placeholders(prepared.layout, run))
+    return _fill(job.last or "", _placeholders(job.layout, run))
 
 
 def has_checkpoint(prepared: Prepared, run: RunDir) -> bool:
@@ -327,7 +392,7 @@ def has_checkpoint(prepared: Prepared, run: RunDir) -> bool:
 
 def last_change(run: RunDir, job: Job) -> float | None:
     """When a script's newest checkpoint was written; None if there is none."""
-    last = _fill(job.last or "", _placeholders(job.layout, run))
+    last = last_of(job, run)
     return Path(last).stat().st_mtime if last and Path(last).exists() else None
 
 

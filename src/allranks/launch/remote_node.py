@@ -18,15 +18,15 @@ from typing import IO
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, network
-from allranks.launch.attempt import prepared_for, read
 from allranks.launch.node import Place, run_beside
+from allranks.launch.prepare import read_attempt
 from allranks.machine.processes import listening
 from allranks.run.folder import RunDir
 
 
 def main() -> int:
     path, node_rank = Path(sys.argv[1]), int(sys.argv[2])
-    told, run = read(path), RunDir(path.parents[2])
+    told, run = read_attempt(path), RunDir(path.parents[2])
     words = os.fdopen(os.dup(0), "rb", buffering=0)  # no rank must read from it
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(json.loads(words.readline()))
@@ -39,7 +39,7 @@ def main() -> int:
     with listening() as signals:
         threading.Thread(target=obey, args=(words,), daemon=True).start()
         try:
-            prepared = prepared_for(told, run, network.variables(told.nodes))
+            prepared = told.prepared(run, network.variables(told.nodes))
             here = prepared.layout.gpus
             checks.check_machine(prepared.layout, here=here, oversubscribe=told.oversubscribe)
             checks.settle_precision(prepared)

@@ -1,19 +1,19 @@
-"""What the user sees of a run: remarks, banner, progress, summary. Drawn from the run folder."""
+"""What the user sees of runs: remarks, banner, progress, summary, the tables of `ls` and drafts."""
 
 from __future__ import annotations
 
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from allranks.job.job import Job
@@ -23,12 +23,24 @@ from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.run.results import steps_by_rank
-from allranks.show.numbers import count, duration, number, percent
+from allranks.show.numbers import (
+    NOTHING,
+    count,
+    duration,
+    metric,
+    moment,
+    number,
+    percent,
+    progress,
+)
+from allranks.show.tables import STATE_STYLES, Cell, Table, facts, show_table
+from allranks.show.text import clean
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without a step, before the user of a benchmark is told
 FIRST_NOTE_SECONDS = 30.0  # until the second note on a wait; then twice as long each time
+LIST_COLUMNS = ("run", "state", "layout", "job", "step", "left")
 
 
 class Screen:
@@ -111,19 +123,12 @@ class Screen:
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
-        """Show this run from now on, through the eyes of `rank`."""
+        """Show this run from now on, as `rank` sees it."""
         self._run, self._job, self._rank = run, job, rank
         self.console.print(Text(f"{run.name}: starting {job.layout}", style="dim"), soft_wrap=True)
         if self.echo:
-            native = job.command is None
-            self._echo = Echo(
-                self.console,
-                rank,
-                self.show,
-                has_bar=native,
-                write=self._put,
-                hides=not self.debug,
-            )
+            ways = {"has_bar": job.command is None, "hides": not self.debug}
+            self._echo = Echo(self.console, rank, self.show, write=self._put, **ways)
 
     def open_terminal(self) -> str | None:
         """The path of a terminal for the rank that is followed, if it gets one."""
@@ -168,23 +173,21 @@ class Screen:
 
     def summary(self, result: dict[str, Any], *, can_go_on: bool = True) -> None:
         """The table at the end, the folder, and the accuracy if there is one."""
+        run, say = RunDir(Path(result["run_dir"])), partial(self.console.print, soft_wrap=True)
         with suppress(OSError):
-            self._summary(result, RunDir(Path(result["run_dir"])), can_go_on=can_go_on)
-
-    def _summary(self, result: dict[str, Any], run: RunDir, *, can_go_on: bool) -> None:
-        self.console.print(Text(result["run"], style="bold"))
-        self.console.print(summary_table(result))
-        self.console.print(Text(result["run_dir"]), soft_wrap=True)
-        if since := result.get("nonfinite_since"):
-            lost = f"loss nan since step {since}: allranks doctor {run.reference} shows why"
-            self.console.print(Text(lost, style="red"), soft_wrap=True)
-        if result.get("reason"):
-            self.console.print(Text(result["reason"], style="yellow"), soft_wrap=True)
-        if result["state"] == "stopped" and can_go_on:
-            self.console.print(f"go on with: {run.resume_command}", soft_wrap=True)
-        accuracy = result["metrics"].get("val_accuracy")
-        if accuracy is not None:
-            self.console.print(f"validation accuracy {percent(accuracy)}", highlight=False)
+            say(Text(result["run"], style="bold"))
+            show_table(self.console, summary_table(result))
+            say(Text(result["run_dir"]))
+            if since := result.get("nonfinite_since"):
+                lost = f"loss nan since step {since}: allranks doctor {run.reference} shows why"
+                say(Text(lost, style="red"))
+            if result.get("reason"):
+                say(Text(result["reason"], style="yellow"))
+            if result["state"] == "stopped" and can_go_on:
+                say(f"go on with: {run.resume_command}")
+            accuracy = result["metrics"].get("val_accuracy")
+            if accuracy is not None:
+                say(f"validation accuracy {percent(accuracy)}", highlight=False)
 
     def _show_progress(self) -> None:
         if self._start is None:
@@ -228,20 +231,20 @@ class StatusLine:
     def show(self, text: str | None) -> None:
         """Show this line in place of the previous one; None: show no line."""
         with self._lock:
-            return self.clear() if text is None else self._show(text)
-
-    def _show(self, text: str) -> None:
-        text = fitting(text, self._console.width - 1)
-        if text == self._text:
-            return
-        before = ""
-        if not self._text:
-            self._came_from = self._column()
-            before = "\r\n" if self._came_from > 0 else ""
-        colour, plain = ("", "") if self._console.no_color else ("\x1b[33m", "\x1b[0m")
-        # The cursor stays at its beginning: the ^C that a terminal shows must not wrap below it.
-        self._write(f"{before}\r{colour}{text}{plain}\x1b[K\r")
-        self._text = text
+            if text is None:
+                self.clear()
+                return
+            text = fitting(text, self._console.width - 1)
+            if text == self._text:
+                return
+            before = ""
+            if not self._text:
+                self._came_from = self._column()
+                before = "\r\n" if self._came_from > 0 else ""
+            colour, plain = ("", "") if self._console.no_color else ("\x1b[33m", "\x1b[0m")
+            # The cursor stays at its beginning: a terminal's ^C must not wrap below it.
+            self._write(f"{before}\r{colour}{text}{plain}\x1b[K\r")
+            self._text = text
 
     def clear(self) -> None:
         """Remove the line; the cursor goes back to where it was."""
@@ -354,8 +357,8 @@ class Bar:
         where, numbers = self._words(last)
         if self._progress is not None:
             room = self._console.width - len(where) - (24 if self._console.width >= 90 else 12)
-            fitting = "  ".join(that_fit(numbers, room))
-            self._progress.update(self._task, completed=last["step"], where=where, numbers=fitting)
+            text = "  ".join(that_fit(numbers, room))
+            self._progress.update(self._task, completed=last["step"], where=where, numbers=text)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
             step = f"step {last['step']}/{self._start['steps']}"
@@ -383,7 +386,7 @@ class Bar:
         epochs = self._epochs or -(-self._start["steps"] // self._start["steps_per_epoch"])
         numbers = []
         if self._loss is not None:
-            numbers.append(f"loss {self._loss:.4f}")
+            numbers.append(f"loss {metric(self._loss)}")
         if self._rate > 0:
             left = (self._start["steps"] - last["step"]) / self._rate
             numbers += [
@@ -465,8 +468,8 @@ class QuietScreen(Screen):
         assert self._run is not None
         if not any(steps_by_rank(self._run).values()):
             super().remark(
-                f"no optimizer step for {duration(FIRST_STEP_SECONDS)}; what it says: "
-                f"allranks logs {self._run.name}. Ctrl-C ends it"
+                f"no optimizer step for {duration(FIRST_STEP_SECONDS)}; allranks logs "
+                f"{self._run.name} shows its output, Ctrl-C ends it"
             )
 
     def finish(self, attempt: int) -> None:
@@ -475,19 +478,52 @@ class QuietScreen(Screen):
 
 def summary_table(result: dict[str, Any]) -> Table:
     """How a run ended."""
-    table = Table(show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
     style = {"finished": "green", "stopped": "yellow"}.get(result["state"], "red")
-    table.add_row("state", Text(result["state"], style=style))
-    table.add_row("layout", f"{result['layout']}")
+    rows: list[tuple[str, Cell]] = [("state", Text(result["state"], style=style))]
+    rows.append(("layout", result["layout"]))
     if result["steps"] is not None:
         epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
-        table.add_row("steps", f"{count(result['steps'])}{epochs}")
+        rows.append(("steps", f"{count(result['steps'])}{epochs}"))
     if result["samples_per_second"]:
-        table.add_row("throughput", f"{number(result['samples_per_second'])} samples/s (measured)")
-    table.add_row("time", duration(result["seconds"]))
-    for name, value in result["metrics"].items():
-        if value is not None:
-            table.add_row(name, f"{value:.4f}")
-    return table
+        rows.append(("throughput", f"{number(result['samples_per_second'])} samples/s (measured)"))
+    rows.append(("time", duration(result["seconds"])))
+    values = result["metrics"].items()
+    return facts([*rows, *((name, metric(value)) for name, value in values if value is not None)])
+
+
+def show_runs(
+    console: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
+) -> None:
+    """One line per run, more if that is too wide; the reasons below."""
+    if not runs:
+        console.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
+        return
+    rows = [list_row(run) for run in runs]
+    show_table(console, Table("", LIST_COLUMNS, rows, texts=LIST_COLUMNS))
+    for run in runs:
+        name = f"{run['run']}: " if len(runs) > 1 else ""
+        if run["reason"]:
+            console.print(Text(clean(f"{name}{run['reason']}")), soft_wrap=True)
+        if run["problem"]:
+            console.print(Text(clean(f"{name}{run['problem']}"), style="yellow"), soft_wrap=True)
+    for line in suggestions:
+        console.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def list_row(run: Mapping[str, Any]) -> list[Text]:
+    """A run in the table of `allranks ls`."""
+    job, left = run["job"], duration(run["seconds_left"], whole=True)
+    if run["state"] == "queued":
+        job = ",".join(run["jobs"])
+        left = f"starts {moment(run['expected_start'])}" if run["expected_start"] else left
+    texts = (run["layout"], job, progress(run["step"], run["steps"]), left)
+    state = Text(run["state"], style=STATE_STYLES[run["state"]])
+    return [Text(clean(run["run"])), state, *(Text(clean(text or NOTHING)) for text in texts)]
+
+
+def show_draft(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
+    """What each layout asks for, one column per layout."""
+    names = next(iter(columns.values()), {})
+    rows = [(name, *(str(column[name]) for column in columns.values())) for name in names]
+    show_table(console, Table("", ("layout", *columns), rows, texts=tuple(columns)))
+    console.print()

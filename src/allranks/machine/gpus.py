@@ -176,7 +176,7 @@ def local_gpus() -> list[LocalGPU]:
             handles = [
                 pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
             ]
-            uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
             chosen = visible_devices(visible, uuids)
             if chosen is not None:
                 handles = [
@@ -243,15 +243,15 @@ def driver_versions() -> dict[str, str | None]:
             return {"driver": None, "cuda_driver": None}
         try:
             cuda = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040 is 12.4
-            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            driver = pynvml.nvmlSystemGetDriverVersion()
         except pynvml.NVMLError:
             return {"driver": None, "cuda_driver": None}
         return {"driver": driver, "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}"}
 
 
 def _describe(pynvml: Any, handle: Any) -> LocalGPU:
-    uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
-    name = _text(pynvml.nvmlDeviceGetName(handle))
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    name = pynvml.nvmlDeviceGetName(handle)
     board = handle  # a MIG slice has no index and no capability of its own
     if uuid.startswith("MIG-"):
         board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
@@ -297,7 +297,3 @@ def _reaches_switch(pynvml: Any, handle: Any) -> bool:
         )
     except pynvml.NVMLError:
         return False
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value  # before 11.5

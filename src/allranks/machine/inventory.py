@@ -9,44 +9,31 @@ import itertools
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import allranks
 from allranks.machine.allotted import PROC, cpus_allotted, memory_allotted, memory_total
 from allranks.machine.gpus import driver_versions, gpu_link, local_gpus, nvml
 from allranks.machine.network import SYS, infiniband_ports, names_in, network
+from allranks.machine.processes import output_of
 
 GIT_SECONDS = 5.0  # a status on a busy network disk can take minutes
 PACKAGES = (
-    "torch",
-    "numpy",
-    "torchvision",
-    "lightning",
-    "pytorch-lightning",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "xgboost",
-    "lightgbm",
-    "scikit-learn",
-    "nvidia-nccl-cu11",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-ml-py",
+    *("torch", "numpy", "torchvision", "lightning", "pytorch-lightning", "accelerate"),
+    *("transformers", "datasets", "deepspeed", "xgboost", "lightgbm", "scikit-learn"),
+    *("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-ml-py"),
 )
 PROGRAM_SECONDS = 5.0  # a module's wrapper on a busy network disk can take long
 TOOLKIT_FOLDERS = (Path("/usr/local/cuda"),)
-LIBRARY_FOLDERS = (
-    Path("/usr/lib/x86_64-linux-gnu"),
-    Path("/usr/lib/aarch64-linux-gnu"),
-    Path("/usr/lib64"),
-    Path("/usr/local/lib"),
-    Path("/usr/local/cuda/lib64"),
+LIBRARY_FOLDERS = tuple(
+    Path("/usr", below)
+    for below in (
+        *("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64"),
+        *("local/lib", "local/cuda/lib64"),
+    )
 )
 
 
@@ -73,24 +60,8 @@ def describe_machine(sys: Path = SYS, env: Mapping[str, str] = os.environ) -> di
 
 
 def answer(program: str, *arguments: str) -> str | None:
-    """What a program prints; None if it is not installed, fails, or takes too long."""
-    found = shutil.which(program)
-    if found is None:
-        return None
-    try:
-        done = subprocess.run(
-            [found, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROGRAM_SECONDS,
-            env={**os.environ, "LC_ALL": "C"},
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout or done.stderr
+    """What a program prints in English; None if it is not installed, fails, or takes too long."""
+    return output_of([program, *arguments], PROGRAM_SECONDS, {**os.environ, "LC_ALL": "C"})
 
 
 def first_line(text: str | None) -> str | None:
@@ -194,14 +165,7 @@ def inventory() -> dict[str, object]:
         "memory_bytes": memory_total(),
         "memory_allotted_bytes": memory_allotted(),
         "gpus": [
-            {
-                "index": gpu.index,
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "memory_bytes": gpu.memory_bytes,
-                "compute_capability": gpu.compute_capability,
-                "catalogue": gpu.catalogue.name if gpu.catalogue else None,
-            }
+            {**asdict(gpu), "catalogue": gpu.catalogue.name if gpu.catalogue else None}
             for gpu in gpus
         ],
         "gpu_link": link,
@@ -237,20 +201,8 @@ def code_version(folder: Path) -> dict[str, object] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     # GIT_DIR and the like of a surrounding git hook would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
+    return output_of(command, GIT_SECONDS, env | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"})
 
 
 def _cpu_model() -> str:

@@ -179,9 +179,9 @@ def infiniband_ports(sys_root: Path = SYS) -> list[Port]:
         Port(
             device=folder.parent.parent.name,
             number=int(folder.name),
-            state=(read(folder / "state") or "").rpartition(":")[2].strip() or "unknown",
-            link_layer=read(folder / "link_layer") or "unknown",
-            rate=read(folder / "rate") or "",
+            state=(read_value(folder / "state") or "").rpartition(":")[2].strip() or "unknown",
+            link_layer=read_value(folder / "link_layer") or "unknown",
+            rate=read_value(folder / "rate") or "",
             interfaces=tuple(names_in(folder.parent.parent / "device/net")),
         )
         for folder in (sys_root / "class/infiniband").glob("*/ports/*")
@@ -206,15 +206,15 @@ def network(sys: Path = SYS) -> list[dict[str, object]]:
     interfaces: list[dict[str, object]] = []
     root = sys / "class/net"
     for name in names_in(root):
-        kind = read(root / name / "type")
+        kind = read_value(root / name / "type")
         if kind is None or kind == LOOPBACK:  # without a type it is a file: bonding_masters
             continue
-        megabits = read(root / name / "speed") or ""
+        megabits = read_value(root / name / "speed") or ""
         known = re.fullmatch(r"[0-9]{1,9}", megabits) and int(megabits) > 0
         interfaces.append(
             {
                 "name": name,
-                "state": read(root / name / "operstate"),
+                "state": read_value(root / name / "operstate"),
                 "kind": "infiniband" if kind == INFINIBAND else "ethernet",
                 "bits_per_second": int(megabits) * 1e6 if known else None,
                 "physical": (root / name / "device").exists(),
@@ -230,7 +230,7 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def read(path: Path) -> str | None:
+def read_value(path: Path) -> str | None:
     """One value of sysfs; None if it is missing, or the driver refuses (EINVAL when down)."""
     try:
         return path.read_text(errors="replace").strip() or None

@@ -1,4 +1,4 @@
-"""Signals that stop a run, and processes: how they start, and end with their parent."""
+"""Signals that stop a run; processes: how they start, what they print, how they end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import gc
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -46,6 +47,24 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def output_of(
+    command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None
+) -> str | None:
+    """What a program prints; None if it is not installed, fails, or takes more than so long."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=True,
+        ).stdout
+    return None
 
 
 class Signals:

@@ -86,7 +86,7 @@ def take(folder: Path, claim: Claim) -> bool:
         os.link(own, folder / str(claim.number))
     except FileExistsError:
         # If a server's answer got lost, the system asked again, and found our own link.
-        return _read(folder, claim.number).token == claim.token
+        return _read_claim(folder, claim.number).token == claim.token
     except OSError as error:
         if error.errno not in WITHOUT_LINKS:
             raise
@@ -114,7 +114,7 @@ def take_next(folder: Path, *, layout: str, run: str) -> int:
 def newest(folder: Path) -> Claim | None:
     """The claim of the run's holder, or its last one; None if there never was one."""
     numbers = files.numbers_in(folder)
-    return _read(folder, numbers[-1]) if numbers else None
+    return _read_claim(folder, numbers[-1]) if numbers else None
 
 
 def next_number(folder: Path) -> int:
@@ -125,15 +125,17 @@ def next_number(folder: Path) -> int:
 
 def all_of(folder: Path) -> list[Claim]:
     """Every claim so far, oldest first."""
-    return [_read(folder, number) for number in files.numbers_in(folder)]
+    return [_read_claim(folder, number) for number in files.numbers_in(folder)]
 
 
-def check(folder: Path, number: int) -> None:
-    """Raise if the run has a newer holder than claim `number`."""
+def raise_if_lost(folder: Path, number: int | None) -> None:
+    """Raise if the run has a newer holder than claim `number`; None: it is held without a claim."""
+    if number is None:
+        return
     look_anew(folder)
     highest = max(files.numbers_in(folder), default=number)
     if highest > number:
-        holder = _read(folder, highest)
+        holder = _read_claim(folder, highest)
         who = f"job {holder.job}" if holder.job else f"process {holder.pid}"
         raise AllranksError(
             f"this attempt has lost the run to {who} on {holder.host}: nothing more is committed",
@@ -146,13 +148,6 @@ def own() -> int | None:
     """The number of the claim that this rank works under; None if there is none."""
     number = os.environ.get(VARIABLE)
     return int(number) if number else None
-
-
-def check_own(folder: Path) -> None:
-    """Raise if this rank's claim is no longer the newest."""
-    number = own()
-    if number is not None:
-        check(folder, number)
 
 
 class Watch:
@@ -172,17 +167,15 @@ class Watch:
             return False
         self._next_look = time.monotonic() + LOOK_SECONDS
         try:
-            self.check()
+            self.raise_if_lost()
         except AllranksError:
             return True
         except OSError:  # the disk does not answer: that says nothing about the claim
             return False
         return False
 
-    def check(self) -> None:
-        """Raise if there is a newer holder."""
-        if self._number is not None:
-            check(self._folder, self._number)
+    def raise_if_lost(self) -> None:
+        raise_if_lost(self._folder, self._number)
 
 
 @contextmanager
@@ -226,7 +219,7 @@ def _is_only_looked_at(descriptor: int) -> bool:
     return True
 
 
-def _read(folder: Path, number: int) -> Claim:
+def _read_claim(folder: Path, number: int) -> Claim:
     said = files.read_mapping(folder / str(number), FIELDS)
     said = {name: value for name, value in said.items() if name in FIELDS}
     unknown = {"host": "an unknown machine", "pid": 0, "time": 0.0, "token": ""}

@@ -181,17 +181,18 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any], *, keep: int) -
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(writing)
-    _check(folder, claim)  # after the sync, which may take minutes
+    holders = folder.parent / "claims"
+    claims.raise_if_lost(holders, claim)  # after the sync, which may take minutes
     try:
         writing.rename(final)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        _check(folder, claim)
+        claims.raise_if_lost(holders, claim)
         _drop(final, claim)  # by an older holder, which went on after it had lost the run
         writing.rename(final)
     _sync_folder(folder)
-    _check(folder, claim)
+    claims.raise_if_lost(holders, claim)
     older = [old for old in commits(folder) if old.step < step and not old.is_of_a_newer_allranks()]
     for old in reversed(older[max(keep, 1) - 1 :]):
         _drop(old.path, claim)
@@ -236,18 +237,12 @@ def _drop(path: Path, claim: int | None) -> None:
     doomed = path.with_name(f".{path.name}.{_name(claim)}.{secrets.token_hex(4)}.deleting")
     path.rename(doomed)
     try:
-        _check(path.parent, claim)
+        claims.raise_if_lost(path.parents[1] / "claims", claim)
     except BaseException:
         with suppress(OSError):  # the newer holder has made one with this name in the meantime
             doomed.rename(path)
         raise
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _check(folder: Path, claim: int | None) -> None:
-    """Raise if the run of these checkpoints has a newer holder than `claim`."""
-    if claim is not None:
-        claims.check(folder.parent / "claims", claim)
 
 
 def _name(claim: int | None) -> str:

@@ -174,9 +174,14 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(
-    path: Path, most: int | None = None, *, kind: str = "", word: bytes = b""
+    path: Path,
+    most: int | None = None,
+    *,
+    last: int | None = None,
+    kind: str = "",
+    word: bytes = b"",
 ) -> Iterator[dict[str, Any]]:
-    """The events of a file, checked; `most`: only those in its first `most` bytes.
+    """The events of a file, checked; `most`, `last`: only those in its first or last bytes.
 
     A torn line (of a killed rank) is skipped; a missing file has no events. With `word` only lines
     that contain it are parsed, with `kind` only events of that name: finding a rare one is cheap.
@@ -184,13 +189,18 @@ def read_events(
     word = word or (f'"{kind}"'.encode() if kind else b"")
     try:
         with files.open_file(path) as file:
+            if last is not None and file.seek(0, os.SEEK_END) > last:
+                file.seek(-last, os.SEEK_END)
+                file.readline()  # probably cut
+            elif last is not None:
+                file.seek(0)
             for line in _lines(file, most):
                 event = parse_line(line, path) if word in line else None
                 if event is not None and kind in ("", event["event"]):
                     yield event
     except FileNotFoundError:
         return
-    except OSError as error:
+    except OSError as error:  # not readable, or a disk that does not answer
         files.note(path, error.strerror or str(error))
 
 
@@ -208,25 +218,8 @@ def _lines(file: BinaryIO, most: int | None) -> Iterator[bytes]:
 def read_last_events(
     path: Path, num_bytes: int = 16384, *, kind: str = "", word: bytes = b""
 ) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a file, in the same time for a file of any size.
-
-    `kind` and `word` as in `read_events`.
-    """
-    word = word or (f'"{kind}"'.encode() if kind else b"")
-    try:
-        with files.open_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_bytes))
-            lines = file.read(num_bytes).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:  # not readable, or a disk that does not answer
-        files.note(path, error.strerror or str(error))
-        return []
-    if size > num_bytes:
-        lines = lines[1:]  # the first is probably cut
-    found = [parse_line(line, path) for line in lines if line and word in line]
-    return [event for event in found if event is not None and kind in ("", event["event"])]
+    """The events in the last bytes of a file, in the same time for a file of any size."""
+    return [*read_events(path, last=num_bytes, kind=kind, word=word)]
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:

@@ -270,7 +270,7 @@ def _from_log(log: Path, end: dict[str, Any]) -> dict[str, Any] | None:
     if not told:
         return None
     last = told[-1]
-    return _as_event(last.type, last.message, last.frames)
+    return _as_event(last.name, last.message, last.frames)
 
 
 def _dumped(dump: str) -> list[Frame]:

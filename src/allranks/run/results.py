@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.run.events import read_events, read_last_events
+from allranks.run.events import read_events
 from allranks.run.folder import RunDir, State
 from allranks.run.record import RankRecord, lead_rank, read_ends, read_lead, read_rank
 
@@ -66,7 +66,7 @@ def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> tuple[boo
     Losses of later steps do not count: the next attempt may have started from an earlier one.
     """
     for attempt in reversed(attempts):
-        events = read_last_events(run.events(attempt, 0), LOSS_BYTES, word=b'"loss"')
+        events = read_events(run.events(attempt, 0), last=LOSS_BYTES, word=b'"loss"')
         found = {s: loss for s, loss in RankRecord(0, events).losses.items() if s <= (steps or 0)}
         if found:
             return True, found[max(found)]

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.machine.processes import output_of
 from allranks.run.folder import RunDir
 from allranks.run.tracebacks import OURS, Frame
 
@@ -64,7 +64,7 @@ class Stack:
         return next(iter(own or self.frames), None)
 
     @property
-    def call(self) -> str | None:
+    def library_call(self) -> str | None:
         """The library function that the user's own code called: `all_reduce`, `backward`."""
         called = None
         for frame in self.frames:
@@ -156,17 +156,10 @@ def find_py_spy() -> str | None:
 
 
 def _by_py_spy(program: str, process: int) -> Stack | None:
-    try:
-        done = subprocess.run(
-            [program, "dump", "--json", "--pid", str(process)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PY_SPY_SECONDS,
-            check=True,
-        )
-        return parse_py_spy(process, json.loads(done.stdout))
-    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
-        return None  # not allowed, ended, not Python, or too new a Python
+    said = output_of([program, "dump", "--json", "--pid", str(process)], PY_SPY_SECONDS)
+    with suppress(ValueError, KeyError, TypeError):
+        return parse_py_spy(process, json.loads(said or ""))
+    return None  # not allowed, ended, not Python, or too new a Python
 
 
 def parse_py_spy(process: int, threads: Sequence[Mapping[str, Any]]) -> Stack | None:

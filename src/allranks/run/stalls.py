@@ -286,7 +286,7 @@ def who_is_where(states: Sequence[RankState], found: Blame | None) -> str:
     if not said:
         why = "has finished" if all(s.ended == "finished" for s in culprits) else found.why
         said = clause(culprits, why, with_nodes=has_nodes)
-    calls = {state.stack.call if state.stack else None for state in others}
+    calls = {state.stack.library_call if state.stack else None for state in others}
     call = calls.pop() if len(calls) == 1 else None
     whom = "it" if len(culprits) == 1 else "them"
     waits = f"waits for {whom}" + (f" in {call}" if call else "")
@@ -311,7 +311,7 @@ def place_of(state: RankState) -> str:
         return {"wait": "waits in an exchange", "data": "waits for data"}.get(state.doing or "", "")
     if not is_waiting(state):
         return f"is at {place.brief}"
-    call = state.stack.call or "an exchange"
+    call = state.stack.library_call or "an exchange"
     return f"waits in {call} at {place.brief}" if place.is_own else f"waits in {call}"
 
 

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -96,10 +96,14 @@ class Frame:
 class PrintedException:
     """An exception as its printed traceback shows it, the outermost call first."""
 
-    type: str
+    type: str  # as it is printed, with its module
     message: str
     frames: tuple[Frame, ...]
-    last_line: int  # of the text, counted from 0
+    last_line: int  # the number of the line with type and message
+
+    @property
+    def name(self) -> str:
+        return self.type.rpartition(".")[2]
 
 
 def short_path(file: str) -> str:
@@ -135,29 +139,34 @@ def is_type(name: str) -> bool:
 
 def read_tracebacks(text: str) -> list[PrintedException]:
     """The tracebacks in a text, each with the first line of its message."""
-    found: list[PrintedException] = []
-    frames: list[Frame] | None = None
-    for number, raw in enumerate(text.splitlines()):
-        line = _PREFIX.sub("", raw)
-        if BEGIN.search(line):
-            frames = []
-            continue
-        if frames is None:
-            continue
-        frame = FRAME.match(line)
-        if frame is not None:
+    lines = [(number, _PREFIX.sub("", raw)) for number, raw in enumerate(text.splitlines())]
+    begun = [number for number, line in lines if BEGIN.search(line)]
+    found = (read_traceback(lines[number + 1 :]) for number in begun)
+    return [one for one in found if one is not None]
+
+
+def read_traceback(
+    lines: Iterable[tuple[int, str]], most_foreign: int = 0
+) -> PrintedException | None:
+    """A traceback from the numbered lines after its first one; None if it does not end.
+
+    `most_foreign`: how many lines of other processes may be in its middle.
+    """
+    frames: list[Frame] = []
+    for number, line in lines:
+        if (frame := FRAME.match(line)) is not None:
             frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
-        elif line[:1].isspace() and line.strip(" ^~"):
-            if frames and not frames[-1].source:
+        elif not line or line[0].isspace() or line[0] in "^~":
+            if frames and not frames[-1].source and line.strip(" ^~"):
                 frames[-1] = replace(frames[-1], source=line.strip())
-        elif line and not line[0].isspace():
-            raised = RAISED.match(line)
-            if raised is not None and is_type(raised["type"]) and frames:
-                name = raised["type"].rpartition(".")[2]
-                message = (raised["message"] or "").strip()
-                found.append(PrintedException(name, message, tuple(frames), number))
-            frames = None
-    return found
+        elif (raised := RAISED.match(line)) is not None and is_type(raised["type"]):
+            message = (raised["message"] or "").strip()
+            return PrintedException(raised["type"], message, tuple(frames), number)
+        elif frames or not most_foreign:
+            most_foreign -= 1
+            if most_foreign < 0 or BEGIN.search(line):
+                return None
+    return None
 
 
 # --- What ends a rank --------------------------------------------------------------------------
@@ -313,7 +322,7 @@ def _inside(message: str) -> dict[str, Any] | None:
     more = message.splitlines()[last.last_line + 1 :]
     text = "\n".join([last.message, *more]).strip()
     frames = [_row(frame) for frame in last.frames]
-    return {"type": last.type, "message": _bounded(text), "frames": frames}
+    return {"type": last.name, "message": _bounded(text), "frames": frames}
 
 
 def places(frames: list[Frame]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Checkpointer:
         finally:
             self._copied.set()
         if self.rank == 0:
-            claims.check_own(self.folder.parent / "claims")  # another attempt may hold the run
+            claims.raise_if_lost(self.folder.parent / "claims", claims.own())
         step = manifest["step"]
         writing = commits.writing_folder(self.folder, step)
         try:
@@ -159,7 +159,8 @@ class Checkpointer:
             shutil.rmtree(writing, ignore_errors=True)
             if isinstance(error, AllranksError):
                 raise
-            claims.check_own(self.folder.parent / "claims")  # a newer holder may have removed it
+            # A newer holder may have removed the file.
+            claims.raise_if_lost(self.folder.parent / "claims", claims.own())
             raise disk_error(error, Path(error.filename or writing)) from error
         seconds = round(time.perf_counter() - started, 6)
         self.log.write("checkpoint", step=step, seconds=seconds, stall=round(self.stall, 6))

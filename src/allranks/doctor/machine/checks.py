@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from allranks.doctor.check import Check, failed, not_here, passed, warned
+from allranks.doctor.finding import Check, failed, not_here, passed, warned
 from allranks.doctor.machine.facts import DEFAULT_PORT, MachineFacts
 from allranks.machine.disks import FolderFacts
 from allranks.machine.gpus import visible_devices
-from allranks.show.numbers import rate, size
+from allranks.show.numbers import duration, rate, size
 
 GIB = 1 << 30
 SLOW_IMPORT = 15.0  # seconds
@@ -100,7 +100,8 @@ def torch(facts: MachineFacts) -> Check:
     seconds = (found.asked or {}).get("seconds", 0.0)
     if seconds > SLOW_IMPORT:
         fix = "keep the environment on a local disk: every rank pays this at every start"
-        return warned("torch", f"torch {found.version} took {seconds:.0f} s to import", fix)
+        took = duration(seconds, whole=True)
+        return warned("torch", f"torch {found.version} took {took} to import", fix)
     return passed("torch", f"torch {found.version}")
 
 
@@ -352,8 +353,8 @@ def clock(facts: MachineFacts) -> Check:
     if not facts.clock_synchronised:
         return warned("clock", "no time server keeps this clock right", fix)
     if error > MOST_CLOCK_ERROR:
-        return warned("clock", f"the clock may be off by {error:.1f} s", fix)
-    return passed("clock", f"kept right by a time server, to {error * 1e3:.0f} ms")
+        return warned("clock", f"the clock may be off by {duration(error)}", fix)
+    return passed("clock", f"kept right by a time server, to within {duration(error)}")
 
 
 def folder_check(folder: FolderFacts) -> Check:

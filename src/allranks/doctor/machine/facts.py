@@ -13,11 +13,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from allranks.doctor.check import Check
+from allranks.doctor.finding import Check
 from allranks.doctor.node_checks import gpu_health
 from allranks.errors import AllranksError
 from allranks.machine import allotted
@@ -38,9 +38,10 @@ from allranks.machine.network import (
     infiniband_ports,
     is_taken,
     names_in,
-    read,
+    read_value,
     up_interfaces,
 )
+from allranks.show.numbers import duration
 from allranks.slurm.nodelist import expand
 
 TORCH_SECONDS = 20.0
@@ -179,8 +180,8 @@ def gpu_facts() -> dict[str, Any]:
 def has_nvidia_card(sys_root: Path) -> bool:
     """Whether there is an NVIDIA display or 3D controller, with or without a driver."""
     for folder in (sys_root / "bus/pci/devices").glob("*"):
-        kind = read(folder / "class") or ""
-        if read(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
+        kind = read_value(folder / "class") or ""
+        if read_value(folder / "vendor") == NVIDIA and kind.startswith("0x03"):
             return True
     return False
 
@@ -188,11 +189,10 @@ def has_nvidia_card(sys_root: Path) -> bool:
 def torch_facts(*, ask: bool) -> TorchFacts:
     """From torch's files and, where there are GPUs, from a process that imports it."""
     packages = machine.package_versions()
-    found = machine.nccl(packages, {})
-    nccl = found["version"] if found else None
-    version, cuda = packages.get("torch"), machine.torch_cuda()
-    if not ask or version is None:
-        return TorchFacts(version=version, cuda=cuda, nccl=nccl)
+    nccl = (machine.nccl(packages, {}) or {}).get("version")
+    known = TorchFacts(version=packages.get("torch"), cuda=machine.torch_cuda(), nccl=nccl)
+    if not ask or known.version is None:
+        return known
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK_TORCH],
@@ -204,14 +204,13 @@ def torch_facts(*, ask: bool) -> TorchFacts:
             check=False,
         )
         if done.returncode == 0:
-            asked = json.loads(done.stdout)
-            return TorchFacts(version=version, cuda=cuda, nccl=nccl, asked=asked)
+            return replace(known, asked=json.loads(done.stdout))
         problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        problem = f"its import had not finished after {TORCH_SECONDS:.0f} s"
+        problem = f"its import had not finished after {duration(TORCH_SECONDS, whole=True)}"
     except (OSError, ValueError) as error:
         problem = str(error)
-    return TorchFacts(version=version, cuda=cuda, nccl=nccl, problem=problem)
+    return replace(known, problem=problem)
 
 
 def own_address() -> str | None:

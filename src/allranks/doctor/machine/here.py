@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from allranks.doctor.check import Check, failed, not_here, passed, warned
+from allranks.doctor.finding import Check, failed, not_here, passed, warned
 from allranks.doctor.machine.checks import check_machine
 from allranks.doctor.machine.facts import collect
 from allranks.launch.backends.slurm import inside

@@ -22,10 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from allranks.doctor.check import Check
+from pydantic import ValidationError
+
 from allranks.doctor.connectivity import OpenPort, quickest_clock
-from allranks.doctor.pair.facts import REPORTED, PairFacts, from_fields, from_report, plain, side_of
-from allranks.doctor.pair.verdict import verdict
+from allranks.doctor.finding import Check
+from allranks.doctor.pair.verdict import REPORTED, PairFacts, Side, plain, side_of, verdict
 from allranks.errors import AllranksError
 from allranks.machine.network import up_interfaces
 
@@ -61,6 +62,12 @@ class Stranger(Exception):
 
 
 TALK_ERRORS = (Stranger, OSError, ValueError, KeyError, TypeError)
+
+
+def in_words(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return f"it sent an odd {error.errors()[0]['loc'][0]}"
+    return str(error) or type(error).__name__
 
 
 class Moved(NamedTuple):
@@ -197,7 +204,7 @@ def connect(host: str, port: int, *, seconds: float = TRANSFER_SECONDS) -> PairF
             try:
                 Test(facts, control, address, seconds).run()
             except TALK_ERRORS as error:
-                facts.stranger = str(error) or type(error).__name__
+                facts.stranger = in_words(error)
         break
     return facts
 
@@ -253,7 +260,7 @@ class Test:
                 raise Stranger("it is busy with another machine: try again when it is done")
             if hello.get("allranks") != VERSION or hello.get("nonce") != nonce:
                 raise Stranger("it is not an `allranks doctor --listen` of this version")
-            facts.there = from_fields(hello["side"])
+            facts.there = Side(**hello["side"])
             self.session = str(hello["session"])
             times = sorted(ping(control))
             facts.round_trip = times[len(times) // 2]
@@ -353,8 +360,7 @@ class Listening:
         self._tell = tell
         self._session = ""  # of the machine that is being served
         self._serving = threading.Lock()
-        self._lines: dict[socket.socket, bool] = {}  # whether it has said anything; oldest first
-        self._counting = threading.Lock()
+        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._done = threading.Event()
         self._found: PairFacts | None = None
 
@@ -373,18 +379,10 @@ class Listening:
         self._port.close()
 
     def _take(self, connection: socket.socket) -> None:
-        with self._counting:
-            silent = [line for line, has_spoken in self._lines.items() if not has_spoken]
-            is_full = len(self._lines) >= MOST_AT_ONCE
-            if is_full and silent:  # the one that was silent longest makes room
-                self._lines.pop(silent[0])
-                with suppress(OSError):
-                    silent[0].shutdown(socket.SHUT_RDWR)  # its thread closes it
-            elif is_full:
-                connection.close()
-                return
-            self._lines[connection] = False
-        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        if self._room.acquire(blocking=False):
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        else:
+            connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         peer = "somebody"
@@ -394,19 +392,15 @@ class Listening:
                 connection.settimeout(TALK_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 first = hear(connection)
-                with self._counting:
-                    if connection in self._lines:
-                        self._lines[connection] = True
                 if "session" in first:
                     self._carry(connection, first)
                 else:
                     self._serve(connection, first, peer)
         except TALK_ERRORS as error:
             if not self._done.is_set():
-                self._tell(f"{peer}: {error or type(error).__name__}")
+                self._tell(f"{peer}: {in_words(error)}")
         finally:
-            with self._counting:
-                self._lines.pop(connection, None)
+            self._room.release()
 
     def _carry(self, line: socket.socket, first: Mapping[str, Any]) -> None:
         """A further connection of the machine that is being served: bytes in, or bytes out."""
@@ -435,7 +429,7 @@ class Listening:
             self._serving.release()
 
     def _test(self, control: socket.socket, hello: Mapping[str, Any], peer: str) -> None:
-        theirs, mine = from_fields(hello["side"]), side_of(control)
+        theirs, mine = Side(**hello["side"]), side_of(control)
         self._tell(f"{theirs.host} ({peer}) has connected; this takes a few seconds")
         nonce = str(hello["nonce"])[:64]
         with OpenPort(socket.socket.close) as port:
@@ -448,5 +442,6 @@ class Listening:
             say(control, knocked=knock(peer, int(hello["port"])))
             control.settimeout(10 * TALK_SECONDS)
             told = hear(control)["report"]
-        self._found = from_report(told, here=theirs, there=mine, port=self.port)
+        measured = {key: told[key] for key in REPORTED}
+        self._found = PairFacts(**measured, here=theirs, there=mine, port=self.port)
         self._done.set()

@@ -1,13 +1,21 @@
-"""What a test between two machines means for each of them: a pure function of its facts."""
+"""A test between two machines: its facts, and what they mean for each of the two."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterator
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated
 
-from allranks.doctor.check import Check, failed, not_here, passed, warned
-from allranks.doctor.pair.facts import PairFacts, Side
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+
+from allranks.doctor.finding import Check, failed, not_here, passed, warned
+from allranks.machine.network import read_value, up_interfaces
 from allranks.show import numbers
+from allranks.show.numbers import duration
 
 MOST_SKEW = 1.0  # seconds
 SLOW_ROUND_TRIP = 2e-3
@@ -15,6 +23,81 @@ SHARE_OF_LINK = 0.5  # that a transfer should reach
 SLOW_RATE = 110e6  # bytes per second: what an old 1 Gbit/s link carries
 LEAST_RATE = 1 << 16  # less is nothing: only small packets get through
 MANY_GAIN = 1.5
+MOST_LETTERS = 255  # of a name
+# What the side that connects tells the listener at the end.
+REPORTED = (
+    *("named", "round_trip", "jitter", "clock_offset", "rate_out", "rate_in", "rate_many"),
+    *("path_mtu", "other_port_out", "other_port_in", "also"),
+)
+
+
+def printable(text: str) -> str:
+    """Text from another machine, safe for a terminal."""
+    return "".join(filter(str.isprintable, text[:MOST_LETTERS]))
+
+
+Word = Annotated[str, AfterValidator(printable)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two machines, as it sees itself and the other."""
+
+    host: Word
+    address: Word  # its own end of the connection
+    sees: Word  # the other end
+    interface: Word | None = None  # that has the address
+    mtu: int | None = None
+    link_rate: float | None = None  # bytes per second that the interface can carry
+    interfaces: dict[Word, Word] = field(default_factory=dict)  # by address, no loopback
+
+
+@dataclass(slots=True, kw_only=True)
+class PairFacts:
+    """Seen from the side that connected. Rates are in bytes per second, times in seconds."""
+
+    named: Word  # what was typed
+    port: int
+    addresses: list[str] = field(default_factory=list)  # what the name resolves to
+    name_error: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)  # address: why it could not be reached
+    neighbour: bool | None = None  # whether a machine on the local network has the address
+    stranger: str = ""  # what another program said there, or what went wrong
+    here: Side | None = None
+    there: Side | None = None
+    path_mtu: int | None = None
+    round_trip: float | None = None
+    jitter: float | None = None  # between a quick and a slow round trip
+    clock_offset: float | None = None  # of the other's clock
+    rate_out: float | None = None  # one connection
+    rate_in: float | None = None
+    rate_many: float | None = None  # several connections at once, outwards
+    other_port_out: Word | None = None  # "" if a second port of theirs can be reached, else why not
+    other_port_in: Word | None = None  # of ours, tried from there
+    also: dict[Word, Word] = field(default_factory=dict)  # further addresses that work
+
+
+def side_of(connection: socket.socket) -> Side:
+    """This machine's view of an open connection."""
+    own = plain(str(connection.getsockname()[0]))
+    interfaces = up_interfaces()
+    name = next((each.name for each in interfaces if each.address == own), None)
+    folder = Path("/sys/class/net") / (name or "-")
+    mtu, megabits = read_value(folder / "mtu") or "", read_value(folder / "speed") or ""
+    return Side(
+        host=socket.gethostname(),
+        address=own,
+        sees=plain(str(connection.getpeername()[0])),
+        interface=name,
+        mtu=int(mtu) if mtu.isdecimal() else None,
+        link_rate=int(megabits) * 1e6 / 8 if megabits.isdecimal() and int(megabits) else None,
+        interfaces={each.address: each.name for each in interfaces if not each.is_loopback},
+    )
+
+
+def plain(address: str) -> str:
+    """An address without a scope; an IPv4 address that came to an IPv6 socket as IPv4."""
+    return address.removeprefix("::ffff:").partition("%")[0]
 
 
 def verdict(facts: PairFacts, *, listens: bool) -> list[Check]:
@@ -119,9 +202,9 @@ def ports(facts: PairFacts, *, listens: bool) -> Check:
 
 def latency(facts: PairFacts) -> Check:
     assert facts.round_trip is not None
-    value = f"{facts.round_trip * 1e6:.0f} us there and back"
+    value = f"{duration(facts.round_trip)} there and back"
     if facts.jitter is not None:
-        value += f", up to {facts.jitter * 1e6:.0f} us more"
+        value += f", up to {duration(facts.jitter)} more"
     if facts.round_trip > SLOW_ROUND_TRIP:
         fix = "use machines on one network (same zone, same switch): every exchange pays this"
         return warned("latency", value, fix)
@@ -174,7 +257,7 @@ def clock(facts: PairFacts, other: Side) -> Check:
     offset, slack = facts.clock_offset, (facts.round_trip or 0.0) / 2
     if offset is None:
         return not_here("clock", "not known")
-    value = f"{abs(offset):.3f} s apart, give or take {slack:.3f} s"
+    value = f"{duration(abs(offset))} apart, give or take {duration(slack)}"
     if abs(offset) - slack > MOST_SKEW:
         fix = f"timedatectl set-ntp true, here and on {other.host}: logs cannot be compared yet"
         return warned("clock", value, fix)

@@ -6,23 +6,21 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
-from allranks.launch.attempt import FILE, describe, read
 from allranks.launch.backends import Draft, Options
 from allranks.launch.backends.slurm.held_nodes import check_allocation
 from allranks.launch.meeting import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
-from allranks.machine.processes import Signals, listening
+from allranks.machine.processes import Signals, listening, output_of
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue
 from allranks.show.text import clean
@@ -70,7 +68,7 @@ def last_place(run: RunDir) -> Place:
     """How the run's last attempt was started."""
     for number in reversed(run.attempts()):
         with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
-            last = read(run.attempt(number) / FILE)
+            last = prepare.read_attempt(run.attempt(number) / prepare.ATTEMPT_FILE)
             return Place(max_restarts=last.max_restarts, oversubscribe=last.oversubscribe)
     return Place()
 
@@ -100,7 +98,7 @@ def run_here(
             prepared = prepare.hold_run(prepared, held)
             run = prepare.open_run(prepared)  # before the seconds that importing torch takes
             host, port = split_master(place.master)
-            describe(prepared, nodes=(host,), port=port, **place.kept).write(run)
+            prepare.write_attempt(prepared, run, nodes=(host,), port=port, **place.kept)
         launch = Launch(prepared, place, here, signals, screen)
         for remark in [*remarks, *prepared.remarks]:
             screen.remark(remark)
@@ -138,24 +136,7 @@ def ranks_here(prepared: Prepared, place: Place) -> int:
 
 def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     """What `python WORDS` prints on this machine."""
-    return output_of([sys.executable, *words], seconds)
-
-
-def output_of(command: Sequence[str], seconds: float, env: Mapping[str, str] = os.environ) -> str:
-    """What a command prints within so many seconds; empty if it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "" if done.returncode else done.stdout
+    return output_of([sys.executable, *words], seconds) or ""
 
 
 def will_stop(run: RunDir) -> str:

@@ -25,12 +25,11 @@ from pathlib import Path
 from allranks import __version__
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
-from allranks.launch.attempt import describe
 from allranks.launch.backends import Draft, Options, local
 from allranks.launch.node import AT_ONCE_SECONDS, Outcome, Place, outcome_of
 from allranks.launch.prepare import Prepared, Request
 from allranks.launch.screen import Screen
-from allranks.machine.processes import Signals
+from allranks.machine.processes import Signals, output_of
 from allranks.run import commits
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
@@ -141,7 +140,7 @@ def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     script = f"for python in {shlex.quote(sys.executable)} python3; do {tries}; done"
     with ThreadPoolExecutor(max(1, len(hosts))) as asking:
         commands = [ssh_to(host, script) for host in hosts]
-        return "".join(asking.map(lambda command: local.output_of(command, seconds), commands))
+        return "".join(asking.map(lambda command: output_of(command, seconds) or "", commands))
 
 
 def remote(host: str, script: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -186,7 +185,8 @@ class Head:
             names = ", ".join(host.name for host in self.apart)
             self.screen.remark(f"the job's folder is copied to {names}, and results back")
         nodes, port = tuple(host.address for host in self.hosts), self.hosts[0].port
-        path = describe(self.prepared, nodes=nodes, port=port, **self.place.kept).write(self.run)
+        told = {"nodes": nodes, "port": port, **self.place.kept}
+        path = prepare.write_attempt(self.prepared, self.run, **told)
         self.screen.follow(self.run, self.prepared.job, 0)
         try:
             for rank, host in enumerate(self.hosts):

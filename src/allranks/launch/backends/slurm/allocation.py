@@ -27,7 +27,6 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.attempt import describe
 from allranks.launch.backends.slurm import ladder, node_checks, submit
 from allranks.launch.backends.slurm.gate import Gate
 from allranks.launch.backends.slurm.inside import (
@@ -49,8 +48,8 @@ from allranks.launch.backends.slurm.inside import (
 from allranks.launch.backends.slurm.missing_files import look_for_missing
 from allranks.launch.backends.slurm.relay import OUT_OF_MEMORY, Relay
 from allranks.launch.backends.slurm.sbatch import Racer, ask
+from allranks.launch.follow import ENDING_SECONDS, wait_for_ranks
 from allranks.launch.prepare import Prepared, Request
-from allranks.launch.waiting import ENDING_SECONDS, wait_for_ranks
 from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims
 from allranks.run.claims import Claim
@@ -209,11 +208,12 @@ class Allocation:
     ) -> int:
         """Have srun run the ranks; `check`: what launchers tell the preflight, if they are to."""
         port = free_port(self.place.job)
-        told = describe(prepared, nodes=self.place.nodes, port=port, check=tuple(check))
+        told = {"nodes": self.place.nodes, "port": port, "check": tuple(check)}
+        path = prepare.write_attempt(prepared, self.run, **told)
         climbing = ladder.read(self.run)
         on_rung = climbing is not None and climbing.chosen is None
         return self.relay.run_step(
-            step_command(self.job, self.place, told.write(self.run)),
+            step_command(self.job, self.place, path),
             attempt=prepared.attempt,
             variables={MEASURE: str(climbing.steps)} if climbing and on_rung else {},
             judge=judge,
@@ -418,7 +418,7 @@ class Allocation:
 
     def _what_next(self, prepared: Prepared, code: int) -> int:
         """Continue in another job if the run was stopped before its end; returns an exit code."""
-        claims.check(self.run.claims, self.claim.number)  # raises if another job has it by now
+        claims.raise_if_lost(self.run.claims, self.claim.number)
         self.run.look_anew()
         has_begun = self._has_begun(prepared)
         lost = self._killed(code) if has_begun else None

@@ -137,7 +137,7 @@ def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
     ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
     if all(end and end["exit"] in (0, 75) for end in ends):
         return True  # the script knew what the signal meant
-    last = prepare.last_of(prepared, run)
+    last = prepare.last_of(prepared.job, run)
     return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > since
 
 
@@ -155,7 +155,7 @@ def why_it_ends(run: RunDir, prepared: Prepared) -> str:
     """Why no job continues a run that was stopped."""
     if not prepared.job.slurm.requeue:
         return "stopped short of its end, and slurm.requeue is false"
-    last = prepare.last_of(prepared, run)
+    last = prepare.last_of(prepared.job, run)
     where = f"nothing new is at {last}" if last else "the job does not say where (last: PATH)"
     return f"the script did not save when it was told to stop: {where}"
 

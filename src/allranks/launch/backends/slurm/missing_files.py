@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from allranks.launch.backends.local import output_of
 from allranks.launch.backends.slurm.inside import SlurmNodes, srun, step_environment
+from allranks.machine.processes import output_of
 from allranks.run.failures import missing_path
 from allranks.run.folder import RunDir
 from allranks.run.logs import tail
@@ -72,7 +72,7 @@ def ask_nodes(place: SlurmNodes, paths: Sequence[str]) -> dict[str, dict[str, bo
     """For each path, whether each node has it; empty where they do not answer in time."""
     step = srun(place, tasks_per_node=1, ends_together=False)
     command = [*step, "--overlap", "--chdir=/", "sh", "-c", LOOK, "sh", *paths]
-    printed = output_of(command, LOOK_SECONDS, step_environment(os.environ))
+    printed = output_of(command, LOOK_SECONDS, step_environment(os.environ)) or ""
     answers: dict[str, dict[str, bool]] = {}
     for line in printed.splitlines():
         code, node, path = [*line.split(" ", 2), "", ""][:3]

@@ -23,13 +23,11 @@ from pathlib import Path
 from types import FrameType
 
 from allranks.errors import AllranksError
-from allranks.launch import attempt as attempts
 from allranks.launch import checks, network, prepare
-from allranks.launch.attempt import Attempt
 from allranks.launch.backends.slurm import gate
 from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.node import Place, end_of, run_beside
-from allranks.launch.prepare import Prepared
+from allranks.launch.prepare import Attempt, Prepared
 from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import STOP_SIGNALS, listening
 from allranks.run import claims
@@ -45,12 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("attempt", type=Path, help="its attempt.json")
     path: Path = parser.parse_args().attempt
-    told, run = attempts.read(path), RunDir(path.parents[2])
+    told, run = prepare.read_attempt(path), RunDir(path.parents[2])
     variables = network.variables(told.nodes)
     if told.check:
         node_rank = int(os.environ["SLURM_NODEID"])
         gate.pass_gate(told.check, variables, node_rank=node_rank, num_nodes=len(told.nodes))
-    prepared = attempts.prepared_for(told, run, variables)
+    prepared = told.prepared(run, variables)
     try:
         network.say_once(checks.settle_precision(prepared))
     except AllranksError as error:
@@ -79,7 +77,7 @@ def end_with_claim(run: RunDir, number: int, seconds: float) -> None:
     while True:
         time.sleep(seconds * random.uniform(0.8, 1.2))  # a thousand nodes must not look at once
         try:
-            claims.check(run.claims, number)
+            claims.raise_if_lost(run.claims, number)
         except AllranksError as error:
             print(f"allranks: {error.what}", flush=True)
             os._exit(1)
