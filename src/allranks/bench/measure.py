@@ -6,9 +6,9 @@ After a Ctrl-C, what was measured so far is kept and shown, and the exit code is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -19,7 +19,9 @@ from allranks.launch.backends import Backend, Options, Submitted, local
 from allranks.launch.prepare import Prepared
 from allranks.machine.processes import listening
 from allranks.run import run_state
+from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing, why_no_pace
 
 T = TypeVar("T")
 LOOK_SECONDS, MOST_LOOK_SECONDS = 2.0, 30.0  # between looks at the queue
@@ -36,13 +38,6 @@ class Result:
     notes: tuple[str, ...] = ()
 
 
-class Measured(Protocol):
-    """What was read from a run."""
-
-    @property
-    def problem(self) -> str | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A run that was to be measured; `run` is None if it could not be started."""
@@ -51,10 +46,15 @@ class Ended:
     run: RunDir | None
     error: AllranksError | None = None
 
-    @property
-    def why(self) -> str:
-        """Why it could not be started, with the fix."""
-        return "; ".join(filter(None, (self.error.what, self.error.fix))) if self.error else ""
+    def problem(self, measured: Timing | None) -> str | None:
+        """Why it has no samples a second, with the fix; None if `measured` has them."""
+        if self.run is None:
+            return "; ".join(filter(None, (self.error.what, self.error.fix))) if self.error else ""
+        broken = failure(self.run)
+        if broken is None:
+            return why_no_pace(self.run, measured)
+        fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
+        return f"{failure_in_words(broken)}: {fix}"
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class Series:
                     break
         return done
 
-    def how_far(self, done: Sequence[Measured]) -> str:
-        measured = sum(not one.problem for one in done)
+    def how_far(self, problems: Iterable[str | None]) -> str:
+        measured = sum(not problem for problem in problems)
         return f"{measured} of {len(self.planned)} runs were measured"
 
     def _begin(self, number: int, name: str) -> None:
