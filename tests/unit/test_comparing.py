@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from allranks.run.record import final_step
 from allranks.run.run_state import Queue, describe
 from allranks.timing.comparison import Pace, compare, is_compared
 from allranks.timing.steps import timing
-from allranks.watch import compare_runs
+from allranks.watch import followed
 from allranks.watch.live import Watcher
 from allranks.watch.status import gather
 
@@ -124,7 +125,7 @@ def test_bench_scaling_report_status_and_watch_show_one_number(tmp_path: Path, s
             expected |= {run: numbers(row) if run in counted else NEITHER for run in row["runs"]}
     assert any(value != NEITHER for value in expected.values()) and set(expected) == set(facts)
     watcher = Watcher(tmp_path, old=True)
-    views = {one.view.run: one.view.as_json() for one in gather(watcher)}
+    views = {one.view.run: asdict(one.view) for one in gather(watcher)}
     watcher.close()
     live = Watcher(tmp_path, old=True)
     live.poll(budget=float("inf"))
@@ -172,7 +173,7 @@ def test_status_watch_and_report_tell_the_same_efficiency(
     tmp_path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit is not None:  # as of files too large to be read twice
-        monkeypatch.setattr(compare_runs, "AFFORDABLE_BYTES", limit)
+        monkeypatch.setattr(followed, "AFFORDABLE_BYTES", limit)
         monkeypatch.setattr("tests.report_runs._World._end", lambda *_: {"exit": 0})
     runs = study(tmp_path)
     watcher = Watcher(tmp_path, old=True)
@@ -207,7 +208,7 @@ def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
         measured.append(run.name)
         return timing(run)
 
-    monkeypatch.setattr(compare_runs, "affordable_timing", timed)
+    monkeypatch.setattr(followed, "affordable_timing", timed)
     watcher = Watcher(tmp_path, old=True)
     watcher.poll(budget=0.0)  # finds them, and has no time for more
     for _ in range(200):  # at once: no run is due
@@ -224,10 +225,8 @@ def test_a_live_screen_goes_on_measuring_and_measures_each_run_once(
 def test_large_files_do_not_hold_up_a_live_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_runs, "LIVE_BYTES", 0)
-    monkeypatch.setattr(
-        compare_runs, "affordable_timing", lambda *_: pytest.fail("it was read whole")
-    )
+    monkeypatch.setattr(followed, "LIVE_BYTES", 0)
+    monkeypatch.setattr(followed, "affordable_timing", lambda *_: pytest.fail("it was read whole"))
     runs = study(tmp_path)
     watcher = Watcher(tmp_path, old=True)
     for _ in range(20):
@@ -321,7 +320,7 @@ def test_a_report_is_of_the_newest_benchmark_of_scaling(tmp_path: Path) -> None:
     runs, words = chosen_runs(tmp_path, ["language"])
     assert named(runs) == named([*made.values(), *newer])
     assert runs[0].name == newer[1].name  # the newest: there the report is written
-    assert words == "3 runs of other benchmarks are left out."
+    assert words == "Left out: 3 runs of other benchmarks."
 
 
 def test_a_report_is_of_the_newest_job_where_its_newest_run_is_of_no_benchmark(

@@ -66,7 +66,7 @@ def test_every_view_says_the_same_of_steps_made(run: RunDir, resumed: bool) -> N
     expected = 5 if resumed else 7
     assert read_lead(run).steps_made == outcome(run)["steps"] == expected
     assert describe(run, Queue())["step"] == expected
-    assert reader.lead is not None and reader.lead.steps_made == expected
+    assert reader.lead.steps_made == expected
 
 
 def test_a_node_s_part_of_a_run_has_a_lead_too(run: RunDir) -> None:

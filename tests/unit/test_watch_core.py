@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +146,7 @@ def test_a_live_run_is_followed_and_its_end_is_seen(tmp_path: Path) -> None:
     assert history is not None and len(history.ranks["seconds"][0]) == 50
     assert history.ranks["wait"][1][7] == pytest.approx(0.01)
     assert history.samples_per_second[0] == pytest.approx(1280)
-    json.dumps([ended.as_json(), ranks[0].as_json()])
+    json.dumps([asdict(ended), asdict(ranks[0])])
 
 
 def test_nothing_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from allranks.run.folder import RunDir
 from allranks.watch import logs, page_data
 from allranks.watch.live import Watcher
 from allranks.watch.marks import DEFAULT_MARKS
-from allranks.watch.views import History, RankView, RunView
+from allranks.watch.views import History, Parts, RankView, RunView
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2),
@@ -85,11 +86,53 @@ def test_throughput_has_a_point_where_it_is_known() -> None:
     assert page_data.pace(history()) == {"x": [15, 25], "y": [50.0, 60.0]}
 
 
-def test_times_are_not_rounded_away() -> None:
-    view = RunView(run="a", run_dir="/a", job="a", state="running", started=1_794_714_106.69)
-    assert page_data.run_line(view)["started"] == 1_794_714_106.7
-    line = page_data.rank_line(RankView(rank=3, utilization=50.0), DEFAULT_MARKS)
-    assert line["marks"]["gpu_util"] == "warn" and "rank" not in line
+def test_a_run_in_words() -> None:
+    view = RunView(
+        **{"run": "a-1", "run_dir": "/a", "job": "a", "state": "running", "layout": "1x4"},  # type: ignore[arg-type]
+        **{"step": 1200, "steps": 5000, "loss": 0.41234, "samples_per_second": 1234.5},  # type: ignore[arg-type]
+        **{"seconds_left": 75.0, "epoch": 1, "epochs": 4, "metrics": {"val_loss": 0.5}},  # type: ignore[arg-type]
+        **{"efficiency": 0.9, "baseline_layout": "1x1", "baseline": "a-0"},  # type: ignore[arg-type]
+    )
+    line = page_data.run_line(view, 0.0)
+    assert (line["words"], line["share"]) == ("24.0% · 1,234/s · 1m15s left", 0.24)
+    tiles = {name: (value, more, why) for name, value, more, why in page_data.tiles(view)}
+    assert tiles["step"] == ("1,200", "of 5,000", "") and tiles["val loss"][0] == "0.50000"
+    assert tiles["efficiency"] == ("90.0%", "", "compared with one rank: a-0")
+    assert "step time" not in tiles and tiles["time left"][0] == "1m15s"
+    failed = replace(view, state="failed", reason="rank 3: PASSWORD=hunter22", stalled=False)
+    assert page_data.run_line(failed, 0.0)["words"] == "failed · 24.0% · 1m15s left"
+    head = page_data.head(failed, "timed out", 0.0)
+    assert head["facts"] == ["layout 1x4"] and head["is_alarming"] and failed.culprit == 3
+    assert head["warnings"] == ["rank 3: PASSWORD=[redacted]", "SLURM does not answer: timed out"]
+    waits = replace(failed, state="queued", step=None)
+    assert page_data.run_line(waits, 0.0)["words"] == "rank 3: PASSWORD=[redacted]"
+
+
+def test_ranks_have_cells_with_marks_and_no_empty_columns() -> None:
+    busy = RankView(
+        rank=3,
+        utilization=50.0,
+        memory=60 << 30,
+        memory_total=80 << 30,
+        temperature=86,
+        slowest=True,
+    )
+    idle = RankView(rank=4, step_seconds=0.1, data=0.02, heartbeat=7.25, sent=1e9)
+    table = page_data.rank_table([busy, idle], DEFAULT_MARKS)
+    assert table["columns"] == ["GPU", "memory", "°C", "network", "step time", "data"]
+    first, second = table["ranks"]["3"], table["ranks"]["4"]
+    assert first["cells"]["GPU"] == [50.0, "50%", "warn"] and first["slowest"]
+    assert first["cells"]["memory"] == [60 << 30, "60 of 80 GiB", ""]
+    assert first["cells"]["°C"][2] == "warn" and first["cells"]["data"] == [None, "-", ""]
+    assert second["cells"]["data"] == [0.02, "20.0ms", "warn"] and second["heard"] == 7.2
+    assert second["cells"]["network"][1] == "1 GB/s"
+
+
+def test_where_the_time_goes_in_words() -> None:
+    seconds = {"compute": 0.09, "comm": 0.01, "straggler": 0.0, "data": 0.0, "other": 0.0}
+    line = page_data.parts_line(Parts(seconds=seconds, steps=9, slowest_rank=2, slowest_share=0.5))
+    assert line is not None and line["shares"]["comm"] == [0.1, "comm 10.0%"]
+    assert line["slowest"] == "slowest: rank 2, last in 50% of 9 steps"
 
 
 def test_sixty_four_ranks_of_a_long_run_fit_in_a_message(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_longest_pause_of_a_long_run_survives_thinning(tmp_path: Path, is_li
     run.now += 300  # imports and compilers: not a pause either
     write_steps(run, range(100_001, 130_001))
     reader.look(all_ranks=False)
-    assert reader.attempt == 1 and reader.lead is not None and reader.lead.last_step == 130_000
+    assert reader.attempt == 1 and reader.lead.last_step == 130_000
     assert reader.longest_pause == pytest.approx(PAUSE + STEP_SECONDS)
     assert reader.lead.longest_pause == pytest.approx(STEP_SECONDS)
 

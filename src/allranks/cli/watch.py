@@ -118,17 +118,19 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
+    from dataclasses import asdict
+
     from allranks.run.folder import find_run
     from allranks.watch.marks import parse_marks
     from allranks.watch.status import make_status, write_page
 
     chosen = [find_run(runs, name) for name in run] if run else None
-    made = make_status(runs, chosen, parse_marks(mark or []), old=show_all)
+    page, found = make_status(runs, chosen, parse_marks(mark or []), old=show_all)
     file = None if md is None or str(md) == "-" else md
     if file is not None:
-        write_page(file, made.page)
+        write_page(file, page)
     if as_json:
         written = str(file.absolute()) if file is not None else None
-        print_json({"md": written, "page": made.page, "runs": made.runs})
+        print_json({"md": written, "page": page, "runs": [asdict(one) for one in found]})
     else:
-        print(made.page if file is None else f"wrote {file}", end="" if file is None else "\n")
+        print(page if file is None else f"wrote {file}", end="" if file is None else "\n")

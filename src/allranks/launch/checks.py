@@ -156,17 +156,15 @@ def check_command(job: Job) -> None:
 
 def no_program(program: str) -> AllranksError:
     """The error for a program that cannot be started, with what to type instead."""
-    what, typed = f"the command's program {program!r} was not found here", shlex.quote(program)
-    is_file = os.path.isfile(program)
+    why, fix, typed = "was not found here", "write its path", shlex.quote(program)
     if os.path.isdir(program):
-        return AllranksError(f"the command's program {program!r} is a folder", fix="name a file")
-    if is_file and program.endswith(".py"):
-        return AllranksError(what, fix=f"write python {typed}")
-    if is_file and "/" not in program:
-        return AllranksError(what, fix=f"write ./{typed}")
-    if is_file:
-        what = f"the command's program {program!r} may not be executed"
-        return AllranksError(what, fix=f"chmod +x {typed}")
-    if " " in program:
-        return AllranksError(what, fix=f"leave out the quotes: -- {shlex.join(program.split())}")
-    return AllranksError(what, fix="write its path")
+        why, fix = "is a folder", "name a file"
+    elif os.path.isfile(program) and program.endswith(".py"):
+        fix = f"write python {typed}"
+    elif os.path.isfile(program) and "/" not in program:
+        fix = f"write ./{typed}"
+    elif os.path.isfile(program):
+        why, fix = "may not be executed", f"chmod +x {typed}"
+    elif " " in program:
+        fix = f"leave out the quotes: -- {shlex.join(program.split())}"
+    return AllranksError(f"the command's program {program!r} {why}", fix=fix)

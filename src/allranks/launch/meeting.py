@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,39 +59,34 @@ class Interrupted(AllranksError):
         super().__init__(what, fix="type the command again", exit_code=130)
 
 
+@dataclass(slots=True)
 class Wait:
     """A wait that has an end. `show` gets what is waited for, and how many seconds so far.
 
     `interrupted`: whether a signal has come.
     """
 
-    def __init__(
-        self,
-        interrupted: Callable[[], bool],
-        show: Callable[[str, float], None] = lambda text, seconds: None,
-        seconds: float = MEETING_SECONDS,
-    ) -> None:
-        self._interrupted = interrupted
-        self._show = show
-        self._seconds = seconds
-        self._begin = time.monotonic()
+    interrupted: Callable[[], bool]
+    show: Callable[[str, float], None] = lambda text, seconds: None
+    seconds: float = MEETING_SECONDS
+    begin: float = field(default_factory=time.monotonic)
 
     def check(self, awaited: str, until: float = math.inf) -> None:
         """Call this many times a second; raises when the wait is over. `until`: if sooner."""
-        if self._interrupted():
+        if self.interrupted():
             raise Interrupted
-        waited = time.monotonic() - self._begin
-        if waited > self._seconds:
+        waited = time.monotonic() - self.begin
+        if waited > self.seconds:
             raise AllranksError(
-                f"gave up after waiting {duration(self._seconds, whole=True)} for {awaited}",
+                f"gave up after waiting {duration(self.seconds, whole=True)} for {awaited}",
                 fix="start every node of the layout within ten minutes, with the same --master "
                 "HOST:PORT: a name of node 0's machine that all of them know, and a free port "
                 "there that no firewall closes",
                 exit_code=1,
             )
         if waited > SHOWN_SECONDS:
-            left = min(self._seconds - waited, max(0.0, until - time.monotonic()))
-            self._show(f"waiting for {awaited}; {duration(left, whole=True)} left", waited)
+            left = min(self.seconds - waited, max(0.0, until - time.monotonic()))
+            self.show(f"waiting for {awaited}; {duration(left, whole=True)} left", waited)
 
     def beside(self, call: Callable[[], T], awaited: str, seconds: float = math.inf) -> T:
         """The result of a blocking call, made in another thread. `seconds`: its own limit."""
@@ -331,50 +326,49 @@ def duplicate(node: int, there: Message, here: Message) -> AllranksError:
     )
 
 
+@dataclass(slots=True)
 class Door:
     """Lets nodes in. Each guest has a thread of its own, so a silent one keeps nobody out."""
 
-    def __init__(
-        self, listener: socket.socket, mine: Meeting, key_name: str, key: bytes, num_nodes: int
-    ) -> None:
-        self._listener = listener
-        self._mine = mine
-        self._key_name = key_name
-        self._key = key
-        self._num_nodes = num_nodes
-        self._guests: list[Link] = []  # that have not proved to be nodes, as they came
-        self._nodes: dict[int, tuple[Link, tuple[str, str], Message]] = {}  # with nonces and card
-        self._lock = threading.Lock()
+    listener: socket.socket
+    mine: Meeting
+    key_name: str
+    key: bytes
+    num_nodes: int
+    guests: list[Link] = field(default_factory=list)  # not known to be nodes, in order of arrival
+    # Each with the numbers of its proof, and what it said of itself.
+    nodes: dict[int, tuple[Link, tuple[str, str], Message]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def serve(self, wait: Wait, hint: str = "") -> None:
         """Until all nodes are in. `hint`: why they may not come."""
-        self._listener.settimeout(POLL_SECONDS)
+        self.listener.settimeout(POLL_SECONDS)
         try:
-            while missing := [n for n in range(1, self._num_nodes) if n not in self._nodes]:
-                wait.check(f"{names_of(missing)} of layout {self._mine.layout}{hint}")
+            while missing := [n for n in range(1, self.num_nodes) if n not in self.nodes]:
+                wait.check(f"{names_of(missing)} of layout {self.mine.layout}{hint}")
                 self._welcome()
-            with self._lock:
-                for link, nonces, _ in self._nodes.values():
+            with self.lock:
+                for link, nonces, _ in self.nodes.values():
                     with suppress(OSError):  # one that has just died is missed when ranks start
-                        self._tell(link, nonces, {"meeting": asdict(self._mine)})
+                        self._tell(link, nonces, {"meeting": asdict(self.mine)})
         finally:
-            with self._lock:
-                for link in [*self._guests, *(link for link, *_ in self._nodes.values())]:
+            with self.lock:
+                for link in [*self.guests, *(link for link, *_ in self.nodes.values())]:
                     link.hang_up()
 
     def _welcome(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self.listener.accept()
         except TimeoutError:
             return
         except OSError:  # it is gone again, or there are no more files: others may leave
             time.sleep(POLL_SECONDS)
             return
         guest = Link(connection)
-        with self._lock:
-            self._guests.append(guest)
-            if len(self._guests) > MOST_STRANGERS + self._num_nodes:
-                self._guests[0].hang_up()
+        with self.lock:
+            self.guests.append(guest)
+            if len(self.guests) > MOST_STRANGERS + self.num_nodes:
+                self.guests[0].hang_up()
         threading.Thread(target=self._talk, args=(guest,), daemon=True).start()
 
     def _talk(self, guest: Link) -> None:
@@ -387,11 +381,11 @@ class Door:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass
         finally:
-            with self._lock:
+            with self.lock:
                 if node is not None:
-                    del self._nodes[node]
-                elif guest in self._guests:
-                    self._guests.remove(guest)
+                    del self.nodes[node]
+                elif guest in self.guests:
+                    self.guests.remove(guest)
                 guest.close()
 
     def _greet(self, guest: Link) -> tuple[str, str]:
@@ -399,38 +393,38 @@ class Door:
         if hello.get("allranks") != VERSION or not isinstance(hello["nonce"], str):
             raise ValueError("not one of us")
         nonces = (hello["nonce"], secrets.token_hex(16))
-        where = {"run_dir": self._mine.run_dir, "key": self._key_name, "nonce": nonces[1]}
-        port = self._listener.getsockname()[1]
+        where = {"run_dir": self.mine.run_dir, "key": self.key_name, "nonce": nonces[1]}
+        port = self.listener.getsockname()[1]
         self._tell(guest, nonces, {"allranks": VERSION, **introduce(), **where, "port": port})
         return nonces
 
     def _let_in(self, guest: Link, nonces: tuple[str, str], card: Message) -> int:
-        check_proof(self._key, "node", nonces, card)
+        check_proof(self.key, "node", nonces, card)
         node, refused = int(card["node"]), None
-        with self._lock:
-            if card["layout"] != self._mine.layout:
+        with self.lock:
+            if card["layout"] != self.mine.layout:
                 refused = AllranksError(
-                    f"node 0 was started with --layout {self._mine.layout}, node {node} with "
+                    f"node 0 was started with --layout {self.mine.layout}, node {node} with "
                     f"{card['layout']}",
-                    fix=f"type --layout {self._mine.layout} on every machine",
+                    fix=f"type --layout {self.mine.layout} on every machine",
                 )
-            elif node in self._nodes or node == 0:
-                refused = duplicate(node, self._nodes[node][2] if node else introduce(), card)
+            elif node in self.nodes or node == 0:
+                refused = duplicate(node, self.nodes[node][2] if node else introduce(), card)
             else:
-                self._guests.remove(guest)
-                self._nodes[node] = guest, nonces, card
+                self.guests.remove(guest)
+                self.nodes[node] = guest, nonces, card
         if refused is not None:
             self._tell(guest, nonces, {"refused": {"what": refused.what, "fix": refused.fix}})
             raise ValueError("refused")
         return node
 
     def _tell(self, guest: Link, nonces: tuple[str, str], message: Message) -> None:
-        guest.send(with_proof(self._key, "first", nonces, message))
+        guest.send(with_proof(self.key, "first", nonces, message))
 
 
 def names_of(nodes: list[int]) -> str:
-    """`node 1`, or `nodes 1 and 3`."""
-    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}"
+    """`node 1`, or `nodes 1 and 3`; the last of them may have just come."""
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}" if nodes else "the other nodes"
 
 
 # --- The other nodes -----------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from allranks.machine.network import (
     infiniband_ports,
     up_interfaces,
 )
+from allranks.machine.nodelist import expand
 from allranks.machine.processes import Setting
-from allranks.slurm.nodelist import expand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,10 @@ def settings(node: NodeNetwork, env: Mapping[str, str], *, num_nodes: int) -> li
     Left to NCCL, whatever the facts: NCCL_NET_GDR_LEVEL and NCCL_P2P_LEVEL. NCCL finds the
     distances, nvidia_peermem and DMA-BUF by itself, and its manual lists them for debugging only.
     """
-    found = [*_gpu_settings(node)]
+    found = []
+    if node.num_gpus > 1 and node.gpus_reach_each_other is False:
+        reason = "by NVML no GPU here can read another's memory: NCCL goes through the host's"
+        found.append(Setting("NCCL_P2P_DISABLE", "1", reason))
     if num_nodes > 1:
         found += [*_socket_settings(node), *_infiniband_settings(node)]
     return [setting for setting in found if setting.name not in env]
@@ -82,12 +85,6 @@ def _infiniband_settings(node: NodeNetwork) -> Iterator[Setting]:
         names = ",".join(port.name for port in active)
         # `=`: without it mlx5_1 also means mlx5_10.
         yield Setting("NCCL_IB_HCA", f"={names}", f"only the active ports: {words}")
-
-
-def _gpu_settings(node: NodeNetwork) -> Iterator[Setting]:
-    if node.num_gpus > 1 and node.gpus_reach_each_other is False:
-        reason = "by NVML no GPU here can read another's memory: NCCL goes through the host's"
-        yield Setting("NCCL_P2P_DISABLE", "1", reason)
 
 
 def describe_node(peers: Sequence[str], sys_root: Path = SYS) -> NodeNetwork:

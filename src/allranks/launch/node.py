@@ -21,7 +21,7 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.machine.allotted import memory_kills
-from allranks.machine.processes import Signals, blocked_signals, quick_imports
+from allranks.machine.processes import Signals, blocked_signals, quick_imports, signal_name
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
@@ -160,11 +160,6 @@ class Launch:
     def _interrupted(self) -> bool:
         return bool(self.signals.received)
 
-    def run_to_end(self) -> Outcome:
-        """Run this node's ranks, and report how the run ended, which the first node decides."""
-        self.run_ranks()
-        return self._outcome()
-
     def run_ranks(self) -> set[str]:
         """Run this node's ranks to their end; the states in which they ended.
 
@@ -296,10 +291,12 @@ class Launch:
         wait_for_ranks(self.run, attempt, ranks, seconds, is_enough, while_alive=not is_lost)
         self._show(lambda: self.screen.stalled(None))
 
-    def _outcome(self) -> Outcome:
+    def run_to_end(self) -> Outcome:
+        """Run this node's ranks, and report how the run ended, which the first node decides."""
+        states = self.run_ranks()
         # The run is still held by this process: for everyone else it is running until we return.
         state = self.run.ended_state()
-        if self.place.node_rank and self.own_states() == {"finished"}:
+        if self.place.node_rank and states == {"finished"}:
             state = "finished"  # as far as this node knows: the first one says what the run came to
         if state == "failed" and self._interrupted() and failure(self.run) is None:
             state = "stopped"  # ranks of other nodes have not said so yet
@@ -377,8 +374,7 @@ def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, An
         what = "ended because another rank failed"
         fields["error"] = {"what": what, "fix": "", "echo": True}
     elif code < 0:
-        known = -code in {int(one) for one in signal.Signals}
-        fields["signal"] = signal.Signals(-code).name if known else f"signal {-code}"
+        fields["signal"] = signal_name(-code)
     return fields
 
 

@@ -221,7 +221,7 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
             f"run {run.name} cannot resume with different mathematics: {'; '.join(lines)}",
             fix="undo the change, start a new run without --resume, or add --force to go on anyway",
         )
-    records = withheld.records(changes)
+    records = withheld.public_changes(changes)
     return Prepared(
         request=request,
         job=job,
@@ -349,7 +349,7 @@ def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
     keys = {override.partition("=")[0] for override in now}
     keys |= {key for pair in EXCLUSIVE for key in pair if keys & set(pair)}
     kept = [old for old in earlier if old.partition("=")[0] not in keys]
-    return withheld.typed([*kept, *now])
+    return [withheld.public_override(one) for one in (*kept, *now)]
 
 
 def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:

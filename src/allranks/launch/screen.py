@@ -32,7 +32,7 @@ from allranks.show.numbers import (
     percent,
     progress,
 )
-from allranks.show.tables import Cell, Table, facts, show_table
+from allranks.show.tables import STATE_STYLES, Cell, Table, facts, show_table
 from allranks.show.text import clean
 
 PLAIN_LINE_SECONDS = 10.0
@@ -40,13 +40,6 @@ READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without a step, before the user of a benchmark is told
 FIRST_NOTE_SECONDS = 30.0  # until the second note on a wait; then twice as long each time
 LIST_COLUMNS = ("run", "state", "layout", "job", "step", "left")
-STATE_COLOURS = {
-    "running": "green",
-    "finished": "blue",
-    "queued": "yellow",
-    "failed": "red",
-    "stopped": "magenta",
-}
 
 
 class Screen:
@@ -116,17 +109,17 @@ class Screen:
         self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
-        """Said once, when the first rank is told to stop."""
-        if self._stopping:
-            return
-        self._stopping = True
+        """Called for each rank that is told to stop; said once."""
+        if not self._stopping:
+            self._stopping = True
+            self._status.leave()
+            text = f"{signal_name}: stopping{self._when_stopping()}"
+            self.console.print(Text(text, style="yellow"), soft_wrap=True)
+
+    def _when_stopping(self) -> str:
         native = self._job is not None and self._job.command is None
-        how = "saving a checkpoint at the next step" if native else "the script was told"
-        text = f"{signal_name}: stopping, {how}"
-        if self.console.is_terminal:
-            text += "; Ctrl-C (again) stops at once"
-        self._status.leave()
-        self.console.print(Text(text, style="yellow"), soft_wrap=True)
+        how = ", saving a checkpoint at the next step" if native else ", the script was told"
+        return how + ("; Ctrl-C (again) stops at once" if self.console.is_terminal else "")
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
         """Show this run from now on, as `rank` sees it."""
@@ -363,7 +356,10 @@ class Bar:
         where, numbers = self._words(last)
         if self._progress is not None:
             room = self._console.width - len(where) - (24 if self._console.width >= 90 else 12)
-            text = "  ".join(that_fit(numbers, room))
+            # A narrow terminal keeps the loss and the time left longest.
+            while len(numbers) > 1 and len("  ".join(numbers)) > room:
+                numbers.pop(-2)
+            text = "  ".join(numbers)
             self._progress.update(self._task, completed=last["step"], where=where, numbers=text)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
@@ -401,14 +397,6 @@ class Bar:
                 f"{duration(left, whole=True)} left",
             ]
         return f"epoch {last['epoch']}/{epochs}", numbers
-
-
-def that_fit(numbers: list[str], room: int) -> list[str]:
-    """Numbers beside the bar; a narrow terminal keeps the loss and the time left longest."""
-    numbers = list(numbers)
-    while len(numbers) > 1 and len("  ".join(numbers)) > room:
-        numbers.pop(-2)
-    return numbers
 
 
 def banner(start: dict[str, Any], job: Job) -> str:
@@ -457,11 +445,8 @@ class QuietScreen(Screen):
     def stalled(self, line: str | None, seconds: float = 0.0) -> None:
         self._notes.show(line, seconds)
 
-    def stopping(self, signal_name: str) -> None:
-        if not self._stopping:
-            self._stopping = True
-            text = f"{signal_name}: stopping; what was measured is kept"
-            self.console.print(Text(text, style="yellow"), soft_wrap=True)
+    def _when_stopping(self) -> str:
+        return "; what was measured is kept"
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
         self._run, self._begin = run, time.monotonic()
@@ -523,7 +508,7 @@ def list_row(run: Mapping[str, Any]) -> list[Text]:
         job = ",".join(run["jobs"])
         left = f"starts {moment(run['expected_start'])}" if run["expected_start"] else left
     texts = (run["layout"], job, progress(run["step"], run["steps"]), left)
-    state = Text(run["state"], style=STATE_COLOURS[run["state"]])
+    state = Text(run["state"], style=STATE_STYLES[run["state"]])
     return [Text(clean(run["run"])), state, *(Text(clean(text or NOTHING)) for text in texts)]
 
 

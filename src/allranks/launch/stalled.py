@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from allranks.job.job import Job
@@ -203,10 +202,9 @@ class StallWatch:
         for rank in here:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             log = self.run.log(attempt, rank)
-            _say(
-                log,
-                f"{now}: no step for {limit}{stacks.FOLLOW}\n{texts.get(rank, '')}\n{stacks.END}",
-            )
+            begin = f"allranks: {now}: no step for {limit}{stacks.FOLLOW}"
+            with log.open("a") as file:
+                file.write(f"{begin}\n{texts.get(rank, '')}\n{stacks.END}\n")
         return states
 
 
@@ -231,8 +229,7 @@ def ends_of(
             what, fix = f"ended because {ranks_in_words(culprits)} kept it waiting for {limit}", ""
         else:
             own = words.removeprefix(f"rank {state.rank} ")
-            what = f"made no step for {limit}, {own}" if own != words else ""
-            what = what or f"made no step for {limit}: {words}"
+            what = f"made no step for {limit}" + (f", {own}" if own != words else f": {words}")
             fix = f"allranks doctor {run.reference} reads the stacks at the end of the logs"
         ends[state.rank] = {
             "state": "stopped" if can_go_on else "failed",
@@ -249,8 +246,3 @@ def frames_in_words(stack: Stack) -> str:
         for frame in stack.frames[:MOST_FRAMES]
     ]
     return "\n".join([f"stack of process {stack.process} (most recent call first):", *lines])
-
-
-def _say(log: Path, text: str) -> None:
-    with log.open("a") as file:
-        file.write(f"allranks: {text}\n")

@@ -6,7 +6,7 @@ job.yaml, run.json and the script for SLURM hold placeholders, so that others ca
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -57,41 +57,30 @@ def check(job: Job, run: RunDir) -> None:
         )
 
 
-def typed(overrides: Iterable[str]) -> list[str]:
-    """Overrides as run.json keeps them."""
-    return [_typed(one) for one in overrides]
-
-
-def _typed(override: str) -> str:
-    key, sign, text = override.partition("=")
-    if not sign or key.partition(".")[0] != "env" or not is_any(override):
-        return override
-    if key != "env":
-        return f"{key}={PLACEHOLDER}"
-    values = yaml.safe_load(text)  # it was read before, and is a mapping
-    shown = {k: PLACEHOLDER if is_secret(str(k), v) else v for k, v in values.items()}
-    return f"env={yaml.safe_dump(shown, default_flow_style=True, width=1 << 20).strip()}"
-
-
-def is_any(override: str) -> bool:
-    """Whether an override of `env` holds a secret."""
-    key, _, text = override.partition("=")
-    if key != "env":
-        return is_secret(key.removeprefix("env."), text)
-    values = yaml.safe_load(text)
-    return isinstance(values, dict) and any(is_secret(str(k), v) for k, v in values.items())
-
-
-def told(key: str, value: Any) -> Any:
+def in_public(key: str, value: Any) -> Any:
     """The value of a job's key as it may be recorded or shown: secrets as placeholders."""
     place, _, name = key.partition(".")
     return PLACEHOLDER if place == "env" and is_secret(name, value) else value
 
 
-def records(changes: Sequence[Any]) -> list[dict[str, Any]]:
+def public_override(override: str) -> str:
+    """An override as run.json keeps it."""
+    key, _, text = override.partition("=")
+    if key != "env":
+        shown = in_public(key, text)
+        return override if shown == text else f"{key}={shown}"
+    values = yaml.safe_load(text)  # it was read before, and is a mapping
+    public = {name: in_public(f"env.{name}", value) for name, value in values.items()}
+    if public == values:
+        return override
+    return f"env={yaml.safe_dump(public, default_flow_style=True, width=1 << 20).strip()}"
+
+
+def public_changes(changes: Sequence[Any]) -> list[dict[str, Any]]:
     """Differences between jobs, as run.json keeps them."""
     return [
-        {"key": c.key, "before": told(c.key, c.ours), "now": told(c.key, c.theirs)} for c in changes
+        {"key": c.key, "before": in_public(c.key, c.ours), "now": in_public(c.key, c.theirs)}
+        for c in changes
     ]
 
 

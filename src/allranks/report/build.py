@@ -27,6 +27,7 @@ from allranks.report.rows import (
     work_of,
 )
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
+from allranks.show.numbers import count
 from allranks.timing.comparison import SUSPICIOUS, bench_of, is_comparable, is_compared, mode_of
 
 VERSION = 1
@@ -76,7 +77,6 @@ def section(
     rows = rows_of(runs, prices)
     job = runs[0].same_job
     mode = mode_of(rows)
-    choices = recommended(rows, targets)
     return {
         "job": runs[-1].job,
         "trains": _plain(job.get("command") or job.get("task")),
@@ -89,9 +89,7 @@ def section(
         "headline": headline(rows),
         "notes": list(section_notes(runs, rows, mode)),
         "rows": [row_object(row, targets) for row in rows],
-        "recommended": {
-            name: asdict(choice) if choice else None for name, choice in choices.items()
-        },
+        "recommended": recommended(rows, targets),
         "curves": {name: curves(runs, name) for name in ("loss", "utilization")},
         "runs": [run_object(run) for run in runs],
     }
@@ -208,7 +206,13 @@ def chosen_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], st
     newest = next((one for one in known if is_comparable(infos[one.name])), None)
     if newest is None:
         find_run(runs, "last")  # raises if there is no run at all
-        raise nothing_to_compare(runs, [bench_of(info) for info in infos.values()])
+        kinds = sorted({f"bench {bench_of(info).get('kind')}" for info in infos.values()})
+        what = f"they are of {' and '.join(kinds)}" if kinds else "none has the job.yaml of a run"
+        raise AllranksError(
+            f"no run in {runs} can be compared: {what}",
+            fix="measure layouts: allranks bench scaling job.yaml; or name runs: "
+            "allranks report RUN",
+        )
     mine = infos[newest.name]
     those = [
         one
@@ -232,29 +236,18 @@ def named_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str
     ordered = sorted(named.values(), key=lambda one: one.info().get("created", 0.0), reverse=True)
     if not num_left:
         return ordered, None
-    what = "run of another benchmark is" if num_left == 1 else "runs of other benchmarks are"
-    return ordered, f"{num_left} {what} left out."
+    return ordered, f"Left out: {count(num_left, 'run')} of other benchmarks."
 
 
 def chosen_words(job: str, number: int, *, is_bench: bool, jobs: Sequence[str]) -> str:
     """Which runs are compared if none was named, and how to compare others."""
-    count = f"{number} run{'s' if number > 1 else ''}"
     if is_bench:
         more = f"; all of {job}: allranks report {job}" if jobs.count(job) > number else ""
-        words = f"Compared: the {count} of the newest bench scaling, of {job}{more}."
+        words = f"Compared: the {count(number, 'run')} of the newest bench scaling, of {job}{more}."
     else:
-        words = f"Compared: the {count} of {job}, the newest job."
+        words = f"Compared: the {count(number, 'run')} of {job}, the newest job."
     others = [name for name in dict.fromkeys(jobs) if name != job]
     if others:
         names = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
         words += f" Other jobs: {names} (allranks report NAME)."
     return words
-
-
-def nothing_to_compare(runs: Path, benches: Sequence[Mapping[str, Any]]) -> AllranksError:
-    kinds = " and ".join(sorted({f"bench {bench.get('kind')}" for bench in benches}))
-    what = f"they are of {kinds}" if kinds else "none has the job.yaml of a run"
-    return AllranksError(
-        f"no run in {runs} can be compared: {what}",
-        fix="measure layouts: allranks bench scaling job.yaml; or name runs: allranks report RUN",
-    )

@@ -61,8 +61,8 @@ def rows_of(runs: Sequence[RunFacts], prices: Sequence[Price] = ()) -> list[Row]
         rows.append(with_price(row, find_price(row.device, memory[row.device], prices)))
     for device in {row.device for row in rows}:
         paced = [row for row in rows if row.device == device and row.pace]
-        hours = hours_compared(paced, work)
-        rows = [with_extra(row, paced, hours) if row in paced else row for row in rows]
+        costs, hours = costs_of(paced, work)
+        rows = [with_extra(row, paced, costs, hours) if row in paced else row for row in rows]
     return rows
 
 
@@ -119,42 +119,36 @@ def with_price(row: Row, price: Price | None) -> Row:
     )
 
 
-def hours_compared(rows: Sequence[Row], work: int | None) -> dict[str, float | None]:
-    """GPU-hours of the job by layout, comparable: all measured, or all from the pace.
+def costs_of(rows: Sequence[Row], work: int | None) -> tuple[dict[str, float], float | None]:
+    """What the job costs on each layout, comparable, and the GPU-hours of one such unit.
 
-    A measured time includes evaluations and saves, a predicted one does not.
+    All measured, or all from the pace: a measured time includes evaluations and saves, a predicted
+    one does not.
     """
     if all(row.seconds_kind == MEASURED for row in rows):
-        return {row.layout: row.gpu_hours for row in rows}
-    return {row.layout: work * (row.hours_per_sample or 0) if work else None for row in rows}
+        return {row.layout: row.gpu_hours or 0.0 for row in rows}, 1.0
+    return {row.layout: row.hours_per_sample or 0.0 for row in rows}, work
 
 
-def with_extra(row: Row, rows: Sequence[Row], hours: Mapping[str, float | None]) -> Row:
+def with_extra(
+    row: Row, rows: Sequence[Row], costs: Mapping[str, float], hours: float | None
+) -> Row:
     """With what it takes beyond the baseline, and beyond the next smaller one of `rows`."""
-    baseline = next(one for one in rows if one.layout == row.baseline)
-    mine, theirs = hours[row.layout], hours[baseline.layout]
+    assert row.baseline is not None
+    cost, base = costs[row.layout], costs[row.baseline]
     fewer = [other for other in rows if other.ranks < row.ranks]
     before = max(fewer, key=lambda other: (other.ranks, other.pace or 0), default=None)
     per_doubling = None
     if before is not None:  # the same growth with each doubling of the ranks
         doublings = math.log2(row.ranks / before.ranks)
-        per_doubling = (growth(before, row, hours) + 1) ** (1 / doublings) - 1
+        per_doubling = (cost / costs[before.layout]) ** (1 / doublings) - 1
     return replace(
         row,
-        extra_gpu_hours=None if mine is None or theirs is None else mine - theirs,
-        extra_share=growth(baseline, row, hours),
+        extra_gpu_hours=(cost - base) * hours if hours else None,
+        extra_share=cost / base - 1,
         doubling_from=before.layout if before else None,
         doubling_share=per_doubling,
     )
-
-
-def growth(before: Row, row: Row, hours: Mapping[str, float | None]) -> float:
-    """The share by which GPU-hours grow from one layout to another."""
-    mine, theirs = hours[row.layout], hours[before.layout]
-    if mine is None or theirs is None:  # the share is the same for any amount of work
-        mine, theirs = row.hours_per_sample, before.hours_per_sample
-    assert mine and theirs
-    return mine / theirs - 1
 
 
 def what_differs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -187,13 +181,7 @@ class Targets:
     doubling: float = 0.10  # GPU-hours that a doubling of the ranks may add
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A layout to choose, and why."""
-
-    layout: str
-    device: str
-    why: str
+Choice = dict[str, str]  # a layout to choose, its device, and why
 
 
 def verdict(row: Row, targets: Targets) -> tuple[list[str], str]:
@@ -247,13 +235,17 @@ def recommended(rows: Sequence[Row], targets: Targets) -> dict[str, Choice | Non
     return {"time": by_time(paced), "cost": by_cost(paced), "both": by_both(paced, targets)}
 
 
+def choice(row: Row, why: str) -> Choice:
+    return {"layout": row.layout, "device": row.device, "why": why}
+
+
 def by_time(rows: Sequence[Row]) -> Choice:
     best, second, *_ = sorted(rows, key=lambda row: (-(row.pace or 0), row.ranks))
     why = f"{number(best.pace)} samples/s, the most"
     one, other = best.ci95, second.ci95
     if one and other and one[0] <= other[1] and other[0] <= one[1]:
         why += f"; perhaps not more than {second.layout}: their 95% intervals overlap"
-    return Choice(layout=best.layout, device=best.device, why=why)
+    return choice(best, why)
 
 
 def by_cost(rows: Sequence[Row]) -> Choice | None:
@@ -265,13 +257,13 @@ def by_cost(rows: Sequence[Row]) -> Choice | None:
         why = f"{dollars(best.usd_per_million_samples)} for a million samples, the least"
         if len(priced) < len(rows):
             why += " where a price is known"
-        return Choice(layout=best.layout, device=best.device, why=why)
+        return choice(best, why)
     if len(devices) > 1:
         return None
     best = min(rows, key=lambda row: (row.hours_per_sample or 0, row.ranks))
     hours = number((best.hours_per_sample or 0) * 1e6)
     why = f"{hours} {hours_name(best)} for a million samples, the fewest (no price is known)"
-    return Choice(layout=best.layout, device=best.device, why=why)
+    return choice(best, why)
 
 
 def by_both(rows: Sequence[Row], targets: Targets) -> Choice:
@@ -281,4 +273,4 @@ def by_both(rows: Sequence[Row], targets: Targets) -> Choice:
         why = "no larger layout meets its target without diminishing returns"
     else:
         why = f"the fastest that is worth it: {verdict(best, targets)[1]}"
-    return Choice(layout=best.layout, device=best.device, why=why)
+    return choice(best, why)

@@ -19,7 +19,7 @@ from allranks.show.numbers import (
     percent,
     ratio,
 )
-from allranks.show.tables import Table, show_table, without_empty
+from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.steps import PART_WORDS, PARTS
 
@@ -151,10 +151,6 @@ def runs(found: Sequence[Record]) -> Table:
     return Table("Runs", columns, cells, texts=("layout", "state"))
 
 
-def title(section: Record) -> str:
-    return printable(section["job"])
-
-
 def subtitle(section: Record) -> list[str]:
     """What was compared, as a list of short phrases."""
     words = [MODES[section["mode"]], ", ".join(section["devices"])]
@@ -194,7 +190,6 @@ def target_line(report: Record) -> str:
 
 
 COLOURS = {"good": "green", "baseline": "dim", "below": "yellow", "diminishing": "yellow"}
-STATES = {"failed": "red", "running": "green", "stopped": "magenta", "queued": "yellow"}
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
@@ -202,7 +197,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print(Text(printable(report["chosen"]), style="dim"))
         console.print()
     for section in report["sections"]:
-        console.print(Text(title(section), style="bold"), soft_wrap=True)
+        console.print(Text(printable(section["job"]), style="bold"), soft_wrap=True)
         console.print(Text("; ".join(subtitle(section)), style="dim"))
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
@@ -232,5 +227,5 @@ def show_choices(console: Console, section: Mapping[str, Any]) -> None:
 
 
 def styled(cell: str) -> Text:
-    style = STATES.get(cell) or COLOURS.get(cell.split()[0] if cell else "", "")
+    style = STATE_STYLES.get(cell) or COLOURS.get(cell.split()[0] if cell else "", "")
     return Text(cell, style=style)

@@ -23,6 +23,15 @@ PADDING = 2  # between columns
 LEAST_TEXT = 24  # cells: a narrower column of text is hard to read
 GAP = 1  # between the columns of a live screen
 EMPTY = Text()
+# The colour of a run's state, on every screen.
+STATE_STYLES = {
+    "running": "green",
+    "finished": "blue",
+    "queued": "yellow",
+    "failed": "red",
+    "stopped": "magenta",
+    "stalled": "bold red",
+}
 
 Cell = str | Text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import hashlib
 import json
 import secrets
@@ -14,13 +13,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders, QueryParams
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,6 +61,7 @@ HEADERS = {
     "x-frame-options": "DENY",
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
 }
 
 Stop = Callable[[str], str]
@@ -91,7 +93,9 @@ def make_app(hub: Hub, token: str, place: ServerHead, stop: Stop | None = None) 
         Route("/api/log", answers.log),
         Route("/api/stop", answers.stop, methods=["POST"]),
     ]
-    inside = Starlette(routes=routes, lifespan=lifespan)
+    # It leaves the stream of events as it is.
+    packed = Middleware(GZipMiddleware, compresslevel=6)
+    inside = Starlette(routes=routes, lifespan=lifespan, middleware=[packed])
     inside.router.redirect_slashes = False
     return Gate(inside, token)
 
@@ -120,13 +124,9 @@ class Answers:
     async def static(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in STATIC:
-            return Response("No such file.\n", 404, media_type="text/plain")
+            return PlainTextResponse("No such file.\n", 404)
         kind = "text/css" if name.endswith(".css") else "text/javascript"
-        headers = {"vary": "accept-encoding"}
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            headers["content-encoding"] = "gzip"
-            return Response(await run_in_threadpool(_packed, name), 200, headers, kind)
-        return Response(static_file(name), 200, headers, kind)
+        return Response(static_file(name), media_type=kind)
 
     async def events(self, request: Request) -> Response:
         words = request.query_params
@@ -136,7 +136,7 @@ class Answers:
             metric if metric in METRICS else METRICS[0],
             tuple(words.getlist("with")[:MAX_BESIDE]),
         )
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        headers = {"x-accel-buffering": "no"}
         return StreamingResponse(self._lines(wish), 200, headers, "text/event-stream")
 
     async def _lines(self, wish: Wish) -> AsyncIterator[str]:
@@ -213,11 +213,6 @@ def static_file(name: str) -> bytes:
     return path.read_bytes()
 
 
-@cache
-def _packed(name: str) -> bytes:
-    return gzip.compress(static_file(name), 6)
-
-
 def static_version() -> str:
     """Changes with any file of the page, so that no browser uses an old one."""
     return hashlib.sha256(b"".join(static_file(name) for name in STATIC)).hexdigest()[:10]
@@ -242,7 +237,8 @@ class Gate:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # before accepting: a 403
         elif (status := self._refusal(scope)) is not None:
-            await _refuse(send, *status)
+            refused = PlainTextResponse(status[1], status[0])
+            await refused(scope, receive, self._dressed(send, with_cookie=False))
         else:
             is_first = self._fits(_query_token(scope))
             await self.app(scope, receive, self._dressed(send, with_cookie=is_first))
@@ -274,15 +270,12 @@ class Gate:
     def _dressed(self, send: Send, *, with_cookie: bool) -> Send:
         async def dressed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = list(message.get("headers", []))
-                headers += [(name.encode(), text.encode()) for name, text in HEADERS.items()]
-                if not any(name == b"cache-control" for name, _ in headers):
-                    headers.append((b"cache-control", b"no-store"))
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
                 if with_cookie:
                     token = self._token.decode()
                     text = f"{self.cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
-                    headers.append((b"set-cookie", text.encode()))
-                message = {**message, "headers": headers}
+                    headers.append("set-cookie", text)
             await send(message)
 
         return dressed
@@ -294,17 +287,10 @@ def _without_port(host: bytes) -> bytes:
 
 
 def _query_token(scope: Scope) -> bytes:
-    values = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+    values = QueryParams(scope["query_string"]).getlist("token")
     return values[0].encode() if len(values) == 1 else b""
 
 
 def _bearer_token(headers: dict[bytes, bytes]) -> bytes:
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip() if kind.lower() == b"bearer" else b""
-
-
-async def _refuse(send: Send, status: int, text: str) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store")]
-    headers += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text.encode()})

@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from allranks.show.numbers import count, duration, metric, number, percent
-from allranks.show.tables import fit, header, join
+from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.marks import Mark, mark_in_words
 from allranks.watch.table_cells import (
     RANK_COLUMNS,
     RUN_COLUMNS,
-    STATE_STYLES,
     UNDER_REASON,
     base_words,
+    is_alarming,
     rank_cells,
     reason,
     run_cells,
+    slowest_words,
     sparkline,
     state_word,
     summary,
-    takes_reason,
 )
 from allranks.watch.views import Parts, RankView, RunView
 
@@ -40,7 +40,6 @@ KEYS = (
 )
 LOG_KEYS = "↑↓ scroll  ←→ other rank  / search  end follow  q back"
 NO_RUNS = "no runs here: start one with allranks run or allranks submit"
-TAKING_TURNS = 0.1  # share of a step spent waiting for slower ranks
 MAIN_KEYS = "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help"
 
 
@@ -121,7 +120,7 @@ def run_line(run: RunView, row: dict[str, Text], widths: dict[str, int], now: fl
         "curve": Text(curve, style="cyan"),
     }
     said = reason(run, now)
-    if not said or not takes_reason(run):
+    if not said or not (run.state == "queued" or is_alarming(run)):
         return join(RUN_COLUMNS, widths, row)
     before = {key: size for key, size in widths.items() if key not in UNDER_REASON}
     line = join(RUN_COLUMNS, before, row)
@@ -157,15 +156,14 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
         facts.append(f"job {', '.join(run.jobs)}")
     if run.checkpoint is not None:
         facts.append(f"checkpoint {run.checkpoint}")
-    unit = "GPU-hours" if run.is_gpu else "rank-hours"
-    facts.append(f"{number(run.rank_hours)} {unit}")
+    facts.append(f"{number(run.rank_hours)} {run.hours_unit}")
     facts += [f"{clean(name)} {metric(value)}" for name, value in run.metrics.items()]
     if run.is_compared:
         facts.append(base_words(run, 24))
     lines = [rule, Text("  ".join(fact for fact in facts if fact))]
     if said := reason(run, scene.now):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))
-    if run.state == "failed" or run.stalled:
+    if is_alarming(run):
         lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
     if scene.parts is not None:
         shares, slowest = parts_lines(scene.parts)
@@ -185,13 +183,7 @@ def parts_lines(parts: Parts) -> tuple[Text, Text]:
         for part, seconds in by_size
         if seconds >= 0.005 * whole
     )
-    slowest = Text()
-    if parts.slowest_rank is None and parts.seconds["straggler"] >= TAKING_TURNS * whole:
-        slowest = Text("no single slowest rank: they take turns")
-    elif parts.slowest_rank is not None:
-        by = f", slower in {parts.slowest_part}" if parts.slowest_part else ""
-        often = f"last in {percent(parts.slowest_share, 0)} of {parts.steps} steps"
-        slowest = Text(f"slowest: rank {parts.slowest_rank}, {often}{by}", style="yellow")
+    slowest = Text(slowest_words(parts), style="yellow")
     return Text(f"step {duration(whole)}: {shares}"), slowest
 
 

@@ -32,9 +32,9 @@ DIAGNOSE_STALLED_SECONDS = 600.0
 
 # The state of a page without runs.
 NOTHING: dict[str, Any] = {
-    **{"runs": {}, "order": [], "num_old": 0, "silence": None, "chosen": None, "problem": None},
-    **{"curves": {}, "heat": None, "use": None, "ranks": {}, "parts": None, "files": []},
-    "findings": None,
+    **{"runs": {}, "order": [], "chosen": None, "problem": None},
+    **{"curves": {}, "heat": None, "use": None, "ranks": {}, "columns": [], "parts": None},
+    **{"head": None, "files": [], "file": None, "findings": None},
 }
 
 Notify = Callable[[list[RunView]], object]
@@ -228,9 +228,7 @@ class Hub:
     def _show(self, wishes: set[Wish]) -> None:
         self._pasts_due = math.inf
         views = {view.run: view for view in self.watcher.runs()}
-        runs = {name: page_data.run_line(view) for name, view in views.items()}
-        for line in runs.values():
-            line["reason"] = line["reason"] and redact(line["reason"])
+        runs = {name: page_data.run_line(view, time.time()) for name, view in views.items()}
         self._pictures = {wish: self._picture(wish, views, runs) for wish in wishes}
         self._tell()
 
@@ -244,26 +242,28 @@ class Hub:
         self, wish: Wish, views: dict[str, RunView], runs: dict[str, dict[str, Any]]
     ) -> dict[str, Any]:
         watcher, chosen = self.watcher, self._chosen(wish)
-        state: dict[str, Any] = NOTHING | {
-            **{"runs": runs, "order": list(runs), "num_old": watcher.num_old()},
-            **{"silence": watcher.silence, "chosen": chosen, "curves": {}},
-        }
+        state: dict[str, Any] = NOTHING | {"runs": runs, "order": list(runs), "chosen": chosen}
+        state["curves"] = {}
         for name in (chosen, *wish.beside):
             if name in views:
                 pace = self._past(name)["pace"]
                 state["curves"][name] = {"loss": page_data.loss(views[name]), "pace": pace}
-        if chosen in views:
-            state |= {"files": self._log_files(chosen), "findings": self.findings.of(chosen)}
-        if chosen is None or chosen not in self._read or chosen not in views:
+        if chosen is None or chosen not in views:
+            return state
+        view, files = views[chosen], self._log_files(chosen)
+        state |= {
+            "head": page_data.head(view, watcher.silence, time.time()),
+            "files": files,
+            "file": next((f for f in files if f.endswith(f"/rank-{view.culprit}.log")), None),
+            "findings": self.findings.of(chosen),
+        }
+        if chosen not in self._read:
             return state
         past = self._past(chosen)
         return state | {
             "heat": past["heat"](wish.metric),
             "use": past["use"],
-            "ranks": {
-                str(view.rank): page_data.rank_line(view, self.marks)
-                for view in watcher.ranks(chosen)
-            },
+            **page_data.rank_table(watcher.ranks(chosen), self.marks),
             "parts": page_data.parts_line(watcher.parts(chosen)),
         }
 

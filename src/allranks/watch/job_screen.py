@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import sys
 import threading
 import time
@@ -16,18 +15,20 @@ from typing import Any
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.machine import nodelist
 from allranks.show.numbers import duration, size
 from allranks.show.secrets import redact, redact_all
 from allranks.show.tables import Column, fit, header, join
 from allranks.show.text import clean
 from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
+from allranks.slurm.commands import parse_time
 from allranks.slurm.reasons import RUNNING, waiting_reason
 from allranks.watch.draw import framed
-from allranks.watch.marks import Mark, share
-from allranks.watch.sampler import MARK
-from allranks.watch.table_cells import marked, narrow_size
+from allranks.watch.marks import Mark
+from allranks.watch.sampler import GPU_FIELDS, MARK
+from allranks.watch.table_cells import RANK_COLUMNS, marked, narrow_size, rank_cells
 from allranks.watch.terminal import LETTERS
+from allranks.watch.views import RankView
 
 SAMPLER = Path(__file__).with_name("sampler.py")
 JOB_FORMAT = "%i|%T|%r|%N|%M|%L|%u|%j"
@@ -38,17 +39,15 @@ FIRST_SECONDS = 60.0  # for srun to start on all nodes
 KEYS = "↑↓ scroll  d stack dumps  q quit"
 STACK_KEYS = "↑↓ scroll  q back"
 
+NODE = Column(key="node", title="node", rank=0, width=6, right=False, most=24)
 GPU_COLUMNS = (
-    Column(key="node", title="node", rank=0, width=6, right=False, most=24),
+    NODE,
     Column(key="index", title="gpu", rank=0, width=3),
-    Column(key="utilization", title="gpu%", rank=1, width=5),
-    Column(key="memory", title="memory", rank=2, width=7),
-    Column(key="power", title="power", rank=3, width=5),
-    Column(key="temperature", title="°C", rank=4, width=3),
-    Column(key="name", title="", rank=5, width=10, right=False, most=40),
+    *(column for column in RANK_COLUMNS if column.key in ("gpu", "memory", "power", "temperature")),
+    Column(key="name", title="", rank=9, width=10, right=False, most=40),
 )
 PROCESS_COLUMNS = (
-    Column(key="node", title="node", rank=0, width=6, right=False, most=24),
+    NODE,
     Column(key="rank", title="rank", rank=1, width=4),
     Column(key="pid", title="process", rank=0, width=7),
     Column(key="cpu", title="cpus", rank=2, width=5),
@@ -88,15 +87,20 @@ def parse_job(printed: str) -> JobFacts | None:
     return None
 
 
+def ask_about(job: str) -> JobFacts | None:
+    """What SLURM says about a job; None if it does not know it (any more)."""
+    try:
+        return parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
+    except slurm.SlurmError as error:
+        if not error.is_gone:
+            raise
+        return None
+
+
 def find_job(job: str) -> JobFacts:
     """The job, if it is running; otherwise raises an AllranksError that says why not."""
     fix = "see your jobs with squeue --me, your runs with allranks ls"
-    try:
-        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
-    except slurm.SlurmError as error:
-        if "invalid job id" not in error.words.lower():
-            raise
-        facts = None
+    facts = ask_about(job)
     if facts is None:
         raise AllranksError(f"there is no run {job!r} here, and no job {job} in the queue", fix=fix)
     if facts.state not in RUNNING:
@@ -108,9 +112,9 @@ def find_job(job: str) -> JobFacts:
 def has_ended(job: str) -> bool:
     """Whether SLURM says that the job is over; False if it does not answer."""
     try:
-        facts = parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
-    except slurm.SlurmError as error:
-        return "invalid job id" in error.words.lower()
+        facts = ask_about(job)
+    except slurm.SlurmError:
+        return False
     return facts is None or facts.state not in RUNNING
 
 
@@ -186,7 +190,7 @@ class Sampling:
         code = self._running.wait()
         said = self._running.stderr.read() if self._running.stderr else ""
         if code not in (0, -15) and said.strip():
-            raise slurm.refusal("srun", said)
+            raise slurm.SlurmError("srun", said)
 
 
 class Pieces:
@@ -297,7 +301,7 @@ def in_order(process: Mapping[str, object]) -> tuple[float, int]:
 
 def times(facts: JobFacts, passed: float) -> str:
     """How long the job has run, and how much of its time limit is left."""
-    elapsed, left = clock_seconds(facts.elapsed), clock_seconds(facts.left)
+    elapsed, left = parse_time(facts.elapsed), parse_time(facts.left)
     said = facts.state.lower()
     if facts.state == "ENDED":
         return f"ended after {duration((elapsed or 0.0) + passed, whole=True)}"
@@ -306,15 +310,6 @@ def times(facts: JobFacts, passed: float) -> str:
     if left is not None:
         return f"{said}, {duration(max(0.0, left - passed), whole=True)} left of its time limit"
     return f"{said}, without a time limit" if facts.left == "UNLIMITED" else said
-
-
-def clock_seconds(text: str) -> float | None:
-    """Parse SLURM's 1-02:03:04, 2:03:04 and 3:04; None for words such as UNLIMITED."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def node_line(sample: Sample, now: float | None = None) -> Text:
@@ -331,18 +326,14 @@ def node_line(sample: Sample, now: float | None = None) -> Text:
     return line
 
 
-def gpu_cells(node: str, gpu: Mapping[str, float], marks: Mapping[str, Mark]) -> dict[str, Text]:
-    """One GPU, with its marks."""
-    memory = marks["memory"].judge(share(gpu.get("memory"), gpu.get("memory_total")))
-    power = marks["power"].judge(share(gpu.get("power"), gpu.get("power_limit")))
-    use = gpu.get("utilization")
+def gpu_cells(node: str, gpu: Mapping[str, Any], marks: Mapping[str, Mark]) -> dict[str, Text]:
+    """One GPU, with the cells and marks that a rank's has."""
+    used: dict[str, Any] = {
+        key: gpu.get(key) for key in GPU_FIELDS.values() if key not in ("index", "name")
+    }
     return {
-        "node": Text(clean(node)),
+        **rank_cells(RankView(rank=0, node=node, **used), marks, 0.0),
         "index": marked(gpu.get("index"), "{:.0f}"),
-        "utilization": marked(use, "{:.0f}", marks["gpu_util"].judge(use)),
-        "memory": marked(gpu.get("memory"), narrow_size, memory),
-        "power": marked(gpu.get("power"), "{:.0f}W", power),
-        "temperature": marked(gpu.get("temperature"), "{:.0f}"),
         "name": Text(clean(str(gpu.get("name") or ""))),
     }
 

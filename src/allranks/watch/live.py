@@ -14,18 +14,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from allranks.launch.backends import look
 from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import Queue, RunState, look_at_run, unreadable
-from allranks.timing.comparison import identity, same_job
-from allranks.timing.steps import Timing
-from allranks.watch.compare_runs import ComparableRuns, Comparison, Key, sets_of
+from allranks.watch.followed import ComparableRuns, Followed, modified, run_view
 from allranks.watch.reader import RunReader
-from allranks.watch.views import ACTIVE, History, Parts, RankView, RunView, run_view
+from allranks.watch.views import History, Parts, RankView, RunView
 
 LOOK_SECONDS = 2.0  # between looks at a run that is not selected
 SLEEP_SECONDS = 10.0  # between looks at a run that has ended
@@ -33,9 +29,6 @@ FIND_SECONDS = 2.0
 BUDGET_SECONDS = 0.2  # per poll, for folders that are read for the first time
 OLD_SECONDS = 24 * 3600.0
 ALWAYS_SHOWN = 10  # newest runs, however old
-SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
-
-
 ASK_SECONDS = 10.0
 MAX_SECONDS = 120.0
 TIMES_ITS_ANSWER = 20  # a SLURM that is slow to answer is asked less often
@@ -93,60 +86,6 @@ class Asking:
         """Hardly wait for SLURM: a question still open ends with the process."""
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
-
-
-@dataclass(slots=True)
-class Followed:
-    """One run, and when to look at it again."""
-
-    run: RunDir
-    reader: RunReader
-    info: dict[str, Any] = field(default_factory=dict)
-    job: dict[str, Any] = field(default_factory=dict)
-    same: str = ""  # equal for runs of the same job
-    sets: tuple[Key, ...] = ()  # sets of comparable runs that it belongs to
-    comparison: Comparison | None = None
-    first_start: dict[str, Any] | None = None  # its first rank's start event
-    is_measured: bool = False  # it has ended and its pace is known
-    measured: Timing | None = None
-    pace: float | None = None
-    status: RunState = field(default_factory=RunState)
-    view: RunView | None = None
-    due: float = 0.0
-    is_read: bool = False
-    is_settled: bool = False  # its final state is known: only a change of its folder matters
-    is_old: bool = False  # ended long ago: hidden unless asked for
-    is_aside: bool = False  # not asked for, but others are compared with it
-    problem: str | None = None  # what is wrong with its folder
-    _signs: tuple[int, ...] = ()
-
-    @property
-    def is_active(self) -> bool:
-        return self.status.state in ACTIVE
-
-    @property
-    def is_hidden(self) -> bool:
-        return self.is_old or self.is_aside
-
-    @property
-    def may_have_jobs(self) -> bool:
-        return (not self.is_read or self.is_active) and not self.is_aside
-
-    def read_info(self) -> dict[str, Any]:
-        self.info = self.info or self.run.info()
-        return self.info
-
-    def has_changed(self) -> bool:
-        """Whether the run was started, resumed, moved or stopped since the last look."""
-        signs = tuple(modified(self.run.path / name) for name in SIGNS)
-        if signs == self._signs:
-            return False
-        self._signs = signs
-        self.info = self.run.info()
-        self.job = self.run.job()
-        self.same = identity(same_job(self.job, self.info, self.run))
-        self.first_start = None
-        return True
 
 
 class Watcher:
@@ -272,7 +211,9 @@ class Watcher:
     def _ask_slurm(self) -> bool:
         """Ask SLURM; returns whether an answer has come, whose runs are then looked at again."""
         concerned = [one for one in self._followed.values() if one.may_have_jobs]
-        runs = [one.run for one in concerned if one.read_info().get("jobs")]
+        for one in concerned:
+            one.info = one.info or one.run.info()
+        runs = [one.run for one in concerned if one.info.get("jobs")]
         has_answer = self._asking.ask(runs, wait=FIRST_SECONDS if self._is_first else 0.0)
         if has_answer:
             for one in concerned:
@@ -308,8 +249,6 @@ class Watcher:
 
     def _compare(self, looked: Sequence[Followed], deadline: float) -> bool:
         """Update the views of these runs, and of others whose comparison they change."""
-        for one in looked:
-            one.sets = sets_of(one)
         comparable = ComparableRuns(self._followed.values(), deadline)
         changed = {one.run.name for one in looked}
         for one in self._followed.values():
@@ -346,11 +285,3 @@ class Watcher:
         last = one.run.attempts()[-1:]
         lead = one.run.events(last[0], 0) if last else one.run.path
         return self._now() - modified(lead) / 1e9 > OLD_SECONDS
-
-
-def modified(path: Path) -> int:
-    """Modification time in nanoseconds; 0 if there is no such file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

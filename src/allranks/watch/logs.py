@@ -9,12 +9,12 @@ from typing import Any, BinaryIO
 
 from allranks.run.files import is_regular, open_file
 from allranks.run.folder import RunDir
-from allranks.run.logs import LogTail
 from allranks.show.secrets import redact
 from allranks.show.text import last_state, plain
 
 MAX_LINES = 500
 MAX_CHARACTERS = 2000
+MAX_BYTES = 4 * MAX_CHARACTERS  # of a line
 TAIL_BYTES = 128 << 10
 CHUNK_BYTES = 1 << 20
 MAX_REST_BYTES = 64 << 10  # kept of a line without an end
@@ -134,7 +134,7 @@ def _size(path: Path) -> int:
 
 def shown(raw: bytes) -> str:
     """A line as a terminal would show it, without colours and secrets."""
-    line = last_state(raw)[: 4 * MAX_CHARACTERS]
+    line = last_state(raw)[:MAX_BYTES]
     # Redact before cutting: half a key would not be recognised.
     return redact(plain(line.decode(errors="replace")))[:MAX_CHARACTERS]
 
@@ -148,42 +148,41 @@ class LogPage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[str] = []  # as in the file
+        self.lines: list[bytes] = []  # as in the file
+        self.rest = b""  # a line that has not ended
         self.above: int | None = None  # number of lines up to the last shown; None: follow the end
         self.found: int | None = None  # the line that the search has reached
-        self.is_cut = False  # earlier lines are no longer kept
-        self._tail = LogTail(path)
+        self._offset = 0  # of the rest
         self._num_bytes = 0
 
-    def look(self) -> bool:
-        """Read what is new; returns whether there was anything."""
+    def look(self) -> None:
+        """Read what is new."""
         size = _size(self.path)
-        if size < self._tail.offset:  # it was started over
+        if size < self._offset:  # it was started over
             self.__init__(self.path)  # type: ignore[misc]
-        if size <= self._tail.offset:
-            return False
-        if size - self._tail.offset > KEPT_BYTES:
-            self._tail = LogTail(self.path, size - KEPT_BYTES)
-            self.lines, self.is_cut, self._num_bytes = [], True, 0
-        new = [line[: 4 * MAX_CHARACTERS] for line in self._tail.lines()]
-        self._tail.begun = [last_drawn(b"".join(self._tail.begun))]
-        self.lines += new
-        self._num_bytes += sum(map(len, new)) + len(new)
+        if size - self._offset > KEPT_BYTES:
+            self.lines, self._num_bytes, self._offset = [], 0, size - KEPT_BYTES
+        self.rest = b""
+        for start, block in _blocks(self.path, self._offset):
+            if not block.endswith(b"\n"):
+                self._offset, self.rest = start, block
+                break
+            self._offset = start + len(block)
+            self.lines += [last_state(line)[:MAX_BYTES] for line in block[:-1].split(b"\n")]
+            self._num_bytes += len(block)
         if self._num_bytes > 2 * KEPT_BYTES:
             half = len(self.lines) // 2
-            self.lines, self.is_cut = self.lines[half:], True
+            self.lines = self.lines[half:]
             self._num_bytes //= 2
             self.above = max(0, self.above - half) if self.above is not None else None
             self.found = max(0, self.found - half) if self.found is not None else None
-        return True
 
     def page(self, rows: int) -> list[str]:
         """`rows` lines up to where the page is scrolled to, without secrets."""
-        rest = b"".join(self._tail.begun)
-        lines = [*self.lines, rest.decode(errors="replace")] if rest else self.lines
+        lines = [*self.lines, self.rest] if self.rest else self.lines
         end = len(lines) if self.above is None else max(min(rows, len(lines)), self.above)
         # Only these: redacting everything that is kept would take seconds.
-        return [shown(line.encode()) for line in lines[max(0, end - rows) : end]]
+        return [shown(line) for line in lines[max(0, end - rows) : end]]
 
     def scroll(self, lines: int, rows: int) -> None:
         """Scroll up (negative) or down; at the end, start following again."""
@@ -202,7 +201,7 @@ class LogPage:
         for at in places:
             line = self.lines[at]
             # Search only what is shown, so that no secret can be guessed letter by letter.
-            if low in line.casefold() and low in shown(line.encode()).casefold():
+            if _may_hold(line, low) and low in shown(line).casefold():
                 self.found = at
                 self.above = min(len(self.lines), max(rows, at + 1 + rows // 2))
                 return True

@@ -87,14 +87,18 @@ def share(part: float | None, whole: float | None) -> float | None:
     return 100 * part / whole if part is not None and whole else None
 
 
+def traffic(rank: RankView) -> float | None:
+    """Bytes per second of the rank's node, in the busier direction."""
+    return max((n for n in (rank.sent, rank.received) if n is not None), default=None)
+
+
 def judged(rank: RankView, marks: Mapping[str, Mark]) -> dict[str, Verdict]:
     """The verdict of each mark on one rank."""
-    traffic = max((n for n in (rank.sent, rank.received) if n is not None), default=None)
     percents = {
         "gpu_util": rank.utilization,
         "memory": share(rank.memory, rank.memory_total),
         "power": share(rank.power, rank.power_limit),
-        "network": share(traffic, rank.link),
+        "network": share(traffic(rank), rank.link),
         "workers": share(rank.workers_cpu, rank.num_workers),
     }
     return {name: marks[name].judge(percent) for name, percent in percents.items()}

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,9 @@ def look_once(watcher: Watcher, wanted: Wanted) -> None:
     if wanted.ranks:
         watcher.poll([run.run for run in watcher.runs()], budget=float("inf"))
     if wanted.as_json:
-        described = []
-        for run in watcher.runs():
-            ranks = [rank.as_json() for rank in watcher.ranks(run.run)] if wanted.ranks else []
-            described.append(run.as_json() | ({"ranks": ranks} if wanted.ranks else {}))
+        described = [asdict(run) for run in watcher.runs()]
+        for run in described if wanted.ranks else ():
+            run["ranks"] = [asdict(rank) for rank in watcher.ranks(run["run"])]
         print(to_json(described))
         return
     print_lines(wanted.console, run_tables(watcher, wanted, width_of(wanted.console)))
@@ -187,7 +186,7 @@ def serve_page(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> N
         return as_json(diagnosis_of(run))
 
     def announce(served: Served) -> None:
-        words = to_json(served.as_json()) if wanted.as_json else "\n".join(served.lines())
+        words = to_json(asdict(served)) if wanted.as_json else "\n".join(served.lines())
         print(words, flush=True)
 
     serve(

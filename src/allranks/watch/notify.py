@@ -6,21 +6,13 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict
 
 from allranks.run.events import to_json
 from allranks.watch.views import RunView
 
 TIMEOUT_SECONDS = 60
 REPORTED = ("finished", "failed", "stopped", "stalled")
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """A run, and its new state: finished, failed, stopped or stalled."""
-
-    run: RunView
-    state: str
 
 
 class Notifier:
@@ -32,21 +24,24 @@ class Notifier:
         self._states: dict[str, str] = {}
         self._threads: list[threading.Thread] = []
 
-    def look(self, runs: Iterable[RunView]) -> list[News]:
-        """Report what has changed since the last look; what had ended before is not news."""
-        news = []
+    def look(self, runs: Iterable[RunView]) -> dict[str, str]:
+        """Report the runs whose state has changed since the last look, and return these states.
+
+        What had ended before the first look is not news.
+        """
+        news = {}
         for run in runs:
             state = "stalled" if run.stalled else run.state
             before = self._states.get(run.run)
             self._states[run.run] = state
             was_active = before in ("queued", "running", "stalled")
             if was_active and state != before and state in REPORTED:
-                news.append(News(run, state))
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for one in news:
-            thread = threading.Thread(target=self._report, args=(one,), name="notify", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+                news[run.run] = state
+                thread = threading.Thread(
+                    target=self._report, args=(run, state), name="notify", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
         return news
 
     def close(self) -> None:
@@ -54,36 +49,31 @@ class Notifier:
         for thread in self._threads:
             thread.join()
 
-    def _report(self, news: News) -> None:
-        if problem := call(self.command, news):
-            self.problems.append(problem)
-
-
-def call(command: str, news: News) -> str | None:
-    """Run the user's command for one piece of news; returns what went wrong, in one line."""
-    run, content = news.run, news.run.as_json() | {"state": news.state}
-    for curve in ("losses", "loss_steps"):
-        del content[curve]
-    variables = {
-        "ALLRANKS_RUN": run.run,
-        "ALLRANKS_RUN_DIR": run.run_dir,
-        "ALLRANKS_STATE": news.state,
-        "ALLRANKS_REASON": run.reason or "",
-    }
-    try:
-        done = subprocess.run(
-            command,
-            shell=True,  # it is the user's own command line
-            input=to_json(content),
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"--notify: {error}"
-    if done.returncode == 0:
-        return None
-    said = (done.stderr or done.stdout).strip().splitlines()
-    return f"--notify ended with code {done.returncode}" + (f": {said[-1]}" if said else "")
+    def _report(self, run: RunView, state: str) -> None:
+        content = asdict(run) | {"state": state}
+        for curve in ("losses", "loss_steps"):
+            del content[curve]
+        variables = {
+            "ALLRANKS_RUN": run.run,
+            "ALLRANKS_RUN_DIR": run.run_dir,
+            "ALLRANKS_STATE": state,
+            "ALLRANKS_REASON": run.reason or "",
+        }
+        try:
+            done = subprocess.run(
+                self.command,
+                shell=True,  # it is the user's own command line
+                input=to_json(content),
+                env=os.environ | variables,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self.problems.append(f"--notify: {error}")
+            return
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            last = f": {said[-1]}" if said else ""
+            self.problems.append(f"--notify ended with code {done.returncode}{last}")

@@ -1,21 +1,25 @@
-"""The page's data as JSON: built from the watcher's views, and how it changes."""
+"""The page's data as JSON, with the words and cells that it shows, and how it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-from allranks.watch.marks import Mark, judged
-from allranks.watch.table_cells import base_words
+from allranks.show.numbers import NOTHING, count, duration, metric, number, percent, rate, size
+from allranks.show.secrets import redact
+from allranks.timing.steps import PART_WORDS
+from allranks.watch.marks import Mark, judged, traffic
+from allranks.watch.table_cells import base_words, is_alarming, reason, slowest_words, state_word
 from allranks.watch.views import History, Parts, RankView, RunView
 
 METRICS = ("work", "seconds", "data", "wait", "utilization")
 SPARK_POINTS = 40
-NOT_FOR_THE_LIST = ("loss_steps", "losses", "run_dir", "jobs", "heartbeat", "baseline_runs")
-TIMES = ("started", "last_step", "heartbeat")
+MOST_METRICS = 4  # among the large numbers of a run
+HOT_DEGREES = 85
+MUCH_DATA = 0.1  # of a step, waiting for data
 
 Row = Sequence[float | None]
 
@@ -29,29 +33,145 @@ class Wish:
     beside: tuple[str, ...] = ()
 
 
-def run_line(view: RunView) -> dict[str, Any]:
+def run_line(view: RunView, now: float) -> dict[str, Any]:
     """One run in the list."""
-    fields = {key: value for key, value in asdict(view).items() if key not in NOT_FOR_THE_LIST}
+    share = float(view.state == "finished")
+    if view.steps and view.step is not None:
+        share = min(1.0, view.step / view.steps)
     every = -(-len(view.losses) // SPARK_POINTS) or 1
-    spark = [rounded(loss) for loss in view.losses[::-1][::every][::-1]]
-    base = base_words(view) if view.is_compared else None
-    return {key: _short(key, value) for key, value in fields.items()} | {
-        "spark": spark,
-        "base": base,
+    return {
+        **{"run": view.run, "job": view.job, "layout": view.layout, "state": state_word(view)},
+        **{"is_active": view.is_active, "step": view.step, "steps": view.steps},
+        "share": rounded(share),
+        "words": list_words(view, share, now),
+        "spark": [rounded(loss) for loss in view.losses[::-1][::every][::-1]],
     }
 
 
-def rank_line(view: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
-    """One rank in the table, with the verdicts of the marks."""
-    fields = {key: _short(key, value) for key, value in asdict(view).items() if key != "rank"}
-    return fields | {"marks": judged(view, marks)}
+def list_words(view: RunView, share: float, now: float) -> str:
+    """How far a run in the list is, or why it does not go on."""
+    if view.state == "queued" or view.stalled:
+        return redact(reason(view, now)) or "waiting in the queue"
+    words = [] if view.state == "running" else [view.state]
+    if view.step is not None:
+        words.append(percent(share) if view.steps else f"step {count(view.step)}")
+    if view.samples_per_second is not None and view.state == "running":
+        words.append(f"{number(view.samples_per_second)}/s")
+    if view.seconds_left is not None:
+        words.append(f"{duration(view.seconds_left)} left")
+    return " · ".join(words) or view.state
+
+
+def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
+    """The chosen run in words; `silence`: why SLURM does not answer."""
+    facts = [
+        f"layout {view.layout}" if view.layout else None,
+        view.device,
+        ", ".join(view.nodes),
+        f"attempt {view.attempt}" if view.attempts > 1 else None,
+        f"checkpoint at step {count(view.checkpoint)}" if view.checkpoint is not None else None,
+    ]
+    warnings = [reason(view, now), f"SLURM does not answer: {silence}" if silence else ""]
+    pace = view.samples_per_second
+    return {
+        "facts": [fact for fact in facts if fact],
+        "warnings": [redact(warning) for warning in warnings if warning],
+        "is_alarming": is_alarming(view),
+        # The number of steps of a user's script is not known.
+        "has_progress": bool(view.steps) or view.state == "finished",
+        "tiles": tiles(view),
+        "loss": "" if view.loss is None else metric(view.loss),
+        "pace": "" if pace is None else f"{number(pace)} samples/s",
+    }
+
+
+def tiles(view: RunView) -> list[list[str]]:
+    """The large numbers of a run: each with its name, what follows it, and what explains it."""
+    if view.state == "running":
+        time = ["time left", duration(view.seconds_left), "", ""]
+    else:
+        ends = (view.started, view.last_step)
+        passed = None if None in ends else ends[1] - ends[0]  # type: ignore[operator]
+        time = ["time", duration(passed), "", ""]
+    base = f"compared with {base_words(view)}" if view.is_compared else ""
+    found = [
+        ["step", count(view.step), f"of {count(view.steps)}" if view.steps else "", ""],
+        ["epoch", count(view.epoch), f"of {count(view.epochs)}" if view.epochs else "", ""],
+        ["loss", metric(view.loss), "", ""],
+        ["samples/s", number(view.samples_per_second), "", ""],
+        ["efficiency", percent(view.efficiency if base else None), "", base],
+        ["step time", duration(view.step_seconds), "", ""],
+        time,
+        [view.hours_unit, number(view.rank_hours), "", ""],
+        *(
+            [name.replace("_", " "), metric(value), "", ""]
+            for name, value in [*view.metrics.items()][:MOST_METRICS]
+        ),
+    ]
+    return [one for one in found if one[1] != NOTHING or one[0] in ("step", "loss", "samples/s")]
 
 
 def parts_line(parts: Parts | None) -> dict[str, Any] | None:
+    """Where a step's time goes, by part: its share, and its name with the share."""
     if parts is None:
         return None
-    seconds = {part: rounded(value) for part, value in parts.seconds.items()}
-    return {**asdict(parts), "seconds": seconds, "slowest_share": rounded(parts.slowest_share)}
+    whole = sum(parts.seconds.values()) or 1.0
+    shares = {part: seconds / whole for part, seconds in parts.seconds.items()}
+    return {
+        "shares": {
+            part: [rounded(share), f"{PART_WORDS[part]} {percent(share)}"]
+            for part, share in shares.items()
+        },
+        "slowest": slowest_words(parts),
+    }
+
+
+def rank_table(ranks: Iterable[RankView], marks: Mapping[str, Mark]) -> dict[str, Any]:
+    """The columns that have any value, and every rank's cells by column."""
+    rows = {str(rank.rank): rank_line(rank, marks) for rank in ranks}
+    known = [row["cells"].items() for row in rows.values()]
+    columns = dict.fromkeys(name for cells in known for name, cell in cells)
+    has_value = {name for cells in known for name, cell in cells if cell[0] is not None}
+    return {"columns": [name for name in columns if name in has_value], "ranks": rows}
+
+
+def rank_line(rank: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
+    """One rank: each cell is a value to sort by, its text, and the verdict of its mark."""
+    verdicts = judged(rank, marks)
+    too_hot = rank.temperature is not None and rank.temperature >= HOT_DEGREES
+    too_long = (rank.data or 0.0) > MUCH_DATA * (rank.step_seconds or 0.0)
+    use = None if rank.utilization is None else rank.utilization / 100
+    power = "" if rank.power_limit is None else f" of {count(rank.power_limit)}"
+    used, whole = size(rank.memory), size(rank.memory_total)
+    memory = f"{used.removesuffix(whole.lstrip('0123456789,.'))} of {whole}"
+    cells: dict[str, list[Any]] = {
+        "node": [rank.node, rank.node, ""],
+        "GPU": [rank.utilization, percent(use, 0), verdicts["gpu_util"]],
+        "memory": [rank.memory, memory if rank.memory_total else used, verdicts["memory"]],
+        "power, W": [rank.power, count(rank.power) + power, verdicts["power"]],
+        "°C": [rank.temperature, count(rank.temperature), "warn" if too_hot else ""],
+        "CPUs": [rank.cpu, number(rank.cpu, 2), ""],
+        "workers": [
+            rank.workers_cpu if rank.num_workers else None,
+            f"{number(rank.workers_cpu, 2)} of {rank.num_workers}",
+            verdicts["workers"],
+        ],
+        "network": [traffic(rank), rate(traffic(rank)), verdicts["network"]],
+        "host memory": [rank.host_memory, size(rank.host_memory), ""],
+        "step": [rank.step, count(rank.step), ""],
+        "step time": [rank.step_seconds, duration(rank.step_seconds), ""],
+        "data": [rank.data, duration(rank.data), "warn" if too_long else ""],
+        "waiting": [rank.wait, duration(rank.wait), ""],
+    }
+    return {
+        "cells": {
+            name: [rounded(value), NOTHING if value is None else text, verdict]
+            for name, (value, text, verdict) in cells.items()
+        },
+        "slowest": rank.slowest,
+        "state": rank.state,
+        "heard": None if rank.heartbeat is None else round(rank.heartbeat, 1),
+    }
 
 
 def loss(view: RunView) -> dict[str, Any]:
@@ -76,31 +196,25 @@ def heat(history: History | None, metric: str) -> dict[str, Any] | None:
     if history is None or not rows:
         return None
     ranks = sorted(rows)
-    digits = _digits(rows.values())
-    columns = [
-        [None if value is None else round(value, digits) for value in column]
-        for column in zip_longest(*(rows[rank] for rank in ranks))
-    ]
-    known = {"metric": metric, "unit": unit, "width": history.width}
-    return {**known, "ranks": ranks, "columns": columns}
+    columns = zip_longest(*(rows[rank] for rank in ranks))
+    return {
+        **{"metric": metric, "unit": unit, "width": history.width, "ranks": ranks},
+        "columns": [[rounded(value) for value in column] for column in columns],
+    }
 
 
 def _heat_rows(known: Mapping[str, Mapping[int, Row]], metric: str) -> tuple[dict[int, Row], str]:
     if metric == "work":
         # Ranks wait for each other, so all steps take as long: a slow rank shows without waits.
-        waits = known.get("wait", {})
-        return {
-            rank: _less(row, waits.get(rank, ())) for rank, row in known.get("seconds", {}).items()
-        }, "s"
+        found = {}
+        for rank, row in known.get("seconds", {}).items():
+            pairs = zip_longest(row, known.get("wait", {}).get(rank, ())[: len(row)])
+            found[rank] = [None if took is None else took - (wait or 0.0) for took, wait in pairs]
+        return dict(found), "s"
     if metric == "utilization":
         key, unit = ("utilization", "%") if known.get("utilization") else ("cpu", " CPUs")
         return dict(known.get(key, {})), unit
     return dict(known.get(metric, {})), "s"
-
-
-def _less(row: Row, waits: Row) -> list[float | None]:
-    pairs = zip_longest(row, waits[: len(row)])
-    return [None if took is None else took - (wait or 0.0) for took, wait in pairs]
 
 
 def use(history: History | None) -> dict[str, Any] | None:
@@ -119,21 +233,9 @@ def use(history: History | None) -> dict[str, Any] | None:
     return {"unit": unit, **found}
 
 
-def _short(key: str, value: Any) -> Any:
-    if key in TIMES:
-        return None if value is None else round(value, 1)
-    return rounded(value, 6 if key == "loss" else 4)
-
-
 def rounded(value: Any, digits: int = 4) -> Any:
     """Rounded to significant digits: what nobody can see need not be sent."""
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def _digits(rows: Any) -> int:
-    """Decimals that show a thousandth of the largest value."""
-    most = max((abs(v) for row in rows for v in row if v is not None), default=0.0)
-    return 3 if most == 0 else max(0, 3 - int(f"{most:e}".partition("e")[2]))
 
 
 def change(before: Any, after: Any) -> dict[str, Any] | None:

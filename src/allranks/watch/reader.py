@@ -9,7 +9,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from allranks.run.folder import RunDir
 from allranks.run.record import Event, RankRecord, lead_rank
@@ -153,11 +152,9 @@ class RankReader(RankRecord):
                 self._past = None
             place = RankRecord(self.rank, events or ())
             for event in place.steps:
-                self._draw(event)
-            for event in (
-                place.devices if place.last_step else ()
-            ):  # drawn at the last step found there
-                self._draw_use(place.last_step or 1, event)
+                self._draw(event["step"], event)
+            for event in place.devices if place.last_step else ():
+                self._draw(place.last_step or 1, event)  # at the last step found there
         return has_more
 
     @property
@@ -168,7 +165,7 @@ class RankReader(RankRecord):
     def take_device(self, event: Event) -> None:
         super().take_device(event)
         self.network = event.get("network") or self.network
-        self._draw_use(self.last_step or 1, event)
+        self._draw(self.last_step or 1, event)
 
     def take_start(self, event: Event) -> None:
         super().take_start(event)
@@ -184,23 +181,15 @@ class RankReader(RankRecord):
         super().take_step(event)
         if not self.moments or event["t"] - self.moments[-1][0] >= MOMENT_SECONDS:
             self.moments.append((event["t"], event["step"]))
-        self._draw(event)
+        self._draw(event["step"], event)
         if self.losses_of_run is not None and "loss" in event:
             self.losses_of_run.add(event["step"], event["loss"])
 
-    def _draw(self, event: Event) -> None:
-        for key in ("seconds", DATA, WAIT, "samples"):
-            self._add(key, event["step"], event.get(key))
-
-    def _draw_use(self, step: int, event: Event) -> None:
-        for key in ("utilization", "cpu"):
-            self._add(key, step, event.get(key))
-
-    def _add(self, key: str, step: int, value: Any) -> None:
-        if isinstance(value, int | float):
-            if key not in self.curves:
-                self.curves[key] = Series()
-            self.curves[key].add(step, value)
+    def _draw(self, step: int, event: Event) -> None:
+        for key in CURVES:
+            value = event.get(key)
+            if isinstance(value, int | float):
+                self.curves.setdefault(key, Series()).add(step, value)
 
     def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
         """Wall-clock seconds per step over the last ten minutes."""
@@ -234,7 +223,7 @@ class RunReader:
         self.attempt: int | None = None
         self.attempts: list[int] = []
         self.ranks: dict[int, RankReader] = {}
-        self.lead: RankReader | None = None
+        self.lead = self._nobody()
         self._past_hours = 0.0  # of earlier attempts
         self._past_pause = 0.0
         self._past_checkpoint: int | None = None
@@ -269,7 +258,11 @@ class RunReader:
     def _begin(self, number: int) -> None:
         self._past_hours, self._past_pause = self.rank_hours(None), self.longest_pause
         self._past_checkpoint = self.checkpoint
-        self.attempt, self.ranks, self.lead = number, {}, None
+        self.attempt, self.ranks, self.lead = number, {}, self._nobody()
+
+    def _nobody(self) -> RankReader:
+        """The lead rank before there is one: it has reported nothing."""
+        return RankReader(0, EventTail(self.run.path))
 
     def _add(self, rank: int) -> RankReader:
         assert self.attempt is not None
@@ -278,9 +271,8 @@ class RunReader:
 
     def _look_at_lead(self) -> bool:
         assert self.attempt is not None
-        if self.lead is None:
-            ranks = self.run.ranks(self.attempt)
-            if not ranks:
+        if self.lead not in self.ranks.values():
+            if not self.run.ranks(self.attempt):
                 return False
             rank = lead_rank(self.run, self.attempt)
             self.lead = self.ranks.get(rank) or self._add(rank)
@@ -290,23 +282,19 @@ class RunReader:
     @property
     def checkpoint(self) -> int | None:
         """Step of the last committed checkpoint."""
-        if self.lead is None or not self.lead.checkpoints:
+        if not self.lead.checkpoints:
             return self._past_checkpoint
         return int(self.lead.checkpoints[-1]["step"])
 
     @property
     def longest_pause(self) -> float:
         """Longest time between two steps in any attempt: a resumed run will pause as before."""
-        return max(self._past_pause, self.lead.longest_pause if self.lead else 0.0)
-
-    @property
-    def start(self) -> Event:
-        return self.lead.start if self.lead else {}
+        return max(self._past_pause, self.lead.longest_pause)
 
     def rank_hours(self, now: float | None) -> float:
         """Hours of all ranks in all attempts; up to `now` if the last attempt still runs."""
         lead = self.lead
-        if lead is None or lead.first_time is None or lead.last_time is None:
+        if lead.first_time is None or lead.last_time is None:
             return self._past_hours
         until = lead.last_time if now is None else max(now, lead.last_time)
         world = lead.start.get("world_size") or len(self.run.ranks(self.attempt or 0)) or 1
@@ -316,14 +304,13 @@ class RunReader:
         """Of all ranks: as reported at the end, else over the lead rank's last steps."""
         if (said := self._said_pace()) is not None:
             return said
-        steps = self.lead.steps if self.lead else ()
+        steps = self.lead.steps
         # The first step compiles, opens files and fills caches: it counts only if it is alone.
         counted = [e for e in steps if "seconds" in e and (e["step"] > 1 or len(steps) == 1)]
         seconds = sum(event["seconds"] for event in counted)
         if not seconds:
             return None
-        batch = self.start.get("global_batch")
-        if batch:
+        if batch := self.lead.start.get("global_batch"):
             return float(batch * len(counted) / seconds)
         samples = sum(event.get("samples", 0) for event in counted)
         return samples * world_size / seconds if samples and world_size else None
@@ -332,8 +319,7 @@ class RunReader:
         """Samples per second of all ranks over the whole attempt except its beginning."""
         if (said := self._said_pace()) is not None:
             return said
-        curves = self.lead.curves if self.lead else {}
-        seconds, samples = curves.get("seconds"), curves.get("samples")
+        seconds, samples = map(self.lead.curves.get, ("seconds", "samples"))
         if seconds is None or samples is None:
             return None
         first = 1 if len(seconds.sums) > 1 else 0
@@ -341,7 +327,7 @@ class RunReader:
         return sum(samples.sums[first:]) * world_size / took if took else None
 
     def _said_pace(self) -> float | None:
-        said = (self.lead.end or {}).get("samples_per_second") if self.lead else None
+        said = (self.lead.end or {}).get("samples_per_second")
         return float(said) if said else None
 
     def longest_rank(self) -> int | None:
@@ -378,30 +364,27 @@ class RunReader:
         )
 
     def history(self) -> History:
-        readers = {rank: self.ranks[rank] for rank in sorted(self.ranks)}
-        all_curves = [curve for reader in readers.values() for curve in reader.curves.values()]
-        width = max((curve.width for curve in all_curves), default=1)
-        rows: dict[str, dict[int, tuple[float | None, ...]]] = {}
-        for key in CURVES:
-            found = {r: reader.curves[key] for r, reader in readers.items() if key in reader.curves}
-            rows[key] = {rank: tuple(curve.means(width)) for rank, curve in found.items()}
-        samples = rows.pop("samples")
-        lead = self.lead.rank if self.lead else 0
+        curves = {rank: self.ranks[rank].curves for rank in sorted(self.ranks)}
+        every = [curve for of_rank in curves.values() for curve in of_rank.values()]
+        width = max((curve.width for curve in every), default=1)
+        rows = {
+            key: {
+                rank: tuple(known[key].means(width))
+                for rank, known in curves.items()
+                if key in known
+            }
+            for key in CURVES
+        }
+        samples, lead, start = rows.pop("samples"), self.lead.rank, self.lead.start
+        batch, world = start.get("global_batch"), start.get("world_size") or 1
+        pairs = zip(samples.get(lead, ()), rows["seconds"].get(lead, ()), strict=False)
         return History(
             width=width,
-            samples_per_second=self._pace(samples.get(lead, ()), rows["seconds"].get(lead, ())),
-            ranks={key: of for key, of in rows.items() if of},
-        )
-
-    def _pace(
-        self, samples: Sequence[float | None], seconds: Sequence[float | None]
-    ) -> tuple[float | None, ...]:
-        batch, world = self.start.get("global_batch"), self.start.get("world_size") or 1
-        if not samples:
-            return ()
-        return tuple(
-            (batch or n * world) / took if took and n else None
-            for n, took in zip(samples, seconds, strict=False)
+            samples_per_second=tuple(
+                (batch or number * world) / took if took and number else None
+                for number, took in pairs
+            ),
+            ranks={key: of_ranks for key, of_ranks in rows.items() if of_ranks},
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -99,8 +98,8 @@ class RunScreen:
         if self.log is not None:
             self.log.page.look()
         if self.notifier is not None:
-            for news in self.notifier.look(self.runs):
-                self.say(f"{news.run.run}: {news.state}")
+            for name, state in self.notifier.look(self.runs).items():
+                self.say(f"{name}: {state}")
             while self.notifier.problems:
                 self.say(self.notifier.problems.pop())
 
@@ -190,10 +189,9 @@ class RunScreen:
             self.say(f"{run.name} has no logs yet")
             return
         if rank is None:  # the rank that ended the run if known, else the first
-            reason = next((one.reason or "" for one in self.runs if one.run == run.name), "")
-            culprit = re.match(r"rank (\d+)\b", reason)
+            culprit = next((one.culprit for one in self.runs if one.run == run.name), None)
             first = next((one for one in known if one != JOB), known[0])
-            rank = int(culprit[1]) if culprit and int(culprit[1]) in known else first
+            rank = culprit if culprit in known else first
         path = log_path(run, rank)
         if path is None:
             self.say(f"rank {rank} has no log")

@@ -37,9 +37,6 @@ class Served:
     ssh: str  # to type on a laptop before opening the same url there
     port: int
 
-    def as_json(self) -> dict[str, Any]:
-        return {"url": self.url, "ssh": self.ssh, "port": self.port}
-
     def lines(self) -> list[str]:
         return [
             f"open  {self.url}",

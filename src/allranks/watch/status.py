@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.launch.backends import TABLE
 from allranks.machine.inventory import describe_machine
 from allranks.run.folder import RunDir, write_atomically
-from allranks.show.numbers import count, duration, metric, number, percent, size
+from allranks.show.numbers import (
+    NOTHING,
+    count,
+    duration,
+    metric,
+    number,
+    percent,
+    ranks_in_words,
+    size,
+)
 from allranks.show.secrets import redact
-from allranks.show.tables import Table, markdown
+from allranks.show.tables import Table, markdown, without_empty
 from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
@@ -70,7 +80,7 @@ def gather(watcher: Watcher) -> list[RunStatus]:
             view=run,
             job=(one := watcher.followed(run.run)).job,
             info=one.info,
-            start=one.reader.start,
+            start=one.start,
             parts=watcher.parts(run.run),
             ranks=watcher.ranks(run.run),
         )
@@ -78,25 +88,17 @@ def gather(watcher: Watcher) -> list[RunStatus]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The page to share, and the runs on it as `--json` shows them."""
-
-    page: str
-    runs: list[dict[str, Any]]
-
-
 def make_status(
     runs: Path, chosen: Sequence[RunDir] | None, marks: Mapping[str, Mark], *, old: bool
-) -> Status:
-    """Describe a folder's runs, or the chosen ones, and the machines there are to run on."""
+) -> tuple[str, list[RunView]]:
+    """The page about a folder's runs, or the chosen ones, and the runs on it."""
     watcher = Watcher(runs, chosen, old=old)
     try:
         found = gather(watcher)
     finally:
         watcher.close()
     page = status_page(found, resources(), marks, time.time(), runs.absolute())
-    return Status(page, [one.view.as_json() for one in found])
+    return page, [one.view for one in found]
 
 
 def resources() -> dict[str, Any]:
@@ -133,14 +135,17 @@ def status_page(
 ) -> str:
     """The page in Markdown, with secrets in settings and reasons redacted."""
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
-    lines = [f"# Status, {moment}", ""]
-    lines += ["## Resources", "", *resource_lines(resources), ""]
-    lines += ["## Runs", "", *run_table(runs, created), ""]
-    lines += ["## Performance", "", *performance_lines(runs, marks), ""]
-    lines += ["## Settings", "", *settings_lines(runs)]
-    lines += ["## Next steps", "", *next_lines(runs), ""]
-    lines += ["## Follow the runs", "", "```", *commands(runs, folder), "```", ""]
-    return redact(plain("\n".join(lines)))
+    sections = {
+        f"# Status, {moment}": [],
+        "## Resources": resource_lines(resources),
+        "## Runs": run_table(runs, created),
+        "## Performance": performance_lines(runs, marks),
+        "## Settings": settings_lines(runs),
+        "## Next steps": next_lines(runs),
+        "## Follow the runs": ["```", *commands(runs, folder), "```"],
+    }
+    page = "\n\n".join("\n".join([title, "", *lines]).strip() for title, lines in sections.items())
+    return redact(plain(f"{page}\n"))
 
 
 def resource_lines(resources: Mapping[str, Any]) -> list[str]:
@@ -149,11 +154,15 @@ def resource_lines(resources: Mapping[str, Any]) -> list[str]:
     lines = []
     if slurm := resources.get("slurm"):
         nodes, gpus = resources["nodes"], resources["gpus"]
+        partitions = [
+            [part["name"], count(part["nodes"]["total"]), count(part["nodes"]["idle"])]
+            for part in resources.get("partitions") or []
+        ]
         lines += [
             f"SLURM cluster {slurm['cluster']}: {nodes['up']} of {nodes['total']} nodes up, "
             f"{gpus['free']} of {gpus['total']} GPUs free.",
             "",
-            *markdown(Table("", ("partition", "nodes", "idle"), partition_rows(resources))),
+            *markdown(Table("", ("partition", "nodes", "idle"), partitions)),
         ]
     gpus = machine.get("gpus") or []
     names = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)]
@@ -167,29 +176,20 @@ def resource_lines(resources: Mapping[str, Any]) -> list[str]:
     return [*lines, *(f"\n{in_markdown(str(note))}" for note in resources.get("notes") or [])]
 
 
-def partition_rows(resources: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [part["name"], count(part["nodes"]["total"]), count(part["nodes"]["idle"])]
-        for part in resources.get("partitions") or []
-    ]
-
-
 def run_table(runs: Sequence[RunStatus], now: float) -> list[str]:
     if not runs:
         return ["None."]
-    has_jobs = any(one.view.jobs for one in runs)
-    titles = ["run", "state", "layout", "on", "batch", "progress", "time left", "why"]
-    rows = []
-    for one in runs:
-        view, batch = one.view, one.start.get("global_batch") or one.job.get("batch_size")
-        row = [view.run, state_word(view), view.layout, place_of(one), count(batch)]
-        left = duration(view.seconds_left)
-        rows.append([*row, progress(view), left, reason(view, now)])
-        if has_jobs:
-            rows[-1].insert(1, ", ".join(view.jobs))
-    if has_jobs:
-        titles.insert(1, "SLURM job")
-    return markdown(Table("", tuple(titles), rows, texts=tuple(titles)))
+    titles = ("run", "SLURM job", "state", "layout", "on", "batch", "progress", "time left", "why")
+    rows = [
+        [
+            *(one.view.run, ", ".join(one.view.jobs), state_word(one.view), one.view.layout),
+            *(place_of(one), count(one.start.get("global_batch") or one.job.get("batch_size"))),
+            *(progress(one.view), duration(one.view.seconds_left), reason(one.view, now)),
+        ]
+        for one in runs
+    ]
+    table = Table("", titles, [[cell or NOTHING for cell in row] for row in rows], texts=titles)
+    return markdown(without_empty(table))
 
 
 def place_of(one: RunStatus) -> str:
@@ -213,27 +213,27 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     measured = [one for one in runs if one.view.samples_per_second]
     if not measured:
         return ["Nothing has been measured yet."]
-    titles = [
+    titles = (
         *("run", "layout", "predicted samples/s", "measured samples/s", "efficiency", "step"),
         *("waits for data", "waits for ranks", "GPU use", "hours", "loss"),
-    ]
+    )
     rows = []
     for one in measured:
-        view, steps = one.view, mean([rank.step_seconds for rank in one.ranks]) or 0.0
+        view, steps = one.view, mean(rank.step_seconds for rank in one.ranks) or 0.0
+        waits = (mean(rank.data for rank in one.ranks), mean(rank.wait for rank in one.ranks))
+        shares = [wait / steps if wait is not None and steps else None for wait in waits]
         rows.append(
             [
                 *(view.run, view.layout, predicted(view), number(view.samples_per_second)),
                 percent(view.efficiency if view.is_compared else None),
                 duration(view.step_seconds or steps),
-                share_of(mean([rank.data for rank in one.ranks]), steps),
-                share_of(mean([rank.wait for rank in one.ranks]), steps),
+                *map(percent, shares),
                 gpu_use(one.ranks, marks),
-                f"{number(view.rank_hours)} {'GPU' if view.is_gpu else 'rank'}-hours",
+                f"{number(view.rank_hours)} {view.hours_unit}",
                 metric(view.loss),
             ]
         )
     notes = [
-        "",
         "Measured over the last steps of a running run, and over the steady steps of one that "
         "has ended.",
     ]
@@ -250,31 +250,27 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     else:
         notes.append("No prediction: no smaller layout of these jobs has been measured.")
-    return [*markdown(Table("", tuple(titles), rows, texts=("layout",))), *notes]
+    return [*markdown(without_empty(Table("", titles, rows, texts=("layout",)))), *notes]
 
 
 def predicted(view: RunView) -> str:
     """The speed of this many ranks if scaling were perfect."""
     if not view.is_compared or not view.baseline_samples_per_second or not view.speedup:
-        return ""
+        return NOTHING
     return number(view.baseline_samples_per_second * view.speedup / (view.efficiency or 1.0))
 
 
-def mean(values: Sequence[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def share_of(part: float | None, whole: float) -> str:
-    return percent(part / whole if part is not None and whole else None)
+    return fmean(known) if known else None
 
 
 def gpu_use(ranks: Sequence[RankView], marks: Mapping[str, Mark]) -> str:
-    use = mean([rank.utilization for rank in ranks])
+    use = mean(rank.utilization for rank in ranks)
     if use is None:
-        return ""
+        return NOTHING
     low = [rank.rank for rank in ranks if judged(rank, marks)["gpu_util"] == "warn"]
-    return f"{use:.0f}%" + (f" (low: rank {', '.join(map(str, low[:8]))})" if low else "")
+    return f"{use:.0f}%" + (f" (low: {ranks_in_words(low)})" if low else "")
 
 
 def next_lines(runs: Sequence[RunStatus]) -> list[str]:
@@ -350,7 +346,7 @@ def settings_lines(runs: Sequence[RunStatus]) -> list[str]:
         lines += [f"### {in_markdown(job)}: {in_markdown(', '.join(known))}", ""]
         table = markdown(Table("", ("setting", "value"), rows, texts=("value",)))
         lines += table if rows else ["None known.", ""]
-    return lines or ["None.", ""]
+    return lines or ["None."]
 
 
 def value_by_run(by_run: Mapping[str, str]) -> str:
@@ -388,16 +384,12 @@ def is_set(value: object) -> bool:
 
 def job_setting(key: str, value: object) -> str:
     """A setting of the job; of its environment, only values that cannot be secrets."""
-    if not is_set(value):
-        return ""
-    if key != "env":
-        return setting(value)
-    if not isinstance(value, Mapping):
-        return ""
-    return ", ".join(
-        f"{name}={setting(item)}" if is_open(str(name)) else str(name)
-        for name, item in value.items()
-    )
+    if key == "env" and isinstance(value, Mapping):
+        shown = {name: item for name, item in value.items() if is_open(str(name))}
+        return ", ".join(
+            [*filter(None, [setting(shown)]), *(str(n) for n in value if n not in shown)]
+        )
+    return setting(value) if is_set(value) else ""
 
 
 def shown_override(word: str) -> str:

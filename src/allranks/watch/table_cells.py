@@ -20,20 +20,13 @@ from allranks.show.numbers import (
     short,
     size,
 )
-from allranks.show.tables import Column
+from allranks.show.tables import STATE_STYLES, Column
 from allranks.show.text import clean, shortened
-from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share
-from allranks.watch.views import RankView, RunView
+from allranks.watch.marks import SIGNS, STYLES, Mark, Verdict, judged, share, traffic
+from allranks.watch.views import Parts, RankView, RunView
 
-STATE_STYLES = {
-    "running": "green",
-    "finished": "blue",
-    "queued": "yellow",
-    "failed": "red",
-    "stopped": "magenta",
-    "stalled": "bold red",
-}
 SPARKS = "▁▂▃▄▅▆▇█"
+TAKING_TURNS = 0.1  # share of a step spent waiting for slower ranks
 CURVE = 24  # maximum width of a sparkline
 
 RUN_COLUMNS = (
@@ -105,7 +98,7 @@ def plain_line(run: RunView, now: float) -> str:
         "pace": "{} samples/s",
         "efficiency": "{} efficiency",
         "left": "{} left",
-        "hours": "{} GPU-hours" if run.is_gpu else "{} rank-hours",
+        "hours": f"{{}} {run.hours_unit}",
         "why": "({})",
     }
     said = [run.run, cells["state"], cells["layout"]]
@@ -129,8 +122,19 @@ def base_words(run: RunView, width: int = 99) -> str:
     return f"{whose}: {shortened(clean(run.baseline or ''), width)}"
 
 
-def takes_reason(run: RunView) -> bool:
-    return run.state in ("queued", "failed") or run.stalled
+def is_alarming(run: RunView) -> bool:
+    return run.state == "failed" or run.stalled
+
+
+def slowest_words(parts: Parts) -> str:
+    """Which rank the others wait for, if one stands out or they lose much time."""
+    if parts.slowest_rank is not None:
+        by = f", slower in {parts.slowest_part}" if parts.slowest_part else ""
+        often = f"last in {percent(parts.slowest_share, 0)} of {parts.steps} steps"
+        return f"slowest: rank {parts.slowest_rank}, {often}{by}"
+    if parts.seconds["straggler"] >= TAKING_TURNS * (sum(parts.seconds.values()) or 1.0):
+        return "no single slowest rank: they take turns"
+    return ""
 
 
 def loss_cell(run: RunView) -> Text:
@@ -148,8 +152,7 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
     """The cells of one rank, by column, with marks."""
     verdicts = judged(rank, marks)
     memory = rank.memory if rank.memory is not None else rank.host_memory
-    traffic = max((n for n in (rank.sent, rank.received) if n is not None), default=None)
-    of_link = share(traffic, rank.link)
+    of_link = share(traffic(rank), rank.link)
     busy = share(rank.workers_cpu, rank.num_workers)
     age = max(0.0, now - rank.heartbeat) if rank.heartbeat is not None else None
     seen = rank.state or ("" if age is None else duration(max(1, age), whole=True))
@@ -168,7 +171,7 @@ def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[st
         "workers": marked(busy, "{:.0f}%", verdicts["workers"]),
         "network": marked(of_link, "{:.0f}%", verdicts["network"])
         if of_link is not None
-        else marked(traffic, rate),
+        else marked(traffic(rank), rate),
         "beat": Text(seen, style=STATE_STYLES.get(rank.state or "", "")),
         "slowest": Text("< slowest" if rank.slowest else "", style="bold yellow"),
     }

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from allranks.errors import AllranksError
-from allranks.layout import Layout
-from allranks.run.record import final_step
-from allranks.run.stalls import patience
-from allranks.show.numbers import duration
-from allranks.timing.comparison import device_name
-
-if TYPE_CHECKING:
-    from allranks.watch.live import Followed
-    from allranks.watch.reader import RunReader
+import re
+from dataclasses import dataclass, field
 
 ACTIVE = ("queued", "running")
 
@@ -67,16 +56,19 @@ class RunView:
         return self.state in ACTIVE
 
     @property
-    def is_gpu(self) -> bool:
-        return self.device not in (None, "CPU")
+    def hours_unit(self) -> str:
+        return "rank-hours" if self.device in (None, "CPU") else "GPU-hours"
+
+    @property
+    def culprit(self) -> int | None:
+        """The rank that ended it, if that is known."""
+        match = re.match(r"rank (\d+)\b", self.reason or "")
+        return int(match[1]) if match else None
 
     @property
     def is_compared(self) -> bool:
         """Whether its efficiency is relative to a smaller layout."""
         return self.efficiency is not None and self.layout != self.baseline_layout
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +100,6 @@ class RankView:
     heartbeat: float | None = None  # UNIX time of its last event
     slowest: bool = False  # the rank that the others wait for most often
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -133,126 +122,3 @@ class History:
     width: int
     samples_per_second: tuple[float | None, ...]  # all ranks together
     ranks: dict[str, dict[int, tuple[float | None, ...]]]
-
-
-def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
-    """Everything known about a run, from its folder, SLURM and its ranks' events."""
-    reader, status = one.reader, one.status
-    start, lead = reader.start, reader.lead
-    is_running = status.state == "running"
-    layout = str(start.get("layout") or status.layout) if not is_running else status.layout
-    world = start.get("world_size") or ranks_of(layout)
-    step = lead.steps_made if lead else None
-    steps = final_step(start, one.info, lead.window if lead else None)
-    took, by_clock = step_seconds(one), lead.clock_seconds() if lead else None
-    pace = one.pace if one.is_measured else reader.samples_per_second(world)
-    silence = silence_of(reader, now, stalled) if is_running else None
-    speedup, efficiency = ratios_of(one, world, pace)
-    base = one.comparison.base if one.comparison and efficiency else None
-    return RunView(
-        run=one.run.name,
-        run_dir=str(one.run.path),
-        job=one.run.job_name,
-        state=status.state,
-        reason="; ".join(filter(None, [status.reason or silence, one.problem])) or None,
-        stalled=silence is not None,
-        expected_start=status.expected_start,
-        jobs=status.jobs,
-        nodes=status.nodes,
-        layout=layout,
-        device=device_of(start, one.info, reader),
-        world_size=world,
-        attempt=reader.attempt,
-        attempts=len(reader.attempts),
-        epoch=lead.steps[-1].get("epoch") if lead and lead.steps else None,
-        epochs=epochs_of(one.job, steps, start),
-        step=step,
-        steps=steps,
-        loss=reader.losses.last,
-        metrics=dict(reader.metrics),
-        loss_steps=tuple(reader.losses.steps),
-        losses=tuple(reader.losses.values),
-        step_seconds=took,
-        samples_per_second=pace,
-        speedup=speedup,
-        efficiency=efficiency,
-        repeats=len(one.comparison.row.counted) if one.comparison and not one.is_active else 0,
-        baseline=base.counted[0] if base else None,
-        baseline_layout=base.layout if base else None,
-        baseline_runs=base.counted if base else (),
-        baseline_samples_per_second=base.pace if base else None,
-        seconds_left=max(0, steps - step) * by_clock
-        if is_running and steps and step and by_clock
-        else None,
-        rank_hours=reader.rank_hours(now if is_running else None),
-        checkpoint=reader.checkpoint,
-        started=lead.first_time if lead else None,
-        last_step=lead.steps[-1].get("t") if lead and lead.steps else None,
-        heartbeat=lead.last_time if lead else None,
-    )
-
-
-def ratios_of(
-    one: Followed, world: int | None, pace: float | None
-) -> tuple[float | None, float | None]:
-    """Speedup and efficiency: its own while it runs, afterwards those of its layout's runs.
-
-    None for a run that does not count, such as one that failed while others of its layout did not.
-    """
-    found = one.comparison
-    if found is None:
-        return None, None
-    if one.is_active:
-        return found.base.ratio(world, pace) if world and pace else (None, None)
-    is_counted = one.run.name in found.row.counted
-    return (found.row.speedup, found.row.efficiency) if is_counted else (None, None)
-
-
-def step_seconds(one: Followed) -> float | None:
-    """Mean of the last steps; once it has ended, of the steps that its pace is taken from."""
-    lead = one.reader.lead
-    if one.is_measured and one.measured is not None:
-        return one.measured.step_seconds
-    if lead is None or one.status.state == "running" or "seconds" not in lead.curves:
-        return lead.mean("seconds") if lead else None
-    return lead.curves["seconds"].mean()
-
-
-def silence_of(reader: RunReader, now: float, stalled: float | None) -> str | None:
-    """A message if there has been no step for longer than expected, else None."""
-    lead = reader.lead
-    if lead is None or lead.first_time is None:
-        return None
-    if not lead.steps:
-        passed, limit = now - lead.first_time, patience(None, 0.0, stands_out=False, asked=stalled)
-        return (
-            f"stalled: no first step for {duration(passed, whole=True)}" if passed > limit else None
-        )
-    passed = now - lead.steps[-1]["t"]
-    took = lead.mean("seconds")
-    if passed <= patience(took or 0.0, reader.longest_pause, stands_out=False, asked=stalled):
-        return None
-    before = f"; earlier steps took {duration(took)}" if took else ""
-    return f"stalled: no step for {duration(passed, whole=True)}{before}"
-
-
-def device_of(start: dict[str, Any], info: dict[str, Any], reader: RunReader) -> str | None:
-    """What a rank computes on: as it reports or, for a user's script, as its machine has it."""
-    seen = reader.lead.device if reader.lead else {}
-    if not start.get("device") and not seen:
-        return None
-    return device_name(start, info, uses_gpu=seen.get("utilization") is not None)
-
-
-def epochs_of(job: dict[str, Any], steps: int | None, start: dict[str, Any]) -> int | None:
-    if isinstance(job.get("epochs"), int):
-        return int(job["epochs"])
-    length = start.get("steps_per_epoch")
-    return -(-steps // length) if steps and length else None
-
-
-def ranks_of(layout: str) -> int | None:
-    try:
-        return Layout.parse(layout.partition("@")[0]).ranks if layout else None
-    except AllranksError:  # several alternatives, none of which has started yet
-        return None

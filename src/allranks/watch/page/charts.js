@@ -57,16 +57,17 @@ function drawLines(id, state, page, key, range, why) {
   });
 }
 function drawCurves(state, page, isUrgent) {
-  const run = state.runs[page.chosen], curves = state.curves[page.chosen], axis = page.axis;
+  const axis = page.axis;
   const shown = page.shown().map(name => state.curves[name]).filter(Boolean);
   if (!isSame("loss", axis + signOf(shown.map(one => one.loss)), isUrgent)) plan("loss", () =>
     drawLines("loss", state, page, "loss", around, "No loss recorded: a script of your own does not report it."), {gap: CURVES_MS, isUrgent});
   if (!isSame("pace", axis + signOf(shown.map(one => one.pace)), isUrgent)) plan("pace", () =>
     drawLines("pace", state, page, "pace", fromZero, "No step yet."), {gap: CURVES_MS, isUrgent});
-  say(byId("loss-now"), run.loss === null ? "" : number(run.loss, 4));
-  say(byId("pace-now"), run.samples_per_second === null ? "" : `${number(run.samples_per_second)} samples/s`);
-  byId("loss").setAttribute("aria-label", `Loss by step, now ${number(run.loss, 4)}`);
-  byId("pace").setAttribute("aria-label", `Samples per second by step, now ${number(run.samples_per_second)}; ${curves ? curves.pace.x.length : 0} points`);
+  const {loss, pace} = state.head;
+  say(byId("loss-now"), loss);
+  say(byId("pace-now"), pace);
+  byId("loss").setAttribute("aria-label", `Loss by step, now ${loss || "not known"}`);
+  byId("pace").setAttribute("aria-label", `Samples per second by step, now ${pace || "not known"}`);
   drawLegend(page);
 }
 function drawLegend(page) {
@@ -191,7 +192,7 @@ function drawHeat(state, isUrgent) {
   const heat = state.heat;
   isUrgent ||= drawnRanks !== (heat ? heat.ranks.length : 0);
   drawnRanks = heat ? heat.ranks.length : 0;
-  const size = heat ? heat.ranks.length : state.runs[state.chosen].world_size || 1;
+  const size = heat ? heat.ranks.length : Object.keys(state.ranks).length || 1;
   byId("heat").style.height = Math.max(110, Math.min(380, 44 + size * 20)) + "px";
   const known = heat ? heat.columns.reduce((sum, column) => sum + column.filter(value => value !== null).length, 0) : 0;
   const sign = heat ? [heat.metric, heat.width, heat.columns.length, known].join() : String(isRead(state));

@@ -26,14 +26,13 @@ function enqueue(id) {
   if (!isWaiting) { isWaiting = true; requestAnimationFrame(drawOne); }
 }
 function drawOne() {
-  const id = queue.shift(), part = parts.get(id);
-  if (isWanted(part)) {
-    part.isDue = false;
-    part.drawn = performance.now();
-    part.draw();
-  }
+  const part = parts.get(queue.shift());
   isWaiting = queue.length > 0;
-  if (isWaiting) requestAnimationFrame(drawOne);
+  if (isWaiting) requestAnimationFrame(drawOne); // first: if a part cannot be drawn, the others still are
+  if (!isWanted(part)) return;
+  part.isDue = false;
+  part.drawn = performance.now();
+  part.draw();
 }
 /** Draws a part soon, but not twice within `gap` ms; the last request wins. `isUrgent`: now, visible or not. */
 export function plan(id, draw, {gap = 1000, isUrgent = false} = {}) {

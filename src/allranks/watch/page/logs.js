@@ -23,8 +23,8 @@ export class Logs {
     new IntersectionObserver(entries => { this.isSeen = entries[0].isIntersecting; }, {rootMargin: "200px"}).observe(this.box);
     setInterval(() => this.look(), LOOK_MS);
   }
-  /** Lists the log files of the chosen run; keeps showing the same one if it is still there. */
-  offer(run, files, reason) {
+  /** Lists the log files of the chosen run. The one that is shown stays if it is still there; otherwise `first` is. */
+  offer(run, files, first) {
     const select = byId("file"), text = files.join("\n");
     if (select.dataset.files !== text || run !== this.run) {
       select.dataset.files = text;
@@ -32,10 +32,7 @@ export class Logs {
         (_, attempt, rank) => `rank ${rank}` + (attempt === "0" && !/attempts\/[1-9]/.test(text) ? "" : `, attempt ${attempt}`)), file)));
       if (files.includes(this.file)) select.value = this.file;
     }
-    // For a run that failed, the log of the rank that ended it.
-    const [, rank] = /^rank (\d+)\b/.exec(reason || "") || [];
-    const first = files.find(name => name.endsWith(`/rank-${rank}.log`)) || files[0] || "";
-    const file = run === this.run && files.includes(this.file) ? this.file : first;
+    const file = run === this.run && files.includes(this.file) ? this.file : first || files[0] || "";
     if (run !== this.run || file !== this.file) this.show(run, file);
   }
   show(run, file) {

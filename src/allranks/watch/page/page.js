@@ -32,8 +32,9 @@ const page = {
     if (!name || name === this.chosen) return;
     this.chosen = name;
     history.replaceState(null, "", "#" + encodeURIComponent(name));
-    line.open();
     if (line.state) drawRuns(line.state, this);
+    line.open();
+    line.state = null; // it is about the run before
   },
   compare(name, isOn) {
     if (isOn) this.compared.add(name); else this.compared.delete(name);
@@ -48,7 +49,7 @@ function draw() {
   if (!state) return;
   const isUrgent = isWhole;
   isWhole = false;
-  if (!state.runs[page.chosen] || !state.curves[page.chosen]) page.chosen = state.chosen;
+  page.chosen = state.chosen;
   for (const name of page.compared) if (!state.runs[name]) page.compared.delete(name);
   drawRuns(state, page);
   byId("problem").hidden = !state.problem;
@@ -60,14 +61,14 @@ function draw() {
     document.title = "allranks";
     return void say(byId("nothing"), "No runs here yet. Start one with allranks run or allranks submit: it will appear here.");
   }
-  document.title = `${run.steps && run.step !== null ? Math.floor(run.step / run.steps * 100) + "% " : ""}${run.job} · ${run.state}`;
+  document.title = `${run.steps ? Math.floor(run.share * 100) + "% " : ""}${run.job} · ${run.state}`;
   drawHead(run, state);
   drawFindings(state);
   const isTableNew = numRanks !== Object.keys(state.ranks).length;
   numRanks = Object.keys(state.ranks).length;
-  plan("table", () => drawRanks(line.state, line.now()), {isUrgent: isUrgent || isTableNew});
+  plan("table", () => drawRanks(state, line.now()), {isUrgent: isUrgent || isTableNew});
   drawCharts(state, page, isUrgent);
-  logs.offer(page.chosen, state.files, run.reason);
+  logs.offer(page.chosen, state.files, state.file);
 }
 function query() {
   const words = new URLSearchParams({metric: page.metric});
@@ -83,7 +84,10 @@ const line = new Line(query, (_, isAll) => {
   say(byId("link"), LINK[link]);
 });
 // Even without news, the time since each rank was last heard grows.
-setInterval(() => { if (line.state && line.state.runs[page.chosen]) plan("table", () => drawRanks(line.state, line.now())); }, 1000);
+setInterval(() => {
+  const state = line.state;
+  if (state && state.head) plan("table", () => drawRanks(state, line.now()));
+}, 1000);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { isWhole = true; draw(); });
 
 for (const name of ["metric", "axis"]) {

@@ -1,26 +1,13 @@
 // The list of runs: one is chosen, others can be compared with it.
-import {NOTHING, byId, count, dress, duration, make, number, percent, say} from "./words.js";
+import {NOTHING, byId, dress, make, say} from "./words.js";
 
 const items = new Map();
 const SVG = "http://www.w3.org/2000/svg";
 
-export function share(run) {
-  return run.steps && run.step !== null ? Math.min(1, run.step / run.steps) : run.state === "finished" ? 1 : 0;
-}
 /** The job's name, and the part of a run's name that distinguishes runs of the same job. */
 export function nameParts(name) {
   const match = /^(.+)-(\d{8}-\d{6}-[0-9a-f]{4})$/.exec(name);
   return match ? [match[1], match[2]] : [name, ""];
-}
-function where(run) {
-  if (run.state === "queued") return run.reason || "waiting in the queue";
-  if (run.stalled) return run.reason || "no recent step";
-  const parts = [];
-  if (run.step !== null) parts.push(run.steps ? percent(share(run)) : `step ${count(run.step)}`);
-  if (run.samples_per_second !== null && run.state === "running") parts.push(`${number(run.samples_per_second)}/s`);
-  if (run.seconds_left !== null) parts.push(`${duration(run.seconds_left)} left`);
-  if (run.state !== "running") parts.unshift(run.state);
-  return parts.join(" · ") || run.state;
 }
 function sparkline(values) {
   const known = values.filter(value => value !== null);
@@ -32,7 +19,7 @@ function sparkline(values) {
 function makeItem(name, page) {
   const [job, stamp] = nameParts(name);
   const item = {
-    dot: make("i", "dot"), layout: make("span", "small"), words: make("span", "small grow"),
+    dot: make("i", "dot"), layout: make("span", "small"), words: make("span", "small grow words"),
     fill: make("i", ""), box: make("input", ""), button: make("button", ""),
     line: document.createElementNS(SVG, "path"),
   };
@@ -59,11 +46,10 @@ function makeItem(name, page) {
 function draw(item, run, page) {
   dress(item.dot, "dot " + run.state);
   say(item.layout, run.layout);
-  say(item.words, where(run));
-  item.words.title = item.words.textContent;
-  item.words.style.color = run.stalled || run.state === "failed" ? "var(--bad)" : "";
-  item.fill.style.width = share(run) * 100 + "%";
-  item.fill.style.background = {failed: "var(--bad)", finished: "var(--good)", stopped: "var(--warn)"}[run.state] || "";
+  say(item.words, run.words);
+  item.words.title = run.words;
+  dress(item.element, run.state);
+  item.fill.style.width = run.share * 100 + "%";
   item.line.setAttribute("d", sparkline(run.spark));
   item.button.setAttribute("aria-current", String(run.run === page.chosen));
   item.box.checked = page.compared.has(run.run);

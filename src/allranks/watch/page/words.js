@@ -16,21 +16,11 @@ export function number(value, digits = 3) {
   return value === 0 || size < -6 ? "0" : fixed(value, Math.max(0, digits - 1 - size));
 }
 export const count = value => known(value) ? fixed(value, 0) : NOTHING;
-export const percent = value => known(value) ? fixed(value * 100, 1) + "%" : NOTHING;
-export function duration(seconds) {
-  if (!known(seconds)) return NOTHING;
-  if (seconds < 59.95) {
-    const found = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([unit]) => seconds >= 0.9995 * unit);
-    return found ? number(seconds / found[0]) + found[1] : seconds ? number(seconds * 1e6, 1) + "µs" : "0s";
-  }
-  const left = Math.round(seconds);
-  const [unit, name, part, partName] = left < 3600 ? [60, "m", 1, "s"] : left < 86400 ? [3600, "h", 60, "m"] : [86400, "d", 3600, "h"];
-  const rest = Math.floor(left % unit / part);
-  return Math.floor(left / unit) + name + (rest ? String(rest).padStart(2, "0") + partName : "");
+/** How long ago, in one unit: more would only flicker. */
+export function age(seconds) {
+  const [unit, name] = seconds < 90 ? [1, "s"] : seconds < 5400 ? [60, "m"] : [3600, "h"];
+  return seconds < 1.5 ? "now" : `${Math.round(seconds / unit)}${name} ago`;
 }
-export const gibibytes = bytes => known(bytes) ? number(bytes / 2 ** 30) : NOTHING;
-/** How long ago, in whole seconds: decimals would only flicker. */
-export const age = seconds => seconds < 1.5 ? "now" : (seconds < 59.5 ? `${Math.round(seconds)}s` : duration(seconds)) + " ago";
 
 export function make(tag, className, ...children) {
   const element = document.createElement(tag);
