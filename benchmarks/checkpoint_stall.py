@@ -1,4 +1,4 @@
-"""A save stalls the training for at most 30% (CPU), or costs 10% (GPU), of a blocking torch.save.
+"""A save stalls a CPU's loop for at most 30% of a torch.save, and costs a GPU at most 10% of one.
 
     python benchmarks/checkpoint_stall.py       # 2 to 5 minutes; exit code 1 if it takes more
 
@@ -153,7 +153,7 @@ def now(t: Training) -> float:
 
 
 def blocking_save(t: Training, folder: Path, *, keep: int) -> float:
-    """What people write by hand; the state is the same that our save stages."""
+    """What people write by hand, with the same state that our save copies."""
     import torch
 
     from allranks.train.parallelize import plain

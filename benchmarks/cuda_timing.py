@@ -111,7 +111,7 @@ def device_seconds(trace: list[dict[str, Any]]) -> dict[str, list[float]]:
     ends = list(itertools.accumulate((end for _, end in work), max))
 
     def passed(at: float) -> float:
-        """When the device has come to what the host did at this moment."""
+        """When the device had done all that the host had launched at this moment."""
         before = bisect.bisect(launches, at)
         return max(at, ends[before - 1]) if before else at
 
@@ -124,7 +124,7 @@ def device_seconds(trace: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def step_marks(trace: list[dict[str, Any]], records: list[float]) -> list[list[float]]:
-    """Where the probe has marked each step: its end last of all, which is the next one's begin."""
+    """Where the probe marked each step; the last mark is its end, where the next step begins."""
     ranges: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in trace:
         if event.get("cat") == "user_annotation" and event["name"] in PHASES:
@@ -155,10 +155,10 @@ def waits_for_device(trace: list[dict[str, Any]]) -> Counter[str]:
 
 
 def probed_seconds(file: Path, first: int) -> dict[str, list[float]]:
-    """The same, as the probe has written it; `first`: the profiled step after the first one."""
+    """Seconds of each phase as the probe wrote them; `first`: the second profiled step."""
     steps = [event for event in read_events(file) if event["event"] == "step"]
     wanted = [event for event in steps if event["step"] >= first][: PROFILED_STEPS - 1]
-    # What a script does between its steps is its own affair: here it waits for nothing but data.
+    # Between its steps a script may do anything; this one only waits for data.
     found = {phase: [event[phase] for event in wanted] for phase in PHASES}
     found["data"] = [event["data"] + event["other"] for event in wanted]
     return found
@@ -205,7 +205,7 @@ def compare(name: str, trace: list[dict[str, Any]], probed: dict[str, list[float
         theirs, ours = statistics.median(seconds), statistics.median(probed[phase])
         is_met = abs(ours - theirs) <= LIMIT * theirs or theirs < NEGLIGIBLE_SECONDS
         holds &= is_met
-        # Data that come while the device is still at the step before take none of its time.
+        # Data that arrive while the device is still at the previous step take none of its time.
         ratio = f"{ours / theirs:.4f}x" if theirs else "nothing"
         print(
             f"  {phase:<10} profiler {1e3 * theirs:8.3f} ms, probe {1e3 * ours:8.3f} ms:"

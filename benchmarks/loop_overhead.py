@@ -206,7 +206,7 @@ def run_rank(num_pairs: int, block_seconds: float, display: int) -> None:
 
 
 def probe_of(me: Rank) -> Switch:
-    """The probe as every rank has it; out of torch while the hand loops have their turns."""
+    """The probe that every rank has; removed from torch while it is the hand loops' turn."""
     recorder = Recorder(me.run.events(me.attempt, me.rank).parent, me.rank)
     timeline.current = recorder.timeline
     timeline.take()  # as rank.py does: steps are those of the training
@@ -228,7 +228,7 @@ def wake(process: int, *, awake: bool) -> None:
 
 
 def steps_per_block(loop: Iterator[Tensor], seconds: float) -> int:
-    """By rank 0's clock, the same on all ranks."""
+    """How many steps a block has: by rank 0's clock, the same on all ranks."""
     step_seconds = min(run_block(loop, 20) for _ in range(5)) / 20
     count = torch.tensor(round(seconds / step_seconds))
     dist.broadcast(count, src=0)

@@ -65,7 +65,7 @@ CORES_PER_RANK = 2
 
 
 class Stopwatch:
-    """Time in the probe's hooks, less that in what they call of torch."""
+    """Time in the probe's hooks, minus that in the torch functions that they call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -115,21 +115,21 @@ def training(width: int, turns: Turns) -> Iterator[None]:
 
 
 def step_seconds(loop: Iterator[None]) -> float:
-    """Of the next step."""
+    """How long the next step takes."""
     started = time.perf_counter()
     next(loop)
     return time.perf_counter() - started
 
 
 def width_of_step(seconds: float, turns: Turns) -> int:
-    """The width at which a step takes so long, by rank 0's clock; the same on all ranks."""
+    """The width at which a step takes this long, by rank 0's clock; the same on all ranks."""
     width = torch.tensor(128)
     while True:
-        # The shortest of several: a machine that is slow for a while would have the step too short.
+        # The shortest of several: a machine that is slow for a while would make the step too short.
         medians = []
         for _ in range(3):
             loop = training(int(width), turns)
-            # Long enough that the memory it needs has been asked for: that makes steps shorter.
+            # Long enough for the process to have all its memory: steps are shorter from then on.
             steps = [step_seconds(loop) for _ in range(WARM_UP_STEPS + 200)]
             medians.append(statistics.median(steps[len(steps) // 2 :]))
         step = torch.tensor(min(medians))
@@ -161,13 +161,13 @@ def step_pairs(width: int, *functions: Functions, num_pairs: int) -> list[tuple[
 
 
 def writing_seconds(width: int, probe: Functions, recorder: Recorder) -> float:
-    """What formatting and writing the event of a step takes, of half a second's at once."""
+    """To format and write the event of a step, when those of half a second are written at once."""
     turns, log = Turns(probe), recorder._log
     assert log is not None
     turns.take(0)
     loop = training(width, turns)
     num_steps = max(1, round(FLUSH_SECONDS / STEP_SECONDS))
-    log.pause(True)  # its own thread, which gives way to the training every now and then
+    log.pause(True)  # its own thread, which lets the training go first now and then
     took = []
     for _ in range(WRITINGS):
         for _ in range(num_steps):
@@ -182,7 +182,7 @@ def writing_seconds(width: int, probe: Functions, recorder: Recorder) -> float:
 def own_seconds(
     width: int, torchs: Functions, recorder: Recorder, num_steps: int
 ) -> tuple[list[float], list[float]]:
-    """What stopwatches show of steps: around the hooks, and around functions that do nothing."""
+    """What stopwatches show per step: around the hooks, and around functions that do nothing."""
     watch = Stopwatch()
     # What the probe does within torch's functions is its own too.
     backward_pass.Arrival.queue = watch.probe(backward_pass.Arrival.queue)  # type: ignore[method-assign]
@@ -261,7 +261,7 @@ def start_ranks(num_ranks: int, num_pairs: int) -> dict[str, Any]:
 
 
 def median_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Median over all pairs, and a 95% interval of it: those of a round are not independent."""
+    """Median over all pairs, and its 95% interval: pairs of one round are not independent."""
     ratios = np.array([with_probe / without for with_probe, without in pairs])
     rounds = np.array_split(ratios, math.ceil(len(ratios) / PAIRS_PER_ROUND))
     draw = np.random.default_rng(0)
@@ -274,7 +274,7 @@ def median_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, fl
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and a 95% interval of it, by order: nothing is assumed of the noise."""
+    """Median and its 95% interval, by rank order: nothing is assumed about the noise."""
     ordered = sorted(values)
     reach = 1.96 * math.sqrt(len(ordered)) / 2
     low = max(0, math.floor(len(ordered) / 2 - reach))

@@ -74,20 +74,20 @@ class Functions:
 
     @classmethod
     def in_place(cls, arrival: backward_pass.Arrival | None = None) -> Functions:
-        """Those that are there now."""
+        """The functions that are there now."""
         of_steps = (next(iter(registry.values()), None) for registry in REGISTRIES)
         in_torch = (getattr(holder, name) for holder, name in PLACES[:4])
         return cls(arrival, *in_torch, *of_steps)
 
     def put(self) -> None:
-        """In place, for the probe to be installed over them."""
+        """Put them in place, so that the probe can be installed over them."""
         for (holder, name), function in zip(PLACES[:4], self._of_torch(), strict=True):
             setattr(holder, name, function)
         for registry in REGISTRIES:
             registry.clear()
 
     def within(self, wrap: Callable[[Function], Function]) -> Functions:
-        """The same, each within something; functions that do nothing where there is none."""
+        """Each of them wrapped; a function that does nothing where there is none."""
         of_steps = (self.before_step or nothing_of, self.after_step or nothing_of)
         return Functions(self.arrival, *map(wrap, (*self._of_torch(), *of_steps)))
 
@@ -112,8 +112,8 @@ class Functions:
 class Turns:
     """Functions that take turns from step to step.
 
-    Python remembers what it has found in a class until the class is changed, and then takes 200 us
-    of the next steps to find it again. So none is changed: each has loaders of its own.
+    Python remembers what it has found in a class until the class is changed, and then needs 200 us
+    to find it again in the next steps. So no class is changed: each set has its own loaders.
     """
 
     def __init__(self, *functions: Functions) -> None:
@@ -121,7 +121,7 @@ class Turns:
         self._now = 0
 
     def take(self, number: int) -> None:
-        """It is the turn of the functions with this number."""
+        """Put the functions with this number in place."""
         self._now = number
         functions = self._functions[number]
         torch.autograd.backward = functions.backward
@@ -138,7 +138,7 @@ class Turns:
             functions.arrival.recorder.timeline.restart()
 
     def batches(self, data: Dataset[Any], batch_size: int) -> Iterator[Any]:
-        """For ever, each from a loader of whose turn it is."""
+        """Batches without end, each from the loader whose turn it is."""
         loaders = [one.loader()(data, batch_size=batch_size) for one in self._functions]
         iterators = [iter(loader) for loader in loaders]
         while True:

@@ -190,7 +190,7 @@ def compare(run_dir: Path, looks: list[list[float]], samples: float | None) -> d
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """Whether all that is claimed is so."""
+    """Whether every claim holds."""
     if "problem" in found or "parts" not in found:
         return False
     ratio = found.get("ratio", 1 / found["seconds_ratio"])
@@ -202,7 +202,7 @@ def holds(found: dict[str, Any]) -> bool:
 
 
 def row_of(found: dict[str, Any]) -> str:
-    """A line of a table in Markdown."""
+    """A row of a Markdown table."""
     head = f"| {found['script']} | {found['layout']} |"
     if "problem" in found:
         return f"{head} {found['problem']} (exit code {found['exit']}) |"

@@ -115,7 +115,7 @@ def watch(runs: Path, folder: Path, first: float, seconds: float) -> tuple[float
 
 
 def read(terminal: int, seconds: float) -> int:
-    """Read what is drawn, as a terminal would; how many bytes."""
+    """Read what is drawn, as a terminal would; return how many bytes it was."""
     deadline, total = time.monotonic() + seconds, 0
     while (left := deadline - time.monotonic()) > 0:
         if select.select([terminal], [], [], left)[0]:

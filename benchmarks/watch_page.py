@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """The claim: within 2 s, no frame over 100 ms from the first on, no complaint."""
+    """The claim: within 2 s, no frame over 100 ms from the first on, no errors."""
     parts = [found["opening"], found["looking_on"], found["clicking"]]
     longest = max(max(part["longest_gap_ms"], part["longest_task_ms"]) for part in parts)
     return found["latency"]["longest"] < 2 and longest < 100 and not found["console"]
@@ -176,7 +176,7 @@ def measure(
 
 @contextmanager
 def going_on(run: LiveRun) -> Iterator[dict[int, float]]:
-    """One step of all ranks every 0.2 s; when each was written."""
+    """Write one step of all ranks every 0.2 s; yield when each was written."""
     written: dict[int, float] = {}
     ended = threading.Event()
 
