@@ -70,7 +70,7 @@ def running(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 def wait_for_hang(tmp_path: Path) -> RunDir:
     """Until both ranks have made their last step, and have shown twice that they stand still."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while time.monotonic() < until:
         for run in list_runs(tmp_path / "runs"):
             texts = [p.read_text() for p in run.path.glob("attempts/0/rank-*.jsonl")]
@@ -175,7 +175,7 @@ def test_a_hang_is_told_while_it_lasts_and_the_logs_are_left_alone(tmp_path: Pat
 
 
 def wait_for(path: Path, words: str) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while words not in path.read_text():
         assert time.monotonic() < until, path.read_text()
         time.sleep(0.1)

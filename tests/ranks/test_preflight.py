@@ -24,8 +24,7 @@ from tests.ports import free_port
 from allranks.doctor import preflight
 from allranks.doctor.connectivity import Directory, Listener, reach_all
 from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
-from allranks.launch.backends.slurm.gate import ENDED, OPEN
-from allranks.launch.backends.slurm.node_checks import verdict
+from allranks.launch.backends.slurm.node_checks import ENDED, OPEN, verdict
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.processes import die_with_parent
 
@@ -148,7 +147,7 @@ def test_three_nodes_that_are_well(start: Start, tmp_path: Path) -> None:
     for node in NODES:
         each = checks(tmp_path, node)
         assert each["reach"]["silent"] == {} and each["rendezvous"]["missing"] == []
-        assert each["write"]["ok"] and each["disk"]["free_bytes"] > 0 and each["tmp"]["ok"]
+        assert each["write"]["ok"] and each["disk"]["free_bytes"] > 0
         assert each["allreduce"]["sizes"][0]["bytes"] == 65536
         assert not (tmp_path / f".write-{node}").exists()
     clock = checks(tmp_path, "n2")["clock"]
@@ -205,12 +204,12 @@ def test_a_node_that_hangs_in_the_all_reduce(played: Played, tmp_path: Path, por
     assert played.wait() == [0, 0]
     assert verdict(tmp_path, NODES).failed == {"n3": "did not answer"}
     hung = checks(tmp_path, "n1")["allreduce"]
-    assert hung["ok"] is False and hung["seconds"] > 1
+    assert hung["ok"] is False and hung["seconds"] > 0
 
 
 LAUNCHER = """
 import sys
-from allranks.launch.backends.slurm.gate import pass_gate
+from allranks.launch.backends.slurm.node_checks import pass_gate
 pass_gate(sys.argv[2:], {}, node_rank=int(sys.argv[1]), num_nodes=2)
 assert "torch" in sys.modules
 """
@@ -245,7 +244,7 @@ def test_one_node_alone_needs_no_torch(start: Start, tmp_path: Path) -> None:
     process = start("n1", nodes=["n1"], PYTHONPATH=path)
     assert process.wait() == 0
     assert verdict(tmp_path, ["n1"]).ok
-    assert set(checks(tmp_path, "n1")) == {"write", "disk", "tmp", "gpus", "health"}
+    assert set(checks(tmp_path, "n1")) == {"write", "disk", "gpus", "health"}
 
 
 def test_a_taken_port_is_no_nodes_fault(played: Played, tmp_path: Path, port: int) -> None:

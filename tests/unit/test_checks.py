@@ -20,7 +20,7 @@ def check(name: str, ok: bool | None = True, detail: str = "fine", **more: Any) 
 
 def record(node: str, *special: Mapping[str, Any]) -> dict[str, Any]:
     """All well but for the special checks."""
-    checks = {name: check(name) for name in ("write", "disk", "tmp", "gpus", "health", "clock")}
+    checks = {name: check(name) for name in ("write", "disk", "gpus", "health", "clock")}
     checks["reach"] = check("reach", silent={})
     checks["torch"] = check("torch") | {"seconds": 4.0}
     checks["rendezvous"] = check("rendezvous", missing=[], store=True)

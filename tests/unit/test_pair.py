@@ -214,7 +214,7 @@ def test_what_the_other_machine_says_is_fit_for_a_terminal() -> None:
     for kind, values, name in wrong:
         with pytest.raises(ValueError, match=name) as odd:
             kind(**values)
-        assert talk.in_words(odd.value) == f"it sent an odd {name}"
+        assert talk.in_words(odd.value) == f"it sent an invalid {name}"
 
 
 def test_a_neighbour_is_looked_up_in_the_kernel_s_table(tmp_path: Path) -> None:

@@ -11,52 +11,44 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from allranks.machine.network import listen_on_every_address
 from allranks.run.folder import write_atomically
 
-
-class OpenPort:
-    """Listens on every address, IPv4 and IPv6; one thread gives each connection to `take`.
-
-    Port 0 is any free one. Raises OSError if the port is taken. Connections are accepted from
-    `begin` on, or within `with`.
-    """
-
-    def __init__(self, take: Callable[[socket.socket], None], port: int = 0) -> None:
-        self._socket = listen_on_every_address(port)
-        self._take = take
-        self.port = int(self._socket.getsockname()[1])
-
-    def __enter__(self) -> OpenPort:
-        self.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def begin(self) -> None:
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):  # wakes the thread that accepts
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                self._take(self._socket.accept()[0])
-
-
 CONNECT_SECONDS = 2.0
-ROUND_TRIPS = 8
+ROUND_TRIPS, MOST_ROUND_TRIPS = 8, 100
 NUM_THREADS = 16
 NEVER_CAME = "never came"
 TIME = struct.Struct("!d")
+
+
+def serve(answer: Callable[[socket.socket], None], port: int = 0) -> socket.socket:
+    """Listen on every address, IPv4 and IPv6; `answer` gets each connection in its own thread.
+
+    Port 0 is any free one. Raises OSError if the port is taken.
+    """
+    listening = listen_on_every_address(port)
+
+    def accept() -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = listening.accept()
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listening
+
+
+def stop(listening: socket.socket) -> None:
+    with suppress(OSError):  # wakes the thread that accepts
+        listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+
+
+def port_of(listening: socket.socket) -> int:
+    return int(listening.getsockname()[1])
 
 
 class Listener:
@@ -66,21 +58,18 @@ class Listener:
         self._node = node
         self._clock = clock
         self.greeted: list[float] = []  # when
-        self._port = OpenPort(self._take)
-        self.port = self._port.port
-        self.close = self._port.close
-        self._port.begin()
+        self._socket = serve(self._answer)
+        self.port = port_of(self._socket)
 
-    def _take(self, connection: socket.socket) -> None:
-        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+    def close(self) -> None:
+        stop(self._socket)
 
     def _answer(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
             connection.settimeout(2 * CONNECT_SECONDS)
             connection.sendall(f"{self._node}\n".encode())
             self.greeted.append(time.monotonic())
-            while connection.recv(1):
-                connection.sendall(TIME.pack(self._clock()))
+            give_time(connection, self._clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +121,6 @@ def reach_all(
     *,
     deadline: float,
     ask_clock_of: str | None = None,
-    clock: Callable[[], float] = time.time,
 ) -> Reached:
     """Connect to every peer, retrying until `deadline` (of time.monotonic)."""
     reached = Reached(silent=dict.fromkeys(peers, NEVER_CAME))
@@ -147,18 +135,13 @@ def reach_all(
             except queue.Empty:
                 continue
             entry = directory.find(peer)
-            try:
-                if entry is None:
-                    raise LookupError
-                found = _greet(peer, entry, clock if peer == ask_clock_of else None)
-            except LookupError:
-                pass
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                reached.silent[peer] = str(error) or type(error).__name__
-            else:
-                reached.answered[peer] = found
-                reached.silent.pop(peer)
-                continue
+            if entry is not None:
+                try:
+                    reached.answered[peer] = _greet(peer, entry, peer == ask_clock_of)
+                    reached.silent.pop(peer)
+                    continue
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    reached.silent[peer] = str(error) or type(error).__name__
             time.sleep(0.1)
             waiting.put(peer)
 
@@ -171,7 +154,7 @@ def reach_all(
     return Reached(dict(reached.answered), dict(reached.silent))
 
 
-def _greet(peer: str, entry: Mapping[str, Any], clock: Callable[[], float] | None) -> Clock | None:
+def _greet(peer: str, entry: Mapping[str, Any], asks_clock: bool) -> Clock | None:
     """Connect once; raises OSError in the kernel's words, or ValueError for a wrong greeting."""
     failure: Exception = OSError("it has no address")
     for host in entry["addresses"]:
@@ -181,30 +164,37 @@ def _greet(peer: str, entry: Mapping[str, Any], clock: Callable[[], float] | Non
                 there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 name = _line(there)
                 if name == peer:
-                    ask = partial(_ask_time, there)
-                    return None if clock is None else quickest_clock(ask, ROUND_TRIPS, clock)
+                    return quickest(ask_time(there, ROUND_TRIPS)) if asks_clock else None
                 failure = ValueError(f"{host}:{entry['port']} is answered by {name!r}")
         except OSError as error:
             failure = OSError(f"{host}:{entry['port']}: {error.strerror or error}")
     raise failure
 
 
-def quickest_clock(
-    ask: Callable[[], float], times: int, clock: Callable[[], float] = time.time
-) -> Clock:
-    """The other's clock by the quickest of several answers: a slow one may be slow one way only."""
+def give_time(there: socket.socket, clock: Callable[[], float] = time.time) -> None:
+    """Answer every byte with the time, until the other side is done (a zero byte) or gone."""
+    for _ in range(MOST_ROUND_TRIPS):
+        if there.recv(1) in (b"", b"\0"):
+            break
+        there.sendall(TIME.pack(clock()))
+
+
+def ask_time(there: socket.socket, times: int) -> list[Clock]:
+    """The other side's clock, asked again and again."""
     clocks = []
     for _ in range(times):
-        asked, start = clock(), time.perf_counter()
-        answer = ask()
+        asked, start = time.time(), time.perf_counter()
+        there.sendall(b"?")
+        (answer,) = TIME.unpack(_exactly(there, TIME.size))
         round_trip = time.perf_counter() - start
         clocks.append(Clock(answer - (asked + round_trip / 2), round_trip))
+    there.sendall(b"\0")
+    return clocks
+
+
+def quickest(clocks: Sequence[Clock]) -> Clock:
+    """The most accurate of several answers: a slow one may be slow one way only."""
     return min(clocks, key=lambda each: each.round_trip)
-
-
-def _ask_time(there: socket.socket) -> float:
-    there.sendall(b"?")
-    return float(TIME.unpack(_exactly(there, TIME.size))[0])
 
 
 def _line(there: socket.socket) -> str:

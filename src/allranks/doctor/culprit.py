@@ -69,7 +69,7 @@ def suspect(facts: FailureFacts) -> Candidate | None:
 
 def echoes_of(facts: FailureFacts) -> list[Hit]:
     """What ranks print because another rank is in trouble."""
-    return [hit for slug in ECHOES for hit in facts.of(slug) if not hit.line.is_warning]
+    return [hit for slug in ECHOES for hit in facts.hits_of(slug) if not hit.line.is_warning]
 
 
 def own_ends(facts: FailureFacts, spoke: Set[int | None]) -> list[End]:
@@ -82,7 +82,7 @@ def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]
     """The suspect if some ranks waited until they timed out."""
     ops = {hit.fields["op"] for hit in timeouts if "op" in hit.fields}
     fields = {"ops": ", ".join(sorted(ops))} if ops else {}
-    tellers = [*timeouts[:3], *facts.of("collective-progress")[:4]]
+    tellers = [*timeouts[:3], *facts.hits_of("collective-progress")[:4]]
     if _is_stuck(facts, timeouts):
         return Candidate("collective-mismatch", None, "medium", tellers, fields)
     behind = _behind(facts, timeouts)
@@ -105,7 +105,7 @@ def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
     is_seen = len(silent) == 1 and silent[0] in facts.ranks
     # A rank that reached its end had nothing more to do: perhaps another rank's call differs.
-    is_gone = bool({hit.rank for hit in facts.of("program-ended")} & set(silent))
+    is_gone = bool({hit.rank for hit in facts.hits_of("program-ended")} & set(silent))
     sure = "high" if is_seen and not is_gone else "medium"
     return Candidate("rank-missing-from-collective", rank, sure, tellers, fields)
 
@@ -135,7 +135,7 @@ def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Candidate | None:
         left = silent[0]
     if left is not None:
         return Candidate("uneven-inputs", left, "medium", echoes[:4], {})
-    if facts.of("nccl-connect-failed"):
+    if facts.hits_of("nccl-connect-failed"):
         return None  # there is no sign that any rank died
     rank = silent[0] if len(silent) == 1 else None
     return Candidate("rank-died", rank, "medium", echoes[:4], {"how": "without a message"})
@@ -143,8 +143,8 @@ def _left(facts: FailureFacts, echoes: Sequence[Hit]) -> Candidate | None:
 
 def _is_gone(facts: FailureFacts) -> bool:
     """Whether a launcher that was told to stop had fewer ranks left than it started."""
-    closed = {hit.fields["pid"] for hit in facts.of("agent-block") if "closing" in hit.fields}
-    stopped = bool(facts.of("terminated-by-signal"))
+    closed = {hit.fields["pid"] for hit in facts.hits_of("agent-block") if "closing" in hit.fields}
+    stopped = bool(facts.hits_of("terminated-by-signal"))
     # A failed rank would have stopped it earlier: those that are gone ended well.
     return stopped and not facts.ends and 0 < len(closed) < len(facts.ranks | {1})
 
@@ -158,8 +158,8 @@ def _ended_well(facts: FailureFacts, silent: Sequence[int], echoes: Sequence[Hit
     if not facts.ends or _num_closed(facts):  # a rank that is not in the list was still running
         return None
     # Our own launchers, one per node, name only their first failure, or are ended before that.
-    own = facts.of("allranks-end") if len(facts.ranks) > 2 else []
-    if own or any("," in hit.fields["nodes"] for hit in facts.of("allranks-job")):
+    own = facts.hits_of("allranks-end") if len(facts.ranks) > 2 else []
+    if own or any("," in hit.fields["nodes"] for hit in facts.hits_of("allranks-job")):
         return None
     left = [rank for rank in silent if rank not in facts.ends]
     if left:
@@ -221,7 +221,7 @@ def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
 
 def _num_closed(facts: FailureFacts) -> int:
     """How many processes torchrun had to end without saying more about them."""
-    marks = facts.of("agent-block")
+    marks = facts.hits_of("agent-block")
     told = {hit.fields["pid"] for hit in marks if "code" in hit.fields}
     return len({hit.fields["pid"] for hit in marks if "closing" in hit.fields} - told)
 
@@ -234,7 +234,7 @@ def _behind(facts: FailureFacts, timeouts: Sequence[Hit]) -> tuple[int, Confiden
     progress = _progress(facts, "enqueued")
     caught = [hit for hit in timeouts if "seq" in hit.fields]
     waiting = {hit.rank for hit in caught}
-    caught += [hit for hit in facts.of("collective-progress") if "watchdog" in hit.line.text]
+    caught += [hit for hit in facts.hits_of("collective-progress") if "watchdog" in hit.line.text]
     timed_out = {group_of(hit) for hit in caught} - {None}
     found: list[tuple[bool, int]] = []
     for group in timed_out or set(progress):
@@ -301,7 +301,7 @@ def group_of(hit: Hit) -> str | None:
 def _progress(facts: FailureFacts, what: str) -> dict[str | None, dict[int, int]]:
     """The last collective that each rank has `enqueued` or `completed`, by process group."""
     found: dict[str | None, dict[int, int]] = {}
-    for hit in facts.of("collective-progress"):
+    for hit in facts.hits_of("collective-progress"):
         if hit.rank is not None and what in hit.fields:
             ranks = found.setdefault(group_of(hit), {})
             ranks[hit.rank] = max(ranks.get(hit.rank, -1), int(hit.fields[what]))
@@ -357,7 +357,7 @@ def other_call(facts: FailureFacts) -> tuple[int | None, str]:
 def _fingerprints(facts: FailureFacts) -> dict[int, str]:
     """What each rank called, as ranks report of themselves and one other."""
     calls: dict[int, str] = {}
-    for hit in facts.of("collective-mismatch"):
+    for hit in facts.hits_of("collective-mismatch"):
         for index, found in enumerate(FINGERPRINT.finditer(hit.line.text)):
             number = int(found["rank"])
             if index == 0 and hit.rank is not None and hit.rank != number:
@@ -373,7 +373,7 @@ def _short(call: str) -> str:
 
 
 def _own_fault(facts: FailureFacts) -> int | None:
-    told = [hit for hit in facts.of("collective-mismatch") if OWN.search(hit.line.text)]
+    told = [hit for hit in facts.hits_of("collective-mismatch") if OWN.search(hit.line.text)]
     ranks = {hit.rank for hit in told}
     return ranks.pop() if len(ranks) == 1 and len(facts.ranks) > 1 else None
 
@@ -381,7 +381,7 @@ def _own_fault(facts: FailureFacts) -> int | None:
 def _watched(facts: FailureFacts) -> dict[str | None, dict[int, Hashable]]:
     """The call that each rank waited in, by process group, according to NCCL's watchdog."""
     groups: dict[str | None, dict[int, Hashable]] = {}
-    for hit in facts.of("collective-timeout"):
+    for hit in facts.hits_of("collective-timeout"):
         if "seq" in hit.fields and hit.rank is not None:
             groups.setdefault(group_of(hit), {}).setdefault(hit.rank, _timed_out_call(hit))
     return groups
@@ -391,7 +391,7 @@ def first_nonfinite(facts: FailureFacts) -> tuple[int, list[int]] | None:
     """The first step at which a rank's own loss was not a number, and the ranks concerned."""
     steps = {
         hit.rank: int(hit.fields["step"])
-        for hit in facts.of("nan-loss")
+        for hit in facts.hits_of("nan-loss")
         if hit.rank is not None and '"event":"nonfinite"' in hit.line.text and "step" in hit.fields
     }
     if not steps:
@@ -402,15 +402,15 @@ def first_nonfinite(facts: FailureFacts) -> tuple[int, list[int]] | None:
 
 def absent(facts: FailureFacts, num_ranks: int | None) -> int | None:
     """The one rank that never came to the rendezvous, if that is certain."""
-    hits = facts.of("rendezvous-timeout")
+    hits = facts.hits_of("rendezvous-timeout")
     is_served = any("joined" in hit.fields and "clients" in hit.line.text for hit in hits)
     awaited = {int(hit.fields["awaited"]) for hit in hits if "awaited" in hit.fields}
     # Rank 0, which serves the store, reports that nobody comes; before that it waits itself.
-    if is_served or not facts.of("agent-block"):
+    if is_served or not facts.hits_of("agent-block"):
         awaited.discard(0)
     if len(awaited) == 1:
         return awaited.pop()
-    came = {hit.rank for hit in [*hits, *facts.of("store-lost")]}
+    came = {hit.rank for hit in [*hits, *facts.hits_of("store-lost")]}
     came |= {int(hit.fields["reporter"]) for hit in hits if "reporter" in hit.fields}
     came |= {0} if is_served else set()
     joined = {int(hit.fields["joined"]) for hit in hits if hit.fields.get("joined", "").isdigit()}
@@ -428,5 +428,5 @@ def absent(facts: FailureFacts, num_ranks: int | None) -> int | None:
 def _gave_up(facts: FailureFacts, num_joined: int) -> set[int | None]:
     """Ranks that a launcher saw fail, if as many as joined and as report a timeout."""
     failed = {end.rank for end in facts.ends.values() if end.is_own and not end.is_crash}
-    told = {(id(hit.source), hit.number) for hit in facts.of("rendezvous-timeout")}
+    told = {(id(hit.source), hit.number) for hit in facts.hits_of("rendezvous-timeout")}
     return {*failed} if len(failed) == len(told) == num_joined else set()

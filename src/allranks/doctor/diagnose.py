@@ -132,11 +132,12 @@ def diagnose_run(run: RunDir) -> list[Finding]:
         return [*by_slurm, *about_data]
     if row["state"] in ("finished", "running", "stopped"):
         # Errors in the log of a run that is still going, or went well, did not end it.
-        return [*_soft_alone(facts), *about_data]
+        return [*_judge_only(SOFT, facts), *about_data]
     curves = list(out_of_memory.memory_curves(run, attempt))
-    extra = out_of_memory.candidates(run, attempt, facts, curves, said)
+    extra = out_of_memory.memory_candidates(run, attempt, facts, curves, said)
     found = on_which_nodes(run, attempt, judge(facts, extra))
-    return [*(out_of_memory.explained(run, attempt, one, curves) for one in found), *about_data]
+    found = [out_of_memory.with_usage(run, attempt, one, curves) for one in found]
+    return [*found, *about_data]
 
 
 def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Finding]:
@@ -170,7 +171,7 @@ def read_attempt(
         ends=run_evidence.ends_in_events(run, attempt, starts),
         known=_known(run, starts),
         situations=_situations(run),
-        world=starts.world,
+        world=next((one["world_size"] for one in starts.values() if "world_size" in one), None),
         processes=processes,
     )
     return facts, said
@@ -194,17 +195,14 @@ def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
         *run_evidence.job_logs(run),
         *_reason(run),
     ]
-    facts = gather(read_logs(sources), known=_known(run, Starts({})), situations=_situations(run))
-    facts.hits = [hit for hit in facts.hits if hit.cause.slug in STOPPERS]
-    facts.raised, facts.ends = [], {}
-    return judge(facts)
+    facts = gather(read_logs(sources), known=_known(run, {}), situations=_situations(run))
+    return _judge_only(STOPPERS, facts)
 
 
-def _soft_alone(facts: FailureFacts) -> list[Finding]:
-    """What may be wrong with a run that has not failed, such as a nan loss."""
-    facts.hits = [hit for hit in facts.hits if hit.cause.slug in SOFT]
-    facts.raised, facts.ends = [], {}
-    return judge(facts)
+def _judge_only(slugs: Sequence[str], facts: FailureFacts) -> list[Finding]:
+    """The findings of these causes, as if the logs said nothing else."""
+    hits = [hit for hit in facts.hits if hit.cause.slug in slugs]
+    return judge(replace(facts, hits=hits, raised=[], ends={}))
 
 
 def _situations(run: RunDir) -> tuple[str, ...]:
@@ -214,7 +212,7 @@ def _situations(run: RunDir) -> tuple[str, ...]:
 def _known(run: RunDir, starts: Starts) -> Mapping[str, str]:
     """Values of the job for the fixes: a smaller batch, a lower rate, the job's number."""
     known = {}
-    start = starts.events.get(min(starts.events, default=0), {})
+    start = next(iter(starts.values()), {})
     shares, accumulation = start.get("rank_batch"), start.get("accumulation")
     largest = max(shares) if isinstance(shares, list) and shares else shares
     if isinstance(largest, int) and isinstance(accumulation, int) and accumulation > 0:

@@ -40,7 +40,7 @@ class FailureFacts:
     passed_by: frozenset[tuple[int, int]] = frozenset()  # errors that did not end the work
     interfaces: tuple[str, ...] = ()  # of this machine's network
 
-    def of(self, slug: str) -> list[Hit]:
+    def hits_of(self, slug: str) -> list[Hit]:
         return [hit for hit in self.hits if hit.cause.slug == slug]
 
     @property

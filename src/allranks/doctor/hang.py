@@ -67,7 +67,7 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
-    found = judge(look_at(run, attempts[-1], states, seconds), after=after)
+    found = judge(read_stall(run, attempts[-1], states, seconds), after=after)
     # It may have moved on while its stacks were read.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
@@ -202,7 +202,7 @@ def heartbeat(state: RankState, stall: Stall, why: str | None) -> Evidence:
     return Evidence(*stall.last_lines.get(state.rank, ("its events", 0)), text)
 
 
-def look_at(run: RunDir, attempt: int, states: Sequence[RankState], seconds: float) -> Stall:
+def read_stall(run: RunDir, attempt: int, states: Sequence[RankState], seconds: float) -> Stall:
     """The states with the stacks of their ranks, on this machine and on the run's other nodes."""
     processes = stacks.processes_of(run, attempt)
     more: dict[int, Stack] = {}

@@ -33,7 +33,7 @@ MAX_TEXT = 400  # characters of a line of evidence
 
 def judge(facts: FailureFacts, extra: Sequence[Candidate] = ()) -> list[Finding]:
     """All findings, the first cause first. Reads nothing: `gather` has."""
-    found = _joined([*_told(facts), *_derived(facts), *extra])
+    found = _joined([*_stated(facts), *_derived(facts), *extra])
     explained = _explained(found)
     left = [one for one in found if one.slug not in explained]
     left.sort(key=lambda one: one.key)
@@ -57,13 +57,14 @@ def _has_other_crash(first: Candidate, facts: FailureFacts) -> bool:
     )
 
 
-def _told(facts: FailureFacts) -> list[Candidate]:
+def _stated(facts: FailureFacts) -> list[Candidate]:
     """Causes that a line states outright."""
     places = {id(hit): index for index, hit in enumerate(facts.hits)}
     found = []
     for slug in dict.fromkeys(hit.cause.slug for hit in facts.hits if hit.cause.is_finding):
         cause = load()[slug]
-        hits = [hit for hit in facts.of(slug) if facts.is_final(hit) and not _is_sruns(hit, facts)]
+        final = [hit for hit in facts.hits_of(slug) if facts.is_final(hit)]
+        hits = [hit for hit in final if not _is_sruns(hit, facts)]
         plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
         if not plain and not (hits and facts.has_failed):
             continue
@@ -126,7 +127,7 @@ def _only_failed(facts: FailureFacts, times: int) -> int | None:
 
 def _derived(facts: FailureFacts) -> list[Candidate]:
     """Causes that follow from several lines together."""
-    found = [_of_exception(one, facts) for one in _unknown(facts)[:1]]
+    found = [_of_exception(one, facts) for one in _unexplained(facts)[:1]]
     guess = suspect(facts)
     if guess is not None and not (_is_wait(guess) and _raised_alone(facts)):
         if guess.slug in ("rank-missing-from-collective", "collective-mismatch"):
@@ -143,7 +144,7 @@ def _derived(facts: FailureFacts) -> list[Candidate]:
 
 def _cancelled_step(facts: FailureFacts) -> list[Candidate]:
     """A step that was cancelled from outside: srun cancels one only after a task has failed."""
-    hits = [hit for hit in facts.of("step-ended") if "CANCELLED AT" in hit.line.text]
+    hits = [hit for hit in facts.hits_of("step-ended") if "CANCELLED AT" in hit.line.text]
     if not hits or any(end.is_own for end in facts.ends.values()):
         return []
     return [Candidate("job-cancelled", None, "medium", hits)]
@@ -166,10 +167,10 @@ def _raised_alone(facts: FailureFacts) -> bool:
     )
 
 
-def _unknown(facts: FailureFacts) -> list[Raised]:
+def _unexplained(facts: FailureFacts) -> list[Raised]:
     """Tracebacks that no cause or echo explains, nor the exceptions they were raised from."""
     told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug not in AROUND]
-    stopped = facts.of("terminated-by-signal")  # exceptions after it follow from it
+    stopped = facts.hits_of("terminated-by-signal")  # exceptions after it follow from it
     found = [
         one.chain[0]
         for one in facts.raised
@@ -220,8 +221,8 @@ def _crashes(facts: FailureFacts) -> list[Candidate]:
 
 def _count_mismatch(facts: FailureFacts) -> Candidate | None:
     """A rendezvous that failed because WORLD_SIZE is not the number of tasks."""
-    waiting = facts.of("rendezvous-timeout")
-    said = facts.of("world-said")
+    waiting = facts.hits_of("rendezvous-timeout")
+    said = facts.hits_of("world-said")
     tasks = {int(hit.fields["tasks"]) for hit in said if "tasks" in hit.fields}
     wanted = {int(hit.fields["wanted"]) for hit in [*said, *waiting] if "wanted" in hit.fields}
     if not waiting or len(tasks) != 1 or not wanted or wanted == tasks:
@@ -337,7 +338,7 @@ def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:
 
 def _master(fields: Fields, facts: FailureFacts) -> Fields:
     words = re.compile(r"gai ?error|not known|name resolution|route to host|unreachable", re.I)
-    is_network = any(words.search(hit.line.text) for hit in facts.of("master-unreachable"))
+    is_network = any(words.search(hit.line.text) for hit in facts.hits_of("master-unreachable"))
     return {"rank": "none"} if is_network else {}  # the address or the route to it, not rank 0
 
 
@@ -371,7 +372,7 @@ def _memory(fields: Fields, facts: FailureFacts) -> Fields:
 
 
 def _worker(fields: Fields, facts: FailureFacts) -> Fields:
-    paths = [hit.fields["path"] for hit in facts.of("missing-file") if "path" in hit.fields]
+    paths = [hit.fields["path"] for hit in facts.hits_of("missing-file") if "path" in hit.fields]
     return {"path": paths[0]} if paths else {}
 
 
@@ -387,7 +388,7 @@ def _nan(fields: Fields, facts: FailureFacts) -> Fields:
         rank = str(ranks[0]) if len(ranks) == 1 and len(facts.ranks) > 1 else "none"
         return {"step": str(step), "rank": rank}
     # In most scripts one rank prints the loss of all: only an exception is a rank's own.
-    told = {(id(hit.source), hit.number) for hit in facts.of("nan-loss")}
+    told = {(id(hit.source), hit.number) for hit in facts.hits_of("nan-loss")}
     own = any((id(one.mark.source), one.number) in told for one in facts.raised)
     return {} if own else {"rank": "none"}
 

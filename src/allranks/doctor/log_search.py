@@ -2,8 +2,8 @@
 
 Every pattern has a word that its lines must contain. A word of seven letters or more covers four
 bytes at a multiple of four wherever it begins, so it is enough to look up every fourth position of
-a chunk in a table of flags, all at once. The bytes beside it must be of a word too, as far as the
-word reaches. Only lines with such a position are read by Python. The few short words (nan) are
+a chunk in a table of flags, all at once, and then, where there is a flag, the seven bytes around
+it in another. Only lines with such a position are read by Python. The few short words (nan) are
 searched for one by one.
 """
 
@@ -36,13 +36,12 @@ _BITS = 20
 _FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
 _SHIFT = np.uint32(32 - _BITS)
 _OTHER = np.uint32(2246822519)
+_BITS_OF = [np.uint32(8 * num_bytes) for num_bytes in range(4)]
 _FOLD = np.uint32(0x20202020)  # capitals and small letters alike
-_NEIGHBOURS = [(side, length) for side in ("behind", "before") for length in (1, 2, 3, 4)]
 _LONG_NUMBER = re.compile(r"(\d{15})\d+")  # too long for a rank or a size
 _RANKS = re.compile(rb"(?:^|\n)\[rank(\d{1,5})\]:")  # which ranks printed anything at all
 Grams = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Places = np.ndarray[tuple[int], np.dtype[np.intp]]
-Flags = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Truth = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
@@ -106,8 +105,8 @@ class Words:
                 self._words.setdefault(word, []).append((cause, pattern))
         self.short = [word for word in self._words if len(word) < LONG]
         self._grams: dict[int, list[tuple[int, bytes]]] = {}
-        self._flags = np.zeros(1 << _BITS, dtype=np.uint8)  # which neighbours to look at
-        self._pairs = [np.zeros(1 << _BITS, dtype=np.bool_) for _ in _NEIGHBOURS]
+        self._flags = np.zeros(1 << _BITS, dtype=np.bool_)  # four bytes of a word
+        self._windows = np.zeros(1 << _BITS, dtype=np.bool_)  # its seven bytes around them
         for word in self._words:
             if len(word) >= LONG:
                 self._add(word)
@@ -115,19 +114,12 @@ class Words:
     def _add(self, word: bytes) -> None:
         windows = range(len(word) - LONG + 1)
         first = min(windows, key=lambda at: window_cost(word[at : at + LONG].decode()))
+        head, tail = (_read(word[at : at + 4]) for at in (first, first + 3))
+        self._windows[_places(head ^ (tail * _OTHER))] = True
         for start in range(first, first + 4):
             gram = _read(word[start : start + 4])
             self._grams.setdefault(int(gram[0]), []).append((start, word))
-            behind = min(4, len(word) - start - 4)
-            before = min(4, start)
-            side, length = ("behind", behind) if behind >= before else ("before", before)
-            index = _NEIGHBOURS.index((side, length))
-            self._flags[_places(gram)] |= np.uint8(1 << index)
-            other = word[start + 4 : start + 8] if side == "behind" else word[start - 4 : start]
-            if side == "before":
-                other = word[start - length : start].rjust(4, b"\0")
-            masked = _read(other.ljust(4, b"\0")) & _mask(side, length)
-            self._pairs[index][_places(gram ^ (masked * _OTHER))] = True
+            self._flags[_places(gram)] = True
 
     def places(self, chunk: bytes) -> list[tuple[int, list[Owned]]]:
         """Where words are in a chunk, in order, and the patterns they belong to."""
@@ -135,10 +127,8 @@ class Words:
         for begin in range(0, len(chunk), _BLOCK):
             count = (min(len(chunk), begin + _BLOCK) - begin) // 4
             grams = np.frombuffer(chunk, dtype="<u4", offset=begin, count=count) | _FOLD
-            flags = self._flags.take(_places(grams), mode="clip")
-            flagged = np.flatnonzero(flags)
-            is_known = self._is_known(grams, flagged, flags.take(flagged))
-            chosen = flagged[is_known]
+            flagged = np.flatnonzero(self._flags.take(_places(grams), mode="clip"))
+            chosen = flagged[self._is_known(grams, flagged)]
             for index, gram in zip(chosen.tolist(), grams.take(chosen).tolist(), strict=True):
                 for start, word in self._grams.get(gram, ()):
                     place = begin + 4 * index - start
@@ -151,30 +141,23 @@ class Words:
                 place = chunk.find(word, place + 1)
         return sorted(found, key=lambda one: one[0])
 
-    def _is_known(self, grams: Grams, flagged: Places, flags: Flags) -> Truth:
-        """Whether the bytes beside a flagged gram are of a word too, as far as it reaches."""
+    def _is_known(self, grams: Grams, flagged: Places) -> Truth:
+        """Whether the bytes around four flagged ones make up seven of a word."""
         # The first and the last have a neighbour in another block: they are always kept.
         is_known: Truth = (flagged == 0) | (flagged == len(grams) - 1)
         own = grams.take(flagged)
-        beside = {
-            "behind": grams.take(flagged + 1, mode="clip"),
-            "before": grams.take(flagged - 1, mode="clip"),
-        }
-        for index, (side, length) in enumerate(_NEIGHBOURS):
-            other = beside[side] & _mask(side, length)
-            pairs = self._pairs[index].take(_places(own ^ (other * _OTHER)), mode="clip")
-            is_known |= pairs & ((flags & np.uint8(1 << index)) != 0)
+        before = grams.take(flagged - 1, mode="clip")
+        after = grams.take(flagged + 1, mode="clip")
+        for shift in range(4):  # bytes of the seven before the four; the first byte is the lowest
+            head = (own << _BITS_OF[shift]) | (before >> _BITS_OF[4 - shift]) if shift else own
+            rest = 3 - shift
+            tail = (own >> _BITS_OF[rest]) | (after << _BITS_OF[4 - rest]) if rest else own
+            is_known |= self._windows.take(_places(head ^ (tail * _OTHER)), mode="clip")
         return is_known
 
 
 def _read(four: bytes) -> Grams:
     return np.frombuffer(four, dtype="<u4") | _FOLD
-
-
-def _mask(side: str, length: int) -> np.uint32:
-    """The bytes next to a gram that a word still covers; in memory the first byte is the lowest."""
-    ones = (1 << (8 * length)) - 1
-    return np.uint32(ones if side == "behind" else ones << (8 * (4 - length)) & 0xFFFFFFFF)
 
 
 def _places(grams: Grams) -> Grams:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,16 +55,6 @@ def free_disk(folder: Path) -> Check:
         value = "the run folder's disk is out of inodes: no file can be created"
         return warned("disk", value, free_bytes=free)
     return passed("disk", f"{size(free)} free in the run folder", free_bytes=free)
-
-
-def free_tmp() -> Check:
-    """How much space the node's own disk has for staged data; never a failure."""
-    try:
-        folder = tempfile.gettempdir()
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        return not_here("tmp", f"no temporary folder: {error}")
-    return passed("tmp", f"{size(free)} free in {folder}", free_bytes=free)
 
 
 def visible_gpus(wanted: int) -> Check:

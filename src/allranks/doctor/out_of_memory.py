@@ -75,18 +75,16 @@ def kill_evidence(run: RunDir, attempt: int, rank: int) -> Evidence:
     return Evidence(shown_path(path), lines[-1] if lines else 0, text)
 
 
-def candidates(
-    run: RunDir,
-    attempt: int,
-    facts: FailureFacts,
-    curves: Sequence[MemoryCurve],
-    said: KernelLog,
+def memory_candidates(
+    run: RunDir, attempt: int, facts: FailureFacts, curves: Sequence[MemoryCurve], said: KernelLog
 ) -> list[Candidate]:
     """A rank that was killed while the kernel counted memory kills, or with memory nearly full."""
     if ended_for(run, attempt) is not None:
         return []
-    counted = _counted(run, attempt, facts, said)
     ends = facts.ends.values()
+    counted = [end.rank for end in ends if memory_kills(run, attempt, end.rank)]
+    # A count covers the whole cgroup; if messages say which processes were killed, they decide.
+    counted = [rank for rank in counted if not said.spares(facts.ends[rank].node, facts.processes)]
     killed = [end.rank for end in ends if end.signal == "SIGKILL" and not end.is_by_launcher]
     if not killed and counted:
         killed = _lost_workers(facts)
@@ -110,56 +108,38 @@ def candidates(
     return [Candidate("host-out-of-memory", rank, sure, (), fields, root, tuple(lines))]
 
 
-def _counted(run: RunDir, attempt: int, facts: FailureFacts, said: KernelLog) -> list[int]:
-    """Ranks in whose cgroup the kernel killed something for memory.
-
-    The count covers the whole cgroup; if messages say which processes were killed, they decide.
-    """
-    return [
-        end.rank
-        for end in facts.ends.values()
-        if memory_kills(run, attempt, end.rank) and not said.spares(end.node, facts.processes)
-    ]
-
-
 def _lost_workers(facts: FailureFacts) -> list[int]:
     """Ranks that report a loader worker as killed, or gone in the middle of a batch.
 
     In the latter case, torch does not say how the worker ended.
     """
-    hits = facts.of("worker-killed")
-    told = [
+    return [
         hit.rank
-        for hit in hits
+        for hit in facts.hits_of("worker-killed")
         if hit.fields.get("how", "").lower() == "killed" or CUT_OFF.search(hit.line.text)
+        if hit.rank is not None
     ]
-    return [rank for rank in told if rank is not None]
 
 
-def explained(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:
+def with_usage(run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]) -> Finding:
     """A finding that memory may have caused, with its rank and that rank's memory usage."""
     if found.cause not in KILLED:
         return found
-    if found.rank is None and found.cause == "host-out-of-memory":
-        found = _of_hungriest(run, attempt, found, curves)
+    is_memory = found.cause == "host-out-of-memory"
+    if found.rank is None and is_memory and curves:
+        # SLURM ended all ranks, perhaps for the memory of one: the one that grew most.
+        most = max(curves, key=lambda curve: curve.grown)
+        if 2 * most.grown > sum(curve.grown for curve in curves):
+            node = (run.start(attempt, most.rank) or {}).get("host")
+            found = replace(found, rank=most.rank, node=node)
     rank = found.rank
     own = [Evidence(shown_path(one.path), 0, one.in_words) for one in curves if one.rank == rank]
-    if found.cause != "host-out-of-memory":
+    if not is_memory:
         return found.with_evidence(*own)
-    told = sorted(found.evidence, key=lambda line: not any(part in line.text for part in NAMES_IT))
-    counted = [line for line in told if line.file.endswith(".jsonl")]
-    others = [line for line in told if line not in counted]
-    return replace(found, evidence=tuple([*own, *counted, *others][:MAX_EVIDENCE]))
 
+    def is_weaker(line: Evidence) -> tuple[bool, bool]:
+        is_count = line.file.endswith(".jsonl")
+        return not is_count, not any(part in line.text for part in NAMES_IT)
 
-def _of_hungriest(
-    run: RunDir, attempt: int, found: Finding, curves: Sequence[MemoryCurve]
-) -> Finding:
-    """If SLURM ended all ranks for the memory of one: the one that grew most."""
-    if not curves:
-        return found
-    hungriest = max(curves, key=lambda curve: curve.grown)
-    if 2 * hungriest.grown <= sum(curve.grown for curve in curves):
-        return found
-    node = (run.start(attempt, hungriest.rank) or {}).get("host")
-    return replace(found, rank=hungriest.rank, node=node)
+    told = sorted(found.evidence, key=is_weaker)
+    return replace(found, evidence=(*own, *told)[:MAX_EVIDENCE])

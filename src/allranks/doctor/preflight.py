@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.doctor.connectivity import Clock, Directory, Listener, reach_all
 from allranks.doctor.finding import Check, failed, not_here, passed, warned
-from allranks.doctor.node_checks import free_disk, free_tmp, gpu_health, visible_gpus, write_test
+from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
 from allranks.machine.network import address_towards
+from allranks.machine.nodelist import expand
 from allranks.run.folder import write_atomically
 from allranks.show.numbers import duration, rate, size
-from allranks.slurm.nodelist import expand
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +195,6 @@ def _thread(function: Callable[..., Any], *args: Any) -> threading.Thread:
 def _check_disks(preflight: Preflight) -> None:
     preflight.check("write", write_test, preflight.folder, preflight.node)
     preflight.check("disk", free_disk, preflight.folder)
-    preflight.check("tmp", free_tmp)
 
 
 def _check_gpus(preflight: Preflight) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from allranks.doctor.failure_facts import End, Processes
 from allranks.doctor.finding import shown_path
 from allranks.doctor.flight_recorder import is_ours
 from allranks.doctor.log_search import Scanned, Source, num_lines
+from allranks.machine.processes import output_of
 from allranks.run import claims, files
 from allranks.run.events import read_last_events
 from allranks.run.failures import failed_ranks, is_echo
@@ -38,30 +38,21 @@ MAX_ERROR_BYTES = 16 << 20
 DMESG_SECONDS = 5.0
 SAMPLES_BYTES = 4 << 20  # of a rank's events: with short steps the samples are far apart
 FIRST_NAMESPACE = 0xEFFFFFFC  # inode of the namespace with the kernel's own process numbers
-OF_MEMORY = re.compile(rb"(?i)\boom|out of memory|kill(?:ed)? process")
-VICTIM = re.compile(rb"(?i)kill(?:ed)? process (\d+)|oom-kill:.{0,2000}?\bpid=(\d+)")
+OF_MEMORY = re.compile(r"(?i)\boom|out of memory|kill(?:ed)? process")
+VICTIM = re.compile(r"(?i)kill(?:ed)? process (\d+)|oom-kill:.{0,2000}?\bpid=(\d+)")
 
 Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Starts:
-    """The start events of an attempt's ranks."""
-
-    events: dict[int, dict[str, Any]]
-
-    @property
-    def world(self) -> int | None:
-        sizes = [start["world_size"] for start in self.events.values() if "world_size" in start]
-        return int(sizes[0]) if sizes else None
-
-    def node(self, rank: int) -> str | None:
-        return self.events.get(rank, {}).get("host")
+Starts = Mapping[int, Event]
 
 
 def starts_of(run: RunDir, attempt: int) -> Starts:
+    """The start events of an attempt's ranks."""
     found = ((rank, run.start(attempt, rank)) for rank in run.ranks(attempt))
-    return Starts({rank: start for rank, start in found if start is not None})
+    return {rank: start for rank, start in found if start is not None}
+
+
+def node_of(starts: Starts, rank: int) -> str | None:
+    return starts.get(rank, {}).get("host")
 
 
 def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
@@ -69,11 +60,11 @@ def logs_of(run: RunDir, attempt: int, starts: Starts) -> list[Source]:
     sources = []
     for rank in run.logs(attempt):
         path = run.log(attempt, rank)
-        sources.append(Source(path, shown_path(path), rank, starts.node(rank)))
+        sources.append(Source(path, shown_path(path), rank, node_of(starts, rank)))
     tails = [
         tail
         for rank in run.ranks(attempt)
-        for tail in _tail(run.events(attempt, rank), rank, starts.node(rank))
+        for tail in _tail(run.events(attempt, rank), rank, node_of(starts, rank))
     ]
     sources += [*_first_nonfinite(tails), *tails, *job_logs(run)]
     sources += [error for path in run.path.rglob("error.json") if (error := error_file(path))]
@@ -144,9 +135,8 @@ def ends_in_events(run: RunDir, attempt: int, starts: Starts) -> dict[int, End]:
     for one in failed_ranks(run, attempt):
         rank, code = one["rank"], one.get("exit")
         by_launcher = is_echo(one) or code is None
-        found[rank] = End(
-            rank, code, one.get("signal"), starts.node(rank), is_by_launcher=by_launcher
-        )
+        node = node_of(starts, rank)
+        found[rank] = End(rank, code, one.get("signal"), node, is_by_launcher=by_launcher)
     return dict(sorted(found.items()))
 
 
@@ -160,18 +150,13 @@ def accounting(ended: Mapping[str, EndedJob]) -> list[Source]:
         lost |= set(job.nodes if is_lost else ())
         node = job.nodes[0] if is_lost and len(job.nodes) == 1 else None
         sources.append(Source(Path("sacct"), "sacct", None, node, text.encode()))
-    return [*node_states(sorted(lost)), *sources]
-
-
-def node_states(nodes: Sequence[str]) -> list[Source]:
-    """What SLURM now says about nodes, one of which it lost."""
-    if not nodes:
-        return []
-    with suppress(slurm.SlurmError):
-        said = slurm.call("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T %E")
-        content = "\n".join(dict.fromkeys(said.splitlines())).encode()
-        return [Source(Path("sinfo"), "sinfo", None, None, content)]
-    return []
+    if lost:  # which of the nodes it was, sinfo may show
+        with suppress(slurm.SlurmError):
+            nodes = ",".join(sorted(lost))
+            said = slurm.call("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T %E")
+            content = "\n".join(dict.fromkeys(said.splitlines())).encode()
+            sources.insert(0, Source(Path("sinfo"), "sinfo", None, None, content))
+    return sources
 
 
 def span_of(run: RunDir, attempt: int) -> tuple[float, float]:
@@ -208,7 +193,7 @@ def processes_of(
     with suppress(OSError):
         launcher, its_node = run.holder()
         found[its_node, launcher] = None
-    for rank, start in starts.events.items():
+    for rank, start in starts.items():
         node = start.get("host")
         path = run.events(attempt, rank)
         for event in read_last_events(path, SAMPLES_BYTES, word=b'"processes"'):
@@ -221,7 +206,7 @@ def processes_of(
     for hit in (hit for one in scanned for hit in one.hits):
         if hit.cause.slug == "worker-killed" and hit.rank is not None:
             for pid in re.findall(r"\d+", hit.fields.get("pids", "")):
-                found.setdefault((starts.node(hit.rank), int(pid)), hit.rank)
+                found.setdefault((node_of(starts, hit.rank), int(pid)), hit.rank)
     return found
 
 
@@ -232,11 +217,12 @@ def kernel_log(starts: Starts, since: float, until: float, processes: Processes)
     programs.
     """
     node = socket.gethostname()
-    if node not in {starts.node(rank) for rank in starts.events}:
+    if node not in {node_of(starts, rank) for rank in starts}:
         return KernelLog()
     victims: set[int] = set()
     kept = []
-    for line in (line for line in _dmesg() if _is_between(line, since, until)):
+    lines = (output_of(["dmesg", "--time-format", "iso"], DMESG_SECONDS) or "").split("\n")
+    for line in (line for line in lines if _is_between(line, since, until)):
         if OF_MEMORY.search(line) is None:
             kept.append(line)
         elif (victim := VICTIM.search(line)) is not None and _counts_as_kernel():
@@ -244,7 +230,8 @@ def kernel_log(starts: Starts, since: float, until: float, processes: Processes)
             victims.add(pid)
             if (node, pid) in processes:
                 kept.append(line)
-    sources = [Source(Path("dmesg"), "dmesg", None, node, b"\n".join(kept))] if kept else []
+    content = "\n".join(kept).encode()
+    sources = [Source(Path("dmesg"), "dmesg", None, node, content)] if kept else []
     return KernelLog(sources, node, frozenset(victims))
 
 
@@ -255,21 +242,8 @@ def _counts_as_kernel() -> bool:
     return False
 
 
-def _dmesg() -> list[bytes]:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"],
-            capture_output=True,
-            timeout=DMESG_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.stdout.splitlines() if done.returncode == 0 else []
-    return []
-
-
-def _is_between(line: bytes, since: float, until: float) -> bool:
-    stamp = line.partition(b" ")[0].decode(errors="replace").replace(",", ".")
+def _is_between(line: str, since: float, until: float) -> bool:
+    stamp = line.partition(" ")[0].replace(",", ".")
     with suppress(ValueError):
         return since - 5 <= datetime.fromisoformat(stamp).timestamp() <= until + 60
     return False

@@ -34,12 +34,12 @@ def show_findings(console: Console, findings: Sequence[Finding], subject: str) -
     if findings[1:]:
         console.print(Text("also found:", style="bold"))
     for found in findings[1:]:
-        console.print(Text(plain(f"- {found.title}{whose(found)} ({SURE[found.confidence]})")))
+        console.print(Text(plain(f"- {found.title}{culprit_of(found)} ({SURE[found.confidence]})")))
         console.print(Padding(Text(plain(f"fix: {found.fix}")), (0, 0, 0, 2)))
 
 
 def first_finding(found: Finding) -> RenderableType:
-    culprit = whose(found).strip() or "no single rank"
+    culprit = culprit_of(found).strip() or "no single rank"
     parts: list[RenderableType] = [Text(plain(found.title), style="bold")]
     parts.append(Text(f"{culprit}; {SURE[found.confidence]}", style="dim"))
     for line in found.evidence[:MAX_EVIDENCE]:
@@ -57,7 +57,7 @@ def first_finding(found: Finding) -> RenderableType:
     )
 
 
-def whose(found: Finding) -> str:
+def culprit_of(found: Finding) -> str:
     """` rank 3 on node7`, as far as known."""
     rank = f" rank {found.rank}" if found.rank is not None else ""
     node = f" on {found.node}" if found.node else ""

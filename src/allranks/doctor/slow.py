@@ -103,7 +103,7 @@ class SlowFacts:
     def num_nodes(self) -> int:
         return len({rank.node for rank in self.ranks})
 
-    def of(self, rank: int) -> RankFacts:
+    def by_rank(self, rank: int) -> RankFacts:
         return next(each for each in self.ranks if each.rank == rank)
 
 
@@ -174,7 +174,7 @@ def slow(facts: SlowFacts, limits: Thresholds | None = None) -> list[Finding]:
     limits = limits or Thresholds()
     if facts.timing.seconds < limits.least_seconds:
         return []
-    rules = (waiting_for_data, unbalanced, slow_rank, throttled, sockets, talking, idle)
+    rules = (waiting_for_data, unbalanced, slow_rank, throttled, sockets, communication, idle)
     found = [reason for rule in rules for reason in rule(facts, limits)]
     # The general word only where no particular one was found.
     particular = [one for one in found if one[1].cause not in GENERAL]
@@ -251,7 +251,7 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
     if share < limits.straggler or any(unbalanced(facts, limits)) or any(throttled(facts, limits)):
         return
     words, slowest = percent(share, 0), timing.slowest_rank
-    shown = facts.of(slowest) if slowest is not None else facts.ranks[0]
+    shown = facts.by_rank(slowest) if slowest is not None else facts.ranks[0]
     last = f"rank {slowest} comes last in {percent(timing.slowest_share, 0)} of the steps"
     text = f"waiting for slower ranks takes {words} of a step of {duration(timing.step_seconds)}; "
     text += last if slowest is not None else "no rank is slower than the others"
@@ -309,7 +309,7 @@ def sockets(facts: SlowFacts, limits: Thresholds) -> Reasons:
     yield share, found.with_evidence(*using[:2], *disabled[:1], *missing[:1])
 
 
-def talking(facts: SlowFacts, limits: Thresholds) -> Reasons:
+def communication(facts: SlowFacts, limits: Thresholds) -> Reasons:
     """Communication that takes long compared to the work between it."""
     share = share_of(facts, "comm", limits)
     if share < limits.comm:

@@ -102,17 +102,13 @@ def _with_context(raised: Raised, found: Sequence[Raised]) -> Raised:
     last = next((one for one in reversed(found) if one.rank == raised.rank), None)
     before = last if _CHAINED.search(text) else None
     # torch puts the rank before a traceback only if the exception was not caught.
-    goes_on = not mark.line.is_prefixed and _goes_on(raised)
+    num_lines = raised.number - mark.number + 1
+    goes_on = not mark.line.is_prefixed and has_progress(mark, num_lines)
     return replace(raised, before=before, goes_on=goes_on)
 
 
-def _goes_on(raised: Raised) -> bool:
-    """Whether steps, epochs or losses are printed after it."""
-    return has_progress(raised.mark, raised.number - raised.mark.number + 1)
-
-
 def has_progress(hit: Hit, num_lines: int = 1) -> bool:
-    """Whether the work goes on after this line, or after this many lines from it on."""
+    """Whether steps, epochs or losses are printed after this many lines from a hit on."""
     lines = read_around(hit.source, hit.offset, READ_BYTES).split("\n")[num_lines:]
     return sum(_PROGRESS.search(line[:400]) is not None for line in lines) >= ENOUGH_PROGRESS
 

@@ -82,7 +82,7 @@ def driver(facts: MachineFacts) -> Check:
         visible = facts.env.get("CUDA_VISIBLE_DEVICES")
         where = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
         fix = "unset CUDA_VISIBLE_DEVICES" if visible is not None else "ask for GPUs: --gres=gpu:1"
-        return failed("driver", f"driver {facts.driver}, but no GPU may be used{where}", fix)
+        return failed("driver", f"driver {facts.driver}, but no GPU is available{where}", fix)
     names = ", ".join(sorted({gpu.name for gpu in facts.gpus}))
     value = f"driver {facts.driver} (CUDA {facts.driver_cuda}), {len(facts.gpus)} x {names}"
     return passed("driver", value)
@@ -129,7 +129,9 @@ def cuda(facts: MachineFacts) -> Iterator[Check]:
         )
         return
     if runs is not None and _numbers(built) > _numbers(runs):
-        value = f"torch's CUDA {built} is newer than the driver's {runs}; fine within one major"
+        value = (
+            f"torch's CUDA {built} is newer than the driver's {runs}; fine within one major version"
+        )
         yield warned("cuda", value, "update the driver if a kernel fails to load")
     else:
         yield passed("cuda", f"torch's CUDA {built} runs on the driver's {runs}")
@@ -322,7 +324,7 @@ def shared_memory(facts: MachineFacts) -> Check:
 
 def cpus(facts: MachineFacts) -> Check:
     allotted, num_gpus = facts.cpus_allotted, len(facts.gpus)
-    value = f"{allotted} of {facts.cpus} CPUs may be used"
+    value = f"{allotted} of {facts.cpus} CPUs are available"
     if num_gpus:
         value += f", for {num_gpus} GPUs"
     in_slurm = "SLURM_JOB_ID" in facts.env
@@ -337,7 +339,7 @@ def cpus(facts: MachineFacts) -> Check:
 
 
 def memory(facts: MachineFacts) -> Check:
-    value = f"{size(facts.memory_allotted)} of {size(facts.memory_bytes)} may be used"
+    value = f"{size(facts.memory_allotted)} of {size(facts.memory_bytes)} are available"
     on_gpus = sum(gpu.memory_bytes for gpu in facts.gpus)
     if on_gpus and facts.memory_allotted < on_gpus / 2:
         fix = "#SBATCH --mem=0 (all of the node), or slurm.mem_per_gpu in a job"
@@ -347,14 +349,14 @@ def memory(facts: MachineFacts) -> Check:
 
 def clock(facts: MachineFacts) -> Check:
     if facts.clock_synchronised is None:
-        return not_here("clock", "the kernel does not say whether its clock is right")
+        return not_here("clock", "the kernel does not say whether its clock is synchronised")
     error = facts.clock_error or 0.0
     fix = "timedatectl set-ntp true, or start chrony: otherwise nodes' logs cannot be compared"
     if not facts.clock_synchronised:
-        return warned("clock", "no time server keeps this clock right", fix)
+        return warned("clock", "this clock is not synchronised with a time server", fix)
     if error > MOST_CLOCK_ERROR:
         return warned("clock", f"the clock may be off by {duration(error)}", fix)
-    return passed("clock", f"kept right by a time server, to within {duration(error)}")
+    return passed("clock", f"synchronised with a time server, to within {duration(error)}")
 
 
 def folder_check(folder: FolderFacts) -> Check:
@@ -486,7 +488,7 @@ def left_over(facts: MachineFacts) -> Iterator[Check]:
 def threads(facts: MachineFacts) -> Iterator[Check]:
     wanted = _integer(facts.env.get("OMP_NUM_THREADS"))
     if wanted > facts.cpus_allotted:
-        value = f"OMP_NUM_THREADS={wanted}, but {facts.cpus_allotted} CPUs may be used"
+        value = f"OMP_NUM_THREADS={wanted}, but {facts.cpus_allotted} CPUs are available"
         fix = "unset OMP_NUM_THREADS: allranks sets each rank's share"
         yield warned("OMP_NUM_THREADS", value, fix)
     for name in PINNING:

@@ -41,8 +41,8 @@ from allranks.machine.network import (
     read_value,
     up_interfaces,
 )
+from allranks.machine.nodelist import expand
 from allranks.show.numbers import duration
-from allranks.slurm.nodelist import expand
 
 TORCH_SECONDS = 20.0
 RESOLVE_SECONDS = 3.0
@@ -129,31 +129,28 @@ def collect(
         folders = [pool.submit(look_at, runs, "runs", writes=True)]
         folders += [pool.submit(look_at, folder, "data", writes=False) for folder in data]
         synchronised, error = clock_state()
-        facts = {
-            **gpu_facts(),
-            "has_driver": has_driver,
-            "has_nvidia_card": has_nvidia_card(sys_root),
-            "host": socket.gethostname(),
-            "default_port_taken": is_taken(DEFAULT_PORT),
-            "interfaces": tuple(up_interfaces()),
-            "names": tuple(names_in(sys_root / "class/net")),
-            "ports": tuple(infiniband_ports(sys_root)),
-            "cpus": os.cpu_count() or 1,
-            "cpus_allotted": allotted.cpus_allotted(),
-            "memory_bytes": allotted.memory_total(),
-            "memory_allotted": allotted.memory_allotted(),
-            "limits": limits(),
-            "shm": _size_of(shm),
-            "clock_synchronised": synchronised,
-            "clock_error": error,
-            "other_nccl": other_nccl(env),
-        }
         return MachineFacts(
+            **gpu_facts(),
             env=dict(env),
+            has_driver=has_driver,
+            has_nvidia_card=has_nvidia_card(sys_root),
+            host=socket.gethostname(),
+            default_port_taken=is_taken(DEFAULT_PORT),
+            interfaces=tuple(up_interfaces()),
+            names=tuple(names_in(sys_root / "class/net")),
+            ports=tuple(infiniband_ports(sys_root)),
+            cpus=os.cpu_count() or 1,
+            cpus_allotted=allotted.cpus_allotted(),
+            memory_bytes=allotted.memory_total(),
+            memory_allotted=allotted.memory_allotted(),
+            limits=limits(),
+            shm=_size_of(shm),
+            clock_synchronised=synchronised,
+            clock_error=error,
+            other_nccl=other_nccl(env),
             torch=torch.result(),
             host_address=address.result(),
             folders=tuple(folder.result() for folder in folders),
-            **facts,
         )
 
 

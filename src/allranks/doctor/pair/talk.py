@@ -17,20 +17,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from allranks.doctor.connectivity import OpenPort, quickest_clock
+from allranks.doctor.connectivity import ask_time, give_time, port_of, quickest, serve, stop
 from allranks.doctor.finding import Check
 from allranks.doctor.pair.verdict import REPORTED, PairFacts, Side, plain, side_of, verdict
 from allranks.errors import AllranksError
-from allranks.machine.network import up_interfaces
+from allranks.machine.network import listen_on_every_address, up_interfaces
 
-VERSION = 2
+VERSION = 3
 DEFAULT_PORT = 29500
 LINE_BYTES = 1 << 16
 BLOCK = bytes(1 << 18)
@@ -40,7 +40,6 @@ KNOCK_SECONDS = 1.5  # shorter: the other side is known to be there
 TRANSFER_SECONDS = 1.0
 MOST_SECONDS = 5.0  # of one transfer, whatever the other side asks for
 PINGS = 40
-CLOCKS = 8
 STREAMS = 4
 MOST_ADDRESSES = 8
 MOST_AT_ONCE = 32
@@ -66,7 +65,7 @@ TALK_ERRORS = (Stranger, OSError, ValueError, KeyError, TypeError)
 
 def in_words(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return f"it sent an odd {error.errors()[0]['loc'][0]}"
+        return f"it sent an invalid {error.errors()[0]['loc'][0]}"
     return str(error) or type(error).__name__
 
 
@@ -104,25 +103,6 @@ def hear(there: socket.socket) -> dict[str, Any]:
         if isinstance(fields, dict):
             return fields
     raise Stranger(f"it said {bytes(text[:60])!r}")
-
-
-def ping(there: socket.socket) -> list[float]:
-    """Seconds of round trips, without the first."""
-    times = []
-    for _ in range(PINGS + 1):
-        start = time.perf_counter()
-        there.sendall(b"?")
-        if not there.recv(1):
-            raise Stranger(CLOSED)
-        times.append(time.perf_counter() - start)
-    return times[1:]
-
-
-def answer_pings(there: socket.socket) -> None:
-    for _ in range(PINGS + 1):
-        if not there.recv(1):
-            raise Stranger(CLOSED)
-        there.sendall(b"!")
 
 
 def send_for(there: socket.socket, seconds: float) -> None:
@@ -237,24 +217,23 @@ def is_neighbour(address: str, arp: Path = ARP) -> bool | None:
     return None
 
 
+@dataclass(slots=True)
 class Test:
     """One test with a listener that has answered."""
 
-    def __init__(
-        self, facts: PairFacts, control: socket.socket, address: str, seconds: float
-    ) -> None:
-        self.facts = facts
-        self.control = control
-        self.address = address
-        self.seconds = seconds
-        self.session = ""
+    facts: PairFacts
+    control: socket.socket
+    address: str
+    seconds: float
+    session: str = ""
 
     def run(self) -> None:
         facts, control = self.facts, self.control
-        with OpenPort(socket.socket.close) as mine:  # for the other side to knock at
+        with listen_on_every_address() as mine:  # for the other side to knock at
             nonce = secrets.token_hex(8)
             facts.here = side_of(control)
-            say(control, allranks=VERSION, nonce=nonce, side=asdict(facts.here), port=mine.port)
+            own = {"side": asdict(facts.here), "port": port_of(mine)}
+            say(control, allranks=VERSION, nonce=nonce, **own)
             hello = hear(control)
             if hello.get("busy"):
                 raise Stranger("it is busy with another machine: try again when it is done")
@@ -262,10 +241,11 @@ class Test:
                 raise Stranger("it is not an `allranks doctor --listen` of this version")
             facts.there = Side(**hello["side"])
             self.session = str(hello["session"])
-            times = sorted(ping(control))
+            clocks = ask_time(control, PINGS + 1)[1:]  # the first one is always slow
+            times = sorted(clock.round_trip for clock in clocks)
             facts.round_trip = times[len(times) // 2]
             facts.jitter = times[-len(times) // 20 or -1] - times[0]
-            facts.clock_offset = quickest_clock(self._ask_time, CLOCKS).offset
+            facts.clock_offset = quickest(clocks).offset
             facts.other_port_out = knock(self.address, int(hello["port"]))
             facts.other_port_in = str(hear(control)["knocked"])[:200]
         others = [each for each in facts.there.interfaces if each != plain(self.address)]
@@ -282,10 +262,6 @@ class Test:
         with suppress(OSError):
             facts.path_mtu = control.getsockopt(socket.IPPROTO_IP, IP_MTU)
         say(control, report={key: getattr(facts, key) for key in REPORTED})
-
-    def _ask_time(self) -> float:
-        say(self.control, clock=True)
-        return float(hear(self.control)["time"])
 
     def _leads_there(self, address: str) -> bool:
         """Whether another address of the listener leads to it too."""
@@ -348,25 +324,24 @@ class Listening:
     """A port that waits for `doctor --connect`; `tell` gets what happens, for people to read."""
 
     def __init__(self, port: int, tell: Callable[[str], None]) -> None:
-        try:
-            self._port = OpenPort(self._take, port)
-        except OSError as error:
-            raise AllranksError(
-                f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
-                fix=f"ss -ltnp 'sport = :{port}' shows who does; or name another: --listen 29501",
-                exit_code=1,
-            ) from None
-        self.port = self._port.port
         self._tell = tell
         self._session = ""  # of the machine that is being served
         self._serving = threading.Lock()
         self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._done = threading.Event()
         self._found: PairFacts | None = None
+        try:
+            self._socket = serve(self._answer, port)
+        except OSError as error:
+            raise AllranksError(
+                f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
+                fix=f"ss -ltnp 'sport = :{port}' shows who does; or name another: --listen 29501",
+                exit_code=1,
+            ) from None
+        self.port = port_of(self._socket)
 
     def wait(self, seconds: float | None = None) -> PairFacts | None:
         """Serve until one test is over; None if there was none within this time."""
-        self._port.begin()
         until = None if seconds is None else time.monotonic() + seconds
         while not self._done.wait(0.2):  # short, so that Ctrl-C is heard
             if until is not None and time.monotonic() > until:
@@ -376,15 +351,12 @@ class Listening:
 
     def close(self) -> None:
         self._done.set()
-        self._port.close()
-
-    def _take(self, connection: socket.socket) -> None:
-        if self._room.acquire(blocking=False):
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-        else:
-            connection.close()
+        stop(self._socket)
 
     def _answer(self, connection: socket.socket) -> None:
+        if not self._room.acquire(blocking=False):
+            connection.close()
+            return
         peer = "somebody"
         try:
             with connection:
@@ -432,13 +404,10 @@ class Listening:
         theirs, mine = Side(**hello["side"]), side_of(control)
         self._tell(f"{theirs.host} ({peer}) has connected; this takes a few seconds")
         nonce = str(hello["nonce"])[:64]
-        with OpenPort(socket.socket.close) as port:
+        with listen_on_every_address() as other:
             greeting = {"allranks": VERSION, "nonce": nonce, "session": self._session}
-            say(control, **greeting, side=asdict(mine), port=port.port)
-            answer_pings(control)
-            for _ in range(CLOCKS):
-                hear(control)  # asks for the time
-                say(control, time=time.time())
+            say(control, **greeting, side=asdict(mine), port=port_of(other))
+            give_time(control)
             say(control, knocked=knock(peer, int(hello["port"])))
             control.settimeout(10 * TALK_SECONDS)
             told = hear(control)["report"]
