@@ -35,8 +35,8 @@ from allranks.timing.comparison import (
 from allranks.timing.samples_seen import APART, remarks
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 
-ENDLESS_STEPS = 10_000_000  # the probe ends the run long before
-NO_PACE = ("no optimizer step", "too few steps", "no samples")  # in a run that is well
+ENDLESS_STEPS = 10_000_000  # the probe ends the run long before that
+NO_PACE = ("no optimizer step", "too few steps", "no samples")  # of a run that did not fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,14 +463,14 @@ def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is unusual in a row, and why a column is empty."""
-    told = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
+    lines = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
     if all(row["hours_per_epoch"] is None for row in rows):
-        told.append("no hours and no cost: the number of samples in an epoch is not known")
+        lines.append("no hours and no cost: the number of samples in an epoch is not known")
     elif all(row["cost_per_epoch"] is None for row in rows):
         device = str(found.get("device") or "the device")
         name = f"name one with --price '{device.lower()}=DOLLARS'"
-        told.append(f"no price is known for {device}: {name}")
-    return told
+        lines.append(f"no price is known for {device}: {name}")
+    return lines
 
 
 def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
