@@ -134,9 +134,8 @@ def is_amdahl(fit: Fit, larger: Sequence[Compared], base: Compared) -> bool:
 
 def is_far(speedup: float, row: Compared, base: Compared) -> bool:
     assert row.speedup is not None
-    return abs(speedup / row.speedup - 1) > FAR + math.hypot(
-        relative_error(row), relative_error(base)
-    )
+    error = math.hypot(relative_error(row), relative_error(base))
+    return abs(speedup / row.speedup - 1) > FAR + error
 
 
 def differ_too_much(row: Compared) -> str | None:
@@ -156,6 +155,5 @@ def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
     squares = sum(weight**2 for weight, _ in weights)
     shares = [weight * (weight + 1) / (row.speedup or 1.0) / squares for weight, row in weights]
     own = [share * relative_error(row) for share, (_, row) in zip(shares, weights, strict=True)]
-    return math.hypot(
-        *own, sum(shares) * relative_error(base)
-    )  # the base's is the same in all of them
+    # The base's error is the same in all of them.
+    return math.hypot(*own, sum(shares) * relative_error(base))

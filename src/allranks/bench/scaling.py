@@ -20,7 +20,7 @@ from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
 from allranks.run.events import read_events
 from allranks.run.results import samples_per_epoch
-from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
+from allranks.show.numbers import between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
     CPU,
@@ -399,9 +399,6 @@ def _beyond(fit: Fit | None, top: Compared) -> str:
     return f". Predicted for {twice} ranks: {ratio(fit.speedup(twice))}"
 
 
-PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
-
-
 def show(console: Console, found: Mapping[str, Any]) -> None:
     """What `as_json` made."""
     rows = [row for row in found["rows"] if row["efficiency"] is not None]
@@ -436,23 +433,21 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
         *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
         *(f"{unit}-hours/epoch", "cost/epoch"),
     )
-    cells = []
-    for row in rows:
-        hours, cost = row["hours_per_epoch"], row["cost_per_epoch"]
-        cells.append(
-            (
-                name_of(row, rows),
-                str(row["ranks"]),
-                number(row["samples_per_second"]),
-                between(row["ci95"]),
-                ratio(row["speedup"]),
-                percent(row["efficiency"]),
-                duration(row["step_seconds"]),
-                number(hours),
-                dollars(cost),
-            )
+    cells = [
+        (
+            name_of(row, rows),
+            count(row["ranks"]),
+            number(row["samples_per_second"]),
+            between(row["ci95"]),
+            ratio(row["speedup"]),
+            percent(row["efficiency"]),
+            duration(row["step_seconds"]),
+            number(row["hours_per_epoch"]),
+            dollars(row["cost_per_epoch"]),
         )
-    return Table(title, columns, tuple(cells))
+        for row in rows
+    ]
+    return Table(title, columns, cells)
 
 
 def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -474,11 +469,16 @@ def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = []
-    for row in rows:
-        slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
-        cells.append((name_of(row, rows), *(duration(row["parts"][p]) for p in PARTS), slowest))
-    return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
+    cells = [
+        (
+            name_of(row, rows),
+            *(duration(row["parts"][part]) for part in PARTS),
+            count(row["slowest_rank"]),
+        )
+        for row in rows
+    ]
+    columns = ("layout", *PART_WORDS.values(), "slowest rank")
+    return Table("where the time of a step goes", columns, cells)
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -487,7 +487,8 @@ def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         for row in rows
         if row["lost"]
     ]
-    return Table("efficiency that each part costs", ("layout", *PART_NAMES), tuple(cells))
+    columns = ("layout", *PART_WORDS.values())
+    return Table("efficiency that each part costs", columns, cells)
 
 
 def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:

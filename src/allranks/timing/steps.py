@@ -21,10 +21,7 @@ from allranks.run.record import RankRecord, newest_window, read_ranks
 from allranks.run.results import outcome, steps_by_rank
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
-STEADY_STEPS, STEADY_CHANGE = (
-    10,
-    0.05,
-)  # two blocks of this many, whose medians differ by at most this
+STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of them, and how far their medians may differ
 # A rank is slower than the others if on average they wait for it at least this share of a step, and
 # that average is at least this many times its standard error over blocks of steps: equal ranks take
 # turns at being late, and other work on a machine may slow one of them for a while.
