@@ -126,7 +126,8 @@ def measure(
         return price.usd_per_hour if price else None
 
     added = str(plan.added) if plan.added else None
-    done = series.in_slurm(read, added) if named(backend).is_queue else series.here(read)
+    place = named(backend)
+    done = series.in_queue(place, read, added) if place.is_queue else series.here(read)
     device = next((one.device for one in done if one.timing is not None), None)
     found = as_json(
         done,
