@@ -19,7 +19,7 @@ from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
 from allranks.run.events import read_events
-from allranks.run.results import samples_per_epoch
+from allranks.run.record import samples_per_epoch
 from allranks.show.numbers import between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
