@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fake_slurm import FakeSlurm, silence
 
 import allranks.launch.prepare
 from allranks.errors import AllranksError
@@ -22,7 +23,6 @@ from allranks.launch.backends.slurm.allocation import (
     Allocation,
     take_claim,
 )
-from allranks.launch.backends.slurm.gate import ENDED, OPEN
 from allranks.launch.backends.slurm.inside import (
     FIRST_PORT,
     NUM_PORTS,
@@ -30,12 +30,13 @@ from allranks.launch.backends.slurm.inside import (
     free_port,
     job_state,
     no_progress,
-    nodes_failed,
-    patiently,
+    record_failed,
     step_environment,
     time_to_limit,
+    while_silent,
 )
-from allranks.launch.backends.slurm.node_checks import Verdict
+from allranks.launch.backends.slurm.node_checks import ENDED, OPEN, Verdict
+from allranks.launch.backends.slurm.relay import nodes_failed
 from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare, read_attempt
 from allranks.run import claims, run_state
@@ -45,7 +46,6 @@ from allranks.run.folder import RunDir
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
 
-DOWN = "Unable to contact slurm controller (connect failure)"
 RACER = Racer.parse("1x2")
 
 
@@ -61,33 +61,13 @@ def make_run(folder: Path, **values: Any) -> RunDir:
     return run
 
 
-class Answers:
-    """SLURM's commands in this process: what they were asked, and what they say."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, ...]] = []
-        self.said: dict[str, str | Exception] = {"sbatch": "500", "squeue": "RUNNING"}
-
-    def __call__(self, *words: str, **options: Any) -> str:
-        self.calls.append(words)
-        answer = self.said.get(words[0], "")
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def of(self, program: str) -> list[tuple[str, ...]]:
-        return [words for words in self.calls if words[0] == program]
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(sbatch="500", squeue="RUNNING").install(monkeypatch)
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    faked = Answers()
-    monkeypatch.setattr(slurm, "call", faked)
-    return faked
-
-
-@pytest.fixture
-def hold(tmp_path: Path, answers: Answers) -> Callable[..., Allocation]:
+def hold(tmp_path: Path, answers: FakeSlurm) -> Callable[..., Allocation]:
     """`hold(**job)`: job 100 has just taken a run."""
 
     def make(restart: int = 0, **values: Any) -> Allocation:
@@ -216,7 +196,7 @@ def test_the_next_job_of_a_run_that_was_stopped_begins(tmp_path: Path) -> None:
 
 
 def test_only_waiting_jobs_of_its_own_claim_or_an_older_one_are_cancelled(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[..., Allocation], answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     held = hold()
@@ -229,7 +209,7 @@ def test_only_waiting_jobs_of_its_own_claim_or_an_older_one_are_cancelled(
 
 
 def test_rivals_that_are_recorded_later_and_a_deaf_controller_are_not_forgotten(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[..., Allocation], answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
     slept: list[float] = []
@@ -245,7 +225,7 @@ def test_rivals_that_are_recorded_later_and_a_deaf_controller_are_not_forgotten(
             add("102")
 
     add("101")
-    answers.said["scancel"] = slurm.refusal("scancel", DOWN)
+    answers.said["scancel"] = silence("scancel")
     monkeypatch.setattr(time, "sleep", sleep)
     held._cancel_rivals()
     assert [words[2:] for words in answers.calls] == [("101",), ("101",), ("101", "102")]
@@ -254,13 +234,13 @@ def test_rivals_that_are_recorded_later_and_a_deaf_controller_are_not_forgotten(
 
 
 def test_rivals_that_have_left_the_queue_are_not_asked_for_again(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[..., Allocation], answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     held = hold()
     racers = {"101": {"layout": "1x2", "claim": 0}}
     held.run.update_info(lambda info: info.update(racers=racers))
-    answers.said["scancel"] = slurm.refusal("scancel", "Invalid job id specified")
+    answers.said["scancel"] = slurm.SlurmError("scancel", "Invalid job id specified")
     held._cancel_rivals()
     assert len(answers.calls) == 1
 
@@ -284,7 +264,7 @@ FINISHED = {"state": "finished", "exit": 0}
 FAILED = {"state": "failed", "exit": 1}
 
 
-def test_a_finished_run_is_left_alone(hold: Callable[..., Allocation], answers: Answers) -> None:
+def test_a_finished_run_is_left_alone(hold: Callable[..., Allocation], answers: FakeSlurm) -> None:
     held = hold()
     assert held._what_next(ended(held, FINISHED, FINISHED), 0) == 0
     assert answers.calls == []
@@ -292,7 +272,7 @@ def test_a_finished_run_is_left_alone(hold: Callable[..., Allocation], answers: 
 
 
 def test_a_run_that_was_stopped_short_is_requeued(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
@@ -313,7 +293,7 @@ def test_a_run_that_fails_while_it_is_being_stopped_says_what_failed(
 
 
 def test_a_move_that_has_no_successor_goes_on_where_it_is(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     held.run.ask_to_stop("moves to 2x1", ["100"], moves=True)
@@ -322,7 +302,7 @@ def test_a_move_that_has_no_successor_goes_on_where_it_is(
 
 
 def test_a_limit_that_was_reached_while_saving_is_followed_by_another_job(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     answers.said["squeue"] = "COMPLETING|TimeLimit"
@@ -333,7 +313,7 @@ def test_a_limit_that_was_reached_while_saving_is_followed_by_another_job(
 
 
 def test_a_stop_reaches_the_job_that_goes_on(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[..., Allocation], answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked of the first while it was sending the second, which nobody knew of."""
     held = hold()
@@ -345,7 +325,7 @@ def test_a_stop_reaches_the_job_that_goes_on(
 
 
 def test_a_successor_is_not_sent_twice_when_its_answer_got_lost(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     script = held.run.path / submit.script_name(held.run, RACER)
@@ -357,7 +337,7 @@ def test_a_successor_is_not_sent_twice_when_its_answer_got_lost(
 
 @pytest.mark.parametrize("values", [{}, {"command": "python train.py"}])
 def test_ranks_that_never_begin_are_tried_in_two_jobs_and_no_more(
-    hold: Callable[..., Allocation], answers: Answers, values: dict[str, Any]
+    hold: Callable[..., Allocation], answers: FakeSlurm, values: dict[str, Any]
 ) -> None:
     held = hold(**values)
     prepared = held._open()
@@ -382,11 +362,11 @@ def test_a_run_that_is_trained_outside_of_slurm_is_left_alone(
 
 
 def test_where_requeuing_is_refused_another_job_follows(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     held.run.update_info(lambda info: info.update(failed_nodes={"n7": "lost"}))
-    answers.said["scontrol"] = slurm.refusal(
+    answers.said["scontrol"] = slurm.SlurmError(
         "scontrol", "Requested operation is presently disabled"
     )
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
@@ -405,7 +385,7 @@ def test_where_requeuing_is_refused_another_job_follows(
 @pytest.mark.parametrize("said", ["no answer: it was killed by signal 15", "Job is pending"])
 def test_a_requeue_that_ended_its_own_scontrol_is_known_to_be_done(
     hold: Callable[..., Allocation],
-    answers: Answers,
+    answers: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
     said: str,
     restarts: int,
@@ -413,35 +393,31 @@ def test_a_requeue_that_ended_its_own_scontrol_is_known_to_be_done(
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
 
-    def call(*words: str, **options: Any) -> str:
-        if words[:2] == ("scontrol", "show"):
-            return f"JobId=100 JobState=COMPLETING Requeue=1 Restarts={restarts} ExitCode=0:0"
-        return answers(*words, **options)
-
-    answers.said["scontrol"] = slurm.refusal("scontrol", said)
-    monkeypatch.setattr(slurm, "call", call)
-    monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.pop("scontrol"))
+    shown = f"JobId=100 JobState=COMPLETING Requeue=1 Restarts={restarts} ExitCode=0:0"
+    requeue = "scontrol requeue"
+    answers.said |= {requeue: slurm.SlurmError("scontrol", said), "scontrol show": shown}
+    monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.pop(requeue))
     assert held._what_next(prepared, 0) == 0
     is_asked_again = not restarts and "no answer" in said
     is_refused = not restarts and not is_asked_again
-    assert len(answers.of("scontrol")) == 1 + is_asked_again
+    assert len([words for words in answers.calls if words[1] == "requeue"]) == 1 + is_asked_again
     assert len(answers.of("sbatch")) == is_refused
     assert held.run.state() == "queued"
 
 
 def test_a_run_that_can_go_on_nowhere_says_so(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
-    answers.said["scontrol"] = slurm.refusal("scontrol", "Access/permission denied")
-    answers.said["sbatch"] = slurm.refusal("sbatch", "Invalid account")
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", "Access/permission denied")
+    answers.said["sbatch"] = slurm.SlurmError("sbatch", "Invalid account")
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == 0
     assert held.run.state() == "failed"
     assert "neither requeued nor sent again" in held.run.info()["ended"]["reason"]
 
 
 def test_a_run_that_its_user_stopped_stays_stopped(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
@@ -452,7 +428,7 @@ def test_a_run_that_its_user_stopped_stays_stopped(
 
 
 def test_a_run_that_moves_is_left_to_the_job_that_waits(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
@@ -464,7 +440,7 @@ def test_a_run_that_moves_is_left_to_the_job_that_waits(
 
 
 def test_a_request_to_earlier_jobs_does_not_stop_a_run(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, STOPPED)
@@ -476,7 +452,7 @@ def test_a_request_to_earlier_jobs_does_not_stop_a_run(
 
 @pytest.mark.parametrize("state", ["COMPLETING", "PENDING", ""])
 def test_a_job_that_slurm_is_ending_does_nothing_more(
-    hold: Callable[..., Allocation], answers: Answers, state: str
+    hold: Callable[..., Allocation], answers: FakeSlurm, state: str
 ) -> None:
     held = hold()
     answers.said["squeue"] = state
@@ -485,7 +461,7 @@ def test_a_job_that_slurm_is_ending_does_nothing_more(
 
 
 def test_a_run_whose_rank_failed_has_failed_with_those_that_it_silenced(
-    hold: Callable[..., Allocation], answers: Answers, capsys: pytest.CaptureFixture[str]
+    hold: Callable[..., Allocation], answers: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = hold()
     prepared = ended(held, FAILED, None)
@@ -515,7 +491,7 @@ ECHO = {**FAILED, "error": GONE}
 @pytest.mark.parametrize("values", [{}, {"command": "python train.py"}])
 def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
     hold: Callable[..., Allocation],
-    answers: Answers,
+    answers: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
     values: dict[str, Any],
     ends: list[dict[str, Any] | None],
@@ -545,7 +521,7 @@ def test_what_is_killed_besides_ranks_is_named_and_the_run_goes_on(
 
 
 def test_a_run_that_loses_its_launcher_again_and_again_gives_up_with_the_reason(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     for _ in range(2):
@@ -564,7 +540,7 @@ def test_a_run_that_loses_its_launcher_again_and_again_gives_up_with_the_reason(
 )
 def test_what_slurm_ends_or_what_takes_too_much_memory_is_no_kill(
     hold: Callable[..., Allocation],
-    answers: Answers,
+    answers: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
     state: str,
     first: tuple[str, str] | None,
@@ -578,7 +554,7 @@ def test_what_slurm_ends_or_what_takes_too_much_memory_is_no_kill(
 
 
 def test_a_lost_run_that_may_not_be_requeued_says_what_was_killed(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold(slurm={"requeue": False})
     assert held._what_next(ended(held, None, None), -9) == 1
@@ -588,7 +564,7 @@ def test_a_lost_run_that_may_not_be_requeued_says_what_was_killed(
 
 
 def test_a_run_whose_srun_was_killed_after_all_ranks_had_ended_is_finished(
-    hold: Callable[..., Allocation], answers: Answers, capsys: pytest.CaptureFixture[str]
+    hold: Callable[..., Allocation], answers: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = hold()
     assert held._what_next(ended(held, FINISHED, FINISHED), -9) == 0
@@ -598,7 +574,7 @@ def test_a_run_whose_srun_was_killed_after_all_ranks_had_ended_is_finished(
 
 
 def test_who_lost_the_run_touches_nothing(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     prepared = ended(held, STOPPED, None)
@@ -610,7 +586,7 @@ def test_who_lost_the_run_touches_nothing(
 
 
 def test_a_deaf_controller_does_not_end_a_run(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[..., Allocation], answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
     monkeypatch.setattr(allocation, "job_state", lambda job: ("UNKNOWN", ""))
@@ -619,10 +595,10 @@ def test_a_deaf_controller_does_not_end_a_run(
 
 
 def test_another_job_is_sent_once_the_controller_answers(
-    hold: Callable[..., Allocation], answers: Answers, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[..., Allocation], answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold()
-    answers.said["sbatch"] = slurm.refusal("sbatch", DOWN)
+    answers.said["sbatch"] = silence("sbatch")
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(sbatch="500"))
     assert held._resubmit("continues")
     assert len(answers.of("sbatch")) == 2
@@ -631,7 +607,7 @@ def test_another_job_is_sent_once_the_controller_answers(
 
 @pytest.mark.parametrize("values", [{}, {"command": "python train.py"}])
 def test_without_requeue_a_run_ends_at_its_limit(
-    hold: Callable[..., Allocation], answers: Answers, values: dict[str, Any]
+    hold: Callable[..., Allocation], answers: FakeSlurm, values: dict[str, Any]
 ) -> None:
     held = hold(slurm={"requeue": False}, **values)
     assert held._what_next(ended(held, STOPPED, STOPPED), 0) == (1 if values else 0)
@@ -737,7 +713,7 @@ def test_a_step_that_ends_before_any_rank_began_is_tried_again(
 
 
 def test_a_step_that_never_begins_is_tried_in_another_attempt(
-    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
+    hold: Callable[..., Allocation], answers: FakeSlurm, to_end: ToEnd
 ) -> None:
     held = hold(preflight=False)
     assert to_end(held, NOT_BEGUN) == (0, STEP_TRIES)
@@ -746,7 +722,7 @@ def test_a_step_that_never_begins_is_tried_in_another_attempt(
 
 
 def test_a_step_whose_ranks_failed_is_not_tried_again(
-    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
+    hold: Callable[..., Allocation], answers: FakeSlurm, to_end: ToEnd
 ) -> None:
     held = hold(preflight=False)
     assert to_end(held, (1, FAILED)) == (1, 1)
@@ -756,7 +732,7 @@ def test_a_step_whose_ranks_failed_is_not_tried_again(
 
 @pytest.mark.parametrize("state", ["COMPLETING", "PENDING", ""])
 def test_a_step_that_slurm_ended_is_not_tried_again(
-    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd, state: str
+    hold: Callable[..., Allocation], answers: FakeSlurm, to_end: ToEnd, state: str
 ) -> None:
     answers.said["squeue"] = state
     assert to_end(hold(preflight=False), NOT_BEGUN) == (0, 1)
@@ -820,7 +796,7 @@ def test_a_checked_step_that_does_not_begin_is_tried_again_without_checks(
 @pytest.mark.parametrize("failed", [{"n1": "cannot write"}, {}])
 def test_what_launchers_find_wrong_is_checked_on_its_own(
     hold: Callable[..., Allocation],
-    answers: Answers,
+    answers: FakeSlurm,
     to_checked_end: ToEnd,
     monkeypatch: pytest.MonkeyPatch,
     failed: dict[str, str],
@@ -838,7 +814,7 @@ def test_what_launchers_find_wrong_is_checked_on_its_own(
 
 @pytest.mark.parametrize("end", [FAILED, STOPPED])
 def test_a_job_is_not_judged_by_an_earlier_attempt(
-    hold: Callable[..., Allocation], answers: Answers, end: dict[str, Any]
+    hold: Callable[..., Allocation], answers: FakeSlurm, end: dict[str, Any]
 ) -> None:
     held = hold()
     ended(held, end, end)
@@ -863,7 +839,7 @@ def test_a_finished_run_is_not_trained_again(
 
 
 def test_a_finished_run_that_was_extended_trains(
-    hold: Callable[..., Allocation], answers: Answers, to_end: ToEnd
+    hold: Callable[..., Allocation], answers: FakeSlurm, to_end: ToEnd
 ) -> None:
     held = hold(preflight=False)
     ended(held, FINISHED, FINISHED)
@@ -979,21 +955,21 @@ def test_attempts_are_bounded(hold: Callable[..., Allocation]) -> None:
 
 
 def test_a_node_that_failed_this_run_is_left(
-    hold: Callable[..., Allocation], answers: Answers
+    hold: Callable[..., Allocation], answers: FakeSlurm
 ) -> None:
     held = hold()
     assert not held._leave_failed_nodes()
-    held._record_failed({"n1": "lost"})
+    record_failed(held.run, {"n1": "lost"})
     assert held._leave_failed_nodes()
     ((_, _, script),) = answers.of("sbatch")
     assert "#SBATCH --exclude=n1\n" in Path(script).read_text()
-    answers.said["sbatch"] = slurm.refusal(
+    answers.said["sbatch"] = slurm.SlurmError(
         "sbatch", "Requested node configuration is not available"
     )
     assert not held._leave_failed_nodes()
 
 
-def test_nodes_are_replaced_once(hold: Callable[..., Allocation], answers: Answers) -> None:
+def test_nodes_are_replaced_once(hold: Callable[..., Allocation], answers: FakeSlurm) -> None:
     held = hold()
     assert held._replace_nodes({"n1": "clock is off"}) is False
     assert held.run.info()["failed_nodes"] == {"n1": "clock is off"}
@@ -1035,7 +1011,7 @@ def test_the_place_is_what_slurm_says() -> None:
 
 
 def test_outside_of_a_job_there_is_no_place() -> None:
-    with pytest.raises(AllranksError, match="for the inside of a SLURM job") as error:
+    with pytest.raises(AllranksError, match="only works inside a SLURM job") as error:
         SlurmNodes.from_environment({})
     assert "allranks submit" in error.value.fix
 
@@ -1058,34 +1034,34 @@ def test_srun_finds_no_options_of_ours_in_the_environment() -> None:
 
 
 def test_the_state_of_a_job_is_asked_for_until_the_controller_answers(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch
+    answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert job_state("100")[0] == "RUNNING"
     assert answers.calls == [("squeue", "-h", "-j", "100", "-o", "%T|%r")]
-    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    answers.said["squeue"] = silence("squeue")
     monkeypatch.setattr(time, "sleep", lambda seconds: answers.said.update(squeue="PENDING\n"))
     assert job_state("100")[0] == "PENDING"
-    answers.said["squeue"] = slurm.refusal("squeue", "Invalid job id specified")
+    answers.said["squeue"] = slurm.SlurmError("squeue", "Invalid job id specified")
     assert job_state("100")[0] == "GONE"
     answers.said["squeue"] = ""
     assert job_state("100")[0] == "GONE"
-    answers.said["squeue"] = slurm.refusal("squeue", "Protocol authentication error")
+    answers.said["squeue"] = slurm.SlurmError("squeue", "Protocol authentication error")
     assert job_state("100")[0] == "UNKNOWN"  # which is no reason to let a run die
     answers.said["squeue"] = "COMPLETING|TimeLimit\n"
     assert job_state("100") == ("COMPLETING", "TimeLimit")
 
 
 def test_the_state_of_a_job_is_unknown_when_the_controller_stays_silent(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch
+    answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(range(0, 100_000, 1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    answers.said["squeue"] = silence("squeue")
     assert job_state("100")[0] == "UNKNOWN"
 
 
-def test_the_time_that_a_job_has_and_its_limit(answers: Answers) -> None:
+def test_the_time_that_a_job_has_and_its_limit(answers: FakeSlurm) -> None:
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 90))
     answers.said["squeue"] = f"{end}|1-02:00:00\n"
     left, limit = time_to_limit("100")
@@ -1095,12 +1071,12 @@ def test_the_time_that_a_job_has_and_its_limit(answers: Answers) -> None:
     for said in ("N/A|UNLIMITED\n", f"{end}|UNLIMITED\n", f"{end}\n", ""):
         answers.said["squeue"] = said
         assert time_to_limit("100") == (None, None)
-    answers.said["squeue"] = slurm.refusal("squeue", DOWN)
+    answers.said["squeue"] = silence("squeue")
     assert time_to_limit("100") == (None, None)
 
 
 def test_a_silent_controller_is_asked_again_and_a_refusal_is_not(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch
+    answers: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
 
@@ -1109,16 +1085,16 @@ def test_a_silent_controller_is_asked_again_and_a_refusal_is_not(
         if len(slept) == 3:
             answers.said["scontrol"] = "done"
 
+    def ask() -> str:
+        return while_silent(lambda: slurm.call("scontrol", "requeue", "100"))
+
     monkeypatch.setattr(time, "sleep", sleep)
-    answers.said["scontrol"] = slurm.refusal("scontrol", DOWN)
-    assert patiently("scontrol", "requeue", "100") == "done"
+    answers.said["scontrol"] = silence("scontrol")
+    assert ask() == "done"
     assert slept == [1.0, 2.0, 4.0]
-    answers.said["scontrol"] = slurm.refusal("scontrol", DOWN)
-    with pytest.raises(slurm.SlurmError, match="did not answer"):
-        patiently("scontrol", "requeue", "100", seconds=-1)
-    answers.said["scontrol"] = slurm.refusal("scontrol", "Invalid job id specified")
+    answers.said["scontrol"] = slurm.SlurmError("scontrol", "Invalid job id specified")
     with pytest.raises(slurm.SlurmError, match="left the queue"):
-        patiently("scontrol", "requeue", "100")
+        ask()
     assert len(slept) == 3
 
 

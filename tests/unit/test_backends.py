@@ -46,10 +46,10 @@ def test_a_local_run_goes_on_where_it_was_and_as_it_was_started(
     tmp_path: Path, allranks: Allranks
 ) -> None:
     run = made(tmp_path / "runs", state="finished", place=Place(max_restarts=2, oversubscribe=True))
-    assert local.last_place(run) == Place(max_restarts=2, oversubscribe=True)
     said = StringIO()
     options = Options(screen=Screen(Console(file=said)))
     prepared = local.check(Request(resume=str(run.path)), options)
+    assert local.place_of(prepared, options) == Place(max_restarts=2, oversubscribe=True)
     assert local.move(prepared, options).exit_code == 0
     assert "is finished already" in said.getvalue()
     shown = allranks("resume", "last", "steps=900", "--dry-run", cwd=tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from allranks.bench import data
+from allranks.bench.measure import Ended
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
 from allranks.timing.steps import Timing
@@ -199,7 +200,8 @@ def test_workers_are_read_once_each_in_order() -> None:
 def test_a_run_without_measurements(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "data.json").write_text(content)
-    assert data.read_found(RunDir(tmp_path)) is None
+    with pytest.raises(AllranksError, match="stopped before anything was measured"):
+        data.found_in_task(Ended("data", RunDir(tmp_path)))
 
 
 def timing(data_seconds: float | None) -> Timing:

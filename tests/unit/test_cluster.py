@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.fake_slurm import FakeSlurm, silence
 
 from allranks.errors import AllranksError
 from allranks.machine.gpus import GIB, catalogue
@@ -25,7 +26,7 @@ from allranks.slurm.cluster import (
     parse_qos,
 )
 from allranks.slurm.cluster_screen import show_cluster, show_queue
-from allranks.slurm.formats import parse_fields, parse_gres, parse_time, tres_gpus
+from allranks.slurm.commands import parse_fields, parse_gres, parse_time, tres_gpus
 from allranks.slurm.node_kinds import Gpus, board_of, cpu_model, resolve_gpus, suits
 from allranks.slurm.queue import (
     COLUMNS,
@@ -541,45 +542,24 @@ def test_tasks_of_an_array(job: str, tasks: int) -> None:
     assert array_tasks(job) == tasks
 
 
-class FakeSlurm:
-    """Answers by the words of the command; None refuses."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, str | None]) -> None:
-        self.calls: list[str] = []
-        self._answers = answers
-        monkeypatch.setattr(slurm, "call", self.call)
-        monkeypatch.setattr(slurm, "is_here", lambda: True)
-        monkeypatch.setattr(cluster, "describe_machine", lambda: MACHINE)
-
-    def call(self, *words: str, seconds: float = 60) -> str:
-        self.calls.append(" ".join(words))
-        for part, text in self._answers.items():
-            if part in self.calls[-1]:
-                if text is None:
-                    raise slurm.refusal(words[0], "You are not running a supported accounting")
-                return text
-        return ""
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """The cluster of the texts above."""
+    monkeypatch.setattr(cluster, "describe_machine", lambda: MACHINE)
+    made = FakeSlurm().install(monkeypatch)
+    made.said |= {"show config": CONFIG, "show node": NODES, "show partition": PARTITIONS}
+    made.said |= {"show assoc": ASSOC, "show qos": QOS}
+    return made
 
 
-ANSWERS: dict[str, str | None] = {
-    "show config": CONFIG,
-    "show node": NODES,
-    "show partition": PARTITIONS,
-    "show assoc": ASSOC,
-    "show qos": QOS,
-}
-
-
-def test_a_cluster_is_described_in_five_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeSlurm(monkeypatch, ANSWERS)
+def test_a_cluster_is_described_in_five_calls(fake: FakeSlurm) -> None:
     view = describe_cluster()
     assert len(fake.calls) == 5
     assert [row["account"] for row in view["accounts"]] == ["bio", "chem"]
     assert view["machine"] is MACHINE and view["notes"] == []
 
 
-def test_one_partition_has_its_own_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeSlurm(monkeypatch, ANSWERS)
+def test_one_partition_has_its_own_nodes_alone(fake: FakeSlurm) -> None:
     every = describe_cluster()["partitions"]
     for partition in every:
         view = describe_cluster(partition["name"])
@@ -590,35 +570,37 @@ def test_one_partition_has_its_own_nodes_alone(monkeypatch: pytest.MonkeyPatch) 
     assert every[0]["name"] in refusal.value.fix
 
 
-def test_without_accounting_a_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeSlurm(monkeypatch, ANSWERS | {"show assoc": None})
+def test_without_accounting_a_note_says_why(fake: FakeSlurm) -> None:
+    fake.said["show assoc"] = slurm.SlurmError("sacctmgr", "not running a supported accounting")
     view = describe_cluster()
     assert view["accounts"] is None and view["qos"] is None
     assert "not running a supported accounting" in view["notes"][0]
 
 
-def test_a_controller_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeSlurm(monkeypatch, {"show config": None})
+def test_a_controller_that_does_not_answer_is_an_error(fake: FakeSlurm) -> None:
+    fake.said["show config"] = silence("scontrol")
     with pytest.raises(slurm.SlurmError):
         describe_cluster()
 
 
-def test_without_slurm_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeSlurm(monkeypatch, {})
+def test_without_slurm_the_machine_is_described(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slurm, "is_here", lambda: False)
     view = describe_cluster()
     assert view["slurm"] is None and view["partitions"] == [] and view["machine"] is MACHINE
     assert "cluster" not in shown(show_cluster, view, 80)
 
 
-def test_a_partition_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeSlurm(monkeypatch, {"squeue": "", "show partition": PARTITIONS})
+def test_a_partition_that_is_not_there_is_an_error(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(AllranksError, match='no partition "nope"'):
         queue("nope")
     assert queue()["jobs"] == [] and len(fake.calls) == 3
-    fake = FakeSlurm(monkeypatch, {"squeue": jobs_text()})
+    fake.said["squeue"] = jobs_text()
     monkeypatch.setattr(cluster_queue, "current_user", lambda: "me")
-    assert len(queue("gpu")["mine"]) == 3 and len(fake.calls) == 1
+    assert len(queue("gpu")["mine"]) == 3 and len(fake.calls) == 4
 
 
 def shown(show: Any, view: dict[str, Any], width: int) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import socket
 from pathlib import Path
 
 import pytest
 
 from allranks.bench import comm_counts as comm
-from allranks.bench import comm_transport
+from allranks.bench import comm_ranks
 from allranks.bench.comm_counts import COLLECTIVES
 from allranks.errors import AllranksError
 from allranks.machine.gpus import find_gpu
@@ -260,7 +261,7 @@ v:3:4 [1] NCCL INFO Channel 06/0 : 54[6] -> 38[6] [receive] via NET/IBext_v8/0
 
 
 def test_nvlink_is_read_from_the_log() -> None:
-    parsed = comm_transport.parse_nccl_log(NVLINK)
+    parsed = comm_ranks.parse_nccl_log(NVLINK)
     assert parsed == {
         "via": {"P2P/CUMEM": 2},
         "network": "Socket",
@@ -269,15 +270,15 @@ def test_nvlink_is_read_from_the_log() -> None:
         "nvls": True,
         "version": "2.27.5",
     }
-    assert comm_transport.in_words(parsed) == "NVLink (P2P/CUMEM)"
+    assert comm_ranks.in_words(parsed) == "NVLink (P2P/CUMEM)"
 
 
 def test_infiniband_is_read_from_the_log() -> None:
-    parsed = comm_transport.parse_nccl_log(INFINIBAND)
+    parsed = comm_ranks.parse_nccl_log(INFINIBAND)
     assert parsed["via"] == {"NET/IB/0/GDRDMA": 2, "NET/IB/1/GDRDMA": 1}
     assert parsed["devices"] == {"IB/0": "mlx5_0:1/IB", "IB/1": "mlx5_1:1/IB"}
     assert (parsed["network"], parsed["nvlink"]) == ("IB", False)
-    assert comm_transport.in_words(parsed) == (
+    assert comm_ranks.in_words(parsed) == (
         "InfiniBand (NET/IB over mlx5_0:1, GPUDirect RDMA), "
         "InfiniBand (NET/IB over mlx5_1:1, GPUDirect RDMA)"
     )
@@ -295,12 +296,12 @@ def test_infiniband_is_read_from_the_log() -> None:
     ],
 )
 def test_routes_in_words(log: str, link: str, words: str) -> None:
-    assert comm_transport.in_words(comm_transport.parse_nccl_log(log), link) == words
+    assert comm_ranks.in_words(comm_ranks.parse_nccl_log(log), link) == words
 
 
 def test_ranks_logs_are_merged() -> None:
-    logs = [comm_transport.parse_nccl_log(log) for log in (NVLINK, SHARED, "")]
-    merged = comm_transport.merge(logs)
+    logs = [comm_ranks.parse_nccl_log(log) for log in (NVLINK, SHARED, "")]
+    merged = comm_ranks.merge(logs)
     assert merged["via"] == {"P2P/CUMEM": 2, "P2P/IPC": 1, "SHM/direct/direct": 1}
     assert (merged["network"], merged["nvlink"], merged["version"]) == ("Socket", True, "2.27.5")
 
@@ -310,18 +311,15 @@ def test_the_networks_peak_is_that_of_the_ports_in_use(tmp_path: Path) -> None:
         folder = tmp_path / "class/infiniband" / device / "ports/1"
         folder.mkdir(parents=True)
         (folder / "rate").write_text(rate + "\n")
-    infiniband = comm_transport.parse_nccl_log(INFINIBAND)
-    assert comm_transport.network_peak(infiniband, tmp_path) == pytest.approx(75)
+    infiniband = comm_ranks.parse_nccl_log(INFINIBAND)
+    assert comm_ranks.network_peak(infiniband, tmp_path) == pytest.approx(75)
     one = {**infiniband, "via": {"NET/IB/0": 1}}
-    assert comm_transport.network_peak(one, tmp_path) == pytest.approx(25)
-    assert comm_transport.network_peak(infiniband, tmp_path / "elsewhere") is None
+    assert comm_ranks.network_peak(one, tmp_path) == pytest.approx(25)
+    assert comm_ranks.network_peak(infiniband, tmp_path / "elsewhere") is None
     for log in (SOCKETS, NVLINK, ROCE):
-        assert comm_transport.network_peak(comm_transport.parse_nccl_log(log), tmp_path) is None
+        assert comm_ranks.network_peak(comm_ranks.parse_nccl_log(log), tmp_path) is None
 
 
 def test_gloo_talks_through_the_interface_it_is_told() -> None:
-    route = comm_transport.gloo_route({"GLOO_SOCKET_IFNAME": "ib0"})
-    assert route["interface"] == "ib0"
-    assert comm_transport.gloo_in_words([route, route]) == "TCP over ib0"
-    two = [route, comm_transport.gloo_route({"GLOO_SOCKET_IFNAME": "eth0"})]
-    assert comm_transport.gloo_in_words(two) == "TCP over ib0, eth0"
+    assert comm_ranks.gloo_route({"GLOO_SOCKET_IFNAME": "ib0"}) == ("TCP", "ib0")
+    assert comm_ranks.gloo_route({})[1].endswith(f"that of the name {socket.gethostname()}")

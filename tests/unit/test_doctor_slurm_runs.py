@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fake_slurm import FakeSlurm
 from tests.unit.test_doctor_runs import STEP, failed, make_run, write_rank
 
 from allranks.doctor.diagnose import diagnose_logs, diagnose_run
@@ -13,7 +14,6 @@ from allranks.doctor.run_evidence import job_logs
 from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.folder import RunDir
-from allranks.slurm import commands as slurm
 
 STOPPED = {"event": "end", "state": "stopped", "exit": 0, "signal": "SIGTERM"}
 
@@ -21,10 +21,7 @@ STOPPED = {"event": "end", "state": "stopped", "exit": 0, "signal": "SIGTERM"}
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
     """SLURM's commands by name, with what each prints."""
 
-    def call(*words: str, **_: Any) -> str:
-        return answers.get(words[0], "")
-
-    monkeypatch.setattr(slurm, "call", call)
+    FakeSlurm(**answers).install(monkeypatch)
 
 
 def job_run(
@@ -63,7 +60,7 @@ def test_a_run_whose_ranks_stopped_because_slurm_ended_their_job(
 ) -> None:
     run = job_run(tmp_path)
     ends(run, STOPPED)
-    answering(monkeypatch, sacct=f"7|{state}|0:15|2026-11-15T01:00:00|node1\n")
+    answering(monkeypatch, sacct=f"7|{state}|0:15|node1\n")
     (found,) = diagnose_run(run)
     assert (found.cause, found.rank) == (cause, None)
     assert found.evidence[0].file == "sacct"
@@ -111,7 +108,7 @@ def test_a_lost_node_is_named(
     run = job_run(tmp_path, nodes=nodes)
     ends(run, failed(None))
     listed = "node1" if len(nodes) == 1 else "node[1-2]"
-    answering(monkeypatch, sacct=f"7|NODE_FAIL|0:0|2026-11-15T01:00:00|{listed}\n", sinfo=sinfo)
+    answering(monkeypatch, sacct=f"7|NODE_FAIL|0:0|{listed}\n", sinfo=sinfo)
     found = diagnose_run(run)[0]
     assert (found.cause, found.rank, found.node) == ("slurm-node-failure", None, node)
 

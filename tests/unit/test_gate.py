@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from tests.unit.test_checks import check, record
 
-from allranks.launch.backends.slurm.gate import ENDED, OPEN, Gate
-from allranks.launch.backends.slurm.node_checks import Verdict
+from allranks.launch.backends.slurm.node_checks import ENDED, OPEN, Gate, Verdict
 
 NODES = ["a", "b"]
 
@@ -22,9 +22,8 @@ class Job:
         self.folder = folder
         self.signals: list[signal.Signals] = []
         self.opened: list[Verdict] = []
-        self.gate = Gate(
-            folder, NODES, seconds=seconds, signals=self.signals, opens=self.before_it_opens
-        )
+        until = time.monotonic() + seconds
+        self.gate = Gate(folder, NODES, until, self.signals, self.before_it_opens)
 
     def before_it_opens(self, verdict: Verdict) -> None:
         assert not (self.folder / OPEN).exists()

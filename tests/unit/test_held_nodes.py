@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import AllranksError
-from allranks.launch.backends.slurm.held_nodes import check_allocation
+from allranks.launch.backends.slurm.inside import check_allocation
 from allranks.launch.prepare import Request
 from allranks.layout import Layout
 

@@ -147,6 +147,11 @@ def test_a_wait_is_shown_ends_and_is_left_at_a_signal(node: int, run_dir: Path) 
     assert not list(run_dir.glob(".door-*"))
 
 
+def test_nodes_are_named() -> None:
+    names = [meeting.names_of(nodes) for nodes in ([1], [1, 3], [])]
+    assert names == ["node 1", "nodes 1 and 3", "the other nodes"]
+
+
 def test_nodes_meet_whatever_strangers_do_at_the_door(run_dir: Path) -> None:
     port = free_port()
     mine = Meeting(str(run_dir), 3, "3x1", "step-7")

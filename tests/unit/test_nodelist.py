@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
-from allranks.slurm.nodelist import compress, expand
+from allranks.machine.nodelist import compress, expand
 
 
 @pytest.mark.parametrize(

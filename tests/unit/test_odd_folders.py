@@ -61,7 +61,7 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_slurm(*words: str, **options: object) -> str:
-    raise SlurmError("SLURM is silent", fix="")
+    raise SlurmError(words[0], "Socket timed out")
 
 
 def invoke(*words: str) -> str:

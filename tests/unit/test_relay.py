@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fake_slurm import FakeSlurm
 
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
@@ -25,9 +26,8 @@ from allranks.launch.backends.slurm.inside import (
     SlurmNodes,
     check_command,
     step_command,
-    stop_signal,
 )
-from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay
+from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay, stop_signal
 from allranks.launch.prepare import Attempt, Prepared, Request, write_attempt
 from allranks.layout import Layout
 from allranks.machine.processes import STOP_SIGNALS
@@ -35,7 +35,6 @@ from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
-from allranks.slurm import commands as slurm
 
 GRACE = 120  # of a limit of an hour
 HOUR = 3600
@@ -92,7 +91,7 @@ def make(tmp_path: Path, clock: Clock) -> Callable[..., Relay]:
         job = parse_job({"layout": "2x1", **values})
         run.job_file.write_text(job.to_yaml())
         run.write_info({"run": run.name, "backend": "slurm", "jobs": ["100"]})
-        return Relay(run, PLACE, job, list(signals), deque(), lambda nodes: None)
+        return Relay(run, PLACE, job, list(signals), deque())
 
     return relay_of
 
@@ -373,12 +372,10 @@ def test_a_step_that_is_judged_well_goes_on(make: Callable[..., Relay]) -> None:
 def test_what_srun_says_is_repeated_and_lost_nodes_are_recorded_at_once(
     make: Callable[..., Relay], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost: list[Sequence[str]] = []
     told = make()
-    told.nodes_lost = lost.append
     words = "echo hello >&2; printf 'srun: error: Node failure on n[1-2]\\n\\377\\n' >&2; exit 1"
     assert told.run_step(["bash", "-c", words]) == 1
-    assert lost == [["n1", "n2"]]
+    assert list(told.run.info()["failed_nodes"]) == ["n1", "n2"]
     assert capsys.readouterr().out.splitlines()[:2] == [
         "hello",
         "srun: error: Node failure on n[1-2]",
@@ -535,15 +532,8 @@ def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
 ) -> None:
     """Unless somebody has ended it on purpose, or has seen to what comes next."""
     run = make().run
-    asked: list[tuple[str, ...]] = []
-
-    def call(*words: str, **options: Any) -> str:
-        if words[0] == "squeue":  # what SLURM says while it ends the rest of the job
-            return "COMPLETING|None" if why_not == "cancelled" else "COMPLETING|JobLaunchFailure"
-        asked.append(words)
-        return ""
-
-    monkeypatch.setattr(slurm, "call", call)
+    reason = "None" if why_not == "cancelled" else "JobLaunchFailure"
+    fake = FakeSlurm(squeue=f"COMPLETING|{reason}").install(monkeypatch)
     monkeypatch.setenv("SLURM_JOB_ID", "100")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     append_event(run.events(0, 0), "start", rank=0)
@@ -562,7 +552,7 @@ def test_a_job_whose_first_process_is_killed_is_requeued_by_its_first_task(
         with step.watching_job(run, 0, True, lambda: is_told or why_not == "cancelled"):
             killer.join()
             first.wait()
-    assert asked == ([] if why_not else [("scontrol", "requeue", "100")])
+    assert fake.of("scontrol", "sbatch") == ([] if why_not else [("scontrol", "requeue", "100")])
     lost = {"attempt": 0, "what": "the job's first process was killed on n1"}
     assert run.info().get("lost") == (None if why_not else lost)
 

@@ -147,11 +147,13 @@ def test_the_laws_find_their_own_parameters(contention: float, coherence: float)
     assert fit is not None
     assert fit.contention == pytest.approx(contention, abs=1e-6)
     assert fit.coherence == pytest.approx(coherence, abs=1e-7)
-    if fit.half_ranks is not None and fit.half_ranks < 1e6:
-        assert fit.speedup(fit.half_ranks) == pytest.approx(fit.half_ranks / 2, rel=1e-6)
-    if fit.peak_ranks is not None and 2 < fit.peak_ranks < 1e4:
-        assert fit.speedup(fit.peak_ranks) >= fit.speedup(0.9 * fit.peak_ranks)
-        assert fit.speedup(fit.peak_ranks) >= fit.speedup(1.1 * fit.peak_ranks)
+    if fit.half_efficient_at_ranks is not None and fit.half_efficient_at_ranks < 1e6:
+        assert fit.speedup(fit.half_efficient_at_ranks) == pytest.approx(
+            fit.half_efficient_at_ranks / 2, rel=1e-6
+        )
+    if fit.fastest_at_ranks is not None and 2 < fit.fastest_at_ranks < 1e4:
+        assert fit.speedup(fit.fastest_at_ranks) >= fit.speedup(0.9 * fit.fastest_at_ranks)
+        assert fit.speedup(fit.fastest_at_ranks) >= fit.speedup(1.1 * fit.fastest_at_ranks)
 
 
 def test_a_baseline_of_two_ranks_predicts_for_ranks_too() -> None:
@@ -164,7 +166,7 @@ def test_a_baseline_of_two_ranks_predicts_for_ranks_too() -> None:
 
 def test_amdahls_serial_fraction() -> None:
     fit = fit_of(compare([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
-    assert fit is not None and fit.serial == pytest.approx(0.2)
+    assert fit is not None and fit.serial_fraction == pytest.approx(0.2)
     assert fit_of(compare([repeat("1x1", 1.0)])) is None
 
 

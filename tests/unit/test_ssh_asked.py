@@ -60,8 +60,7 @@ def test_a_command_runs_on_every_host_of_a_run_that_answers(fake_ssh: Path, tmp_
     ("said", "code", "what", "fix"),
     [
         ("echo 'ssh: connect to host b: timed out' >&2", 255, "timed out", "ssh b true"),
-        ("", 90, "host b has no python3", "install Python"),
-        ("", 91, "the Python of host b has no allranks", f"allranks=={__version__}"),
+        ("", 90, "host b has no Python with allranks", f"allranks=={__version__}"),
         ("echo allranks 0.0.9 20000 /python", 0, "has allranks 0.0.9, not", "ssh b python3 -m pip"),
     ],
 )

@@ -7,18 +7,18 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.commandline import Allranks
+from tests.commandline import call_allranks
+from tests.fake_slurm import DENIED, QOS, SENDING, FakeSlurm, silence
 
 from allranks.bench.measure import Series
 from allranks.bench.scaling import Repeat, repeat_of
@@ -26,8 +26,8 @@ from allranks.cli import cluster as cli_slurm
 from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.launch.backends import Options, Submitted
-from allranks.launch.backends.slurm import backend, jobs, submit
-from allranks.launch.backends.slurm.sbatch import Racer, racers_of
+from allranks.launch.backends.slurm import jobs, submit
+from allranks.launch.backends.slurm.sbatch import Racer, parse_race, racers_of
 from allranks.launch.prepare import Request, hold_run, load_resolved, open_run, prepare
 from allranks.launch.screen import show_runs
 from allranks.run import claims, run_state
@@ -36,152 +36,32 @@ from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.slurm.commands import SlurmError
 
-# All of SLURM's commands under one roof; what they know and were asked is in one file.
-FAKE = r"""#!{python} -S
-import json, sys
-from pathlib import Path
-
-file = Path(r"{state}")
-known = json.loads(file.read_text())
-program, words = Path(sys.argv[0]).name, sys.argv[1:]
-jobs, said, code = known["jobs"], "", 0
-known["calls"].append([program, *words])
-named = [word for word in words if word.isdigit()]
-there = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD")
-waits = [job for job in jobs if jobs[job]["state"] in there]
-refused = known["refuse"].get(program)
-if isinstance(refused, list) and words != ["--version"]:
-    refused = refused.pop(0) if refused else None
-if refused and words != ["--version"]:
-    print(refused, file=sys.stderr)
-    code = 1
-elif program == "sbatch" and words == ["--version"]:
-    said = "slurm-wlm 22.05.8"
-elif program == "sbatch" and words[0] == "--test-only":
-    text = Path(words[1]).read_text()
-    nodes = next(line for line in text.splitlines() if "--nodes" in line).partition("=")[2]
-    if nodes in known["starts"]:
-        print("sbatch: Job 9 to start at " + known["starts"][nodes] + " using 4", file=sys.stderr)
-    else:
-        code = 1
-elif program == "sbatch":
-    said = str(known["next"])
-    jobs[said] = dict(state="PENDING", reason="Priority", script=Path(words[-1]).read_text())
-    jobs[said]["path"] = words[-1]
-    known["next"] += 1
-    winner = known["claims_while_sending"].get(said)
-    if winner:
-        folder = Path(words[-1]).parent / "claims"
-        folder.mkdir(exist_ok=True)
-        claim = dict(number=0, job=winner, restart=0, layout="", nodes=[], host="n", pid=1, time=0)
-        (folder / "0").write_text(json.dumps(claim))
-        jobs[winner]["state"] = "RUNNING"
-    if known.get("answers_get_lost"):
-        print("sbatch: error: Batch job submission failed: Socket timed out", file=sys.stderr)
-        said, code = "", 1
-elif program == "squeue" and words[-1] == "%i|%o":
-    said = "\n".join(f"{{job}}|{{jobs[job]['path']}}" for job in waits)
-elif program == "squeue":
-    rows = [(job, jobs[job]) for job in waits]
-    line = "{{}}|{{}}|{{}}|{{}}|{{}}|1:00|2:00|1"
-    said = "\n".join(
-        line.format(job, row["state"], row["reason"], row.get("start", "N/A"), row.get("nodes", ""))
-        for job, row in rows
-    )
-elif program == "sacct":
-    asked = words[words.index("-j") + 1].split(",")
-    said = "\n".join(
-        f"{{job}}|{{jobs[job]['state']}}|{{jobs[job].get('code', '0:0')}}|Unknown|n1"
-        for job in asked if job in jobs and job not in waits
-    )
-elif program == "scancel" and "--batch" not in words:
-    for job in named:
-        if jobs[job]["state"] == "PENDING" or "--state=PENDING" not in words:
-            jobs[job]["state"] = "CANCELLED by 1000"
-elif program == "sinfo":
-    said = known["gres"]
-file.write_text(json.dumps(known))
-if said:
-    print(said)
-sys.exit(code)
-"""
-PROGRAMS = ("sbatch", "squeue", "sacct", "scancel", "sinfo", "scontrol", "sacctmgr")
-DENIED = "scancel: error: Kill job error on job id 101: Access/permission denied"
-QOS = "sbatch: error: Batch job submission failed: Invalid qos specification"
-DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
-
-
-@dataclass
-class Slurm:
-    """The fake cluster, from the outside."""
-
-    file: Path
-    locks: ExitStack = field(default_factory=ExitStack)
-
-    def hold(self, run: RunDir, number: int) -> None:
-        """As a job does that has the claim and lives."""
-        self.locks.enter_context(claims.locked(run.claims, number))
-
-    def let_go(self) -> None:
-        self.locks.close()
-
-    def read(self) -> dict[str, Any]:
-        return dict(json.loads(self.file.read_text()))
-
-    def set(self, **values: Any) -> None:
-        self.file.write_text(json.dumps({**self.read(), **values}))
-
-    def change(self, job: str, **values: str) -> None:
-        jobs = self.read()["jobs"]
-        jobs[job] |= values
-        self.set(jobs=jobs)
-
-    def states(self) -> dict[str, str]:
-        return {job: row["state"] for job, row in self.read()["jobs"].items()}
-
-    def calls(self, *programs: str) -> list[list[str]]:
-        return [call for call in self.read()["calls"] if call[0] in (programs or PROGRAMS)]
-
-    def script(self, job: str) -> str:
-        return str(self.read()["jobs"][job]["script"])
-
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    state = programs / "state.json"
-    empty = {"next": 100, "jobs": {}, "calls": [], "refuse": {}, "starts": {}, "gres": ""}
-    state.write_text(json.dumps({**empty, "claims_while_sending": {}}))
-    for name in PROGRAMS:
-        (programs / name).write_text(FAKE.format(python=sys.executable, state=state))
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    cluster = Slurm(state)
+    cluster = FakeSlurm().install(monkeypatch)
     yield cluster
     cluster.let_go()
-
-
-def read(race: Iterable[str]) -> list[Racer]:
-    return [Racer.parse(text) for text in race]
 
 
 def send(*racers: str, overrides: list[str] | None = None) -> Submitted:
     layout = racers[0].partition("@")[0] if racers else None
     prepared = prepare(Request(overrides=overrides or [], layout=layout))
-    return submit.submit(prepared, racers_of(prepared.job, read(racers)))
+    return submit.submit(
+        prepared, racers_of(prepared.job, parse_race(",".join(racers)) if racers else [])
+    )
 
 
 def again(run: RunDir, *racers: str, overrides: list[str] | None = None) -> Submitted:
     layout = racers[0].partition("@")[0] if racers else None
     request = Request(resume=str(run.path), layout=layout, overrides=overrides or [])
     options = Options(race=",".join(racers) or None)
-    return backend.move(backend.check(request, options), options)
+    return jobs.move(jobs.check(request, options), options)
 
 
-def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) -> None:
+def begin(run: RunDir, slurm: FakeSlurm, job: str, layout: str, *, number: int = 0) -> None:
     """What a job does first: the claim, and an attempt with some steps."""
     slurm.change(job, state="RUNNING", reason="None", nodes="n[1-2]")
     assert claims.take(run.claims, Claim(number=number, job=job, layout=layout))
@@ -192,7 +72,7 @@ def begin(run: RunDir, slurm: Slurm, job: str, layout: str, *, number: int = 0) 
         append_event(run.events(number, 0), "step", step=step, seconds=0.5)
 
 
-def end(run: RunDir, slurm: Slurm, job: str, state: str, *, number: int = 0) -> None:
+def end(run: RunDir, slurm: FakeSlurm, job: str, state: str, *, number: int = 0) -> None:
     append_event(run.events(number, 0), "end", state=state, exit=0)
     slurm.change(job, state="COMPLETED")
     slurm.let_go()
@@ -205,7 +85,7 @@ def look(run: RunDir) -> dict[str, Any]:
 # --- Sending ------------------------------------------------------------------------------------
 
 
-def test_a_submitted_run_waits_with_everything_in_its_folder(slurm: Slurm) -> None:
+def test_a_submitted_run_waits_with_everything_in_its_folder(slurm: FakeSlurm) -> None:
     done = send("1x2")
     run, info = done.run, done.run.info()
     assert done.jobs == info["jobs"] == ["100"]
@@ -222,8 +102,8 @@ def test_a_submitted_run_waits_with_everything_in_its_folder(slurm: Slurm) -> No
     assert run.state() == look(run)["state"] == "queued"
 
 
-def test_what_was_refused_was_never_queued_and_its_folder_says_so(slurm: Slurm) -> None:
-    slurm.set(refuse={"sbatch": QOS})
+def test_what_was_refused_was_never_queued_and_its_folder_says_so(slurm: FakeSlurm) -> None:
+    slurm.said[SENDING] = QOS
     with pytest.raises(SlurmError, match="Invalid qos specification") as error:
         send("1x2", overrides=["slurm.qos=wrong"])
     assert "slurm.qos=" in error.value.fix
@@ -236,27 +116,25 @@ def test_what_was_refused_was_never_queued_and_its_folder_says_so(slurm: Slurm) 
     assert run.info()["jobs"] == []
 
 
-def test_without_slurm_no_folder_is_made(slurm: Slurm) -> None:
-    (slurm.file.parent / "sbatch").unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(slurm.file.parent))
-        with pytest.raises(SlurmError, match="sbatch is not here"):
-            send("1x2")
+def test_without_slurm_no_folder_is_made(slurm: FakeSlurm) -> None:
+    slurm.said["sbatch"] = SlurmError("sbatch", "no such command")
+    with pytest.raises(SlurmError, match="sbatch: no such command"):
+        send("1x2")
     assert not Path("runs").exists()
 
 
-def test_what_cannot_be_written_makes_no_folder(slurm: Slurm) -> None:
+def test_what_cannot_be_written_makes_no_folder(slurm: FakeSlurm) -> None:
     for wrong in (["slurm.directives.gres=x"], ["slurm.grace=1h", "slurm.time=1h"]):
         with pytest.raises(AllranksError):
             send("1x2", overrides=wrong)
     with pytest.raises(AllranksError, match="tp=2"):
         send("1x2:tp=2")
     assert not Path("runs").exists()
-    assert "--parsable" not in str(slurm.calls("sbatch"))
+    assert "--parsable" not in str(slurm.of("sbatch"))
 
 
-def test_the_clusters_own_name_of_a_gpu_is_sent(slurm: Slurm) -> None:
-    slurm.set(gres="gpu:a100_sxm4_80gb:4(S:0-1),nvme:1\ngpu:A40:8\n(null)")
+def test_the_clusters_own_name_of_a_gpu_is_sent(slurm: FakeSlurm) -> None:
+    slurm.said["sinfo"] = "gpu:a100_sxm4_80gb:4(S:0-1),nvme:1\ngpu:A40:8\n(null)"
     assert submit.gpu_types() == ["a100_sxm4_80gb", "A40"]
     send("1x2@a40", "1x2@a100_sxm4_80gb")
     assert "--gres=gpu:A40:2\n" in slurm.script("100")
@@ -265,8 +143,8 @@ def test_the_clusters_own_name_of_a_gpu_is_sent(slurm: Slurm) -> None:
         send("1x2@v100")
 
 
-def test_a_cluster_that_does_not_name_its_gpus_is_believed(slurm: Slurm) -> None:
-    slurm.set(refuse={"sinfo": DOWN})
+def test_a_cluster_that_does_not_name_its_gpus_is_believed(slurm: FakeSlurm) -> None:
+    slurm.said["sinfo"] = silence("sinfo")
     assert submit.gpu_types() == []
     assert submit.resolve_type(Racer.parse("1x2@a40"), []) == Racer.parse("1x2@a40")
 
@@ -274,7 +152,7 @@ def test_a_cluster_that_does_not_name_its_gpus_is_believed(slurm: Slurm) -> None
 # --- Races --------------------------------------------------------------------------------------
 
 
-def test_a_race_is_one_run_with_a_job_for_each_layout(slurm: Slurm) -> None:
+def test_a_race_is_one_run_with_a_job_for_each_layout(slurm: FakeSlurm) -> None:
     done = send("1x4", "4x1@a40")
     assert done.jobs == ["100", "101"]
     assert [path.name for path in Path("runs").iterdir()] == [done.run.name]
@@ -288,8 +166,8 @@ def test_a_race_is_one_run_with_a_job_for_each_layout(slurm: Slurm) -> None:
     assert slurm.states() == {"100": "PENDING", "101": "PENDING"}
 
 
-def test_a_racer_that_is_refused_does_not_stop_the_others(slurm: Slurm) -> None:
-    slurm.set(refuse={"sbatch": [QOS]})
+def test_a_racer_that_is_refused_does_not_stop_the_others(slurm: FakeSlurm) -> None:
+    slurm.said[SENDING] = [QOS]
     done = send("1x4", "4x1")
     assert done.jobs == ["100"]
     assert done.remarks[0].startswith("1x4 was refused: sbatch: ")
@@ -297,19 +175,19 @@ def test_a_racer_that_is_refused_does_not_stop_the_others(slurm: Slurm) -> None:
     assert "ended" not in done.run.info()
 
 
-def test_a_racer_that_starts_while_others_are_sent_is_the_only_one(slurm: Slurm) -> None:
-    slurm.set(claims_while_sending={"101": "100"})
+def test_a_racer_that_starts_while_others_are_sent_is_the_only_one(slurm: FakeSlurm) -> None:
+    slurm.winners = {"101": "100"}
     done = send("1x4", "4x1", "2x2")
     assert done.jobs == ["100", "101"]
     assert done.remarks == ["2x2 was not sent: the run has started"]
     assert slurm.states() == {"100": "RUNNING", "101": "CANCELLED by 1000"}
-    assert slurm.calls("scancel") == [["scancel", "--state=PENDING", "101"]]
+    assert slurm.of("scancel") == [("scancel", "--state=PENDING", "101")]
     slurm.hold(done.run, 0)
     assert look(done.run)["state"] == "running"
 
 
-def test_a_loser_does_not_put_a_run_back_into_the_queue(slurm: Slurm) -> None:
-    slurm.set(claims_while_sending={"101": "100"})
+def test_a_loser_does_not_put_a_run_back_into_the_queue(slurm: FakeSlurm) -> None:
+    slurm.winners = {"101": "100"}
     run = send("1x4", "4x1").run
     # Job 100 started first and said so, before the record of 101 was written.
     run.update_info(lambda info: info.update(queued=False))
@@ -319,52 +197,52 @@ def test_a_loser_does_not_put_a_run_back_into_the_queue(slurm: Slurm) -> None:
     assert run.info()["queued"] is True
 
 
-def test_a_racer_that_starts_at_once_needs_no_record_of_waiting(slurm: Slurm) -> None:
-    slurm.set(claims_while_sending={"100": "100"})
+def test_a_racer_that_starts_at_once_needs_no_record_of_waiting(slurm: FakeSlurm) -> None:
+    slurm.winners = {"100": "100"}
     run = send("1x4").run
     assert not run.info().get("queued")
     assert run.info()["jobs"] == ["100"]
-    assert slurm.calls("scancel") == []
+    assert slurm.of("scancel") == []
 
 
-def test_one_more_layout_for_a_run_that_waits(slurm: Slurm) -> None:
+def test_one_more_layout_for_a_run_that_waits(slurm: FakeSlurm) -> None:
     run = send("1x4").run
-    done = jobs.race(run, [Racer.parse("2x2")])
+    done = jobs.race(run, "2x2")
     assert done.jobs == ["101"]
     assert run.info()["jobs"] == ["100", "101"]
     assert (run.path / "submit-2x2.sbatch").read_text() == slurm.script("101")
 
 
-def test_one_more_layout_that_is_refused_leaves_the_run_waiting(slurm: Slurm) -> None:
+def test_one_more_layout_that_is_refused_leaves_the_run_waiting(slurm: FakeSlurm) -> None:
     run = send("1x4").run
-    slurm.set(refuse={"sbatch": QOS})
+    slurm.said[SENDING] = QOS
     with pytest.raises(SlurmError, match="Invalid qos"):
-        jobs.race(run, [Racer.parse("2x2")])
+        jobs.race(run, "2x2")
     assert "ended" not in run.info()
     assert run.state() == look(run)["state"] == "queued"
 
 
-def test_a_layout_races_once(slurm: Slurm) -> None:
+def test_a_layout_races_once(slurm: FakeSlurm) -> None:
     run = send("1x4").run
-    jobs.race(run, [Racer.parse("2x2"), Racer.parse("1x4")])
-    assert len(slurm.read()["jobs"]) == 2
+    jobs.race(run, "2x2,1x4")
+    assert len(slurm.jobs) == 2
     assert run.info()["layout"] == "1x4,2x2"
-    with pytest.raises(AllranksError, match="waits in 1x4 and 2x2 already"):
-        jobs.race(run, [Racer.parse("2x2")])
+    with pytest.raises(AllranksError, match="is already waiting in 1x4 and 2x2"):
+        jobs.race(run, "2x2")
 
 
-def test_a_run_that_runs_takes_no_further_racer(slurm: Slurm) -> None:
+def test_a_run_that_runs_takes_no_further_racer(slurm: FakeSlurm) -> None:
     run = send("1x4").run
     begin(run, slurm, "100", "1x4")
     end(run, slurm, "100", "finished")
-    with pytest.raises(AllranksError, match="does not wait in a queue: it is finished") as error:
-        jobs.race(run, [Racer.parse("2x2")])
+    with pytest.raises(AllranksError, match="is not waiting in a queue: it is finished") as error:
+        jobs.race(run, "2x2")
     assert f"allranks resume {run.name} --layout 2x2" in error.value.fix
-    assert len(slurm.read()["jobs"]) == 1
+    assert len(slurm.jobs) == 1
 
 
 def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = send("1x4").run
 
@@ -373,12 +251,12 @@ def test_a_run_that_starts_while_its_state_is_looked_at_is_not_robbed(
         return {"state": "queued"}
 
     monkeypatch.setattr(run_state, "describe", describe)
-    done = jobs.race(run, [Racer.parse("2x2")])
+    done = jobs.race(run, "2x2")
     assert (done.jobs, done.remarks) == ([], ["2x2 was not sent: the run has started"])
     assert list(slurm.states()) == ["100"]
 
 
-def test_a_racer_may_take_the_claim_that_its_sender_saw(slurm: Slurm) -> None:
+def test_a_racer_may_take_the_claim_that_its_sender_saw(slurm: FakeSlurm) -> None:
     run = send("1x4").run
     job = load_resolved(run)
     assert submit.send_all(job, [Racer.parse("2x2")], run, claim=0).jobs == ["101"]
@@ -392,7 +270,7 @@ def test_a_racer_may_take_the_claim_that_its_sender_saw(slurm: Slurm) -> None:
 # --- Going on -----------------------------------------------------------------------------------
 
 
-def test_a_stopped_run_goes_on_as_its_next_claim(slurm: Slurm) -> None:
+def test_a_stopped_run_goes_on_as_its_next_claim(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     backends.stop([run])
@@ -411,12 +289,12 @@ def test_a_stopped_run_goes_on_as_its_next_claim(slurm: Slurm) -> None:
     assert look(run)["state"] == "queued"
 
 
-def test_a_resumption_that_is_refused_changes_nothing(slurm: Slurm) -> None:
+def test_a_resumption_that_is_refused_changes_nothing(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "stopped")
     before, info = run.job_file.read_text(), run.info()
-    slurm.set(refuse={"sbatch": QOS})
+    slurm.said[SENDING] = QOS
     with pytest.raises(SlurmError):
         again(run, "2x1", overrides=["slurm.qos=wrong"])
     assert run.job_file.read_text() == before
@@ -425,7 +303,7 @@ def test_a_resumption_that_is_refused_changes_nothing(slurm: Slurm) -> None:
 
 
 def test_a_run_that_another_resumption_has_started_is_left_to_it(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
@@ -438,14 +316,14 @@ def test_a_run_that_another_resumption_has_started_is_left_to_it(
         return found
 
     monkeypatch.setattr(jobs, "look", look_slowly)
-    with pytest.raises(AllranksError, match="has started just now"):
+    with pytest.raises(AllranksError, match="has just started"):
         again(run, "2x1", overrides=["epochs=40"])
     assert list(slurm.states()) == ["100"]
     assert run.job_file.read_text() == before
     assert run.info() == {**info, "changes": []}
 
 
-def test_what_was_changed_for_a_job_that_never_started_still_holds(slurm: Slurm) -> None:
+def test_what_was_changed_for_a_job_that_never_started_still_holds(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "finished")
@@ -453,11 +331,11 @@ def test_what_was_changed_for_a_job_that_never_started_still_holds(slurm: Slurm)
     (change,) = run.info()["changes"]
     assert change["key"] == "epochs"
     slurm.change("101", state="CANCELLED by 1000")
-    slurm.set(refuse={"sbatch": QOS})
+    slurm.said[SENDING] = QOS
     with pytest.raises(SlurmError):
         again(run)
     assert run.info()["changes"] == [change]
-    slurm.set(refuse={})
+    slurm.said.clear()
     assert again(run, "2x1").jobs == ["102"]
     assert [one["key"] for one in run.info()["changes"]] == ["epochs", "layout"]
     request = Request(resume=str(run.path), layout="4x1", leads=False, force=True)
@@ -467,15 +345,17 @@ def test_what_was_changed_for_a_job_that_never_started_still_holds(slurm: Slurm)
     assert "changes" not in run.info()
 
 
-def test_a_run_that_waits_is_not_resumed(slurm: Slurm) -> None:
+def test_a_run_that_waits_is_not_resumed(slurm: FakeSlurm) -> None:
     run = send("1x2").run
-    with pytest.raises(AllranksError, match=r"waits in the queue already \(job 100\)") as error:
+    with pytest.raises(
+        AllranksError, match=r"is already waiting in the queue \(job 100\)"
+    ) as error:
         again(run, "2x1")
     assert f"allranks race {run.name}" in error.value.fix
-    assert len(slurm.read()["jobs"]) == 1
+    assert len(slurm.jobs) == 1
 
 
-def test_a_finished_run_is_reported_again(slurm: Slurm) -> None:
+def test_a_finished_run_is_reported_again(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "finished")
@@ -484,7 +364,7 @@ def test_a_finished_run_is_reported_again(slurm: Slurm) -> None:
     assert again(run, overrides=["epochs=40"]).jobs == ["101"]
 
 
-def test_the_grace_time_grows_with_the_checkpoints_that_were_measured(slurm: Slurm) -> None:
+def test_the_grace_time_grows_with_the_checkpoints_that_were_measured(slurm: FakeSlurm) -> None:
     run = send("1x2", overrides=["slurm.time=1h"]).run
     assert "--signal=B:USR2@120\n" in slurm.script("100")
     begin(run, slurm, "100", "1x2")
@@ -498,16 +378,16 @@ def test_the_grace_time_grows_with_the_checkpoints_that_were_measured(slurm: Slu
 # --- Moving -------------------------------------------------------------------------------------
 
 
-def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: Slurm) -> None:
+def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     done = again(run, "2x1")
     assert done.jobs == ["101"]
     assert "#SBATCH --dependency=afterany:100\n" in slurm.script("101")
     assert "--racer 2x1 --claim 1" in slurm.script("101")
-    last = [call for call in slurm.calls("sbatch", "scancel") if call[1] != "--version"][-2:]
-    assert last[0][:2] == ["sbatch", "--parsable"]
-    assert last[1] == ["scancel", "--batch", "--signal=USR2", "100"]
+    last = [call for call in slurm.of("sbatch", "scancel") if call[1] != "--version"][-2:]
+    assert last[0][:2] == ("sbatch", "--parsable")
+    assert last[1] == ("scancel", "--batch", "--signal=USR2", "100")
     word = {"why": "moves to 2x1 (job 101)", "jobs": ["100"], "moves": True}
     assert run.asked_to_stop("100") == word
     assert run.asked_to_stop("101") is None
@@ -516,14 +396,14 @@ def test_a_running_run_moves_when_the_new_job_is_in_the_queue(slurm: Slurm) -> N
     assert look(run)["reason"] == "moves to 2x1 (job 101) after a checkpoint"
 
 
-def test_a_move_that_is_refused_leaves_the_running_job_alone(slurm: Slurm) -> None:
+def test_a_move_that_is_refused_leaves_the_running_job_alone(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     before, info = run.job_file.read_text(), run.info()
-    slurm.set(refuse={"sbatch": QOS})
+    slurm.said[SENDING] = QOS
     with pytest.raises(SlurmError):
         again(run, "2x1")
-    assert slurm.calls("scancel") == []
+    assert slurm.of("scancel") == []
     assert run.asked_to_stop("100") is None
     assert run.job_file.read_text() == before
     assert run.info() == {**info, "changes": []}
@@ -531,7 +411,7 @@ def test_a_move_that_is_refused_leaves_the_running_job_alone(slurm: Slurm) -> No
 
 
 def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
@@ -543,35 +423,35 @@ def test_a_running_job_that_begins_anew_while_it_is_to_be_moved_is_left_alone(
         return found
 
     monkeypatch.setattr(jobs, "look", look_slowly)
-    with pytest.raises(AllranksError, match="has started just now"):
+    with pytest.raises(AllranksError, match="has just started"):
         again(run, "2x1")
     assert run.asked_to_stop("100") is None  # nobody would go on with it
-    assert slurm.calls("scancel") == []
+    assert slurm.of("scancel") == []
     assert str(load_resolved(run).layout) == "1x2"
 
 
-def test_of_several_running_jobs_the_holder_is_signalled_and_followed(slurm: Slurm) -> None:
+def test_of_several_running_jobs_the_holder_is_signalled_and_followed(slurm: FakeSlurm) -> None:
     run = send("1x2", "2x1").run
     begin(run, slurm, "101", "2x1")
     slurm.change("100", state="COMPLETING")  # a racer that lost, and ends
     assert again(run, "4x1").jobs == ["102"]
     assert "#SBATCH --dependency=afterany:101\n" in slurm.script("102")
-    assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "101"]]
+    assert slurm.of("scancel") == [("scancel", "--batch", "--signal=USR2", "101")]
     assert run.asked_to_stop("100") is not None
     assert run.asked_to_stop("101") is not None
 
 
-def test_a_move_to_where_it_is_is_refused(slurm: Slurm) -> None:
+def test_a_move_to_where_it_is_is_refused(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     with pytest.raises(AllranksError, match="is running in layout 1x2"):
         again(run, "1x2")
-    assert slurm.calls("scancel") == []
+    assert slurm.of("scancel") == []
 
 
-def test_nothing_is_moved_while_the_controller_is_silent(slurm: Slurm) -> None:
+def test_nothing_is_moved_while_the_controller_is_silent(slurm: FakeSlurm) -> None:
     run = send("1x2").run
-    slurm.set(refuse={"squeue": DOWN})
+    slurm.said["squeue"] = silence("squeue")
     with pytest.raises(AllranksError, match="did not answer"):
         again(run, "2x1")
     with pytest.raises(AllranksError, match="did not answer"):
@@ -583,26 +463,26 @@ def test_nothing_is_moved_while_the_controller_is_silent(slurm: Slurm) -> None:
 # --- Stopping -----------------------------------------------------------------------------------
 
 
-def test_a_run_that_waits_is_taken_out_of_the_queue(slurm: Slurm) -> None:
+def test_a_run_that_waits_is_taken_out_of_the_queue(slurm: FakeSlurm) -> None:
     run = send("1x4", "4x1").run
     assert backends.stop([run]) == [{"run": run.name, "done": "taken out of the queue"}]
-    assert slurm.calls("scancel") == [["scancel", "100", "101"]]
+    assert slurm.of("scancel") == [("scancel", "100", "101")]
     assert run.state() == look(run)["state"] == "stopped"
     assert look(run)["reason"] == "stopped by its user before it started"
     assert backends.stop([run]) == [{"run": run.name, "done": "is stopped already"}]
 
 
-def test_a_running_run_saves_first(slurm: Slurm) -> None:
+def test_a_running_run_saves_first(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     assert backends.stop([run])[0]["done"] == "saves a checkpoint and stops"
-    assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
+    assert slurm.of("scancel") == [("scancel", "--batch", "--signal=USR2", "100")]
     word = {"why": "stopped by its user", "jobs": ["100"], "moves": False}
     assert run.asked_to_stop("100") == word
     assert (look(run)["state"], look(run)["reason"]) == ("running", "was asked to stop")
 
 
-def test_a_script_is_not_said_to_save_anything(slurm: Slurm) -> None:
+def test_a_script_is_not_said_to_save_anything(slurm: FakeSlurm) -> None:
     prepared = prepare(Request(command=["python", "train.py"], layout="1x2"))
     run = submit.submit(prepared, racers_of(prepared.job, [])).run
     begin(run, slurm, "100", "1x2")
@@ -612,17 +492,16 @@ def test_a_script_is_not_said_to_save_anything(slurm: Slurm) -> None:
     assert remark.startswith("the script starts from its beginning")
 
 
-def test_a_stopped_run_whose_script_is_sent_by_hand_is_not_stopped(slurm: Slurm) -> None:
+def test_a_stopped_run_whose_script_is_sent_by_hand_is_not_stopped(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     backends.stop([run])
-    jobs = slurm.read()["jobs"]
-    slurm.set(jobs={**jobs, "555": {**jobs["100"], "state": "RUNNING"}})
+    slurm.jobs["555"] = {**slurm.jobs["100"], "state": "RUNNING"}
     claims.take(run.claims, Claim(number=0, job="555", layout="1x2"))
     submit.record_job(run, "555", Racer.parse("1x2"), 0)
     assert look(run)["state"] == "running"
 
 
-def test_runs_that_were_on_this_machine_are_slurms_once_a_job_is_sent(slurm: Slurm) -> None:
+def test_runs_that_were_on_this_machine_are_slurms_once_a_job_is_sent(slurm: FakeSlurm) -> None:
     """Or `stop` would not find the job, and `run --resume` would train beside it."""
     prepared = prepare(Request(layout="1x2"))
     run = open_run(prepared)
@@ -642,14 +521,14 @@ def test_runs_that_were_on_this_machine_are_slurms_once_a_job_is_sent(slurm: Slu
     assert backends.stop([run])[0]["done"] == "taken out of the queue"
 
 
-def test_a_job_whose_answer_got_lost_is_found(slurm: Slurm) -> None:
-    slurm.set(answers_get_lost=True)
+def test_a_job_whose_answer_got_lost_is_found(slurm: FakeSlurm) -> None:
+    slurm.loses_answers = True
     run = send("1x2").run
     assert run.info()["jobs"] == ["100"]
     assert look(run)["state"] == "queued"
 
 
-def test_all_runs_are_stopped_but_the_one_that_cannot_be(slurm: Slurm) -> None:
+def test_all_runs_are_stopped_but_the_one_that_cannot_be(slurm: FakeSlurm) -> None:
     run, other = send("1x1").run, send("1x1").run
     run.update_info(lambda info: info.update(backend="local"))
     (run.path / ".lock").write_text("process 1 on elsewhere")
@@ -662,7 +541,7 @@ def test_all_runs_are_stopped_but_the_one_that_cannot_be(slurm: Slurm) -> None:
     ]
 
 
-def test_a_job_in_a_state_that_nobody_has_heard_of_waits(slurm: Slurm) -> None:
+def test_a_job_in_a_state_that_nobody_has_heard_of_waits(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     slurm.change("100", state="RESV_DEL_HOLD")
     assert look(run)["state"] == "queued"
@@ -670,7 +549,7 @@ def test_a_job_in_a_state_that_nobody_has_heard_of_waits(slurm: Slurm) -> None:
     assert slurm.states()["100"].startswith("CANCELLED")
 
 
-def test_the_reasons_of_losers_are_not_the_runs(slurm: Slurm) -> None:
+def test_the_reasons_of_losers_are_not_the_runs(slurm: FakeSlurm) -> None:
     run = send("1x2", "2x1").run
     begin(run, slurm, "100", "1x2")
     slurm.change("101", state="CANCELLED by 1000")
@@ -679,47 +558,46 @@ def test_the_reasons_of_losers_are_not_the_runs(slurm: Slurm) -> None:
     assert "cancelled" not in look(run)["reason"]
 
 
-def test_a_run_that_slurm_has_requeued_takes_another_racer(slurm: Slurm) -> None:
+def test_a_run_that_slurm_has_requeued_takes_another_racer(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     slurm.let_go()
     slurm.change("100", state="PENDING")
-    assert jobs.race(run, read(["2x1"])).jobs == ["101"]
+    assert jobs.race(run, "2x1").jobs == ["101"]
 
 
-def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: Slurm) -> None:
+def test_of_several_running_jobs_the_one_that_trains_is_told(slurm: FakeSlurm) -> None:
     run = send("1x2", "2x1").run
     begin(run, slurm, "100", "1x2")
     slurm.change("101", state="RUNNING")  # has just started, and will find the run taken
     backends.stop([run])
-    assert slurm.calls("scancel") == [["scancel", "--batch", "--signal=USR2", "100"]]
-    active = backends.look([run]).jobs
-    assert jobs.holder_of(run, [active["100"], active["101"]]) == "100"
-    assert jobs.holder_of(run, [active["101"]]) == "101"  # no claim: it has none yet
+    assert slurm.of("scancel") == [("scancel", "--batch", "--signal=USR2", "100")]
+    assert jobs.holder_of(run, ["100", "101"]) == "100"
+    assert jobs.holder_of(run, ["101"]) == "101"  # no claim: it has none yet
 
 
-def test_one_run_that_cannot_be_stopped_does_not_keep_the_others(slurm: Slurm) -> None:
+def test_one_run_that_cannot_be_stopped_does_not_keep_the_others(slurm: FakeSlurm) -> None:
     runs = [send("1x1").run for _ in range(3)]
-    slurm.set(refuse={"scancel": [None, DENIED]})
+    slurm.said["scancel"] = [None, DENIED]
     done = [one["done"] for one in backends.stop(runs)]
     assert done[0] == done[2] == "taken out of the queue"
     assert done[1].startswith("could not be stopped: scancel: ")
     assert list(slurm.states().values()) == ["CANCELLED by 1000", "PENDING", "CANCELLED by 1000"]
-    slurm.set(refuse={"scancel": DENIED})
+    slurm.said["scancel"] = DENIED
     with pytest.raises(SlurmError):
         backends.stop([runs[1]])
 
 
-def test_a_running_run_is_stopped_at_once_if_that_is_asked(slurm: Slurm) -> None:
+def test_a_running_run_is_stopped_at_once_if_that_is_asked(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     begin(run, slurm, "100", "1x2")
     assert backends.stop([run], now=True)[0]["done"] == "stopped at once"
-    assert slurm.calls("scancel") == [["scancel", "100"]]
+    assert slurm.of("scancel") == [("scancel", "100")]
     slurm.let_go()
     assert look(run)["state"] == "stopped"
 
 
-def test_a_job_that_was_cancelled_by_hand_waits_no_more(slurm: Slurm) -> None:
+def test_a_job_that_was_cancelled_by_hand_waits_no_more(slurm: FakeSlurm) -> None:
     run = send("1x2").run
     slurm.change("100", state="CANCELLED by 0")
     assert look(run)["state"] == "failed"
@@ -732,7 +610,7 @@ def test_a_job_that_was_cancelled_by_hand_waits_no_more(slurm: Slurm) -> None:
 KEYS = ["run", "run_dir", "state", "layout", "jobs", "reason", "step", "steps", "seconds_left"]
 
 
-def test_a_list_has_the_promised_keys_in_their_order(slurm: Slurm) -> None:
+def test_a_list_has_the_promised_keys_in_their_order(slurm: FakeSlurm) -> None:
     run = send("1x4", "2x2").run
     slurm.change("101", reason="Resources", start="2026-11-16T08:00:00")
     slurm.change("100", start="2026-11-16T09:00:00")
@@ -749,7 +627,7 @@ def test_a_list_has_the_promised_keys_in_their_order(slurm: Slurm) -> None:
     assert found["step"] is found["steps"] is found["seconds_left"] is None
 
 
-def test_a_running_run_has_its_winners_layout_and_its_progress(slurm: Slurm) -> None:
+def test_a_running_run_has_its_winners_layout_and_its_progress(slurm: FakeSlurm) -> None:
     run = send("1x4", "2x2").run
     begin(run, slurm, "101", "2x2")
     found = look(run)
@@ -769,44 +647,44 @@ def test_a_running_run_has_its_winners_layout_and_its_progress(slurm: Slurm) -> 
         ("FAILED", "127:0", "its command was not found"),
     ],
 )
-def test_the_end_of_a_job_in_words(slurm: Slurm, state: str, code: str, reason: str) -> None:
+def test_the_end_of_a_job_in_words(slurm: FakeSlurm, state: str, code: str, reason: str) -> None:
     run = send("1x2").run
     slurm.change("100", state=state, code=code)
     assert look(run)["state"] == "failed"
     assert reason in look(run)["reason"]
 
 
-def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: Slurm) -> None:
+def test_all_runs_are_one_question_each_to_squeue_and_sacct(slurm: FakeSlurm) -> None:
     runs = [send("1x1").run for _ in range(3)]
     slurm.change("101", state="FAILED", code="1:0")
     slurm.change("102", state="TIMEOUT")
-    before = len(slurm.calls())
+    before = len(slurm.calls)
     backends.look(runs)
-    asked = slurm.calls()[before:]
+    asked = slurm.calls[before:]
     assert [call[0] for call in asked] == ["squeue", "sacct"]
-    assert asked[0][1:4] == ["-h", "-u", str(os.getuid())]
+    assert asked[0][1:4] == ("-h", "-u", str(os.getuid()))
     assert "101,102" in asked[1]
 
 
-def test_runs_of_this_machine_alone_ask_slurm_nothing(slurm: Slurm) -> None:
+def test_runs_of_this_machine_alone_ask_slurm_nothing(slurm: FakeSlurm) -> None:
     run = RunDir(Path("runs/job-20261115-120000-aaaa"))
     run.path.mkdir(parents=True)
     run.write_info({"run": run.name, "backend": "local", "jobs": []})
     assert look(run)["state"] == "failed"
-    assert slurm.calls() == []
+    assert slurm.calls == []
 
 
-def test_a_layout_that_would_start_earlier_is_suggested(slurm: Slurm) -> None:
+def test_a_layout_that_would_start_earlier_is_suggested(slurm: FakeSlurm) -> None:
     run = send("1x4").run
     slurm.change("100", start="2026-11-16T09:00:00")
-    slurm.set(starts={"1": "2026-11-15T01:00:00", "2": "2026-11-16T08:00:00", "4": "2026-11-17"})
+    slurm.starts = {"1": "2026-11-15T01:00:00", "2": "2026-11-16T08:00:00", "4": "2026-11-17"}
     (line,) = submit.suggest_racers(run, look(run))
     assert line.startswith("2x2 would start at 2026-11-16T08:00:00: allranks race ")
     assert [path.name for path in run.path.glob(".test-*")] == []
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_a_list_is_whole_at_any_width(slurm: Slurm, width: int) -> None:
+def test_a_list_is_whole_at_any_width(slurm: FakeSlurm, width: int) -> None:
     runs = [send("1x4", "4x1").run for _ in range(2)]
     console = Console(width=width, file=io.StringIO(), color_system=None)
     show_runs(console, [look(run) for run in runs], [])
@@ -819,53 +697,54 @@ def test_a_list_is_whole_at_any_width(slurm: Slurm, width: int) -> None:
 # --- The command line ---------------------------------------------------------------------------
 
 
-def answer(allranks: Allranks, *args: str) -> Any:
-    done = allranks(*args, "--json", cwd=Path.cwd())
-    assert done.returncode == 0, done.stderr
+def typed(*args: str) -> subprocess.CompletedProcess[str]:
+    return call_allranks(*args, cwd=Path.cwd())
+
+
+def answer(*args: str) -> Any:
+    done = typed(*args, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-def test_the_commands_and_their_json(slurm: Slurm, allranks: Allranks) -> None:
-    sent = answer(allranks, "submit", "--layout", "1x2")
+def test_the_commands_and_their_json(slurm: FakeSlurm) -> None:
+    sent = answer("submit", "--layout", "1x2")
     assert list(sent) == ["run", "run_dir", "jobs"]
     assert sent["jobs"] == ["100"]
-    assert answer(allranks, "race", "last", "2x1")["jobs"] == ["101"]
-    (listed,) = answer(allranks, "ls")
+    assert answer("race", "last", "2x1")["jobs"] == ["101"]
+    (listed,) = answer("ls")
     assert set(KEYS) <= set(listed)
     assert listed["run"] == sent["run"]
-    (stopped,) = answer(allranks, "stop", "--all")
+    slurm.starts = {"1": "2026-11-15T01:00:00"}
+    assert f"allranks race {sent['run']}" not in typed("ls", "last").stdout  # it waits in 1x2
+    (stopped,) = answer("stop", "--all")
     assert stopped == {"run": sent["run"], "done": "taken out of the queue"}
-    assert answer(allranks, "resume", "last", "--layout", "4x1")["jobs"] == ["102"]
+    assert answer("resume", "last", "--layout", "4x1")["jobs"] == ["102"]
 
 
-def test_a_dry_run_writes_nothing_and_prints_what_would_be_sent(
-    slurm: Slurm, allranks: Allranks
-) -> None:
+def test_a_dry_run_writes_nothing_and_prints_what_would_be_sent(slurm: FakeSlurm) -> None:
     args = ["submit", "--race", "1x4,4x1", "slurm.time=1h", "--dry-run"]
-    shown = answer(allranks, *args)
+    shown = answer(*args)
     assert list(shown["table"]) == list(shown["scripts"]) == ["1x4", "4x1"]
     assert shown["table"]["4x1"]["nodes"] == 4
     assert "#SBATCH --nodes=4\n" in shown["scripts"]["4x1"]
-    printed = allranks(*args, cwd=Path.cwd()).stdout
+    printed = typed(*args).stdout
     assert printed.splitlines()[0].split() == ["layout", "1x4", "4x1"]
     for script in shown["scripts"].values():
         assert script in printed
     assert list(Path.cwd().iterdir()) == []
-    assert slurm.calls("sbatch") == []
+    assert slurm.of("sbatch") == []
 
 
-def test_a_users_own_script_is_sent_as_it_is(slurm: Slurm, allranks: Allranks) -> None:
-    done = allranks(
-        *("submit", "--layout", "1x2", "--json", "--", "python", "train.py", "--name", "a b"),
-        cwd=Path.cwd(),
-    )
+def test_a_users_own_script_is_sent_as_it_is(slurm: FakeSlurm) -> None:
+    done = typed("submit", "--layout", "1x2", "--json", "--", "python", "a.py", "--name", "a b")
     run = RunDir(Path(json.loads(done.stdout)["run_dir"]))
-    assert load_resolved(run).argv == ["python", "train.py", "--name", "a b"]
+    assert load_resolved(run).argv == ["python", "a.py", "--name", "a b"]
 
 
-def test_a_refusal_is_an_error_in_json_with_exit_code_1(slurm: Slurm, allranks: Allranks) -> None:
-    slurm.set(refuse={"sbatch": QOS})
-    done = allranks("submit", "--json", cwd=Path.cwd())
+def test_a_refusal_is_an_error_in_json_with_exit_code_1(slurm: FakeSlurm) -> None:
+    slurm.said[SENDING] = QOS
+    done = typed("submit", "--json")
     assert done.returncode == 1
     error = json.loads(done.stdout)["error"]
     assert "Invalid qos specification" in error["what"]
@@ -873,58 +752,61 @@ def test_a_refusal_is_an_error_in_json_with_exit_code_1(slurm: Slurm, allranks: 
 
 
 def test_logs_of_a_run_that_waits_say_so_and_end_with_json(
-    slurm: Slurm, allranks: Allranks
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = send("1x2").run
-    words = [sys.executable, "-m", "allranks", "logs", run.name, "-f", "--json"]
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # What is started in a shell's background ignores SIGINT, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith(f"{run.name} waits: ")
-    process.send_signal(signal.SIGINT)
-    assert json.loads(process.communicate(timeout=120)[0]) == {"run": run.name, "lines": []}
-    assert process.returncode == 130
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    done = typed("logs", run.name, "-f", "--json")
+    assert done.stderr.startswith(f"{run.name} waits: ")
+    assert json.loads(done.stdout) == {"run": run.name, "lines": []}
+    assert done.returncode == 130
     for rank in ("2", "-2"):
-        done = allranks("logs", run.name, "-f", "--rank", rank, cwd=Path.cwd())
+        done = typed("logs", run.name, "-f", "--rank", rank)
         assert done.returncode == 2 and "rank" in done.stderr
 
 
-def test_what_is_wrong_with_a_race_is_said_of_the_race(slurm: Slurm, allranks: Allranks) -> None:
-    done = allranks("submit", "--race", "nonsense", cwd=Path.cwd())
+def test_what_is_wrong_with_a_race_is_said_of_the_race(slurm: FakeSlurm) -> None:
+    done = typed("submit", "--race", "nonsense")
     assert done.returncode == 2 and 'layout "nonsense"' in done.stderr
     assert "--layout" not in done.stderr
     run = send("1x2").run
     backends.stop([run])
     with pytest.raises(AllranksError, match="it is stopped") as refusal:
-        jobs.race(run, read(["2x1"]))
+        jobs.race(run, "2x1")
     assert refusal.value.fix.startswith("go on with it: allranks resume")
 
 
-def test_stop_needs_to_know_what(slurm: Slurm, allranks: Allranks) -> None:
+def test_stop_needs_to_know_what(slurm: FakeSlurm) -> None:
     for args in (["stop"], ["stop", "last", "--all"]):
-        assert allranks(*args, cwd=Path.cwd()).returncode == 2
+        assert typed(*args).returncode == 2
 
 
 WATCHED = """
 import json, sys
 from contextlib import suppress
+from unittest import mock
+from tests.fake_slurm import FakeSlurm
 from allranks.cli.main import main
+
+class Patch:
+    setattr = staticmethod(setattr)
+
+slurm = FakeSlurm().install(Patch)
 for words in json.loads(sys.argv[1]):
     sys.argv[1:] = words
     with suppress(SystemExit):
         main()
     heavy = {"torch", "sklearn"} & set(sys.modules)
     print("\\nHEAVY" if heavy else "\\nLIGHT", words[0], file=sys.stderr)
+print(json.dumps(slurm.states()), file=sys.stderr)
 """
 
 
-def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
+def test_no_command_of_a_login_node_imports_torch(tmp_path: Path) -> None:
     commands = [
         ["submit", "--layout", "1x2"],
         ["submit", "--dry-run"],
@@ -939,6 +821,8 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, json.dumps(commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=200,
@@ -946,11 +830,9 @@ def test_no_command_of_a_login_node_imports_torch(slurm: Slurm) -> None:
     )
     seen = [line.split() for line in done.stderr.splitlines() if line[:5] in ("HEAVY", "LIGHT")]
     assert seen == [["LIGHT", words[0]] for words in commands], done.stderr
-    assert slurm.states() == {
-        "100": "CANCELLED by 1000",
-        "101": "CANCELLED by 1000",
-        "102": "PENDING",
-    }
+    cancelled = "CANCELLED by 1000"
+    states = json.loads(done.stderr.splitlines()[-1])
+    assert states == {"100": cancelled, "101": cancelled, "102": "PENDING"}
 
 
 # --- Benchmarks in the queue --------------------------------------------------------------------
@@ -966,13 +848,13 @@ def bench(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> list[Repeat]:
     monkeypatch.setattr(run_state, "describe", interrupt)
     planned = list(zip(layouts, prepared, strict=True))
     series = Series(planned, Console(file=io.StringIO()), {"kind": "scaling"})
-    done = series.in_slurm(repeat_of, "1x1")
+    done = series.in_queue(backends.named("slurm"), repeat_of, "1x1")
     assert series.is_interrupted
     return done
 
 
 def test_the_runs_of_a_benchmark_wait_for_each_other(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench(monkeypatch, "1x1", "1x2", "1x1")
     scripts = [slurm.script(job) for job in ("100", "101", "102")]
@@ -983,9 +865,9 @@ def test_the_runs_of_a_benchmark_wait_for_each_other(
 
 
 def test_a_benchmark_that_is_refused_takes_back_what_it_has_sent(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm.set(refuse={"sbatch": [None, None, QOS]})
+    slurm.said[SENDING] = [None, None, QOS]
     with pytest.raises(AllranksError, match=r"2x2: .*Invalid qos") as refusal:
         bench(monkeypatch, "1x1", "1x2", "2x2", "1x1")
     runs = [RunDir(path) for path in sorted(Path("runs").absolute().iterdir())]
@@ -993,23 +875,23 @@ def test_a_benchmark_that_is_refused_takes_back_what_it_has_sent(
     assert len(sent) == 2 and all(run.name in refusal.value.what for run in sent)
     assert "taken out of the queue" in refusal.value.what
     assert set(slurm.states().values()) == {"CANCELLED by 1000"}
-    slurm.set(refuse={"sbatch": [None, None, QOS], "scancel": DENIED})
+    slurm.said |= {SENDING: [None, None, QOS], "scancel": DENIED}
     with pytest.raises(AllranksError, match="could not be stopped") as refusal:
         bench(monkeypatch, "1x1", "1x2", "2x2")
     assert "allranks stop " in refusal.value.fix
 
 
 def test_a_baseline_that_the_queue_does_not_take_is_left_out(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm.set(refuse={"sbatch": [QOS]})
+    slurm.said[SENDING] = [QOS]
     (refused,) = bench(monkeypatch, "1x1", "1x2", "1x1", "1x2")
     assert refused.layout == "1x1" and "Invalid qos" in str(refused.problem)
     assert list(slurm.states()) == ["100", "101"]
 
 
-def test_the_rungs_of_a_ladder_are_of_the_clusters_types(slurm: Slurm) -> None:
-    slurm.set(gres="gpu:a100_sxm4_80gb:4")
+def test_the_rungs_of_a_ladder_are_of_the_clusters_types(slurm: FakeSlurm) -> None:
+    slurm.said["sinfo"] = "gpu:a100_sxm4_80gb:4"
     words = ["task=spiral", "slurm.requeue=true"]
     cli_slurm.submit(overrides=words, ladder="1x1@a100-80gb,1x2@a100-80gb")
     assert "--gres=gpu:a100_sxm4_80gb:1\n" in slurm.script("100")

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from allranks.errors import AllranksError
+from allranks.job.job import load_job
 from allranks.tasks import BUNDLED, Task
 from allranks.tasks.digits import Digits
+from allranks.tasks.gpt import SHAPES
 from allranks.tasks.language import Language
 from allranks.tasks.spiral import Spiral
+from allranks.train.build import load_task
 
 TASKS = [Spiral(), Digits(), Digits(network="mlp", norm="batch"), Language()]
 
@@ -110,31 +113,35 @@ def test_defaults_can_be_read_without_importing_the_task(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "words"),
+    ("task", "option", "value", "words"),
     [
-        (Spiral, {"noise": -0.1}, ["noise", "-0.1", "from 0 to 1"]),
-        (Spiral, {"noise": "much"}, ["'much'"]),
-        (Spiral, {"noise": True}, ["True"]),
-        (Spiral, {"noise": math.nan}, ["nan"]),
-        (Digits, {"network": "resnet"}, ["'resnet'", "cnn, mlp"]),
-        (Digits, {"norm": None}, ["None", "none, batch"]),
-        (Digits, {"dropout": 1}, ["dropout", "0.9"]),
-        (Digits, {"augment": 1}, ["augment", "true or false"]),
-        (Language, {"size": "small"}, ["'small'", "tiny, 16m, 124m, 1.5b"]),
-        (Language, {"size": ["tiny"]}, ["['tiny']"]),
-        (Language, {"context": 0}, ["context", "an integer from 1"]),
-        (Language, {"context": 64.0}, ["64.0"]),
-        (Language, {"vocabulary": 1}, ["vocabulary"]),
-        (Language, {"tokens": 3}, ["tokens", ".npy"]),
+        ("spiral", "noise", -0.1, "greater than or equal to 0, got -0.1"),
+        (
+            "spiral",
+            "noise",
+            "much",
+            "unable to parse string as a number, got 'much'",
+        ),
+        ("spiral", "noise", math.nan, "got nan"),
+        ("digits", "network", "resnet", "'cnn' or 'mlp', got 'resnet'"),
+        ("digits", "norm", None, "'none' or 'batch', got None"),
+        ("digits", "dropout", 1, "less than or equal to 0.9, got 1"),
+        ("digits", "augment", "perhaps", "got 'perhaps'"),
+        ("language", "size", "small", "'tiny', '16m', '124m' or '1.5b', got 'small'"),
+        ("language", "context", 0, "greater than or equal to 1"),
+        ("language", "vocabulary", 1, "greater than or equal to 2"),
     ],
 )
-def test_wrong_option_is_answered(
-    task: type[Task], options: dict[str, Any], words: list[str]
-) -> None:
+def test_wrong_option_is_answered(task: str, option: str, value: Any, words: str) -> None:
+    job = load_job(None, [f"task={task}"]).model_copy(update={"options": {option: value}})
     with pytest.raises(AllranksError) as caught:
-        task(**options)
-    for word in words:
-        assert word in str(caught.value)
+        load_task(job)
+    assert f"options.{option}: " in caught.value.what and words in caught.value.what
+    assert f"{task.title()} takes " in caught.value.fix
+
+
+def test_the_sizes_of_the_language_model_have_shapes() -> None:
+    assert set(SHAPES) == set(get_args(get_type_hints(Language)["size"]))
 
 
 # --- Spiral and digits --------------------------------------------------------------------------
@@ -176,13 +183,13 @@ def test_digits_parts_are_all_images_once() -> None:
 
 
 @pytest.mark.parametrize("options", [{"network": "mlp"}, {"norm": "batch"}])
-def test_digits_can_be_learnt(options: dict[str, Any]) -> None:
+def test_digits_can_be_learnt(options: Any) -> None:
     assert accuracy_after(Digits(**options), epochs=6, batch_size=32, lr=1e-3) >= 0.93
 
 
 @pytest.mark.parametrize("network", ["cnn", "mlp"])
-def test_norm_batch_puts_batchnorm_in(network: str) -> None:
-    def norms(norm: str) -> int:
+def test_norm_batch_puts_batchnorm_in(network: Any) -> None:
+    def norms(norm: Any) -> int:
         modules = Digits(network=network, norm=norm).model().modules()
         return sum(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in modules)
 

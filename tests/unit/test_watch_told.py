@@ -205,7 +205,7 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
     monkeypatch: pytest.MonkeyPatch, words: str, meaning: str
 ) -> None:
     def refuse(only: str | None = None) -> None:
-        raise slurm.refusal("scontrol", words)
+        raise slurm.SlurmError("scontrol", words)
 
     monkeypatch.setattr("allranks.watch.status.describe_cluster", refuse)
     lines = resource_lines(resources())

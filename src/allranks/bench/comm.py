@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from allranks.launch.prepare import Prepared, Request, prepare
 from allranks.launch.screen import Screen
 from allranks.machine.gpus import local_gpus
 from allranks.run.failures import failure
+from allranks.run.files import read_mapping
 from allranks.run.folder import RunDir, find_run, list_runs
 from allranks.show.numbers import duration, number, percent, size
 from allranks.show.tables import Table, show_table, without_empty
@@ -40,7 +40,7 @@ def measure(
 def result_of(ended: Ended, *, is_interrupted: bool) -> Result:
     if ended.run is None or (ended.error is not None and not is_interrupted):
         raise again(ended)
-    if is_interrupted and comm_of(ended.run) is None:
+    if is_interrupted and not comm_of(ended.run):
         raise stopped_early()
     return Result(found_in(ended.run), is_interrupted=is_interrupted)
 
@@ -78,7 +78,7 @@ def run_to_show(runs: Path, reference: str) -> RunDir:
     """The run of bench comm that a reference means; `last` is the newest of them."""
 
     def has_measured(run: RunDir) -> bool:
-        return bench_of(run.info()).get("kind") == RECORD["kind"] or comm_of(run) is not None
+        return bench_of(run.info()).get("kind") == RECORD["kind"] or bool(comm_of(run))
 
     measure = "measure: allranks bench comm --layout 1x2"
     newest = next(filter(has_measured, list_runs(runs)), None)
@@ -106,19 +106,15 @@ def again(ended: Ended) -> AllranksError:
     )
 
 
-def comm_of(run: RunDir) -> dict[str, Any] | None:
-    """The content of a run's comm.json, if there is one."""
-    try:
-        found = json.loads((run.path / "comm.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+def comm_of(run: RunDir) -> dict[str, Any]:
+    """The content of a run's comm.json; empty if there is none."""
+    return read_mapping(run.path / "comm.json", {})
 
 
 def found_in(run: RunDir) -> dict[str, Any]:
     """What a run has measured. Raises AllranksError if there is nothing."""
     found = comm_of(run)
-    if found is None:
+    if not found:
         raise AllranksError(
             f"run {run.name} has measured no collectives (yet): it is {run.state()}",
             fix=f"see allranks ls {run.name}, or measure: allranks bench comm --layout 1x2",

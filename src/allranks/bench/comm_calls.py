@@ -45,14 +45,6 @@ class Peers:
     def count(self) -> int:
         return len(self.ranks)
 
-    @property
-    def following(self) -> int:
-        return self.ranks[(self.place + 1) % self.count]
-
-    @property
-    def preceding(self) -> int:
-        return self.ranks[(self.place - 1) % self.count]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -137,8 +129,9 @@ def _call(collective: str, given: Tensor, result: Tensor, peers: Peers) -> Calla
     group, first = peers.group, peers.ranks[0]
 
     def send_recv() -> None:
-        send = dist.P2POp(dist.isend, given, peers.following, group)
-        receive = dist.P2POp(dist.irecv, result, peers.preceding, group)
+        following, preceding = (peers.ranks[(peers.place + n) % peers.count] for n in (1, -1))
+        send = dist.P2POp(dist.isend, given, following, group)
+        receive = dist.P2POp(dist.irecv, result, preceding, group)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
@@ -190,9 +183,7 @@ def time_calls(run: Callable[[], object], count: int, device: torch.device) -> l
 
 def _time_on_gpu(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    for (
-        event
-    ) in events:  # CUDA creates an event when it is first recorded: do that before measuring
+    for event in events:  # CUDA creates an event when it is first recorded: not while it is timed
         event.record()
     torch.cuda.synchronize(device)
     events[0].record()

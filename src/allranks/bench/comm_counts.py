@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from allranks.bench.laws import nonnegative_fit
 from allranks.errors import AllranksError
 from allranks.machine.gpus import GPU
 
@@ -169,36 +170,14 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line | None:
     """
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None
-    weights = [1.0] * len(points)
-    latency = slope = 0.0
+    deviations = [1.0] * len(points)
     for _ in range(50):  # reweighted least squares; converges in about ten
-        latency, slope = _weighted_line(points, weights)
         # A floor on the deviation: without it, a point that is met exactly would decide alone.
-        weights = [1 / max(abs((latency + slope * x) / y - 1), 1e-3) for x, y in points]
-    deviations = [abs((latency + slope * x) / y - 1) for x, y in points]
+        weights = [max(deviation, 1e-3) ** -0.5 for deviation in deviations]
+        terms = [(w / y, w * x / y, w) for w, (x, y) in zip(weights, points, strict=True)]
+        latency, slope = nonnegative_fit(terms)
+        deviations = [abs((latency + slope * x) / y - 1) for x, y in points]
     return Line(latency, 1 / slope if slope > 0 else None, statistics.median(deviations))
-
-
-def _weighted_line(
-    points: Sequence[tuple[int, float]], weights: Sequence[float]
-) -> tuple[float, float]:
-    """Latency and seconds per byte that minimise the weighted squares of relative deviations."""
-    # A relative deviation is (a + b x) / y - 1 = a u + b v - 1.
-    terms = [(w, 1 / y, x / y) for w, (x, y) in zip(weights, points, strict=True)]
-    uu = sum(w * u * u for w, u, _ in terms)
-    uv = sum(w * u * v for w, u, v in terms)
-    vv = sum(w * v * v for w, _, v in terms)
-    u1 = sum(w * u for w, u, _ in terms)
-    v1 = sum(w * v for w, _, v in terms)
-    determinant = uu * vv - uv * uv
-    if determinant > 1e-12 * uu * vv:
-        latency = (u1 * vv - v1 * uv) / determinant
-        slope = (v1 * uu - u1 * uv) / determinant
-        if latency >= 0 and slope >= 0:
-            return latency, slope
-        if latency >= 0:
-            return u1 / uu, 0.0
-    return 0.0, v1 / vv
 
 
 def fits(rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, float | None]) -> list[Any]:

@@ -1,5 +1,5 @@
-"""What each rank of `bench comm` runs: collectives from the smallest size up, checked, then timed.
-Rank 0 writes comm.json.
+"""What each rank of `bench comm` runs: collectives from the smallest size up, checked, then timed;
+and which way their bytes went, by NCCL's own log. Rank 0 writes comm.json.
 
     python -m allranks.bench.comm_ranks --sizes 1KiB-1GiB --seconds 120 all_reduce broadcast
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from allranks.bench import comm_counts as comm
-from allranks.bench import comm_transport as transport
 from allranks.bench.comm_calls import (
     Operation,
     World,
@@ -38,13 +39,14 @@ from allranks.bench.comm_calls import (
 )
 from allranks.errors import AllranksError
 from allranks.machine import gpus
-from allranks.run.events import append_event, to_json
+from allranks.machine.network import infiniband_ports
+from allranks.run import tracebacks
+from allranks.run.events import to_json
 from allranks.run.folder import RunDir, write_atomically
 from allranks.show.numbers import duration, ranks_in_words
 from allranks.show.numbers import size as num_bytes
 
 TIMING = "median of back-to-back calls, mean over ranks; with a root, the slowest rank's"
-LOST_PEER = r"gloo|nccl|connection (closed|reset)|broken pipe"
 FEWEST_CALLS = 5
 ROUNDS = 10  # after each of which the ranks look at the clock
 FEWEST_CALLS_A_ROUND = 20  # so that what happens between rounds does not affect a median
@@ -52,6 +54,16 @@ MOST_CALLS = 2000
 SECONDS_PER_SIZE = 2.0
 SHARE_BY_CHOICE = 0.4  # of a series' time; the rest is for sizes whose fewest calls take longer
 LACKING = r"not support|unsupported|not implemented|no support"
+
+# What a rank asks NCCL to write while it is measured, and nothing else is.
+NCCL_LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
+
+# `Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM`, `... [send] via NET/IB/0(1)/GDRDMA` (by rank 1).
+_CHANNEL = re.compile(r"\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/]+(?:\(\d+\)[\w/]*)?)")
+_USING = re.compile(r"NCCL INFO NET/(\w+) : Using (.*)")
+_DEVICE = re.compile(r"\[(\d+)\]([^\s\[\];]+)")
+_NETWORK = re.compile(r"NCCL INFO Using network (.+)")
+_VERSION = re.compile(r"NCCL version (\d[\w.]*)")
 
 
 @dataclass(slots=True)
@@ -186,30 +198,15 @@ class WrongResult(AllranksError):
         self.ranks = ranks
 
 
-@dataclass(frozen=True, slots=True)
-class OwnFiles:
-    """Where this rank writes."""
-
-    run: RunDir
-    attempt: int
-    rank: int
-
-    @classmethod
-    def from_environment(cls) -> OwnFiles:
-        run = RunDir(Path(os.environ["ALLRANKS_RUN_DIR"]))
-        return cls(run, int(os.environ["ALLRANKS_ATTEMPT"]), int(os.environ["RANK"]))
-
-    @property
-    def nccl_log(self) -> Path:
-        return self.run.attempt(self.attempt) / f"rank-{self.rank}.nccl.log"
-
-
 class Bench:
     """All series, and what is known about the route the bytes took."""
 
-    def __init__(self, world: World, place: OwnFiles, wanted: argparse.Namespace) -> None:
+    def __init__(
+        self, world: World, run: RunDir, nccl_log: Path, wanted: argparse.Namespace
+    ) -> None:
         self.world = world
-        self.place = place
+        self.path = run.path / "comm.json"
+        self.nccl_log = nccl_log
         self.wanted = wanted
         least, largest = comm.parse_sizes(wanted.sizes)
         self.sizes = comm.sizes_between(least, largest)
@@ -217,10 +214,10 @@ class Bench:
         self.series: list[Series] = []
         self.link = gpus.gpu_link(gpus.local_gpus()) if world.library == "nccl" else "none"
         self.found: dict[str, Any] = {
-            "run": place.run.name,
-            "run_dir": str(place.run.path),
+            "run": run.name,
+            "run_dir": str(run.path),
             "layout": os.environ["ALLRANKS_LAYOUT"],
-            "backend": place.run.info().get("backend"),  # local or slurm
+            "backend": run.info().get("backend"),  # local or slurm
             "library": world.library,
             "device": torch.cuda.get_device_name(world.device)
             if world.library == "nccl"
@@ -246,7 +243,7 @@ class Bench:
         budget = Budget(self.wanted.seconds, len(self.world.scopes) * len(self.wanted.collectives))
         try:
             for scope in self.world.scopes:
-                log_start = len(read_from(self.place.nccl_log, 0))
+                log_start = len(read_from(self.nccl_log, 0))
                 for collective in self.wanted.collectives:
                     self.series.append(Series(self.world, scope, collective))
                     self.measure(self.series[-1], budget)
@@ -293,35 +290,33 @@ class Bench:
             for each in self.series
             if each.stopped
         ]
-        write_atomically(self.place.run.path / "comm.json", to_json(found, indent=1) + "\n")
+        write_atomically(self.path, to_json(found, indent=1) + "\n")
 
     def note_transport(self, scope: comm.Scope, log_start: int) -> None:
         """Collective. NCCL connects a group at its first use: its log then grows by that group."""
-        is_member = self.world.scopes[scope] is not None
-        own: dict[str, Any] | None = None
-        if is_member and self.world.library == "gloo":
-            own = transport.gloo_route()
-        elif is_member:
-            own = transport.parse_nccl_log(read_from(self.place.nccl_log, log_start))
-            own["peak"] = self._peak(scope, own)
-        gathered: list[dict[str, Any] | None] = [None] * self.world.size
+        own: Any = None
+        if self.world.scopes[scope] is not None:
+            own = gloo_route()
+            if self.world.library == "nccl":
+                own = parse_nccl_log(read_from(self.nccl_log, log_start))
+                own["peak"] = self._peak(scope, own)
+        gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, own)
         known = [each for each in gathered if each is not None]
         if self.world.library == "gloo":
-            interfaces = list(dict.fromkeys(each["interface"] for each in known))
-            words = transport.gloo_in_words(known)
+            protocols, interfaces = ([*dict.fromkeys(names)] for names in zip(*known, strict=True))
+            words = f"{'/'.join(protocols)} over {', '.join(interfaces)}"
             self.found["transport"][scope] = {"words": words, "interfaces": interfaces}
             return
-        merged = transport.merge(known)
-        words = transport.in_words(merged, self.link)
-        self.found["transport"][scope] = {"words": words, **merged}
+        merged = merge(known)
+        self.found["transport"][scope] = {"words": in_words(merged, self.link), **merged}
         peaks = [each["peak"] for each in known]
         self.found["peak_GBps"][scope] = min(peaks) if all(peaks) else None
 
     def _peak(self, scope: comm.Scope, parsed: dict[str, Any]) -> float | None:
         """GB/s that this rank's hardware could carry in a scope, where that is known."""
         if scope == "nodes":
-            return transport.network_peak(parsed)
+            return network_peak(parsed)
         if scope == "all" or not any(route.startswith("P2P") for route in parsed["via"]):
             return None  # several kinds of links, or not the one between the GPUs
         kinds = {gpu.catalogue for gpu in gpus.local_gpus()}
@@ -344,24 +339,123 @@ def read_from(path: Path, start: int) -> str:
     return path.read_text(errors="replace")[start:] if path.exists() else ""
 
 
-def fail(error: BaseException, place: OwnFiles) -> None:
+def parse_nccl_log(text: str) -> dict[str, Any]:
+    """What NCCL (2.x, with INFO of INIT, NET and GRAPH) says of the connections that it made."""
+    via = Counter(re.sub(r"\(\d+\)", "", route) for route in _CHANNEL.findall(text))
+    devices: dict[str, str] = {}
+    for plugin, rest in _USING.findall(text):
+        for number, name in _DEVICE.findall(rest.partition("; OOB")[0]):
+            devices[f"{plugin}/{number}"] = re.sub(r":[\d.:a-f]+<\d+>$", "", name)
+    networks = _NETWORK.findall(text)
+    versions = _VERSION.findall(text)
+    return {
+        "via": dict(sorted(via.items())),
+        "network": networks[-1].strip() if networks else None,
+        "devices": devices,
+        # In GRAPH's picture of the machine: `+ NVL[132.0] - GPU/...`
+        "nvlink": bool(re.search(r"\+ NVL\[", text)),
+        "nvls": "NVLS multicast support is available" in text,
+        "version": versions[-1] if versions else None,
+    }
+
+
+def merge(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks of a scope saw, as one."""
+    via: Counter[str] = Counter()
+    devices: dict[str, str] = {}
+    for log in logs:
+        via.update(log["via"])
+        devices |= log["devices"]
+    merged: dict[str, Any] = {"via": dict(sorted(via.items())), "devices": devices}
+    for key in ("network", "version"):
+        merged[key] = next((log[key] for log in logs if log[key]), None)
+    for key in ("nvlink", "nvls"):
+        merged[key] = any(log[key] for log in logs)
+    return merged
+
+
+def in_words(parsed: Mapping[str, Any], link: str = "unknown") -> str:
+    """One line for people; `link`: between the GPUs of a node, as NVML says (gpus.gpu_link)."""
+    words = [_route_in_words(route, parsed, link) for route in parsed["via"]]
+    if not words:
+        return "NCCL's log does not say"
+    return ", ".join(dict.fromkeys(words))
+
+
+def _route_in_words(route: str, parsed: Mapping[str, Any], link: str) -> str:
+    kind, _, rest = route.partition("/")
+    if kind == "P2P":
+        if parsed["nvlink"] or link == "NVLink":
+            return f"NVLink ({route})"
+        return f"PCIe ({route})" if link.startswith("PCIe") else f"GPU to GPU ({route})"
+    if kind == "SHM":
+        return f"host memory ({route})"
+    if kind != "NET":
+        return route
+    plugin, _, number = rest.partition("/")
+    number = number.partition("/")[0]
+    family = "IB" if plugin.startswith("IB") else plugin
+    device = parsed["devices"].get(f"{family}/{number}", "")
+    direct = ", GPUDirect RDMA" if "GDRDMA" in route else ""
+    if family == "Socket":
+        return f"sockets (NET/Socket over {device or 'an interface that is not named'})"
+    if family == "IB":
+        name = "RoCE" if device.endswith("/RoCE") else "InfiniBand"
+        port = f" over {device.rpartition('/')[0]}" if device else ""
+        return f"{name} (NET/{plugin}{port}{direct})"
+    return f"network plugin (NET/{plugin}{direct})"
+
+
+def network_peak(parsed: Mapping[str, Any], sys_root: Path = Path("/sys")) -> float | None:
+    """GB/s of the InfiniBand or RoCE ports that the channels of this rank use; None if unknown."""
+    used = set()
+    for route in parsed["via"]:
+        match = re.match(r"NET/(IB)\w*/(\d+)", route)
+        if match:
+            used.add(parsed["devices"].get(f"{match[1]}/{match[2]}"))
+        elif route.startswith("NET/"):
+            return None
+    rates = [_port_rate(device, sys_root) for device in used]
+    return sum(rate for rate in rates if rate) / 1e9 if rates and all(rates) else None
+
+
+def _port_rate(device: str | None, sys_root: Path) -> float | None:
+    """Bytes per second of `mlx5_0:1/IB`, in the kernel's words "200 Gb/sec (4X HDR)"."""
+    name = (device or "").rpartition("/")[0]
+    port = next((port for port in infiniband_ports(sys_root) if port.name == name), None)
+    return port.bits_per_second / 8 if port is not None and port.bits_per_second else None
+
+
+def gloo_route(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The protocol and the interface that gloo talks through, as torch chooses it."""
+    protocol = env.get("GLOO_DEVICE_TRANSPORT", "TCP")
+    interface = env.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return protocol, interface
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "an address that does not resolve"
+    return protocol, f"{address}, that of the name {name}"
+
+
+def fail(error: BaseException) -> None:
     """Write why to the end event and the log, and exit without waiting for the other ranks."""
     if isinstance(error, KeyboardInterrupt):
         os._exit(130)  # the launcher reports that it was stopped
-    what, fix, code, is_echo = f"{type(error).__name__}: {error}", "", 1, False
+    described = tracebacks.describe(error)
+    what, fix, code, is_echo = tracebacks.in_a_line(described), "", 1, described["echo"]
     if isinstance(error, AllranksError):
         what, fix, code = error.what, error.fix, error.exit_code
-        is_echo = isinstance(error, WrongResult) and place.rank not in error.ranks
+        is_echo = isinstance(error, WrongResult) and int(os.environ["RANK"]) not in error.ranks
         print(what, file=sys.stderr)
-    elif isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error), re.IGNORECASE):
-        is_echo = True
-        print(f"lost another rank: {str(error).splitlines()[0]}", file=sys.stderr)
+    elif is_echo:
+        print(f"lost another rank: {described['message'].splitlines()[0]}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     fields = {"what": what, "fix": fix, "echo": is_echo}
-    append_event(
-        place.run.events(place.attempt, place.rank), "end", state="failed", exit=code, error=fields
-    )
+    tracebacks.record("end", {"state": "failed", "exit": code, "error": fields})
     sys.stderr.flush()
     os._exit(code)
 
@@ -372,15 +466,17 @@ def main() -> None:
     parser.add_argument("--sizes", default=comm.DEFAULT_SIZES)
     parser.add_argument("--seconds", type=float, default=120.0)
     wanted = parser.parse_args()
-    place = OwnFiles.from_environment()
+    run = RunDir(Path(os.environ["ALLRANKS_RUN_DIR"]))
+    attempt = run.attempt(int(os.environ["ALLRANKS_ATTEMPT"]))
+    nccl_log = attempt / f"rank-{os.environ['RANK']}.nccl.log"
     # Before NCCL is first called: that is when it reads them.
-    os.environ |= {**transport.NCCL_LOG, "NCCL_DEBUG_FILE": str(place.nccl_log)}
+    os.environ |= {**NCCL_LOG, "NCCL_DEBUG_FILE": str(nccl_log)}
     try:
-        Bench(join(choose_device()), place, wanted).run()
+        Bench(join(choose_device()), run, nccl_log, wanted).run()
         highest(0.0)  # others may still be reading what this rank sent last
         dist.destroy_process_group()
     except BaseException as error:
-        fail(error, place)
+        fail(error)
 
 
 if __name__ == "__main__":

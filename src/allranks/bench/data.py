@@ -22,6 +22,7 @@ from allranks.errors import AllranksError
 from allranks.launch.prepare import Prepared
 from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import read_events
+from allranks.run.files import read_mapping
 from allranks.run.folder import RunDir
 from allranks.show.numbers import between, count, duration, number, percent
 from allranks.show.tables import Table, facts, show_table, without_empty
@@ -60,8 +61,8 @@ def measure(
 
 
 def found_in_task(ended: Ended) -> dict[str, Any]:
-    found = read_found(ended.run) if ended.run is not None else None
-    if found is None or ended.run is None:
+    found = read_mapping(ended.run.path / "data.json", {}) if ended.run is not None else {}
+    if not found or ended.run is None:
         raise ended.error or stopped_early()
     return as_json(found, ended.run)
 
@@ -94,15 +95,6 @@ def read_workers(text: str | None) -> list[int]:
             fix="write --workers 0,1,2,4, or leave it out: then it follows from the CPUs",
         )
     return sorted({int(word) for word in words})
-
-
-def read_found(run: RunDir) -> Found | None:
-    """What the ranks of a run have measured so far."""
-    try:
-        content: Found = json.loads((run.path / "data.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content
 
 
 def paces_of(found: Found, kind: str) -> dict[int | None, Pace]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from allranks.show.numbers import number, percent, ratio
 from allranks.timing.comparison import Compared, unsure
@@ -21,13 +20,13 @@ SHOWN = 0.0005  # anything less is shown as 0.0%
 class Fit:
     """Both laws, fitted to the measured speedups; beyond those they predict."""
 
-    serial: float | None  # Amdahl: the fraction that more ranks do not speed up; None: no fit
+    serial_fraction: float | None  # Amdahl's, which more ranks do not speed up; None: no fit
     contention: float  # USL: waiting for each other
     coherence: float  # USL: everyone talking to everyone
-    peak_ranks: float | None  # where USL's speedup is highest; None if it never falls
-    half_ranks: float | None  # where USL's efficiency falls below a half
+    fastest_at_ranks: float | None  # where USL's speedup is highest; None if it never falls
+    half_efficient_at_ranks: float | None  # where USL's efficiency falls below a half
     base_ranks: int = 1  # what the speedups are against
-    serial_error: float | None = None  # half of its 95% interval, if known
+    serial_fraction_error: float | None = None  # half of its 95% interval, if known
 
     def speedup(self, ranks: float) -> float:
         n = ranks / self.base_ranks
@@ -46,34 +45,37 @@ def fit_of(rows: Sequence[Compared]) -> Fit | None:
         return None
     excess = [(n, n / speedup - 1) for n, speedup in points]
     serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
-    contention, coherence = _usl(excess)
+    contention, coherence = nonnegative_fit([(n - 1, n * (n - 1), y) for n, y in excess])
     peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
     half = _half(contention, coherence)
     return Fit(
-        serial=serial,
+        serial_fraction=serial,
         contention=contention,
         coherence=coherence,
-        peak_ranks=peak * base.ranks if peak is not None else None,
-        half_ranks=half * base.ranks if half is not None else None,
+        fastest_at_ranks=peak * base.ranks if peak is not None else None,
+        half_efficient_at_ranks=half * base.ranks if half is not None else None,
         base_ranks=base.ranks,
     )
 
 
-def _usl(excess: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Both parameters at least 0; with one point only, all of it is contention."""
-    a = sum((n - 1) ** 2 for n, _ in excess)
-    b = sum((n - 1) ** 2 * n for n, _ in excess)
-    c = sum((n - 1) ** 2 * n * n for n, _ in excess)
-    p = sum(y * (n - 1) for n, y in excess)
-    q = sum(y * (n - 1) * n for n, y in excess)
-    determinant = a * c - b * b
-    if len({n for n, _ in excess}) >= 2 and determinant > 0:
-        contention, coherence = (c * p - b * q) / determinant, (a * q - b * p) / determinant
-        if contention >= 0 and coherence >= 0:
-            return contention, coherence
-        if contention < 0:
-            return 0.0, max(0.0, q / c)
-    return max(0.0, p / a), 0.0
+def nonnegative_fit(terms: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The a and b, neither below 0, that minimise the sum of (a u + b v - y)² over all (u, v, y).
+
+    Where u and v are proportional, all of it is a.
+    """
+    uu = sum(u * u for u, _, _ in terms)
+    uv = sum(u * v for u, v, _ in terms)
+    vv = sum(v * v for _, v, _ in terms)
+    uy = sum(u * y for u, _, y in terms)
+    vy = sum(v * y for _, v, y in terms)
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        a, b = (vv * uy - uv * vy) / determinant, (uu * vy - uv * uy) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+        if a < 0:
+            return 0.0, max(0.0, vy / vv)
+    return max(0.0, uy / uu), 0.0
 
 
 def _half(contention: float, coherence: float) -> float | None:
@@ -95,7 +97,7 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
         if differs := differ_too_much(row):
             return None, differs
     best, top = max(larger, key=lambda row: row.speedup or 0.0), larger[-1]
-    assert fit.serial is not None and best.speedup is not None
+    assert fit.serial_fraction is not None and best.speedup is not None
     if best.speedup <= 1 + SHOWN:
         return None, f"no larger layout is faster than {base.layout}"
     if fit.speedup(top.ranks) >= (1 - SHOWN) * top.ranks / base.ranks:
@@ -105,12 +107,12 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
         )
     error = serial_error(base, larger)
     if error > UNSURE:
-        low, high = max(0.0, fit.serial - error), min(1.0, fit.serial + error)
+        low, high = max(0.0, fit.serial_fraction - error), min(1.0, fit.serial_fraction + error)
         return None, (
             f"the measurements are too noisy: by their 95% intervals {percent(low, 0)} to "
             f"{percent(high, 0)} of the work could be serial"
         )
-    fit = replace(fit, serial_error=error or None)
+    fit = replace(fit, serial_fraction_error=error or None)
     missed = next((row for row in larger if is_far(fit.speedup(row.ranks), row, base)), None)
     if missed is not None:
         return None, (
@@ -118,15 +120,15 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
             f"law, {ratio(missed.speedup)} measured"
         )
     if not is_amdahl(fit, larger, base):
-        fit = replace(fit, serial=None, serial_error=None)
+        fit = replace(fit, serial_fraction=None, serial_fraction_error=None)
     return fit, None
 
 
 def is_amdahl(fit: Fit, larger: Sequence[Compared], base: Compared) -> bool:
     """Whether a serial fraction alone explains the speedups."""
-    if fit.serial is None or not SHOWN < fit.serial < 1 - SHOWN:
+    if fit.serial_fraction is None or not SHOWN < fit.serial_fraction < 1 - SHOWN:
         return False
-    amdahl = replace(fit, contention=fit.serial, coherence=0.0)
+    amdahl = replace(fit, contention=fit.serial_fraction, coherence=0.0)
     return not any(is_far(amdahl.speedup(row.ranks), row, base) for row in larger)
 
 
@@ -153,16 +155,3 @@ def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
     shares = [weight * (weight + 1) / (row.speedup or 1.0) / squares for weight, row in weights]
     own = [share * unsure(row) for share, (_, row) in zip(shares, weights, strict=True)]
     return math.hypot(*own, sum(shares) * unsure(base))  # the base's is the same in all of them
-
-
-def fit_object(fit: Fit) -> dict[str, Any]:
-    """The fit as `bench scaling --json` has it."""
-    return {
-        "predicted": True,
-        "serial_fraction": fit.serial,
-        "serial_fraction_error": fit.serial_error,
-        "contention": fit.contention,
-        "coherence": fit.coherence,
-        "fastest_at_ranks": fit.peak_ranks,
-        "half_efficient_at_ranks": fit.half_ranks,
-    }

@@ -1,28 +1,27 @@
-"""The runs of a benchmark one after another, here or in SLURM's queue.
+"""The runs of a benchmark one after another, here or in a queue.
 
 After a Ctrl-C, what was measured so far is kept and shown, and the exit code is 130.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from allranks.errors import AllranksError
 from allranks.launch import backends, checks, node, screen
-from allranks.launch.backends import local
-from allranks.launch.backends.slurm import held_nodes, submit
-from allranks.launch.backends.slurm.sbatch import racers_of
+from allranks.launch.backends import Backend, Options, Submitted, local
 from allranks.launch.prepare import Prepared
 from allranks.machine.processes import listening
 from allranks.run import run_state
+from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
+from allranks.timing.steps import Timing, why_no_pace
 
 T = TypeVar("T")
 LOOK_SECONDS, MOST_LOOK_SECONDS = 2.0, 30.0  # between looks at the queue
@@ -39,13 +38,6 @@ class Result:
     notes: tuple[str, ...] = ()
 
 
-class Measured(Protocol):
-    """What was read from a run."""
-
-    @property
-    def problem(self) -> str | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A run that was to be measured; `run` is None if it could not be started."""
@@ -54,10 +46,15 @@ class Ended:
     run: RunDir | None
     error: AllranksError | None = None
 
-    @property
-    def why(self) -> str:
-        """Why it could not be started, with the fix."""
-        return "; ".join(filter(None, (self.error.what, self.error.fix))) if self.error else ""
+    def problem(self, measured: Timing | None) -> str | None:
+        """Why it has no samples a second, with the fix; None if `measured` has them."""
+        if self.run is None:
+            return "; ".join(filter(None, (self.error.what, self.error.fix))) if self.error else ""
+        broken = failure(self.run)
+        if broken is None:
+            return why_no_pace(self.run, measured)
+        fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
+        return f"{failure_in_words(broken)}: {fix}"
 
 
 @dataclass(slots=True)
@@ -83,7 +80,7 @@ class Series:
         `read` is called with each run that ended. `makes_steps`: whether to expect step events.
         """
         for _, one in self.planned:
-            held_nodes.check_allocation(one.layout, one.request, os.environ)
+            local.ranks_here(one, node.Place())  # refuses all before the first has run
         if not oversubscribe:
             remarks = [r for _, one in self.planned for r in checks.check_measurable(one.layout)]
             for remark in dict.fromkeys(remarks) if shown is None else ():
@@ -111,8 +108,8 @@ class Series:
                     break
         return done
 
-    def how_far(self, done: Sequence[Measured]) -> str:
-        measured = sum(not one.problem for one in done)
+    def how_far(self, problems: Iterable[str | None]) -> str:
+        measured = sum(not problem for problem in problems)
         return f"{measured} of {len(self.planned)} runs were measured"
 
     def _begin(self, number: int, name: str) -> None:
@@ -120,7 +117,9 @@ class Series:
             text = f"{number}/{len(self.planned)}  {name} …"
             self.console.print(Text(text, style="dim"), end="\r")
 
-    def in_slurm(self, read: Callable[[Ended], T], optional: str | None = None) -> list[T]:
+    def in_queue(
+        self, queue: Backend, read: Callable[[Ended], T], optional: str | None = None
+    ) -> list[T]:
         """Submit all at once, to run one after another; then wait until they have left the queue.
 
         `optional`: the name that is left out if the queue refuses it.
@@ -129,11 +128,11 @@ class Series:
         waiting: list[tuple[str, RunDir]] = []
         pause = LOOK_SECONDS
         try:
-            done += map(read, self._send(waiting, optional))
+            done += map(read, self._send(queue, waiting, optional))
             while waiting:
-                queue = backends.look([run for _, run in waiting])
+                found = queue.look([run for _, run in waiting])
                 for name, run in list(waiting):
-                    if run_state.describe(run, queue)["state"] not in ("queued", "running"):
+                    if run_state.describe(run, found)["state"] not in ("queued", "running"):
                         waiting.remove((name, run))
                         done.append(read(Ended(name, run)))
                 time.sleep(pause if waiting else 0)
@@ -145,7 +144,9 @@ class Series:
             self.console.print(Text(f"{words} {names}", style="yellow"), soft_wrap=True)
         return done
 
-    def _send(self, waiting: list[tuple[str, RunDir]], optional: str | None) -> list[Ended]:
+    def _send(
+        self, queue: Backend, waiting: list[tuple[str, RunDir]], optional: str | None
+    ) -> list[Ended]:
         """Submit each to start when the one before has ended: together they would disturb.
 
         If one is refused, those before it are stopped. Returns what was left out.
@@ -158,12 +159,10 @@ class Series:
             # A measured task stops as at a time limit: it must not be submitted again.
             slurm = prepared.job.slurm.model_copy(update={"requeue": False})
             job = prepared.job.model_copy(update={"slurm": slurm})
-            options: dict[str, Any] = {}
-            if before:
-                options["dependency"] = f"afterany:{':'.join(before)}"
             try:
                 one = replace(prepared, job=job, bench=self.record)
-                sent = submit.submit(one, racers_of(job, []), **options)
+                sent = queue.start(one, Options(after=tuple(before)))
+                assert isinstance(sent, Submitted)
             except AllranksError as error:
                 if name != optional:
                     raise taken_back(error, name, [run for _, run in waiting]) from error

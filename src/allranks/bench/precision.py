@@ -20,11 +20,10 @@ from allranks.errors import AllranksError
 from allranks.launch.prepare import Prepared
 from allranks.machine.allotted import usable_instructions
 from allranks.machine.gpus import LocalGPU, local_gpus
-from allranks.run.failures import failure, failure_in_words
 from allranks.run.record import read_rank
 from allranks.show.numbers import between, metric, number, ratio, size
 from allranks.show.tables import Table, show_table
-from allranks.timing.steps import STOPPED_EARLY, timing, why_no_pace
+from allranks.timing.steps import STOPPED_EARLY, timing
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 AMPERE = (8, 0)  # compute capability of the first GPUs with tf32 and bf16
@@ -120,24 +119,20 @@ def measure(
     trials += done
     found = as_json(trials, steps=steps) | {"interrupted": series.is_interrupted}
     error = None if series.is_interrupted else error_in(trials)
-    return Result(found, error, series.is_interrupted, series.how_far(done))
+    return Result(found, error, series.is_interrupted, series.how_far(one.problem for one in done))
 
 
 def trial_of(ended: Ended) -> Trial:
     """What a run has measured, or why it has not."""
     run = ended.run
     if run is None:
-        return Trial(ended.name, problem=ended.error.what if ended.error else None)
-    broken, measured = failure(run), timing(run)
+        return Trial(ended.name, problem=ended.problem(None))
+    measured = timing(run)
+    problem = ended.problem(measured)
     attempt = max(run.attempts(), default=0)
     end = run.end(attempt, 0) or {}
-    problem = None
-    if broken is not None:
-        problem = f"{failure_in_words(broken)}: see {broken['log']}"
-    else:
-        problem = why_no_pace(run, measured)
-        if end.get("state") != "finished":
-            problem = STOPPED_EARLY
+    if run.state() == "stopped":
+        problem = STOPPED_EARLY
     on_device, on_host = end.get("memory_peak"), end.get("host_memory")
     losses = read_rank(run, attempt, 0).losses
     lost = next((step for step, loss in losses.items() if loss is None), None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench.laws import Fit, differ_too_much, fit_object, law_of
+from allranks.bench.laws import Fit, differ_too_much, law_of
 from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
 from allranks.job.job import Job
@@ -19,8 +19,7 @@ from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
 from allranks.run.events import read_events
-from allranks.run.failures import failure, failure_in_words
-from allranks.run.results import samples_per_epoch
+from allranks.run.record import samples_per_epoch
 from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
@@ -34,7 +33,7 @@ from allranks.timing.comparison import (
     mode_of,
 )
 from allranks.timing.samples_seen import APART, remarks
-from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing, why_no_pace
+from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 
 ENDLESS_STEPS = 10_000_000  # the probe ends the run long before
 NO_PACE = ("no optimizer step", "too few steps", "no samples")  # in a run that is well
@@ -127,7 +126,8 @@ def measure(
         return price.usd_per_hour if price else None
 
     added = str(plan.added) if plan.added else None
-    done = series.in_slurm(read, added) if named(backend).is_queue else series.here(read)
+    place = named(backend)
+    done = series.in_queue(place, read, added) if place.is_queue else series.here(read)
     device = next((one.device for one in done if one.timing is not None), None)
     found = as_json(
         done,
@@ -141,7 +141,7 @@ def measure(
         },
     )
     result = result_of(found, is_interrupted=series.is_interrupted)
-    return replace(result, how_far=series.how_far(done))
+    return replace(result, how_far=series.how_far(one.problem for one in done))
 
 
 def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
@@ -178,13 +178,8 @@ def repeat_of(ended: Ended) -> Repeat:
     """What a run has measured, or why it has not."""
     run = ended.run
     if run is None:
-        return Repeat("", ended.name, None, ended.why, state="failed")
-    measured, broken, problem = timing(run), failure(run), None
-    if broken is not None:
-        fix = broken.get("error", {}).get("fix") or f"see {broken['log']}"
-        problem = f"{failure_in_words(broken)}: {fix}"
-    else:
-        problem = why_no_pace(run, measured)
+        return Repeat("", ended.name, None, ended.problem(None), state="failed")
+    measured = timing(run)
     kept = measured if measured is not None and measured.samples else None
     info, attempts = run.info(), run.attempts()
     start = (run.start(attempts[-1]) if attempts else None) or {}
@@ -195,7 +190,7 @@ def repeat_of(ended: Ended) -> Repeat:
         run=run.name,
         layout=ended.name,
         timing=kept,
-        problem=problem,
+        problem=ended.problem(measured),
         samples_per_epoch=samples_per_epoch(run),
         remarks=remarks(run, kept),
         state=run.state(),
@@ -252,7 +247,7 @@ def as_json(
     return {
         "mode": mode_of(judged),
         "rows": [row_object(row, repeats, added, price_of) for row in rows],
-        "fit": fit and fit_object(fit),
+        "fit": fit and {"predicted": True, **asdict(fit)},
         "fit_problem": no_fit,
         **(more or {}),
         "verdict": verdict(judged, fit, problems_of(repeats), remarks_of(top, repeats)),

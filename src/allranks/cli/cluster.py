@@ -130,11 +130,10 @@ def race(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from allranks.launch.backends.slurm import jobs
-    from allranks.launch.backends.slurm.sbatch import parse_race
+    from allranks.launch.backends.slurm import jobs  # no other queue has races
     from allranks.run.folder import find_run
 
-    show_submitted(jobs.race(find_run(runs, run), parse_race(layouts)), as_json=as_json)
+    show_submitted(jobs.race(find_run(runs, run), layouts), as_json=as_json)
 
 
 @never_with("race", "layout")
@@ -195,9 +194,8 @@ def ls(
     if as_json:
         print_json(described)
         return
-    from allranks.launch.backends.slurm.submit import suggest_racers
-
-    suggestions = suggest_racers(found[0], described[0]) if run else []
+    place = backends.named(backends.of(found[0])) if run else None
+    suggestions = place.suggestions(found[0], described[0]) if place else []
     show_runs(people_console(), described[::-1], suggestions)  # the newest last: in sight
 
 

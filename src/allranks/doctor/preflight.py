@@ -31,9 +31,9 @@ from allranks.doctor.connectivity import Clock, Directory, Listener, reach_all
 from allranks.doctor.finding import Check, failed, not_here, passed, warned
 from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
 from allranks.machine.network import address_towards
+from allranks.machine.nodelist import expand
 from allranks.run.folder import write_atomically
 from allranks.show.numbers import duration, rate, size
-from allranks.slurm.nodelist import expand
 
 if TYPE_CHECKING:
     import torch

@@ -153,11 +153,8 @@ class FixedNodes(RendezvousHandler):
         """
         if self.round == 0:
             return int(self._store.port)
-        if self._node_rank == 0:
-            self._serve_ranks()
-        return int(self._store.get(f"port/{self.round}"))
-
-    def _serve_ranks(self) -> None:
+        if self._node_rank > 0:
+            return int(self._store.get(f"port/{self.round}"))
         # Beside the port that the user typed: where that one is open, others near it may be.
         near = self._store.port + self.round
         for port in [0] if self._num_nodes == 1 else [*range(near, near + MORE_PORTS), 0]:
@@ -175,6 +172,7 @@ class FixedNodes(RendezvousHandler):
             master_listen_fd=listener.detach(),
         )
         self._store.set(f"port/{self.round}", str(port))
+        return int(port)
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if another node has moved on to a later round: this one must follow."""

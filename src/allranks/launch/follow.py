@@ -12,11 +12,11 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.layout import Layout
+from allranks.machine.nodelist import compress
 from allranks.run import claims, run_state
 from allranks.run.failures import failure, failure_in_words, missing_in_words
 from allranks.run.folder import RunDir
 from allranks.run.logs import LogTail
-from allranks.slurm.nodelist import compress
 from allranks.timing.steps import result
 
 READ_SECONDS = 0.3  # between two looks at the logs

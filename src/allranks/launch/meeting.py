@@ -423,8 +423,8 @@ class Door:
 
 
 def names_of(nodes: list[int]) -> str:
-    """`node 1`, or `nodes 1 and 3`."""
-    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}"
+    """`node 1`, or `nodes 1 and 3`; the last of them may have just come."""
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}" if nodes else "the other nodes"
 
 
 # --- The other nodes -----------------------------------------------------------------------------

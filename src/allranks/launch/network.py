@@ -27,8 +27,8 @@ from allranks.machine.network import (
     infiniband_ports,
     up_interfaces,
 )
+from allranks.machine.nodelist import expand
 from allranks.machine.processes import Setting
-from allranks.slurm.nodelist import expand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

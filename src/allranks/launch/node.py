@@ -21,7 +21,7 @@ from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
 from allranks.launch.stalled import StallWatch
 from allranks.machine.allotted import memory_kills
-from allranks.machine.processes import Signals, blocked_signals, quick_imports
+from allranks.machine.processes import Signals, blocked_signals, quick_imports, signal_name
 from allranks.run import claims
 from allranks.run.events import append_event
 from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
@@ -374,8 +374,7 @@ def end_of(code: int | None, *, is_command: bool, stopped: bool) -> dict[str, An
         what = "ended because another rank failed"
         fields["error"] = {"what": what, "fix": "", "echo": True}
     elif code < 0:
-        known = -code in {int(one) for one in signal.Signals}
-        fields["signal"] = signal.Signals(-code).name if known else f"signal {-code}"
+        fields["signal"] = signal_name(-code)
     return fields
 
 

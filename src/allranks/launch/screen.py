@@ -21,8 +21,7 @@ from allranks.launch.echo import Echo
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.run.record import RankRecord
-from allranks.run.results import steps_by_rank
+from allranks.run.record import RankRecord, steps_by_rank
 from allranks.show.numbers import (
     NOTHING,
     count,
@@ -110,17 +109,17 @@ class Screen:
         self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def stopping(self, signal_name: str) -> None:
-        """Said once, when the first rank is told to stop."""
-        if self._stopping:
-            return
-        self._stopping = True
+        """Called for each rank that is told to stop; said once."""
+        if not self._stopping:
+            self._stopping = True
+            self._status.leave()
+            text = f"{signal_name}: stopping{self._when_stopping()}"
+            self.console.print(Text(text, style="yellow"), soft_wrap=True)
+
+    def _when_stopping(self) -> str:
         native = self._job is not None and self._job.command is None
-        how = "saving a checkpoint at the next step" if native else "the script was told"
-        text = f"{signal_name}: stopping, {how}"
-        if self.console.is_terminal:
-            text += "; Ctrl-C (again) stops at once"
-        self._status.leave()
-        self.console.print(Text(text, style="yellow"), soft_wrap=True)
+        how = ", saving a checkpoint at the next step" if native else ", the script was told"
+        return how + ("; Ctrl-C (again) stops at once" if self.console.is_terminal else "")
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
         """Show this run from now on, as `rank` sees it."""
@@ -357,7 +356,10 @@ class Bar:
         where, numbers = self._words(last)
         if self._progress is not None:
             room = self._console.width - len(where) - (24 if self._console.width >= 90 else 12)
-            text = "  ".join(that_fit(numbers, room))
+            # A narrow terminal keeps the loss and the time left longest.
+            while len(numbers) > 1 and len("  ".join(numbers)) > room:
+                numbers.pop(-2)
+            text = "  ".join(numbers)
             self._progress.update(self._task, completed=last["step"], where=where, numbers=text)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
@@ -395,14 +397,6 @@ class Bar:
                 f"{duration(left, whole=True)} left",
             ]
         return f"epoch {last['epoch']}/{epochs}", numbers
-
-
-def that_fit(numbers: list[str], room: int) -> list[str]:
-    """Numbers beside the bar; a narrow terminal keeps the loss and the time left longest."""
-    numbers = list(numbers)
-    while len(numbers) > 1 and len("  ".join(numbers)) > room:
-        numbers.pop(-2)
-    return numbers
 
 
 def banner(start: dict[str, Any], job: Job) -> str:
@@ -451,11 +445,8 @@ class QuietScreen(Screen):
     def stalled(self, line: str | None, seconds: float = 0.0) -> None:
         self._notes.show(line, seconds)
 
-    def stopping(self, signal_name: str) -> None:
-        if not self._stopping:
-            self._stopping = True
-            text = f"{signal_name}: stopping; what was measured is kept"
-            self.console.print(Text(text, style="yellow"), soft_wrap=True)
+    def _when_stopping(self) -> str:
+        return "; what was measured is kept"
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
         self._run, self._begin = run, time.monotonic()

@@ -49,6 +49,12 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL, or `signal 77` where there is no name for it."""
+    known = number in {int(one) for one in signal.Signals}
+    return signal.Signals(number).name if known else f"signal {number}"
+
+
 def output_of(
     command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None
 ) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.machine.inventory import describe_machine
 from allranks.slurm import commands as slurm
-from allranks.slurm.formats import (
+from allranks.slurm.commands import (
     NOT_SET,
     names,
     number_of,

@@ -1,7 +1,7 @@
-"""Calls SLURM's commands, which nothing else does, and explains their refusals.
+"""Calls SLURM's commands, which nothing else does, explains their refusals, reads what they print.
 
-Only text formats that have not changed since 20.02 are read: JSON is not available everywhere, and
-where it is, it ignores filters and gets exit codes wrong.
+Only text formats that have not changed since SLURM 20.02 are read: JSON is not available
+everywhere, and where it is, it ignores filters and gets exit codes wrong.
 """
 
 from __future__ import annotations
@@ -12,139 +12,35 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.machine.processes import die_with_parent
+from allranks.slurm import reasons
 
 ANSWER_SECONDS = 60.0
+NOT_SET = {"", "(null)", "N/A", "n/a", "NONE", "None", "UNLIMITED", "ALL", "INFINITE", "infinite"}
 
 
 class SlurmError(AllranksError):
-    """SLURM refused, or did not answer. `words` is its own message."""
+    """A refusal of SLURM's, or its silence: its message, what that means and what to change."""
 
-    def __init__(self, what: str, *, fix: str, words: str = "", meaning: str = "") -> None:
-        super().__init__(what, fix=fix, exit_code=1)
-        self.words = words
-        self.meaning = meaning  # of that message, if it is known
+    def __init__(self, program: str, said: str) -> None:
+        lines = [clean_words(line) for line in said.splitlines()]
+        self.words = "; ".join(dict.fromkeys(filter(None, lines))) or "no reason given"
+        rows = reasons.words()["refusals"]
+        fits = (row for row in rows if re.search(row["pattern"], self.words, re.IGNORECASE))
+        known: dict[str, Any] = next(fits, {})
+        self.meaning = known.get("meaning", "")
+        self.is_silence = known.get("silence", False)  # it may answer later
+        what = f"{program}: {self.words}{f' ({self.meaning})' if known else ''}"
+        super().__init__(what, fix=known.get("fix", f"see `man {program}` here"), exit_code=1)
 
     @property
-    def is_silence(self) -> bool:
-        """Whether the controller did not answer: it may do so later."""
-        return bool(re.search(SILENCE, self.words, re.IGNORECASE))
-
-
-SILENCE = (
-    r"unable to contact slurm controller|socket timed out|connection refused|no answer"
-    r"|slurm backup controller|zero bytes were transmitted|communication connection failure"
-    r"|resource temporarily unavailable|unable to establish controller"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A message of SLURM's, what it means, and what to change."""
-
-    pattern: str
-    meaning: str
-    fix: str
-
-
-REFUSALS = (
-    Refusal(
-        SILENCE,
-        "the controller of the cluster did not answer",
-        "try again in a minute; `scontrol ping` says whether it is up",
-    ),
-    Refusal(
-        r"could not establish a configuration source|failed to fetch config",
-        "SLURM's commands are here, but they do not know the cluster",
-        "log in to a login node of the cluster, or set SLURM_CONF to its slurm.conf",
-    ),
-    Refusal(
-        r"invalid account",
-        "the account is not yours, or may not use this partition",
-        "write slurm.account=NAME, one of those that `allranks cluster` lists",
-    ),
-    Refusal(
-        r"invalid partition|partition.*(not available|does not exist|not found)",
-        "there is no such partition here",
-        "write slurm.partition=NAME, one of those that `allranks cluster` lists",
-    ),
-    Refusal(
-        r"user's group not permitted|access.*denied to.*partition",
-        "you may not use this partition",
-        "choose another one (`allranks cluster` lists them), or ask the site for access",
-    ),
-    Refusal(
-        r"invalid qos",
-        "the QOS does not exist, or is not yours",
-        "write slurm.qos=NAME, one of those that `allranks cluster` lists, or remove slurm.qos",
-    ),
-    Refusal(
-        r"time limit is invalid|time limit.*exceeds|qosmaxwalldurationperjob|partitiontimelimit",
-        "slurm.time is over the limit of the partition or the QOS, or missing where it is required",
-        "write a shorter slurm.time: the run continues by itself in the next job",
-    ),
-    Refusal(
-        r"node configuration is not available|requested nodes? .*not available",
-        "no node of the partition has that many GPUs or CPUs, that much memory, or that type",
-        "compare with `allranks cluster`: fewer GPUs per node, another slurm.gpu, "
-        "smaller slurm.cpus_per_gpu or slurm.mem_per_gpu, or another partition",
-    ),
-    Refusal(
-        r"node count specification invalid|partitionnodelimit|too many nodes|requested too many",
-        "the layout has more nodes than the partition allows or has",
-        "write a layout of fewer nodes, or another slurm.partition",
-    ),
-    Refusal(
-        r"invalid (generic resource|gres)|invalid gres|gres specification",
-        "this cluster has no GPUs under that name",
-        "write slurm.gpu=TYPE as `allranks cluster` shows it, try "
-        "slurm.gpu_request=gpus-per-node, or slurm.gpus=0 for a job without GPUs",
-    ),
-    Refusal(
-        r"invalid feature|invalid constraint",
-        "no node has these features",
-        "write slurm.constraint with features that `allranks cluster` lists",
-    ),
-    Refusal(
-        r"reservation.*(invalid|not)|invalid reservation",
-        "the reservation does not exist, is over, or is not yours",
-        "see `scontrol show reservation`, or remove slurm.reservation",
-    ),
-    Refusal(
-        r"memory specification|memory.*(invalid|limit)",
-        "no node has that much memory",
-        "write a smaller slurm.mem or slurm.mem_per_gpu",
-    ),
-    Refusal(
-        r"assoc.*limit|accounting/qos policy|qos.*(limit|max)|assocmax|maxsubmit",
-        "a limit of your account or QOS is reached (GPUs, jobs or time)",
-        "wait for your other jobs, ask for less, or use another slurm.account or slurm.qos",
-    ),
-    Refusal(
-        r"dependency",
-        "the job that this one depends on is gone",
-        "remove slurm.dependency, or name a job that is in the queue",
-    ),
-    Refusal(
-        r"access/permission denied|permission denied|not authorized",
-        "the site does not allow that",
-        "see the site's rules; jobs of other users cannot be changed",
-    ),
-    Refusal(
-        r"invalid job id|job.*not found",
-        "the job has left the queue",
-        "see `allranks ls`",
-    ),
-    Refusal(
-        r"unrecognized option|invalid option|unknown option|ambiguous|invalid directive",
-        "this SLURM does not know one of the directives",
-        "see the line in submit.sbatch (`--dry-run` prints it), and `man sbatch` here",
-    ),
-)
+    def is_gone(self) -> bool:
+        """Whether the job that was asked about has left the queue."""
+        return "invalid job id" in self.words.lower()
 
 
 def is_here() -> bool:
@@ -169,18 +65,13 @@ def call(program: str, *arguments: str, seconds: float = ANSWER_SECONDS, both: b
             check=False,
         )
     except (FileNotFoundError, PermissionError):
-        raise SlurmError(
-            f"{program} is not here: this machine is not part of a SLURM cluster, "
-            "or its commands are not on PATH",
-            fix="log in to the cluster, or load its module; to run on this machine: allranks run",
-            words="no such command",
-        ) from None
+        raise SlurmError(program, "no such command") from None
     except subprocess.TimeoutExpired:
-        raise refusal(program, f"no answer for {seconds:.0f} seconds") from None
+        raise SlurmError(program, f"no answer for {seconds:.0f} seconds") from None
     if done.returncode < 0:
-        raise refusal(program, f"no answer: it was killed by signal {-done.returncode}")
+        raise SlurmError(program, f"no answer: it was killed by signal {-done.returncode}")
     if done.returncode != 0:
-        raise refusal(program, done.stderr or done.stdout)
+        raise SlurmError(program, done.stderr or done.stdout)
     return done.stdout + done.stderr if both else done.stdout
 
 
@@ -199,7 +90,7 @@ def start(program: str, *arguments: str, text: str = "") -> subprocess.Popen[str
             start_new_session=True,  # Ctrl-C is for the caller
         )
     except (FileNotFoundError, PermissionError):
-        raise refusal(program, "no such command") from None
+        raise SlurmError(program, "no such command") from None
     assert running.stdin is not None
     with suppress(BrokenPipeError):  # it has already ended: its stderr says why
         running.stdin.write(text)
@@ -224,17 +115,6 @@ def environment(env: Mapping[str, str], program: str) -> dict[str, str]:
     return kept if program == "sbatch" else kept | {"LC_ALL": "C"}
 
 
-def refusal(program: str, words: str) -> SlurmError:
-    """The error for a refusal: SLURM's message, what it means and what to change."""
-    lines = [clean_words(line) for line in words.splitlines()]
-    said = "; ".join(dict.fromkeys(line for line in lines if line)) or "no reason given"
-    for known in REFUSALS:
-        if re.search(known.pattern, said, re.IGNORECASE):
-            what = f"{program}: {said} ({known.meaning})"
-            return SlurmError(what, fix=known.fix, words=said, meaning=known.meaning)
-    return SlurmError(f"{program}: {said}", fix=f"see `man {program}` on this cluster", words=said)
-
-
 def clean_words(line: str) -> str:
     """A line from SLURM without the program's name and `error:`."""
     return re.sub(r"^(\w+: )?((fatal|error): )*", "", line.strip()).strip()
@@ -246,4 +126,68 @@ def parse_job_id(printed: str) -> str:
         match = re.fullmatch(r"(\d+)(;\S+)?", line.strip())
         if match:
             return match[1]
-    raise refusal("sbatch", f"no job id in its answer: {printed.strip()[:200]}")
+    raise SlurmError("sbatch", f"no job id in its answer: {printed.strip()[:200]}")
+
+
+# --- The forms in which they write numbers, times, lists and resources. Nothing here raises. -----
+
+
+def parse_fields(line: str) -> dict[str, str]:
+    """The Key=value of one line of scontrol -o; values may hold spaces, the first of a key wins."""
+    fields: dict[str, str] = {}
+    parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", line)
+    for key, value in zip(parts[1::2], parts[2::2], strict=True):
+        fields.setdefault(key, value.strip())
+    return fields
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds of 1-02:03:04, 02:03:04, 03:04 or minutes alone; None for no limit or no time."""
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text.strip())
+    if match is None:
+        return None
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    given = [part for part in parts if part is not None]
+    if days is not None or len(given) == 3:
+        hours, minutes, seconds = (*given, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = 0, *(*given, 0)[:2]
+    return (days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def tres_gpus(text: str) -> int:
+    """The GPUs in cpu=4,mem=1G,gres/gpu=2,gres/gpu:a100=2: typed ones are counted in both."""
+    counts = re.findall(r"gres/gpu(:[^=,\s]*)?=(\d{1,9})", text)
+    untyped = sum(int(number) for kind, number in counts if not kind)
+    return untyped or sum(int(number) for kind, number in counts if kind)
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """A comma list of SLURM's; empty where nothing is set, or everything is allowed."""
+    parts = (part.strip() for part in (text or "").split(","))
+    return tuple(dict.fromkeys(part for part in parts if part not in NOT_SET))
+
+
+def number_of(text: str | None) -> int:
+    match = re.match(r"\s*(\d{1,15})", text or "")
+    return int(match[1]) if match else 0
+
+
+def parse_gres(text: str) -> list[tuple[str, str | None, int]]:
+    """The generic resources of a node: the kind, the type if it has one, and how many.
+
+    `gpu:a100:4(S:0-1),shard:16`, also as used (`gpu:a100:1(IDX:0,2)`) and as asked for by a job
+    (`gres/gpu:2`, `gres:gpu:2`).
+    """
+    text = re.sub(r"\([^)]*\)?", "", text.replace("(null)", ""))  # may hold commas
+    found: list[tuple[str, str | None, int]] = []
+    for part in text.split(","):
+        kind, *words = re.sub(r"^gres[:/]", "", part.strip()).split(":")
+        words = [word for word in words if word != "no_consume"]
+        number = 1
+        if words and (match := re.fullmatch(r"([0-9]{1,12})([KkMm]?)", words[-1])):
+            number = int(match[1]) * {"k": 1024, "m": 1024**2}.get(match[2].lower(), 1)
+            words.pop()
+        if kind and kind not in NOT_SET:
+            found.append((kind, ":".join(words) or None, number))
+    return found

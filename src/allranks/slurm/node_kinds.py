@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allranks.machine.gpus import GIB, GPU, catalogue, find_gpu, plain_name
+from allranks.slurm import reasons
 
 MIG = re.compile(r"[_-]?\d+g\.(\d{1,4})gb.*", re.IGNORECASE)  # a100_1g.5gb
 GPU_MEMORY = re.compile(r"(?:gpu|vram)[_-]?(?:mem|ram)?[:=_-]?(\d{1,3})(?:gi?b?)?", re.IGNORECASE)
@@ -18,33 +19,6 @@ LARGE_BYTES = 64 * GIB
 LARGE_FLOPS = 150e12  # dense 16-bit: an MI250X die and everything newer
 MIDDLE_BYTES = 30 * GIB
 LARGE_RAM_BYTES = 960 * GIB
-
-CPU_FAMILIES = (
-    (r"sandy ?bridge|snb", "Intel Xeon Sandy Bridge"),
-    (r"ivy ?bridge|ivb|ivy", "Intel Xeon Ivy Bridge"),
-    (r"haswell|hsw", "Intel Xeon Haswell"),
-    (r"broadwell|bdw", "Intel Xeon Broadwell"),
-    (r"sky ?lake|skl|skx", "Intel Xeon Skylake"),
-    (r"cascade ?lake|cascade|clx|csl", "Intel Xeon Cascade Lake"),
-    (r"ice ?lake|icx|icl", "Intel Xeon Ice Lake"),
-    (r"sapphire ?rapids?|sapphire|spr", "Intel Xeon Sapphire Rapids"),
-    (r"emerald ?rapids?|emerald|emr", "Intel Xeon Emerald Rapids"),
-    (r"granite ?rapids?|gnr", "Intel Xeon Granite Rapids"),
-    (r"naples|zen1?", "AMD EPYC Naples"),
-    (r"rome|zen ?2", "AMD EPYC Rome"),
-    (r"milan|zen ?3", "AMD EPYC Milan"),
-    (r"genoa|zen ?4", "AMD EPYC Genoa"),
-    (r"bergamo|zen ?4c", "AMD EPYC Bergamo"),
-    (r"turin|zen ?5", "AMD EPYC Turin"),
-    (r"grace", "NVIDIA Grace"),
-    (r"power ?9|p9", "IBM POWER9"),
-)
-CPU_NUMBERS = (  # more precise than a family's name
-    (r"epyc ?([79]\w{3})", "AMD EPYC {}"),
-    (r"(?:xeon ?)?(?:gold|platinum|silver) ?(\d{4}[a-z]?\+?)", "Intel Xeon {}"),
-    (r"(?:xeon ?)?(e5 ?\d{4} ?v\d)", "Intel Xeon {}"),
-    (r"xeon ?(\d{4}[a-z]?)", "Intel Xeon {}"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +88,17 @@ def _hinted_bytes(features: Sequence[str], *patterns: re.Pattern[str]) -> set[in
 
 def cpu_model(features: Sequence[str]) -> str | None:
     """The CPU that the features name (milan, epyc_7763, gold6248); SLURM itself does not know."""
-    words = [re.split(r"[:=]", feature)[-1] for feature in features]
-    plain = [re.sub(r"[_\s-]+", " ", word.lower()) for word in words]
+    last = [re.split(r"[:=]", feature)[-1] for feature in features]
+    plain = [re.sub(r"[_\s-]+", " ", word.lower()) for word in last]
     plain = [re.sub(r"^((intel|amd|cpu) ?)+", "", word).strip() for word in plain]
-    for pattern, model in CPU_NUMBERS:
+    for pattern, model in reasons.words()["cpu_numbers"].items():
         for word in plain:
             if match := re.fullmatch(pattern, word):
-                return model.format(
-                    re.sub(r"[ -]?V(\d)$", r" v\1", match[1].upper()).replace("E5 ", "E5-")
-                )
-    families = {
-        model for pattern, model in CPU_FAMILIES for word in plain if re.fullmatch(pattern, word)
-    }
-    return families.pop() if len(families) == 1 else None
+                number = re.sub(r"[ -]?V(\d)$", r" v\1", match[1].upper())
+                return str(model).format(number.replace("E5 ", "E5-"))
+    families = reasons.words()["cpu_families"].items()
+    found = {model for pattern, model in families if any(re.fullmatch(pattern, w) for w in plain)}
+    return found.pop() if len(found) == 1 else None
 
 
 def suits(gpus: Sequence[Gpus], *, memory_bytes: int) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from allranks.slurm import commands as slurm
 from allranks.slurm.cluster import current_user, find_partition, list_partitions
-from allranks.slurm.formats import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
+from allranks.slurm.commands import NOT_SET, number_of, parse_gres, parse_time, tres_gpus
 from allranks.slurm.reasons import waiting_reason
 
 # Fields of `squeue -O` and their widths. Unlike those of -o they show a job's GPUs however it asked

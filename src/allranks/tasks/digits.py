@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from allranks.errors import AllranksError
 from allranks.tasks import Task
-from allranks.tasks.options import check_choice, check_flag, check_number
 
 NUM_SAMPLES = {"train": 1_297, "val": 250, "test": 250}  # train: as num_samples below
 
@@ -22,19 +22,13 @@ NUM_SAMPLES = {"train": 1_297, "val": 250, "test": 250}  # train: as num_samples
 class Digits(Task):
     """Recognise a handwritten digit."""
 
-    network: str = "cnn"  # or mlp
-    norm: str = "none"  # or batch: BatchNorm after every hidden layer
-    dropout: float = 0.0  # before the last layer
+    network: Literal["cnn", "mlp"] = "cnn"
+    norm: Literal["none", "batch"] = "none"  # batch: BatchNorm after every hidden layer
+    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0  # before the last layer
     augment: bool = False  # shift each training image by up to one pixel
 
     defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 64, "epochs": 30}
     num_samples: ClassVar[int] = 1_297
-
-    def __post_init__(self) -> None:
-        check_choice("digits", "network", self.network, ("cnn", "mlp"))
-        check_choice("digits", "norm", self.norm, ("none", "batch"))
-        check_number("digits", "dropout", self.dropout, 0, 0.9)
-        check_flag("digits", "augment", self.augment)
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = []

@@ -10,18 +10,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from allranks.errors import AllranksError
 from allranks.tasks import Task
 from allranks.tasks.gpt import GPT, SHAPES, Shape
-from allranks.tasks.options import check_choice, check_count, check_number
 
 BUILT_TOKENS = 2_000_000  # in the file that is built if none is given: 4 MB on disk
 VAL_SHARE = 0.05
@@ -36,26 +36,14 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 class Language(Task):
     """Predict the next token. The perplexity is `exp(loss)` of the mean, not a mean of exps."""
 
-    size: str = "tiny"  # 16m, 124m (GPT-2 small), 1.5b (GPT-2 XL)
+    size: Literal["tiny", "16m", "124m", "1.5b"] = "tiny"  # 124m: GPT-2 small; 1.5b: GPT-2 XL
     tokens: str | Path | None = None  # .bin: uint16, little-endian; or .npy; null: build one
-    context: int | None = None  # tokens seen at once; null: the size's
-    vocabulary: int | None = None  # number of token ids; null: the size's
-    dropout: float = 0.0
+    # Tokens seen at once, and the number of token ids; null: the size's.
+    context: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    vocabulary: Annotated[int, Field(ge=2, le=16_777_216)] | None = None
+    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
 
     defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 32, "steps": 500}
-
-    def __post_init__(self) -> None:
-        check_choice("language", "size", self.size, tuple(SHAPES))
-        check_number("language", "dropout", self.dropout, 0, 0.9)
-        if self.context is not None:
-            check_count("language", "context", self.context, 1, 1_048_576)
-        if self.vocabulary is not None:
-            check_count("language", "vocabulary", self.vocabulary, 2, 16_777_216)
-        if not isinstance(self.tokens, str | Path | None):
-            raise AllranksError(
-                f"option tokens of the task language cannot be {self.tokens!r}",
-                fix="set options.tokens to the path of a .bin or .npy file, or to null",
-            )
 
     @property
     def shape(self) -> Shape:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from allranks.tasks import Task
-from allranks.tasks.options import check_number
 
 NUM_SAMPLES = {"train": 7_000, "val": 1_500, "test": 1_500}  # train: as num_samples below
 TURNS = 1.5
@@ -23,13 +23,11 @@ TURNS = 1.5
 class Spiral(Task):
     """Decide on which of two interleaved spirals a point lies."""
 
-    noise: float = 0.06  # standard deviation of a point's distance from its spiral; radius is 1
+    # Standard deviation of a point's distance from its spiral, whose radius is 1.
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.06
 
     defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 32, "epochs": 50}
     num_samples: ClassVar[int] = 7_000
-
-    def __post_init__(self) -> None:
-        check_number("spiral", "noise", self.noise, 0, 1)
 
     def model(self) -> nn.Module:
         return nn.Sequential(

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.run.folder import RunDir, State
-from allranks.run.record import RankRecord, newest_window, read_ranks
-from allranks.run.results import outcome, steps_by_rank
+from allranks.run.record import RankRecord, newest_window, outcome, read_ranks, steps_by_rank
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more

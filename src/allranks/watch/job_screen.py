@@ -15,13 +15,13 @@ from typing import Any
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.machine import nodelist
 from allranks.show.numbers import duration, size
 from allranks.show.secrets import redact, redact_all
 from allranks.show.tables import Column, fit, header, join
 from allranks.show.text import clean
 from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
-from allranks.slurm.formats import parse_time
+from allranks.slurm.commands import parse_time
 from allranks.slurm.reasons import RUNNING, waiting_reason
 from allranks.watch.draw import framed
 from allranks.watch.marks import Mark
@@ -92,7 +92,7 @@ def ask_about(job: str) -> JobFacts | None:
     try:
         return parse_job(slurm.call("squeue", "-h", "-j", job, "-o", JOB_FORMAT))
     except slurm.SlurmError as error:
-        if "invalid job id" not in error.words.lower():
+        if not error.is_gone:
             raise
         return None
 
@@ -190,7 +190,7 @@ class Sampling:
         code = self._running.wait()
         said = self._running.stderr.read() if self._running.stderr else ""
         if code not in (0, -15) and said.strip():
-            raise slurm.refusal("srun", said)
+            raise slurm.SlurmError("srun", said)
 
 
 class Pieces:

@@ -41,8 +41,8 @@ from allranks.machine.network import (
     read_value,
     up_interfaces,
 )
+from allranks.machine.nodelist import expand
 from allranks.show.numbers import duration
-from allranks.slurm.nodelist import expand
 
 TORCH_SECONDS = 20.0
 RESOLVE_SECONDS = 3.0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TABLE = {
     "local": "allranks.launch.backends.local",
-    "slurm": "allranks.launch.backends.slurm.backend",
+    "slurm": "allranks.launch.backends.slurm.jobs",
     "ssh": "allranks.launch.backends.ssh",
 }
 
@@ -39,6 +39,7 @@ class Options:
     ladder: str | None = None  # layouts to climb while that pays, as typed
     min_efficiency: float = 0.85  # of a rung of the ladder
     ladder_steps: int = 200  # to measure on each rung
+    after: tuple[str, ...] = ()  # jobs that must have ended before it starts
     screen: Screen | None = None  # None: nothing is shown
     signals: Signals | None = None
 
@@ -85,6 +86,9 @@ class Backend(Protocol):
 
     def on_nodes(self, run: RunDir, words: Sequence[str], seconds: float) -> str:
         """What `python WORDS` prints on every node of a running run; empty if nobody answers."""
+
+    def suggestions(self, run: RunDir, described: dict[str, Any]) -> list[str]:
+        """How a waiting run could start earlier: lines with what to type."""
 
 
 def named(name: str) -> Backend:

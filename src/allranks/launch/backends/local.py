@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
 from allranks.launch.backends import Draft, Options
-from allranks.launch.backends.slurm.held_nodes import check_allocation
+from allranks.launch.backends.slurm.inside import check_allocation
 from allranks.launch.meeting import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request
@@ -33,7 +33,7 @@ AT_ONCE_SECONDS = 30.0  # for a run that is to end at once
 def check(request: Request, options: Options) -> Prepared:
     """The run to start, if this machine can hold its ranks."""
     prepared = prepare.prepare(request)
-    place = options.place or (last_place(prepared.run) if prepared.run else Place())
+    place = place_of(prepared, options)
     here = ranks_here(prepared, place)
     checks.check_supported(prepared.job)
     checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
@@ -54,18 +54,17 @@ def draft(prepared: Prepared, options: Options) -> Draft:
 def start(prepared: Prepared, options: Options) -> Outcome:
     """Run it to its end."""
     assert options.screen is not None
-    return run_here(prepared, options.place or Place(), options.screen, options.signals)
+    return run_here(prepared, place_of(prepared, options), options.screen, options.signals)
 
 
-def move(prepared: Prepared, options: Options) -> Outcome:
-    """Resume it the way it was started; `check` has refused one that is running."""
-    if options.place is None and prepared.run is not None:
-        options = replace(options, place=last_place(prepared.run))
-    return start(prepared, options)
+move = start  # `check` has refused a running one
 
 
-def last_place(run: RunDir) -> Place:
-    """How the run's last attempt was started."""
+def place_of(prepared: Prepared, options: Options) -> Place:
+    """How to start it: as was typed, or else as the run's last attempt was started."""
+    run = prepared.run
+    if options.place is not None or run is None:
+        return options.place or Place()
     for number in reversed(run.attempts()):
         with suppress(OSError, ValueError, TypeError):  # a restart, or an earlier version's
             last = prepare.read_attempt(run.attempt(number) / prepare.ATTEMPT_FILE)
@@ -76,6 +75,11 @@ def last_place(run: RunDir) -> Place:
 def look(runs: Sequence[RunDir]) -> Queue:
     """Nothing: the folders of local runs say it all."""
     return Queue()
+
+
+def suggestions(run: RunDir, described: dict[str, Any]) -> list[str]:
+    """None: local runs never wait."""
+    return []
 
 
 def run_here(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from allranks import __version__
 from allranks.errors import AllranksError
@@ -36,7 +36,7 @@ from allranks.run.folder import RunDir
 from allranks.show.text import clean
 
 is_queue = False
-look, stop = local.look, local.stop  # this machine has the folder, and the process that holds it
+look, stop, suggestions = local.look, local.stop, local.suggestions  # this machine has the run
 
 # ssh must never ask for a password, and must notice within 15 seconds that a host is gone.
 ANSWERS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
@@ -44,12 +44,13 @@ SSH = ["ssh", *(word for answer in ANSWERS for word in ("-o", answer))]
 FETCH_SECONDS = 2.0  # between fetches from hosts that do not share the run's folder
 FOLLOW_SECONDS = 5.0  # for the other hosts to end by themselves after one has failed
 PASSED_ON = ("ALLRANKS_", "NCCL_", "TORCH_", "OMP_")  # variables that ranks there get, too
-# Run on each host: does its Python have allranks, and which port is free?
+# Run on each host: does its Python have allranks, and which port is free there?
 PROBE = """import allranks, random, socket, sys
 ports = random.sample(range(20000, 30000), 100)
 port = next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
 print("allranks", allranks.__version__, port, sys.executable)"""
-NO_PYTHON, NO_ALLRANKS, NO_SSH = 90, 91, 255
+EACH_PYTHON = f"for python in {shlex.quote(sys.executable)} python3"  # ours, if its disk is shared
+NO_ALLRANKS, NO_SSH = 90, 255  # exit codes: our own, and ssh's where there is no connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Host:
     name: str
     address: str  # by which the other hosts reach it
     python: str
-    port: int = 0  # that is free there
+    port: int  # that is free there
 
 
 def check(request: Request, options: Options) -> Prepared:
@@ -73,9 +74,8 @@ def hosts_of(prepared: Prepared, options: Options) -> tuple[str, ...]:
     """The hosts that were typed, or those of the run so far: one for each node."""
     known = prepared.run.info().get("hosts", []) if prepared.run is not None else []
     hosts, layout = options.hosts or tuple(known), prepared.layout
-    for host in hosts:
-        if not re.fullmatch(r"[\w.@:\[\]][\w.@:\[\]-]*", host):
-            raise AllranksError(f"{host!r} is not the name of a host", fix="write --hosts a,b")
+    if wrong := [host for host in hosts if not re.fullmatch(r"[\w.@:\[\]][\w.@:\[\]-]*", host)]:
+        raise AllranksError(f"{wrong[0]!r} is not the name of a host", fix="write --hosts a,b")
     if len(hosts) < layout.nodes or (options.hosts and len(hosts) > layout.nodes):
         raise AllranksError(
             f"layout {layout} needs {layout.nodes} host(s), not {len(hosts)} ({', '.join(hosts)})",
@@ -97,7 +97,7 @@ def start(prepared: Prepared, options: Options) -> Outcome:
         return done
     with ThreadPoolExecutor(len(names := hosts_of(prepared, options))) as asking:
         hosts = [*asking.map(ask_host, names)]
-    place = options.place or (local.last_place(prepared.run) if prepared.run else Place())
+    place = local.place_of(prepared, options)
     with ExitStack() as held:
         prepared = prepare.hold_run(prepared, held)
         run = prepare.open_run(prepared, backend="ssh")
@@ -112,16 +112,12 @@ move = start  # `check` has refused a running one
 
 def ask_host(name: str) -> Host:
     """What a host has; raises AllranksError if it cannot be used."""
-    pythons = f"for python in {shlex.quote(sys.executable)} python3"
-    tries = f'command -v "$python" >/dev/null && "$python" -c {shlex.quote(PROBE)} && exit'
-    none = f"command -v python3 >/dev/null && exit {NO_ALLRANKS}; exit {NO_PYTHON}"
-    done = remote(name, f"{pythons}; do {tries}; done; {none}")
+    tries = f'"$python" -c {shlex.quote(PROBE)} && exit'
+    done = call(ssh_to(name, f"{EACH_PYTHON}; do {tries}; done; exit {NO_ALLRANKS}"))
     words = (done.stdout.strip().splitlines() or [""])[-1].split(maxsplit=3)
     install = f"ssh {name} python3 -m pip install allranks=={__version__}"
-    if done.returncode == NO_PYTHON:
-        raise AllranksError(f"host {name} has no python3", fix="install Python 3.11 or later there")
     if done.returncode == NO_ALLRANKS:
-        raise AllranksError(f"the Python of host {name} has no allranks", fix=install)
+        raise AllranksError(f"host {name} has no Python with allranks", fix=install)
     if done.returncode or len(words) != 4 or words[0] != "allranks":
         said = clean(" ".join(done.stderr.split())) or f"ssh ended with code {done.returncode}"
         fix = f"have `ssh {name} true` work without a password: a key, and a Host in ~/.ssh/config"
@@ -129,30 +125,29 @@ def ask_host(name: str) -> Host:
     if words[1] != __version__:
         raise AllranksError(f"host {name} has allranks {words[1]}, not {__version__}", fix=install)
     # The other hosts do not have our ~/.ssh/config, in which it may have another name.
-    found = re.search(r"(?m)^hostname (\S+)$", run_here(["ssh", "-G", "--", name]).stdout)
+    found = re.search(r"(?m)^hostname (\S+)$", call(["ssh", "-G", "--", name]).stdout)
     return Host(name, found[1] if found else name, words[3], int(words[2]))
 
 
 def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
     """What `python WORDS` prints on the hosts of a run, all asked at once."""
     hosts = run.info().get("hosts", [])
-    tries = f'"$python" -c "import allranks" 2>/dev/null && exec "$python" {shlex.join(words)}'
-    script = f"for python in {shlex.quote(sys.executable)} python3; do {tries}; done"
+    script = f'"$python" -c "import allranks" 2>/dev/null && exec "$python" {shlex.join(words)}'
+    commands = [ssh_to(host, f"{EACH_PYTHON}; do {script}; done") for host in hosts]
     with ThreadPoolExecutor(max(1, len(hosts))) as asking:
-        commands = [ssh_to(host, script) for host in hosts]
         return "".join(asking.map(lambda command: output_of(command, seconds) or "", commands))
 
 
-def remote(host: str, script: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a line of shell on a host."""
-    return run_here(ssh_to(host, script), text)
-
-
 def ssh_to(host: str, script: str) -> list[str]:
+    """The command that runs a line of shell on a host."""
     return [*SSH, "--", host, f"sh -c {shlex.quote(script)}"]
 
 
-def run_here(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+def rsync(*words: str) -> subprocess.CompletedProcess[str]:
+    return call(["rsync", "-a", "-e", shlex.join(SSH), *words])
+
+
+def call(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     except OSError as error:
@@ -175,11 +170,9 @@ class Head:
     apart: list[Host] = field(default_factory=list)  # that do not share the run's folder
 
     def run_to_end(self) -> Outcome:
-        marker = self.run.path / f".shared-{secrets.token_hex(8)}"
-        marker.touch()
-        seen = f"test -e {shlex.quote(str(marker))}"
-        self.apart = [host for host in self.hosts if remote(host.name, seen).returncode]
-        marker.unlink()
+        with NamedTemporaryFile(dir=self.run.path, prefix=".shared-") as marker:
+            sees = f"test -e {shlex.quote(marker.name)}"
+            self.apart = [host for host in self.hosts if call(ssh_to(host.name, sees)).returncode]
         if self.apart:  # only this machine has whole checkpoints
             self.place = replace(self.place, max_restarts=0)
             names = ", ".join(host.name for host in self.apart)
@@ -190,7 +183,8 @@ class Head:
         self.screen.follow(self.run, self.prepared.job, 0)
         try:
             for rank, host in enumerate(self.hosts):
-                self._send(host)
+                if host in self.apart:
+                    self._send(host)
                 self._start(host, path, rank)
                 if rank == 0 and self.apart:
                     self._share_key()
@@ -204,14 +198,14 @@ class Head:
 
     def _start(self, host: Host, path: Path, rank: int) -> None:
         words = [host.python, "-m", "allranks.launch.remote_node", str(path), str(rank)]
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-        command = ssh_to(host.name, there)
+        command = ssh_to(host.name, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}")
         given = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
         with (self.run.path / f"ssh-{host.name}.log").open("ab") as log:
             # In a session of its own: a Ctrl-C in the terminal is for this process to pass on.
             self.nodes[host] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
+        # Not among the words of the command: every user of the host can read those.
         self._tell(host, json.dumps({**given, **self.prepared.variables}))
 
     def _tell(self, host: Host, line: str) -> None:
@@ -220,32 +214,33 @@ class Head:
 
     def _follow(self) -> None:
         """Until all launchers have ended; one that fails ends the others."""
-        num_told, until, next_fetch, fetching = 0, 0.0, 0.0, threading.Thread()
-        while alive := [host for host, node in self.nodes.items() if node.poll() is None]:
+        alive, num_told, until = [*self.nodes], 0, time.monotonic() + FOLLOW_SECONDS
+        next_fetch, fetching = 0.0, threading.Thread()
+        while alive:
             time.sleep(0.1)
             now = time.monotonic()
+            alive = [host for host in alive if self.nodes[host].poll() is None]
             for number in self.signals.received[num_told:]:
                 num_told += 1
                 self.screen.stopping(number.name)
                 for host in alive:
                     self._tell(host, number.name)
             for host, node in self.nodes.items():
-                if node.poll() and host not in self.lost and not num_told:
+                if node.returncode and host not in self.lost and not num_told:
                     said = (self.run.path / f"ssh-{host.name}.log").read_text(errors="replace")
                     self.lost[host] = clean(said.strip().rpartition("\n")[2])
             if not (self.lost or self.signals.at_once):
                 until = now + FOLLOW_SECONDS
-            elif now > until:
-                for host in alive:  # two of them: at once. What does not hear it is gone
-                    self._tell(host, "SIGINT\nSIGINT")
-                    if now > until + AT_ONCE_SECONDS:
-                        self.nodes[host].kill()
+            for host in alive if now > until else ():
+                self._tell(host, "SIGINT\nSIGINT")  # two of them: at once
+                if now > until + AT_ONCE_SECONDS:  # it does not hear
+                    self.nodes[host].kill()
             if now > next_fetch and not fetching.is_alive():
                 fetching, next_fetch = threading.Thread(target=self._fetch), now + FETCH_SECONDS
                 fetching.start()
             with suppress(OSError, ValueError):  # a closed pipe, a poor terminal
                 self.screen.update(max(self.run.attempts(), default=0))
-        fetching.join() if fetching.ident else None
+        fetching.join()
 
     def _outcome(self) -> Outcome:
         attempt, error = max(self.run.attempts(), default=0), None
@@ -256,58 +251,49 @@ class Head:
                 append_event(self.run.events(attempt, rank), "end", state="failed", **end)
         for host, said in self.lost.items():
             if self.nodes[host].returncode == NO_SSH or not self.run.ranks(attempt):
-                fix = f"{self.run.resume_command} goes on; on other hosts with --hosts A,B"
                 what = f"host {host.name} was lost in attempt {attempt}: {said}"
+                fix = f"{self.run.resume_command} goes on; on other hosts with --hosts A,B"
                 error = AllranksError(what, fix=fix, exit_code=1)
         state = "failed" if error else self.run.ended_state()
         return outcome_of(self.run, self.prepared, self.place, self.signals, state, error)
 
-    # --- Hosts that do not share the run's folder ------------------------------------------------
-
     def _send(self, host: Host) -> None:
         """Copy the folder of the job, less what git ignores, and the run's own."""
         here, run = f"{os.getcwd()}/", f"{self.run.path}/"
-        if host in self.apart:
-            remote(host.name, f"mkdir -p {shlex.quote(here)} {shlex.quote(run)}")
-            unsent = ["--exclude=.git", f"--exclude=/{os.path.relpath(self.run.path.parent)}/"]
-            rsync(host, *unsent, "--filter=:- .gitignore", here, f"{host.name}:{here}")
-            rsync(host, "--exclude=.lock", "--exclude=*.log", run, f"{host.name}:{run}")
+        call(ssh_to(host.name, f"mkdir -p {shlex.quote(here)} {shlex.quote(run)}"))
+        unsent = ["--exclude=.git", f"--exclude=/{os.path.relpath(self.run.path.parent)}/"]
+        unsent += ["--filter=:- .gitignore"]
+        for folder, options in ((here, unsent), (run, ["--exclude=.lock", "--exclude=*.log"])):
+            if (done := rsync(*options, folder, f"{host.name}:{folder}")).returncode:
+                what = f"{folder} could not be copied to host {host.name}: {clean(done.stderr)}"
+                fix = f"ssh {host.name} rsync --version; or use a folder that all hosts share"
+                raise AllranksError(what, fix=fix, exit_code=1)
 
     def _share_key(self) -> None:
         """Bring the key of the first host's door to the others: see meeting.py."""
-        first, folder, found = self.hosts[0], shlex.quote(str(self.run.path)), None
-        while found is None:
-            time.sleep(0.3)
+        first, folder = self.hosts[0], shlex.quote(str(self.run.path))
+        look = ssh_to(first.name, f"cd {folder} && head .door-* /dev/null")
+        while not (key := re.match(r"==> (\.door-\w+) <==\n(\w+)", call(look).stdout)):
             if self.nodes[first].poll() is not None or self.signals.received:
                 return
-            said = remote(first.name, f"cd {folder} && head .door-* /dev/null").stdout
-            found = re.match(r"==> (\.door-\w+) <==\n(\w+)", said)
+            time.sleep(0.3)
         for host in self.hosts[1:]:
-            script = f"umask 077; mkdir -p {folder} && cat > {folder}/{found[1]}"
-            remote(host.name, script, found[2])
+            script = f"umask 077; mkdir -p {folder} && cat > {folder}/{key[1]}"
+            call(ssh_to(host.name, script), key[2])
 
     def _fetch(self) -> None:
         """Bring back what ranks have written: events, logs, and checkpoints once they are whole."""
+        here, first = self.run.path, self.hosts[0]
         for host in [host for host in self.apart if host in self.nodes]:
-            there, here = f"{host.name}:{self.run.path}", self.run.path
-            rsync(host, "--append", f"{there}/attempts/", f"{here}/attempts/", must=False)
-            if host == self.hosts[0]:
-                parts = [f"{there}/checkpoints/", f"{here}/checkpoints/"]
-                rsync(host, "--exclude=.step-*", *parts, must=False)
+            there = f"{host.name}:{here}"
+            rsync("--append", f"{there}/attempts/", f"{here}/attempts/")
+            if host == first:
+                rsync("--exclude=.step-*", f"{there}/checkpoints/", f"{here}/checkpoints/")
             elif self.nodes[host].poll() is not None:  # the first host waits for its ranks' ends
-                first = f"{self.hosts[0].name}:{self.run.path}/attempts/"
-                rsync(host, "--append", f"{here}/attempts/", first, must=False)
+                rsync("--append", f"{here}/attempts/", f"{first.name}:{here}/attempts/")
             for commit in commits.commits(self.run.checkpoints):  # its part of each
                 part = f"{there}/checkpoints/.{commit.path.name}.*.writing/"
-                rsync(host, "--remove-source-files", part, f"{commit.path}/", must=False)
+                rsync("--remove-source-files", part, f"{commit.path}/")
         keep = self.prepared.job.checkpoint.keep if self.apart else None
         for old in commits.commits(self.run.checkpoints)[keep:] if keep else ():
             shutil.rmtree(old.path, ignore_errors=True)
-
-
-def rsync(host: Host, *words: str, must: bool = True) -> None:
-    done = run_here(["rsync", "-a", "-e", shlex.join(SSH), *words])
-    if must and done.returncode:
-        what = f"the folder could not be copied to host {host.name}: {clean(done.stderr)}"
-        fix = f"ssh {host.name} rsync --version; or use a folder that all hosts share"
-        raise AllranksError(what, fix=fix, exit_code=1)

@@ -19,16 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
 from allranks.launch.backends.slurm import ladder, node_checks, submit
-from allranks.launch.backends.slurm.gate import Gate
 from allranks.launch.backends.slurm.inside import (
     SlurmNodes,
     check_command,
@@ -37,7 +34,9 @@ from allranks.launch.backends.slurm.inside import (
     has_launchers,
     has_saved,
     job_state,
+    look_for_missing,
     no_progress,
+    record_failed,
     requeue,
     say,
     step_command,
@@ -45,12 +44,11 @@ from allranks.launch.backends.slurm.inside import (
     while_silent,
     why_it_ends,
 )
-from allranks.launch.backends.slurm.missing_files import look_for_missing
 from allranks.launch.backends.slurm.relay import OUT_OF_MEMORY, Relay
 from allranks.launch.backends.slurm.sbatch import Racer, ask
 from allranks.launch.follow import ENDING_SECONDS, wait_for_ranks
 from allranks.launch.prepare import Prepared, Request
-from allranks.machine.processes import STOP_SIGNALS
+from allranks.machine.processes import STOP_SIGNALS, signal_name
 from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
@@ -158,11 +156,11 @@ class Allocation:
 
     @cached_property
     def relay(self) -> Relay:
-        return Relay(self.run, self.place, self.job, self.signals, self.said, self._lose)
+        return Relay(self.run, self.place, self.job, self.signals, self.said)
 
     def run_to_end(self) -> int:
         for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
         submit.record_job(self.run, self.place.job, self.racer, self.claim.number)
         threading.Thread(target=self._cancel_rivals, daemon=True).start()
         say(
@@ -230,10 +228,10 @@ class Allocation:
         """An attempt on nodes that this run has not used yet; None if another job takes over."""
         if has_launchers(self.job):
             prepared, folder = self._prepare(), self._check_folder(0)
-            gate = Gate(
+            gate = node_checks.Gate(
                 folder,
                 self.place.nodes,
-                seconds=IMPORT_SECONDS + PREFLIGHT_SECONDS,
+                until=time.monotonic() + IMPORT_SECONDS + PREFLIGHT_SECONDS,
                 signals=self.signals,
                 opens=lambda verdict: (self._hear(verdict), self._open(prepared)),
             )
@@ -263,12 +261,6 @@ class Allocation:
         extends = any(change["key"] != "layout" for change in info.get("changes", []))
         return self.run.ended_state() == "finished" and not extends
 
-    def _lose(self, nodes: Sequence[str]) -> None:
-        self._record_failed(dict.fromkeys(nodes, "SLURM lost it during an attempt"))
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(signal.Signals(number))
-
     def _cancel_rivals(self) -> None:
         """Cancel the other jobs of this run, however long SLURM does not answer."""
         cancelled: set[str] = set()
@@ -291,7 +283,7 @@ class Allocation:
         """Ask for other nodes if SLURM gave us one on which this run has failed before."""
         earlier = claims.all_of(self.run.claims)[:-1][-1:]
         if self.place.restart and earlier:
-            self._record_failed(unusable_nodes(earlier[0].nodes))
+            record_failed(self.run, unusable_nodes(earlier[0].nodes))
         known = self.run.info().get("failed_nodes", {})
         here = [node for node in self.place.nodes if node in known]
         if not here:
@@ -347,7 +339,7 @@ class Allocation:
 
     def _replace_nodes(self, failed: Mapping[str, str]) -> bool:
         """Submit the job again without the nodes that failed; True if it must use them anyway."""
-        self._record_failed(failed)
+        record_failed(self.run, failed)
         named = "; ".join(f"{node}: {reason}" for node, reason in failed.items())
         if self.run.info().get("replaced_nodes"):
             raise AllranksError(
@@ -388,7 +380,8 @@ class Allocation:
                 f"slurm.max_attempts={2 * limit}",
                 exit_code=1,
             )
-        if self.place.restart == 0 and not self._is_continuation():
+        record = self.run.info().get("racers", {}).get(self.place.job, {})
+        if self.place.restart == 0 and not record.get("continues"):
             return  # somebody asked for this attempt
         if (self.job.command is None or self.job.last) and no_progress(self.run, self.job):
             raise AllranksError(
@@ -399,17 +392,10 @@ class Allocation:
                 exit_code=1,
             )
 
-    def _is_continuation(self) -> bool:
-        return bool(self.run.info().get("racers", {}).get(self.place.job, {}).get("continues"))
-
     def _has_begun(self, prepared: Prepared) -> bool:
         """Whether a rank of this job has written anything."""
         newest = max(self.run.attempts(), default=-1)
         return newest >= prepared.attempt and bool(self.run.ranks(newest))
-
-    def _record_failed(self, failed: Mapping[str, str]) -> None:
-        if failed:
-            self.run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
 
     def _is_ending(self) -> tuple[bool, str]:
         """Whether SLURM is ending this job, and its reason."""
@@ -427,7 +413,9 @@ class Allocation:
         if state == "finished":
             return 0
         stop = self.run.asked_to_stop(self.place.job)
-        if stop is not None and (not stop["moves"] or self._has_successor()):
+        racers = self.run.info().get("racers", {}).values()
+        has_successor = any(racer["claim"] > self.claim.number for racer in racers)
+        if stop is not None and (not stop["moves"] or has_successor):
             if not stop["moves"]:
                 failed = failure(self.run) if state == "failed" else None
                 why = [lost or "", failure_in_words(failed) if failed else "", stop["why"]]
@@ -442,7 +430,8 @@ class Allocation:
         if state != "stopped":
             self._look_for_missing(max(self.run.attempts()))
             return 1
-        if not has_begun and code != 0 and self._tries(prepared) > 1:
+        opened = [one["attempt"] for one in self.run.info().get("attempts", [])]
+        if not has_begun and code != 0 and opened.count(prepared.attempt) > 1:
             give_up(self.run, f"srun could not start the ranks, twice: {self._last_words()}")
             self._look_for_missing(prepared.attempt)
             return 1
@@ -472,9 +461,7 @@ class Allocation:
         if code == 0 or not silent or self._is_ending()[0]:
             return None
         if code < 0:
-            known = -code in {int(one) for one in signal.Signals}
-            name = signal.Signals(-code).name if known else f"signal {-code}"
-            return f"srun was killed by {name} on {self.place.nodes[0]}"
+            return f"srun was killed by {signal_name(-code)} on {self.place.nodes[0]}"
         node, how = self.relay.first_end or ("", "")
         failed = [one for one in failed_ranks(self.run, attempt) if not is_echo(one)]
         if how == OUT_OF_MEMORY or (failed and how != "Killed"):
@@ -540,16 +527,6 @@ class Allocation:
     def _last_words(self) -> str:
         return "; ".join(self.said) or "it said nothing"
 
-    def _tries(self, prepared: Prepared) -> int:
-        """How often this attempt was opened: more than once if no rank has ever begun it."""
-        opened = [one["attempt"] for one in self.run.info().get("attempts", [])]
-        return opened.count(prepared.attempt)
-
-    def _has_successor(self) -> bool:
-        """Whether a job was sent that goes on with the run after this one."""
-        racers = self.run.info().get("racers", {}).values()
-        return any(racer["claim"] > self.claim.number for racer in racers)
-
     def _silent(self, attempt: int) -> list[int]:
         """Ranks that have begun, and whose end nobody has written."""
         return [rank for rank in self.run.ranks(attempt) if self.run.end(attempt, rank) is None]
@@ -574,19 +551,19 @@ class Allocation:
 
     def _resubmit(self, why: str, racer: Racer | None = None) -> bool:
         """Submit another job, in this layout or another, that starts when this one has ended."""
-        racer = racer or self.racer
-        job = submit.with_layout(self.job, racer)
-        excluded = ",".join(self.run.info().get("failed_nodes", {}))
-        after = f"afterany:{self.place.job}"
-        record = {"continues": why, "after": self.place.job}
-        options: dict[str, Any] = {
-            "claim": self.claim.number + 1,
-            "exclude": excluded,
-            "dependency": after,
-            "record": record,
-        }
+        racer, after = racer or self.racer, self.place.job
+        send = partial(
+            submit.send,
+            submit.with_layout(self.job, racer),
+            racer,
+            self.run,
+            claim=self.claim.number + 1,
+            after=[after],
+            exclude=",".join(self.run.info().get("failed_nodes", {})),
+            record={"continues": why, "after": after},
+        )
         try:
-            job_id = while_silent(lambda: submit.send(job, racer, self.run, **options))
+            job_id = while_silent(send)
         except slurm.SlurmError as error:
             say(error.what)
             return False

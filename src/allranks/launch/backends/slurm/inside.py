@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import re
-import signal
+import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.backends.slurm.sbatch import time_seconds
-from allranks.launch.prepare import Prepared
+from allranks.launch.launchers import spell
+from allranks.launch.prepare import Prepared, Request
+from allranks.layout import Layout
+from allranks.machine import nodelist
 from allranks.machine.allotted import parse_tasks_per_node
-from allranks.machine.processes import blocked_signals
+from allranks.machine.processes import blocked_signals, output_of
+from allranks.run.failures import missing_path
 from allranks.run.folder import RunDir
+from allranks.run.logs import tail
+from allranks.run.record import read_ends
 from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
 
+SILENCE_SECONDS = 900.0  # a controller that is being restarted, say
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below what Linux hands out by itself
-LIGHTNING = re.compile(r"(?m)^\s*(?:from|import) +(?:lightning|pytorch_lightning)\b")
-IMPORT = re.compile(r"(?m)^\s*(?:from|import) +(\.*)([\w.]*)(?: +import +\(?([\w, ]*))?")
-MAX_SCRIPTS, MAX_SCRIPT_BYTES = 100, 1 << 18
+MOST_RANKS = 64  # whose last words are read
+LOOK_SECONDS = 30.0  # for all nodes to say which files they have
+LOOK = 'for path; do [ -e "$path" ]; echo "$? $SLURMD_NODENAME $path"; done'
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,7 @@ class SlurmNodes:
     def from_environment(cls, env: Mapping[str, str]) -> SlurmNodes:
         if "SLURM_JOB_ID" not in env:
             raise AllranksError(
-                "this is for the inside of a SLURM job",
+                "this only works inside a SLURM job",
                 fix="send the script with sbatch, or use allranks submit",
             )
         cpus = parse_tasks_per_node(env.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -57,18 +64,13 @@ class SlurmNodes:
 
 def say(text: str) -> None:
     """Print into the job's log, which people read first when something looks wrong."""
-    with suppress(OSError):  # a disk that is full, a reader that is gone: no run ends of it
+    with suppress(OSError):  # a full disk, or a reader that is gone, must not end a run
         print(f"allranks: {text}", flush=True)
 
 
-def patiently(*words: str, seconds: float = 900.0) -> str:
-    """A SLURM command, asked again while the controller is silent."""
-    return while_silent(lambda: slurm.call(*words), seconds=seconds)
-
-
-def while_silent(call: Callable[[], str], *, seconds: float = 900.0) -> str:
-    """Repeat a call while the controller does not answer, for at most so many seconds."""
-    deadline, pause = time.monotonic() + seconds, 1.0
+def while_silent(call: Callable[[], str]) -> str:
+    """Repeat a call while the controller does not answer, for at most SILENCE_SECONDS."""
+    deadline, pause = time.monotonic() + SILENCE_SECONDS, 1.0
     while True:
         try:
             return call()
@@ -82,9 +84,9 @@ def while_silent(call: Callable[[], str], *, seconds: float = 900.0) -> str:
 def job_state(job: str) -> tuple[str, str]:
     """A job's state and its reason in SLURM's words, once SLURM answers."""
     try:
-        printed = patiently("squeue", "-h", "-j", job, "-o", "%T|%r").strip()
+        printed = while_silent(lambda: slurm.call("squeue", "-h", "-j", job, "-o", "%T|%r")).strip()
     except slurm.SlurmError as error:
-        return "GONE" if "invalid job id" in error.words.lower() else "UNKNOWN", ""
+        return "GONE" if error.is_gone else "UNKNOWN", ""
     state, _, reason = (printed or "GONE").partition("|")
     return state, reason
 
@@ -96,7 +98,7 @@ def requeue(place: SlurmNodes) -> str:
             return slurm.call("scontrol", "requeue", place.job)
     except slurm.SlurmError:
         # It may have been done all the same: by a scontrol that could not say so, or by SLURM.
-        shown = patiently("scontrol", "show", "job", "-o", place.job)
+        shown = while_silent(lambda: slurm.call("scontrol", "show", "job", "-o", place.job))
         restarts = re.search(r"\bRestarts=(\d+)", shown)
         if restarts is None or int(restarts[1]) <= place.restart:
             raise
@@ -109,7 +111,8 @@ def time_to_limit(job: str) -> tuple[float | None, int | None]:
         printed = slurm.call("squeue", "-h", "-j", job, "-o", "%e|%l", seconds=15)
         end, _, limit = printed.strip().partition("|")
         left = time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S")) - time.time()
-        return left, time_seconds(limit)
+        seconds = slurm.parse_time(limit)
+        return (None, None) if seconds is None else (left, seconds)
     except (slurm.SlurmError, ValueError):
         return None, None
 
@@ -122,11 +125,14 @@ def unusable_nodes(nodes: Sequence[str]) -> dict[str, str]:
         return {}
     states = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
     unusable = ("down", "drain", "fail", "error", "boot", "reboot", "inval")
-    return {
-        node: f"SLURM says that it is {state}"
-        for node, state in states.items()
-        if state.startswith(unusable)
-    }
+    bad = {node: state for node, state in states.items() if state.startswith(unusable)}
+    return {node: f"SLURM says that it is {state}" for node, state in bad.items()}
+
+
+def record_failed(run: RunDir, failed: Mapping[str, str]) -> None:
+    """Note nodes on which the run has failed, and why: its next jobs are to avoid them."""
+    if failed:
+        run.update_info(lambda info: info.setdefault("failed_nodes", {}).update(failed))
 
 
 def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
@@ -143,11 +149,10 @@ def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
 
 def no_progress(run: RunDir, job: Job) -> bool:
     """Whether the last two attempts began where this one would begin."""
-    key = "checkpoint" if job.command is None else "last_changed"
+    is_task = job.command is None
+    key = "checkpoint" if is_task else "last_changed"
     starts = [attempt.get(key) for attempt in run.info().get("attempts", [])]
-    newest = (
-        prepare.newest_checkpoint(run) if job.command is None else prepare.last_change(run, job)
-    )
+    newest = prepare.newest_checkpoint(run) if is_task else prepare.last_change(run, job)
     return len(starts) >= 2 and starts[-2:] == [newest, newest]
 
 
@@ -211,44 +216,6 @@ def step_command(job: Job, place: SlurmNodes, attempt: Path) -> list[str]:
     return [*srun(place, tasks_per_node=tasks, ends_together=True), *words]
 
 
-def stop_signal(job: Job) -> tuple[signal.Signals, str]:
-    """The signal that tells ranks to save and stop; and why, if it was chosen here."""
-    if job.slurm.signal is not None:
-        return signal.Signals[f"SIG{job.slurm.signal}"], ""
-    texts = script_texts(job.argv)
-    lightning = next((path for path, text in texts.items() if LIGHTNING.search(text)), None)
-    # One that names USR2 listens to that, whatever it imports.
-    if lightning is None or any("SIGUSR2" in text for text in texts.values()):
-        return signal.SIGUSR2, ""
-    return signal.SIGUSR1, f"{lightning} imports Lightning, which saves and requeues on that signal"
-
-
-def script_texts(words: Sequence[str]) -> dict[str, str]:
-    """The Python files that a command names, and those beside them that they import."""
-    modules = [name.replace(".", "/") for flag, name in pairwise(words) if flag == "-m"]
-    paths = [Path(word) for word in words if word.endswith(".py")]
-    paths += [Path(f"{name}{end}") for name in modules for end in (".py", "/__main__.py")]
-    roots = {Path(), *(path.parent for path in paths)}
-    texts: dict[str, str] = {}
-    while paths and len(texts) < MAX_SCRIPTS:
-        path = paths.pop(0)
-        if str(path) in texts or not path.is_file():
-            continue
-        with suppress(OSError), path.open("rb") as file:
-            texts[str(path)] = file.read(MAX_SCRIPT_BYTES).decode(errors="replace")
-        for dots, module, names in IMPORT.findall(texts.get(str(path), "")):
-            base = module.replace(".", "/")
-            parts = [base, *(f"{base}/{name}".strip("/") for name in re.findall(r"\w+", names))]
-            folders = [path.parent, *path.parent.parents][len(dots) - 1 :][:1] if dots else roots
-            paths += [
-                folder / f"{part}{end}"
-                for folder in folders
-                for part in parts
-                for end in (".py", "/__init__.py")
-            ]
-    return texts
-
-
 def free_port(job: str, *, offset: int = 0) -> int:
     """A port of this node that follows from the job's id, or the next one that is free."""
     first = (int(job) * 7 + offset) % NUM_PORTS
@@ -263,11 +230,140 @@ def free_port(job: str, *, offset: int = 0) -> int:
     raise AllranksError("no port is free on this node", fix="tell the site", exit_code=1)
 
 
-def nodes_failed(said: str) -> list[str]:
-    """Nodes that srun names as lost, in its words: `srun: error: Node failure on node3`."""
-    found: list[str] = []
-    for line in said.splitlines():
-        _, words, text = line.rpartition("Node failure on ")
-        with suppress(AllranksError):  # a rank's own words
-            found += nodelist.expand(text) if words else []
-    return found
+# --- A file that a rank did not find -------------------------------------------------------------
+
+
+def look_for_missing(
+    run: RunDir, attempt: int, place: SlurmNodes, said: Iterable[str]
+) -> dict[str, Any] | None:
+    """After a failure on several nodes: the path that a rank did not find, and which nodes have it.
+
+    None if there is none. `said`: srun's last lines. One short step asks all nodes, since disks
+    that are thought to be shared may not be.
+    """
+    cwd = run.info().get("cwd", os.getcwd())
+    path = path_of_failure(run, attempt) or missing_path(said)
+    if path is None or len(place.nodes) < 2:
+        return None
+    wanted = [cwd, os.path.normpath(os.path.join(cwd, path))]
+    nodes = ask_nodes(place, wanted)
+    # If the folder is missing, so is everything named relative to it: then that is the reason.
+    for one in wanted:
+        has_it = nodes.get(one, {})
+        if not all(has_it.values()):
+            return {
+                "attempt": attempt,
+                "path": one,
+                "on": [node for node, has in has_it.items() if has],
+                "not_on": [node for node, has in has_it.items() if not has],
+            }
+    return None
+
+
+def path_of_failure(run: RunDir, attempt: int) -> str | None:
+    """The path that the first rank to fail for a missing file did not find."""
+    ends = {rank: run.end(attempt, rank) for rank in run.ranks(attempt)[:MOST_RANKS]}
+    failed = [(end["t"], rank) for rank, end in ends.items() if end and end["state"] == "failed"]
+    for _, rank in sorted(failed):
+        record = read_ends(run, attempt, rank)
+        said = [f"{event['type']}: {event['message']}" for event in record.others["error"]]
+        said.append(str(((record.end or {}).get("error") or {}).get("what", "")))
+        path = missing_path(said) or missing_path(tail(run.log(attempt, rank)))
+        if path is not None:
+            return path
+    return None
+
+
+def ask_nodes(place: SlurmNodes, paths: Sequence[str]) -> dict[str, dict[str, bool]]:
+    """For each path, whether each node has it; without the paths that some node says nothing of."""
+    step = srun(place, tasks_per_node=1, ends_together=False)
+    command = [*step, "--overlap", "--chdir=/", "sh", "-c", LOOK, "sh", *paths]
+    printed = output_of(command, LOOK_SECONDS, step_environment(os.environ)) or ""
+    answers: dict[str, dict[str, bool]] = {}
+    for line in printed.splitlines():
+        code, node, path = [*line.split(" ", 2), "", ""][:3]
+        if node in place.nodes and path in paths:
+            answers.setdefault(path, {})[node] = code == "0"
+    return {
+        path: {node: nodes[node] for node in place.nodes}
+        for path, nodes in answers.items()
+        if len(nodes) == len(place.nodes)
+    }
+
+
+# --- `allranks run` inside an allocation ---------------------------------------------------------
+
+
+def check_allocation(layout: Layout, request: Request, env: Mapping[str, str]) -> None:
+    """Refuse to run all nodes of a layout on one node of an allocation, or a whole run per task."""
+    job = env.get("SLURM_JOB_ID")
+    if not job:
+        return
+    num_tasks = tasks_of_step(env)
+    if num_tasks > 1:
+        raise AllranksError(
+            f"this is one of {num_tasks} tasks of an srun of job {job}: each of them would start "
+            f"a whole run of layout {layout}",
+            fix=what_to_type(layout, request, env, in_step=True),
+        )
+    if layout.nodes > 1 and not request.here:
+        raise AllranksError(
+            f"layout {layout} has {layout.nodes} nodes, but this would start all {layout.ranks} "
+            f"ranks on this machine, not on the nodes of job {job}",
+            fix=what_to_type(layout, request, env, in_step=False),
+        )
+
+
+def tasks_of_step(env: Mapping[str, str]) -> int:
+    """How many tasks srun started, including this one; 1 outside of a step."""
+    if "SLURM_PTY_PORT" in env or "SLURM_PTY_WIN_COL" in env:
+        return 1  # a shell: srun --pty gives the terminal to one task, and the others end
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_PROCID" not in env:
+        return 1
+    tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or ""
+    return int(tasks) if tasks.isdecimal() else 1
+
+
+def what_to_type(layout: Layout, request: Request, env: Mapping[str, str], *, in_step: bool) -> str:
+    """The commands that the user may have meant."""
+    bench = "".join(request.typed[1:2]) if request.typed[:1] == ["bench"] else ""
+    ways = []
+    if layout.nodes == 1 or (bench and in_step):
+        ways.append("start it once: without srun, or with srun --ntasks=1")
+    elif bench:
+        ways.append("measure layouts of a single node")
+    elif per_node := launcher_per_node(layout, request, env):
+        ways.append(f"start one launcher on each node: {per_node}")
+    if bench in ("scaling", "comm"):
+        ways.append("add --backend slurm")
+    elif not bench:
+        ways.append(f"send it to the queue: {submit_line(layout, request)}")
+    if not in_step and bench in ("", "scaling"):
+        ways.append("add --here to run all ranks on this machine")
+    return "; or ".join(ways)
+
+
+def submit_line(layout: Layout, request: Request) -> str:
+    """`allranks submit` for what was to be run here."""
+    words = ["submit", *([str(request.job_file)] if request.job_file is not None else [])]
+    if request.resume is not None:
+        words = ["resume", request.resume]
+    words += [*request.overrides, "--layout", str(layout)]
+    command = ["--", *request.command] if request.command is not None else []
+    return spell(["allranks", *words, *command])
+
+
+def launcher_per_node(layout: Layout, request: Request, env: Mapping[str, str]) -> str:
+    """The srun that starts `allranks run` once on each node; empty if there are too few of them."""
+    nodes = nodelist.expand(env.get("SLURM_JOB_NODELIST", ""))
+    if len(nodes) < layout.nodes:
+        return ""
+    own = f"--node-rank $SLURM_NODEID --master {nodes[0]}:29500"
+    typed = f"allranks {spell(request.typed)} {own}"
+    if request.command is not None:
+        typed += f" -- {spell(request.command)}"
+    srun = ["srun", f"--nodes={layout.nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    if len(nodes) > layout.nodes:
+        srun.append(f"--nodelist={nodelist.compress(nodes[: layout.nodes])}")
+    return f"{' '.join(srun)} bash -c {shlex.quote(typed)}"

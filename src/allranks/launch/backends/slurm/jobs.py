@@ -1,61 +1,107 @@
-"""The jobs of runs in SLURM's queue: look at them, stop them, race them, move them."""
+"""The backend for SLURM's queue: sends runs; looks at, stops, races and moves their jobs."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from allranks.errors import AllranksError
-from allranks.launch import checks, prepare
-from allranks.launch.backends import Submitted, local
-from allranks.launch.backends.local import comes_true, will_stop
-from allranks.launch.backends.slurm import submit
-from allranks.launch.backends.slurm.sbatch import Racer
-from allranks.launch.prepare import Prepared
+from allranks.launch import backends, checks, prepare
+from allranks.launch.backends import Draft, Options, Submitted, local
+from allranks.launch.backends.slurm import ladder, submit
+from allranks.launch.backends.slurm.sbatch import Racer, parse_race, racers_of
+from allranks.launch.prepare import Prepared, Request
+from allranks.machine import nodelist
 from allranks.run import claims, run_state
 from allranks.run.folder import RunDir
-from allranks.run.run_state import EndedJob, Queue, QueuedJob, state_of
+from allranks.run.run_state import EndedJob, Queue, QueuedJob
 from allranks.slurm import commands as slurm
-from allranks.slurm import nodelist
 from allranks.slurm.reasons import RUNNING, end_reason, waiting_reason
 
-QUEUE_FORMAT = "%i|%T|%r|%S|%N|%L|%l|%Q"
-ENDED_FIELDS = "JobIDRaw,State,ExitCode,End,NodeList"
+is_queue = True
+suggestions = submit.suggest_racers
+QUEUE_FORMAT = "%i|%T|%r|%S|%N"
+ENDED_FIELDS = "JobIDRaw,State,ExitCode,NodeList"
+
+
+def check(request: Request, options: Options) -> Prepared:
+    """The run to send; it may be running, since a running one can be moved."""
+    if first := typed_racers(options)[:1]:
+        request = replace(request, layout=str(first[0].layout))
+    prepared = prepare.prepare(replace(request, leads=False))
+    if prepared.run is not None and backends.of(prepared.run) != "slurm":
+        prepared.remarks.append("this run was outside of SLURM so far")
+    submit.check(prepared, racers(prepared, options))
+    return prepared
+
+
+def racers(prepared: Prepared, options: Options) -> list[Racer]:
+    """The layouts to queue it in: by default the job's own."""
+    return racers_of(prepared.job, typed_racers(options))
+
+
+def typed_racers(options: Options) -> list[Racer]:
+    climb = typed_ladder(options)
+    text = climb.rung if climb else options.race
+    return parse_race(text) if text else []
+
+
+def typed_ladder(options: Options) -> ladder.Ladder | None:
+    if options.ladder is None:
+        return None
+    steps, efficiency = options.ladder_steps, options.min_efficiency
+    return ladder.of(parse_race(options.ladder), min_efficiency=efficiency, steps=steps)
+
+
+def draft(prepared: Prepared, options: Options) -> Draft:
+    return submit.draft(prepared, racers(prepared, options))
+
+
+def start(prepared: Prepared, options: Options) -> Submitted:
+    found, climb = racers(prepared, options), typed_ladder(options)
+    return submit.submit(prepared, found, climb, after=options.after)
+
+
+def on_nodes(run: RunDir, words: Sequence[str], seconds: float) -> str:
+    """What `python WORDS` prints on every node of the job that trains the run."""
+    holder = claims.newest(run.claims)
+    if holder is None or not holder.job:
+        return ""
+    num_nodes = len(holder.nodes)
+    srun = ["srun", f"--jobid={holder.job}", "--overlap", "--quiet", f"--nodes={num_nodes}"]
+    srun += [f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    try:
+        return slurm.call(*srun, sys.executable, *words, seconds=seconds)
+    except slurm.SlurmError:
+        return ""
 
 
 def look(runs: Sequence[RunDir]) -> Queue:
     """One squeue for all of the user's jobs, and one sacct for those that have left it."""
-    wanted = {run.name: run.info().get("jobs", []) for run in runs}
-    wanted = {name: jobs for name, jobs in wanted.items() if jobs}
-    if not wanted:
+    infos = [info for run in runs if (info := run.info()).get("jobs")]
+    if not infos:
         return Queue()
-    queue = Queue(name="SLURM")
     try:
         printed = slurm.call("squeue", "-h", "-u", str(os.getuid()), "-o", QUEUE_FORMAT)
-        queue.jobs = parse_queue(printed)
     except slurm.SlurmError as error:
         return Queue(silent=error.what, name="SLURM")
-    gone = [
-        job
-        for run in runs
-        if run.name in wanted and run.info().get("ended") is None
-        for job in wanted[run.name]
-        if job not in queue.jobs
-    ]
-    if gone:
+    queue = Queue(parse_jobs(printed), name="SLURM")
+    recent = [job for info in infos if info.get("ended") is None for job in info["jobs"]]
+    if gone := [job for job in recent if job not in queue.jobs]:
         with suppress(slurm.SlurmError):  # there is no sacct without a database
-            queue.ended = parse_ended(
-                slurm.call("sacct", "-n", "-P", "-X", "-j", ",".join(gone), "-o", ENDED_FIELDS)
-            )
+            words = ["sacct", "-n", "-P", "-X", "-j", ",".join(gone), "-o", ENDED_FIELDS]
+            queue.ended = parse_ended(slurm.call(*words))
     return queue
 
 
-def parse_queue(printed: str) -> dict[str, QueuedJob]:
+def parse_jobs(printed: str) -> dict[str, QueuedJob]:
     """What `squeue -h -o QUEUE_FORMAT` printed."""
     found = {}
     for line in printed.splitlines():
-        job, state, reason, start, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
+        job, state, reason, start, nodes, *_ = [*line.split("|"), "", "", "", ""]
         if not job.strip().isdigit():
             continue  # an array's, or a message of the site's
         with suppress(AllranksError):
@@ -75,7 +121,7 @@ def parse_ended(printed: str) -> dict[str, EndedJob]:
     """What `sacct -n -P -X -o ENDED_FIELDS` printed; the last line on a job counts."""
     found = {}
     for line in printed.splitlines():
-        job, state, exit_code, _, nodes, *_ = [*line.split("|"), "", "", "", "", ""]
+        job, state, exit_code, nodes, *_ = [*line.split("|"), "", "", ""]
         if not job.isdigit():
             continue
         hosts: tuple[str, ...] = ()
@@ -86,39 +132,41 @@ def parse_ended(printed: str) -> dict[str, EndedJob]:
     return found
 
 
-def holder_of(run: RunDir, active: Sequence[QueuedJob]) -> str:
-    """The job that trains a run, of those that SLURM has not ended yet."""
+def jobs_of(run: RunDir, queue: Queue) -> tuple[list[str], list[str]]:
+    """The run's jobs that wait, and those on their nodes. Raises if SLURM does not answer."""
+    if queue.silent:
+        raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
+    jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
+    return [job.job for job in jobs if job.waits], [job.job for job in jobs if not job.waits]
+
+
+def holder_of(run: RunDir, active: Sequence[str]) -> str:
+    """The job that trains a run, of those on their nodes."""
     holder = claims.newest(run.claims)
-    jobs = [job.job for job in active]
-    return holder.job if holder is not None and holder.job in jobs else jobs[-1]
+    return holder.job if holder is not None and holder.job in active else active[-1]
 
 
 def stop(run: RunDir, queue: Queue, *, now: bool) -> str:
     """Stop a run at a checkpoint (`now`: at once), or take it out of the queue."""
-    if run.is_held:  # by `allranks run`: it is no job's any more
+    if run.is_held:  # by `allranks run`: no job has it any more
         return local.stop(run, queue, now=now)
-    info = run.info()
-    if queue.silent:
-        raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
-    jobs = [queue.jobs[job] for job in info.get("jobs", []) if job in queue.jobs]
-    if not jobs:
-        return f"is {state_of(run, info, jobs, queue)} already"
-    run.ask_to_stop("stopped by its user", info.get("jobs", []))
-    waiting = [job.job for job in jobs if job.waits]
-    active = [job.job for job in jobs if not job.waits]
+    waiting, active = jobs_of(run, queue)
+    if not waiting and not active:
+        return f"is {run_state.state_of(run, run.info(), [], queue)} already"
+    run.ask_to_stop("stopped by its user", run.info().get("jobs", []))
     if waiting:
         cancel(waiting)
-    if active and now:
+    if active and not now:
+        signal_job(holder_of(run, active))
+        return local.will_stop(run)
+    if active:
         cancel(active)
-    elif active:
-        signal_job(holder_of(run, [job for job in jobs if not job.waits]))
-        return will_stop(run)
     reason = "stopped by its user" + ("" if run.attempts() else " before it started")
     ended = {"state": "stopped", "reason": reason}
     run.update_info(lambda info: info.update(queued=False, ended=ended))
     if not active:
         return "taken out of the queue"
-    if not comes_true(lambda: has_left(run, active)):
+    if not local.comes_true(lambda: has_left(run, active)):
         return f"was cancelled, but SLURM has not ended job {', '.join(active)} yet"
     return "stopped at once"
 
@@ -135,7 +183,7 @@ def cancel(jobs: Sequence[str]) -> None:
     try:
         slurm.call("scancel", *jobs)
     except slurm.SlurmError as error:
-        if "invalid job id" not in error.words.lower():
+        if not error.is_gone:
             raise
 
 
@@ -144,12 +192,13 @@ def signal_job(job: str) -> None:
     try:
         slurm.call("scancel", "--batch", "--signal=USR2", job)
     except slurm.SlurmError as error:
-        if error.is_silence:  # otherwise it has left the queue, or reads what was left for it
+        if error.is_silence:  # otherwise it has left the queue, or will find the request to stop
             raise
 
 
-def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
-    """Queue a waiting run in further layouts."""
+def race(run: RunDir, layouts: str) -> Submitted:
+    """Queue a waiting run in further layouts, typed as for `--race`."""
+    typed = parse_race(layouts)
     prepare.check_owners(run)
     claim = claims.next_number(run.claims)  # before its state: see send_all
     job = prepare.load_resolved(run)
@@ -157,63 +206,60 @@ def race(run: RunDir, racers: Sequence[Racer]) -> Submitted:
     if state != "queued":
         move = "move it" if state == "running" else "go on with it"
         raise AllranksError(
-            f"run {run.name} does not wait in a queue: it is {state}",
-            fix=f"{move}: allranks resume {run.name} --layout {racers[0].layout}",
+            f"run {run.name} is not waiting in a queue: it is {state}",
+            fix=f"{move}: allranks resume {run.name} --layout {typed[0].layout}",
         )
-    for racer in racers:
+    for racer in typed:
         checks.check_supported(submit.with_layout(job, racer))
     sent = run.info().get("racers", {}).values()
     known = {record["layout"] for record in sent if record["claim"] == claim}
-    wanted = [racer for racer in submit.resolve_types(racers, job)[0] if str(racer) not in known]
+    wanted = [racer for racer in submit.resolve_types(typed, job)[0] if str(racer) not in known]
     if not wanted:
         raise AllranksError(
-            f"run {run.name} waits in {' and '.join(sorted(known))} already",
+            f"run {run.name} is already waiting in {' and '.join(sorted(known))}",
             fix="name another layout, or wait",
         )
     done = submit.send_all(job, wanted, run, claim=claim)
-    layouts = ",".join([*sorted(known), *(str(racer) for racer in wanted)])
-    run.update_info(lambda info: info.update(layout=layouts) if info.get("queued") else None)
+    shown = ",".join([*sorted(known), *(str(racer) for racer in wanted)])
+    run.update_info(lambda info: info.update(layout=shown) if info.get("queued") else None)
     return done
 
 
-def move(prepared: Prepared, racers: Sequence[Racer]) -> Submitted:
+def move(prepared: Prepared, options: Options) -> Submitted:
     """Queue the run's next job; one that runs is first asked to save and make room."""
-    run = prepared.run
+    run, wanted = prepared.run, racers(prepared, options)
     assert run is not None
     claim = claims.next_number(run.claims)  # before its state: see send_all
     queue = look([run])
-    if queue.silent:
-        raise AllranksError(queue.silent, fix="try again in a minute", exit_code=1)
+    waiting, active = jobs_of(run, queue)
     now = run_state.describe(run, queue)
     changes = [*run.info().get("changes", []), *prepared.changes]
     extends = any(change["key"] != "layout" for change in changes)
     if now["state"] == "finished" and not extends:
         return Submitted(run, [], [f"run {run.name} is finished already"])
-    jobs = [queue.jobs[job] for job in run.info().get("jobs", []) if job in queue.jobs]
     if now["state"] == "queued":
         raise AllranksError(
-            f"run {run.name} waits in the queue already (job {', '.join(now['jobs'])})",
+            f"run {run.name} is already waiting in the queue (job {', '.join(now['jobs'])})",
             fix=f"add a layout with allranks race {run.name} 2x2, or stop it first",
         )
-    active = [job for job in jobs if not job.waits]
     if now["state"] != "running":
-        done = submit.resume(prepared, racers, claim=claim)
+        done = submit.resume(prepared, wanted, claim=claim)
     elif not active:
         raise AllranksError(
             f"run {run.name} is running outside of SLURM", fix=f"allranks stop {run.name} first"
         )
     else:
-        layouts = ",".join(str(racer) for racer in racers)
+        layouts = ",".join(str(racer) for racer in wanted)
         if layouts == now["layout"]:
             raise AllranksError(
                 f"run {run.name} is running in layout {layouts}",
                 fix="name another one with --layout, or wait for it",
             )
-        before = [job.job for job in jobs]
         holder = holder_of(run, active)
         # First the new job: if SLURM refuses it, the old one goes on undisturbed.
-        done = submit.resume(prepared, racers, claim=claim, after=holder)
-        run.ask_to_stop(f"moves to {layouts} (job {', '.join(done.jobs)})", before, moves=True)
+        done = submit.resume(prepared, wanted, claim=claim, after=[holder])
+        why = f"moves to {layouts} (job {', '.join(done.jobs)})"
+        run.ask_to_stop(why, [*waiting, *active], moves=True)
         signal_job(holder)
         done.remarks.append(f"job {holder} saves a checkpoint and ends first")
     if not active:  # of a run that moves, the checkpoint to go on from is still to be written

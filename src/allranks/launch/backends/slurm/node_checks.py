@@ -1,26 +1,45 @@
-"""Judges the nodes by the preflight's files: which failed, why, and warnings."""
+"""Checks the nodes of a job before ranks start: who waits for what, and which nodes are to blame.
+
+A launcher imports torch anyway, and so do the checks (doctor/preflight.py): each launcher forks
+those of its node, and waits. The job's first process (allocation.py) judges by the files that they
+write. If all is well, ranks may start; if not, it ends the step and has the nodes checked in a
+separate one, which finds out where the fault lies.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from allranks.show.numbers import rate
-from allranks.slurm.nodelist import compress
+from allranks.errors import AllranksError
+from allranks.machine.nodelist import compress
+from allranks.machine.processes import die_with_parent, quick_imports
+from allranks.show.numbers import count, rate
 
 OWN_CHECKS = ("write", "gpus", "health", "torch")  # a node passes or fails these by itself
 SLOW_IMPORT = 3.0  # times as long as on every other node
 NEVER_CAME = "never came"  # doctor/connectivity.py's word for a node that gave no address
+
+# In the folder of the checks. Only the first node uses these: no network disk shows them late.
+ENDED = "ended"  # its launcher: the checks are over
+OPEN = "open"  # the job's first process: ranks may start
+POLL_SECONDS = 0.02
+MOST_SECONDS = 600.0  # that a launcher waits; a job that does not let ranks start ends the step
 
 Records = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
 class Verdict:
-    """`failed`: nodes to exclude; `trouble`: what is wrong with none of them in particular."""
+    """Which nodes to exclude (`failed`), and `trouble` that is no single node's fault."""
 
     nodes: tuple[str, ...]
     failed: dict[str, str] = field(default_factory=dict)  # node: reason
@@ -36,7 +55,7 @@ class Verdict:
 
 
 def verdict(folder: Path, nodes: Sequence[str]) -> Verdict:
-    """Judge by NODE.json of every node in the folder; a file that is no record counts as none."""
+    """Judge by NODE.json of every node in the folder; a file that cannot be read counts as none."""
     records = {node: record for node in nodes if (record := _read(folder / f"{node}.json"))}
     return judge(records, nodes)
 
@@ -70,13 +89,12 @@ def judge(records: Records, nodes: Sequence[str]) -> Verdict:
 
 def words(found: Verdict) -> str:
     """The verdict for people."""
-    count = f"{len(found.nodes)} node{'s' if len(found.nodes) != 1 else ''}"
-    lines = []
+    nodes, lines = count(len(found.nodes), "node"), []
     if found.ok:
-        lines.append(f"preflight: {count} checked in {found.seconds:.0f} s, no fault found")
+        lines.append(f"preflight: {nodes} checked in {found.seconds:.0f} s, no fault found")
     elif found.failed:
         names = compress(list(found.failed))
-        lines.append(f"preflight: {len(found.failed)} of {count} failed: {names}")
+        lines.append(f"preflight: {len(found.failed)} of {nodes} failed: {names}")
         lines += [f"  {node}: {reason}" for node, reason in found.failed.items()]
     if found.trouble:
         lines.append(f"preflight: {found.trouble}")
@@ -116,7 +134,7 @@ def _blame_own_checks(found: Verdict, records: Records) -> None:
 
 
 def _blame_unreachable(found: Verdict, records: Records) -> None:
-    """The nodes whose removal leaves no pair that cannot talk, the most suspect first."""
+    """Blame nodes, the most suspect first, until all pairs of the others can talk."""
     pairs = {
         (node, peer): str(why)
         for node in records
@@ -215,3 +233,72 @@ def _blame_all_reduce(found: Verdict, records: Records) -> None:
         told = [str(check["detail"]) for check in failures.values()]
         detail = next((text for text in told if "had not ended" not in text), told[0])
         found.trouble = f"the nodes reach each other, but their all-reduce failed: {detail}"
+
+
+# --- Ranks wait until their nodes are checked ----------------------------------------------------
+
+
+@dataclass(slots=True)
+class Gate:
+    """The job's side: `opens` is called with the verdict, just before ranks may start."""
+
+    folder: Path
+    nodes: Sequence[str]
+    until: float  # by the monotonic clock: then it is judged by what there is
+    signals: Sequence[object]  # received by the job: if any, ranks must save at once
+    opens: Callable[[Verdict], object]
+    is_open: bool | None = None  # None: not judged yet
+
+    def judge(self) -> bool | None:
+        """Whether ranks may start; None while that is not known."""
+        is_over = (self.folder / ENDED).exists() or time.monotonic() > self.until
+        if self.is_open is None and (is_over or self.signals):
+            found = verdict(self.folder, self.nodes)
+            self.is_open = found.ok or bool(self.signals)
+            if self.is_open:
+                self.opens(found)
+                (self.folder / OPEN).touch()
+        return self.is_open
+
+
+def pass_gate(
+    words: Sequence[str], variables: Mapping[str, str], *, node_rank: int, num_nodes: int
+) -> None:
+    """The launcher's side: check this node, and wait until ranks may start.
+
+    To be called before there are threads. `words`: arguments of doctor/preflight.py; `variables`:
+    for its environment, besides ours.
+    """
+    folder, launcher = Path(words[words.index("--folder") + 1]), os.getpid()
+    if num_nodes > 1:  # one node on its own is checked without it
+        _import_torch()
+    checking = os.fork()
+    if checking == 0:
+        os.environ.update(variables)  # of this child alone
+        _check_and_exit(words, launcher)
+    _import_torch()
+    os.waitpid(checking, 0)  # it may hold a GPU; its time is limited
+    if node_rank:
+        return  # in rendezvous.py the others wait for the first node
+    (folder / ENDED).touch()
+    until = time.monotonic() + MOST_SECONDS
+    while not (folder / OPEN).exists():
+        if time.monotonic() > until:
+            what = f"nobody judged the checks of the nodes within {MOST_SECONDS:.0f} seconds"
+            raise AllranksError(what, fix="send the job again", exit_code=1)
+        time.sleep(POLL_SECONDS)
+
+
+def _import_torch() -> None:
+    with suppress(Exception), quick_imports():  # the checks say what is wrong
+        from allranks.launch import agent  # noqa: F401
+
+
+def _check_and_exit(words: Sequence[str], launcher: int) -> NoReturn:
+    """Run the node's checks; to exit also frees whatever they hold on a GPU."""
+    try:
+        die_with_parent(launcher)
+        sys.argv = ["allranks.doctor.preflight", *words]
+        runpy.run_module("allranks.doctor.preflight", run_name="__main__")
+    finally:
+        os._exit(1)

@@ -13,19 +13,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
 from typing import IO
 
+from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch.backends.slurm import submit
 from allranks.launch.backends.slurm.inside import (
     SlurmNodes,
-    nodes_failed,
+    record_failed,
     say,
     step_environment,
-    stop_signal,
     time_to_limit,
 )
 from allranks.launch.backends.slurm.sbatch import grace_seconds
+from allranks.machine import nodelist
 from allranks.run.folder import RunDir
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
@@ -37,6 +40,10 @@ OUT_OF_MEMORY = "Out Of Memory"
 # srun's word of a task: `srun: error: node2: task 1: Killed`, `...: Exited with exit code 1`.
 TASK_END = re.compile(r"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.+)")
 MEMORY_END = re.compile(r"slurmstepd.*(exceeded (\w+ )?memory limit|oom.kill event)", re.I)
+
+LIGHTNING = re.compile(r"(?m)^\s*(?:from|import) +(?:lightning|pytorch_lightning)\b")
+IMPORT = re.compile(r"(?m)^\s*(?:from|import) +(\.*)([\w.]*)(?: +import +\(?([\w, ]*))?")
+MAX_SCRIPTS, MAX_SCRIPT_BYTES = 100, 1 << 18
 
 
 class Relay:
@@ -54,14 +61,12 @@ class Relay:
         job: Job,
         signals: list[signal.Signals],
         said: deque[str],
-        nodes_lost: Callable[[Sequence[str]], None],
     ) -> None:
         self.run = run
         self.place = place
         self.job = job
         self.signals = signals
         self.said = said
-        self.nodes_lost = nodes_lost
         self._signal, why = stop_signal(job)
         if why:
             say(f"{self._signal.name} will tell the script to stop: {why}")
@@ -174,6 +179,54 @@ class Relay:
                     self.first_end = ended["node"], ended["how"]
                 elif self.first_end is None and MEMORY_END.match(text):
                     self.first_end = "", OUT_OF_MEMORY
-                failed = nodes_failed(text)
-                if failed:  # at once: SLURM leaves this process a few seconds
-                    self.nodes_lost(failed)
+                # At once: SLURM leaves this process a few seconds.
+                lost = dict.fromkeys(nodes_failed(text), "SLURM lost it during an attempt")
+                record_failed(self.run, lost)
+
+
+def nodes_failed(said: str) -> list[str]:
+    """Nodes that srun names as lost, in its words: `srun: error: Node failure on node3`."""
+    found: list[str] = []
+    for line in said.splitlines():
+        _, words, text = line.rpartition("Node failure on ")
+        with suppress(AllranksError):  # a rank's own words
+            found += nodelist.expand(text) if words else []
+    return found
+
+
+def stop_signal(job: Job) -> tuple[signal.Signals, str]:
+    """The signal that tells ranks to save and stop; and why, if it was chosen here."""
+    if job.slurm.signal is not None:
+        return signal.Signals[f"SIG{job.slurm.signal}"], ""
+    texts = script_texts(job.argv)
+    lightning = next((path for path, text in texts.items() if LIGHTNING.search(text)), None)
+    # One that names USR2 listens to that, whatever it imports.
+    if lightning is None or any("SIGUSR2" in text for text in texts.values()):
+        return signal.SIGUSR2, ""
+    return signal.SIGUSR1, f"{lightning} imports Lightning, which saves and requeues on that signal"
+
+
+def script_texts(words: Sequence[str]) -> dict[str, str]:
+    """The Python files that a command names, and those beside them that they import."""
+    modules = [name.replace(".", "/") for flag, name in pairwise(words) if flag == "-m"]
+    paths = [Path(word) for word in words if word.endswith(".py")]
+    paths += [Path(f"{name}{end}") for name in modules for end in (".py", "/__main__.py")]
+    roots = {Path(), *(path.parent for path in paths)}
+    texts: dict[str, str] = {}
+    while paths and len(texts) < MAX_SCRIPTS:
+        path = paths.pop(0)
+        if str(path) in texts or not path.is_file():
+            continue
+        with suppress(OSError), path.open("rb") as file:
+            texts[str(path)] = file.read(MAX_SCRIPT_BYTES).decode(errors="replace")
+        for dots, module, names in IMPORT.findall(texts.get(str(path), "")):
+            base = module.replace(".", "/")
+            parts = [base, *(f"{base}/{name}".strip("/") for name in re.findall(r"\w+", names))]
+            folders = [path.parent, *path.parent.parents][len(dots) - 1 :][:1] if dots else roots
+            paths += [
+                folder / f"{part}{end}"
+                for folder in folders
+                for part in parts
+                for end in (".py", "/__init__.py")
+            ]
+    return texts

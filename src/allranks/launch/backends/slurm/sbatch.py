@@ -15,6 +15,7 @@ from allranks.job.job import BUILT_IN, Job
 from allranks.job.values import Duration
 from allranks.launch import withheld
 from allranks.layout import Layout
+from allranks.slurm.commands import parse_time
 
 DEFAULT_GRACE = 120  # seconds; a quarter of the limit where that is less
 READ_ONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")  # bash's own
@@ -181,17 +182,8 @@ def grace_seconds(asked: Duration | None, limit: int | None, needed: int | None 
 
 def time_seconds(text: str) -> int:
     """Seconds of a time limit: SLURM's forms (60, 90:00, 12:00:00, 2-12, 2-12:30:00), or 2h30m."""
-    if re.search("[dhms]", text):
-        return Duration.parse(text).seconds
-    days, dash, rest = text.rpartition("-")
-    numbers = [int(part) for part in rest.split(":")]
-    if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    seconds = parse_time(text)
+    return Duration.parse(text).seconds if seconds is None else seconds
 
 
 def time_text(seconds: int) -> str:

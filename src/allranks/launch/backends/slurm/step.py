@@ -24,7 +24,7 @@ from types import FrameType
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, network, prepare
-from allranks.launch.backends.slurm import gate
+from allranks.launch.backends.slurm.node_checks import pass_gate
 from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.node import Place, end_of, run_beside
 from allranks.launch.prepare import Attempt, Prepared
@@ -47,7 +47,7 @@ def main() -> int:
     variables = network.variables(told.nodes)
     if told.check:
         node_rank = int(os.environ["SLURM_NODEID"])
-        gate.pass_gate(told.check, variables, node_rank=node_rank, num_nodes=len(told.nodes))
+        pass_gate(told.check, variables, node_rank=node_rank, num_nodes=len(told.nodes))
     prepared = told.prepared(run, variables)
     try:
         network.say_once(checks.settle_precision(prepared))

@@ -34,7 +34,7 @@ HOPELESS = r"Partition(Time|Node)Limit|PartitionConfig|BadConstraints|MaxWall|In
 
 
 def check(prepared: Prepared, racers: Sequence[Racer]) -> None:
-    """Refuse what could only fail later, in the queue or once it runs."""
+    """Refuse now what would only fail later, in the queue or on the nodes."""
     for racer in racers:
         checks.check_supported(with_layout(prepared.job, racer))
 
@@ -58,12 +58,13 @@ def submit(
     prepared: Prepared,
     racers: Sequence[Racer],
     climb: ladder.Ladder | None = None,
-    **options: Any,
+    *,
+    after: Sequence[str] = (),
 ) -> Submitted:
     """Queue a new run, in every layout that was asked for.
 
-    `climb`: the ladder, if it starts on the first of several rungs. `options`: as
-    in `sbatch_script`.
+    `climb`: the ladder, if it starts on the first of several rungs. `after`: the jobs that must
+    have ended before it starts.
     """
     slurm.call("sbatch", "--version")  # before a folder is made for a job that cannot be sent
     racers, remarks = resolve_types(racers, prepared.job)
@@ -81,18 +82,18 @@ def submit(
     run.update_info(describe)
     if climb is not None:
         ladder.write(run, climb)
-    done = send_all(prepared.job, racers, run, claim=0, **options)
+    done = send_all(prepared.job, racers, run, claim=0, after=after)
     done.remarks = [*remarks, *done.remarks, *hopeless(done.jobs)]
     return done
 
 
 def send_all(
-    job: Job, racers: Sequence[Racer], run: RunDir, *, claim: int, **options: Any
+    job: Job, racers: Sequence[Racer], run: RunDir, *, claim: int, after: Sequence[str] = ()
 ) -> Submitted:
     """Send one job for each racer, until one of them has started.
 
-    `claim`: what they may take. It was the next one when the caller looked at the run's state: a
-    job that has started since must not be robbed of the run.
+    `claim`: the one that they may take. It was the next one when the caller looked at the run's
+    state: a job that has started since must not be robbed of the run.
     """
     done = Submitted(run)
     refused: list[slurm.SlurmError] = []
@@ -101,7 +102,7 @@ def send_all(
             done.remarks.append(f"{racer} was not sent: the run has started")
             break
         try:
-            done.jobs.append(send(job, racer, run, claim=claim, **options))
+            done.jobs.append(send(job, racer, run, claim=claim, after=after))
         except slurm.SlurmError as error:
             refused.append(error)
             done.remarks.append(f"{racer} was refused: {error.what}; {error.fix}")
@@ -120,9 +121,8 @@ def cancel_losers(run: RunDir, jobs: Sequence[str], claim: int) -> None:
     holder = claims.newest(run.claims)
     if holder is None or holder.number < claim:
         return
-    losers = [job for job in jobs if job != holder.job]
     with suppress(slurm.SlurmError):  # whoever starts too late ends by itself
-        if losers:
+        if losers := [job for job in jobs if job != holder.job]:
             slurm.call("scancel", "--state=PENDING", *losers)
 
 
@@ -132,15 +132,17 @@ def send(
     run: RunDir,
     *,
     claim: int,
+    after: Sequence[str] = (),
+    exclude: str = "",
     record: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> str:
     """Send one job and record it; its id. The one place from which jobs are sent.
 
-    `record`: what to note of it besides.
+    `exclude`: nodes that it must not get. `record`: what else to note of a job's own successor.
     """
     script = run.path / script_name(run, racer)
-    write_atomically(script, script_of(job, racer, run, claim=claim, **options))
+    more = {"exclude": exclude, "dependency": f"afterany:{':'.join(after)}" if after else None}
+    write_atomically(script, script_of(job, racer, run, claim=claim, **more))
     # A job's own successor may be sent again, where SLURM did not answer the first time.
     job_id = find_sent(run, script) if record else None
     try:
@@ -213,9 +215,9 @@ def grace_needed(run: RunDir) -> int:
 
 
 def resume(
-    prepared: Prepared, racers: Sequence[Racer], *, claim: int, after: str | None = None
+    prepared: Prepared, racers: Sequence[Racer], *, claim: int, after: Sequence[str] = ()
 ) -> Submitted:
-    """The next job of an old run; `after`: the job that must have ended before it starts."""
+    """The next job of an old run; `after`: the jobs that must have ended before it starts."""
     run = prepared.run
     assert run is not None
     check(prepared, racers)
@@ -226,13 +228,11 @@ def resume(
     pending = earlier.get("changes", [])  # of a job that was sent, and never started
     changes = [*pending, *prepared.changes]
     run.update_info(lambda info: info.update(overrides=overrides, changes=changes))
-    options = {"dependency": f"afterany:{after}"} if after else {}
     try:
-        done = send_all(prepared.job, racers, run, claim=claim, **options)
+        done = send_all(prepared.job, racers, run, claim=claim, after=after)
         if not done.jobs:
             raise AllranksError(
-                f"a job of run {run.name} has started just now",
-                fix=f"see allranks ls {run.name}",
+                f"a job of run {run.name} has just started", fix=f"see allranks ls {run.name}"
             )
         return done
     except AllranksError:  # what was not sent is not what the run is
@@ -248,12 +248,15 @@ def gpu_types() -> list[str]:
         printed = slurm.call("sinfo", "-h", "-o", "%G")
     except slurm.SlurmError:
         return []
-    entries = [entry.split(":") for line in printed.split() for entry in line.split(",")]
-    return list(dict.fromkeys(e[1] for e in entries if e[0] == "gpu" and len(e) > 2))
+    found = slurm.parse_gres(",".join(printed.split()))
+    return list(dict.fromkeys(name for kind, name, _ in found if kind == "gpu" and name))
 
 
 def resolve_types(racers: Sequence[Racer], job: Job) -> tuple[list[Racer], list[str]]:
-    """Racers with the cluster's names for GPUs; without types of a list that it does not have."""
+    """Racers with the cluster's names for GPUs, and remarks.
+
+    Types that it does not have are left out if they come from a list in the job.
+    """
     types = gpu_types() if any(racer.gpu for racer in racers) else []
     found: dict[Racer, None] = {}
     missing: list[AllranksError] = []
@@ -284,7 +287,7 @@ def hopeless(jobs: Sequence[str]) -> list[str]:
 
 
 def resolve_type(racer: Racer, types: Sequence[str]) -> Racer:
-    """The same racer with the cluster's own name for its GPU: a100-80gb may be a100_sxm4_80gb."""
+    """A racer with the cluster's own name for its GPU: a100-80gb may be a100_sxm4_80gb."""
     if racer.gpu is None or racer.gpu in types or not types:
         return racer
     wanted = find_gpu(racer.gpu)
@@ -300,7 +303,7 @@ def resolve_type(racer: Racer, types: Sequence[str]) -> Racer:
 
 
 def samples_per_epoch(job: Job, runs: Path) -> int | None:
-    """What the task's source says, or what an earlier run of the same data has seen."""
+    """What the task's source says, or else an earlier run on the same data."""
     if job.task is None:
         return None
     known = find_task(job.task).num_samples
@@ -317,7 +320,7 @@ def samples_per_epoch(job: Job, runs: Path) -> int | None:
 
 
 def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
-    """Layouts of as many ranks that SLURM expects to start earlier than any of this run's jobs."""
+    """Layouts of as many ranks that SLURM expects to start before any job of this waiting run."""
     if described["state"] != "queued":
         return []
     known = {record["layout"] for record in run.info().get("racers", {}).values()}
@@ -336,7 +339,7 @@ def suggest_racers(run: RunDir, described: dict[str, Any]) -> list[str]:
 
 
 def expected_start(script: str, folder: Path) -> str | None:
-    """When SLURM would start this, by its own estimate; None if it does not say."""
+    """When SLURM would start a script, by its own estimate; None if it does not say."""
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".test-", suffix=".sbatch") as file:
         file.write(script)
         file.flush()
