@@ -87,7 +87,7 @@ def failure_in_words(failed: dict[str, Any]) -> str:
     return f"{named} {how}{said}{_place(failed)}"
 
 
-def lines_of(failed: dict[str, Any]) -> list[str]:
+def failure_lines(failed: dict[str, Any]) -> list[str]:
     """What is shown between the error and its fix: message, traceback, cause, other ranks."""
     what = (failed.get("error") or {}).get("what", "")
     lines = _message_lines(what)
