@@ -1,4 +1,4 @@
-"""The runs of a benchmark one after another, here or in a queue.
+"""Makes the runs of a benchmark, one after another, here or in a queue.
 
 After a Ctrl-C, what was measured so far is kept and shown, and the exit code is 130.
 """
