@@ -10,7 +10,7 @@ PYTEST ?=
 DOCS := $(wildcard docs/reference/*.md)
 COG := $(BIN)/python -m cogapp -I docs --verbosity=1
 
-# Stamps: what is installed was installed for these files as they are now.
+# Stamps: newer than these files if what is installed was installed for them as they are now.
 PACKAGE := $(VENV)/.package
 DEV := $(VENV)/.dev
 SETTINGS := pyproject.toml constraints.txt Makefile
@@ -24,24 +24,24 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    train the bundled job"
 	@echo "make test    lint, types, docs and tests"
-	@echo "make soak    the long trials in full"
+	@echo "make soak    the long-running tests in full"
 	@echo "make lowest  the unit tests with the lowest versions that pyproject.toml declares"
 	@echo "make lint    ruff and mypy"
-	@echo "make docs    write the generated parts of docs anew"
+	@echo "make docs    regenerate the generated parts of docs"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
 demo: $(PACKAGE)
 	@$(BIN)/python -m allranks run
 
-# Types and docs are checked beside the tests, which leave a core idle now and then. Collecting
-# once before compiles what four workers would else compile at the same time, each for itself.
+# Types and docs are checked while the tests run, which leave a core idle now and then. Collecting
+# once beforehand compiles what four workers would otherwise each compile at the same time.
 test: style
 	@tests/install.sh
 	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
 	$(BIN)/python -m pytest --collect-only -qq $(PYTEST) >/dev/null; \
 	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) && \
 	  echo "flaky: 0" || { \
-	  [ $$? = 1 ] && echo "the tests that failed beside others, once more on their own:" && \
+	  [ $$? = 1 ] && echo "tests that failed, run once more on their own:" && \
 	  $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none --alone $(PYTEST); }; \
 	tests=$$?; wait $$checks; checks=$$?; cat $(VENV)/checks.log; exit $$((tests | checks))
 
@@ -55,7 +55,7 @@ types: $(DEV)
 	@$(BIN)/python -m mypy
 
 fresh-docs: $(DEV)
-	@$(COG) --check --check-fail-msg="make docs writes it anew" $(DOCS)
+	@$(COG) --check --check-fail-msg="make docs regenerates it" $(DOCS)
 
 docs: $(DEV)
 	@$(COG) -r $(DOCS)
@@ -78,7 +78,7 @@ $(PACKAGE): $(SETTINGS) | $(BIN)/python
 	@touch $@
 
 $(DEV): $(SETTINGS) | $(BIN)/python
-	@echo "installing allranks and its tests' needs into $(VENV): this can take minutes"
+	@echo "installing allranks and what its tests need into $(VENV): this can take minutes"
 	@$(PIP) install "pip==$(PIP_VERSION)"
 	@$(PIP) install --no-compile -c constraints.txt --build-constraint constraints.txt -e '.[digits,doctor,report,web]' --group dev
 	@touch $(PACKAGE) $@

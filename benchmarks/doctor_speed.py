@@ -42,7 +42,7 @@ def lines(chance: random.Random) -> Iterator[str]:
 
 
 def write(path: Path, num_bytes: int) -> None:
-    """Ten megabytes of lines, over and over: making them anew takes longer than reading them."""
+    """Ten megabytes of lines, over and over: making new ones takes longer than reading them."""
     chance = random.Random(0)
     piece, size = [], 0
     for line in lines(chance):

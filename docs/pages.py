@@ -1,4 +1,4 @@
-"""The generated parts of docs/reference, called from cog blocks: `make docs` writes them anew."""
+"""The generated parts of docs/reference, called from cog blocks: `make docs` regenerates them."""
 
 from __future__ import annotations
 

@@ -31,12 +31,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._check_limits()
-        if self.dp == 0:
-            if self.ranks % self._ranks_per_replica:
-                self._refuse_axes()
+        if self.dp == 0 and self.ranks % self._ranks_per_replica == 0:
             object.__setattr__(self, "dp", self.ranks // self._ranks_per_replica)
         elif self.dp * self._ranks_per_replica != self.ranks:
-            self._refuse_dp()
+            self._refuse_axes()
 
     @property
     def ranks(self) -> int:
@@ -73,10 +71,8 @@ class Layout:
         """The shortest text that parses back: dp is what the others leave, so it is not written."""
         return f"{self.nodes}x{self.gpus}" + self._axes_text()
 
-    def _axes_text(self, *, dp: bool = False) -> str:
+    def _axes_text(self) -> str:
         written = [f"{axis}={getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
-        if dp:
-            written.append(f"dp={self.dp}")
         return ":" + ",".join(written) if written else ""
 
     def _check_limits(self) -> None:
@@ -93,38 +89,28 @@ class Layout:
                 )
 
     def _refuse_axes(self) -> NoReturn:
-        """The axes other than dp do not divide the ranks."""
-        shape, needed = f"{self.nodes}x{self.gpus}", self._ranks_per_replica
-        divisors = _divisors(self.ranks)
+        """The axes do not divide the ranks, or take another number of them."""
+        shape, ranks, replica = f"{self.nodes}x{self.gpus}", self.ranks, self._ranks_per_replica
+        product = f"fsdp={self.fsdp} x tp={self.tp} x pp={self.pp}"
         used = [axis for axis in AXES[1:] if getattr(self, axis) > 1]
-        if len(used) == 1:
-            below = max(number for number in divisors if number < needed)
-            near = [below, *[number for number in divisors if number > needed][:1]]
-            choices = " or ".join(
-                f"{shape}:{used[0]}={number}" if number > 1 else shape for number in near
-            )
-            fix = f"write {choices}"
+        if self.dp:  # all axes were given
+            enough = self.dp * replica
+            what = f"dp={self.dp} x {product} needs {enough} ranks, but {shape} has {ranks}"
+            fix = f"choose axes whose product is {ranks}"
+            if ranks % replica == 0:
+                fix = f"write {self} (dp is then {ranks // replica})"
         else:
-            fix = f"choose axes whose product divides {self.ranks}"
-        enough = -(-self.ranks // needed) * needed
+            enough = -(-ranks // replica) * replica
+            what = f"{product} takes {replica} ranks per replica, which does not divide the {ranks}"
+            fix = f"choose axes whose product divides {ranks}"
+            if len(used) == 1:
+                divisors = _divisors(ranks)
+                near = [size for size in divisors if size < replica][-1:]
+                near += [size for size in divisors if size > replica][:1]
+                names = [f"{shape}:{used[0]}={size}" if size > 1 else shape for size in near]
+                fix = f"write {' or '.join(names)}"
         raise AllranksError(
-            f"layout {shape}{self._axes_text()}: fsdp={self.fsdp} x tp={self.tp} x pp={self.pp} "
-            f"takes {needed} ranks per replica, which does not divide the {self.ranks} of {shape}",
-            fix=f"{fix}, or ask for {enough} ranks",
-        )
-
-    def _refuse_dp(self) -> NoReturn:
-        """All axes were given, and their product is not the number of ranks."""
-        shape, needed = f"{self.nodes}x{self.gpus}", self.dp * self._ranks_per_replica
-        if self.ranks % self._ranks_per_replica == 0:
-            left = self.ranks // self._ranks_per_replica
-            fix = f"write {self} (dp is then {left}), or ask for {needed} ranks"
-        else:
-            fix = f"choose axes whose product is {self.ranks}, or ask for {needed} ranks"
-        raise AllranksError(
-            f"layout {shape}{self._axes_text(dp=True)}: dp={self.dp} x fsdp={self.fsdp} x "
-            f"tp={self.tp} x pp={self.pp} needs {needed} ranks, but {shape} has {self.ranks}",
-            fix=fix,
+            f"layout {shape}{self._axes_text()}: {what}", fix=f"{fix}, or ask for {enough} ranks"
         )
 
 

@@ -252,7 +252,7 @@ def test_a_taken_port_is_no_nodes_fault(played: Played, tmp_path: Path, port: in
         played.start(*NODES[:2], of=NODES[:2])
         assert played.wait() == [0, 0]
     found = verdict(tmp_path, NODES[:2])
-    assert not found.failed and "cannot serve at" in found.trouble
+    assert not found.failed and "cannot listen at" in found.trouble
 
 
 @pytest.fixture

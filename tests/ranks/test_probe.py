@@ -13,7 +13,7 @@ from tests.forked import run_forked
 from tests.scripts import MODEL, Recorded, run, run_script
 
 from allranks.run.folder import RunDir, list_runs
-from allranks.run.results import samples_per_epoch
+from allranks.run.record import samples_per_epoch
 from allranks.timing.steps import timing
 
 pytestmark = pytest.mark.ranks

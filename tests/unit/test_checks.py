@@ -56,7 +56,7 @@ def test_all_well() -> None:
     slow = check("allreduce", backend="nccl", bus_bandwidth=1e9)
     found = judge({"a": record("a"), "b": record("b", slow)}, "ab")
     assert found.ok and found.bandwidth == 1e9 and not found.warnings
-    assert words(found).startswith("preflight: 2 nodes checked in 9 s, no fault found\n")
+    assert words(found).startswith("preflight: 2 nodes checked in 9.00s, no fault found\n")
     assert "1 GB/s" in words(found)
 
 
@@ -175,7 +175,7 @@ def test_a_slow_import_is_a_warning_where_all_are_slow() -> None:
 def test_a_slow_import_is_a_fault_where_the_others_were_quick() -> None:
     waiting = check("rendezvous", False, "c", missing=["c"], store=True)
     records = {"a": record("a", waiting), "b": record("b", waiting), "c": slow("c", 24)}
-    reason = "torch took over 24 s to import, on the others 4"
+    reason = "torch took over 24s to import, on the others 4s"
     assert judge(records, "abc").failed == {"c": reason}
 
 
@@ -212,7 +212,7 @@ def test_one_node_alone() -> None:
     alone = {"v": 1, "node": "a", "seconds": 0.4, "checks": [check("write"), check("disk")]}
     found = judge({"a": alone}, "a")
     assert found == Verdict(nodes=("a",), seconds=0.4) and found.bandwidth is None
-    assert words(found) == "preflight: 1 node checked in 0 s, no fault found"
+    assert words(found) == "preflight: 1 node checked in 400ms, no fault found"
 
 
 # --- Ranks wait until their nodes are checked -------------------------------------------------

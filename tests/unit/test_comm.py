@@ -35,10 +35,6 @@ def test_bus_bandwidth_is_that_of_nccl_tests(name: str) -> None:
         assert row["busbw_GBps"] == pytest.approx(factor * (1 << 30) / 0.5 / 1e9, rel=1e-5)
 
 
-def test_all_collectives_have_a_factor() -> None:
-    assert set(BUS_FACTORS) == set(COLLECTIVES)
-
-
 # nccl-tests, GetCollByteCount: parts of 16 bytes, the size being that of the larger buffer.
 @pytest.mark.parametrize(
     ("name", "size", "ranks", "counted"),

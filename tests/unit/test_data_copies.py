@@ -9,6 +9,8 @@ import pytest
 from tests.commandline import Allranks
 
 from allranks.errors import AllranksError
+from allranks.job.job import load_job
+from allranks.launch.checks import check_supported
 from allranks.machine.data_copies import local_copy, own_folder, stage_together
 from allranks.run.folder import list_runs
 
@@ -82,7 +84,8 @@ def test_a_script_reads_the_copy(tmp_path: Path, allranks: Allranks, local_disk:
         assert said.startswith(f"hello {local_disk}/")
 
 
-def test_a_placeholder_without_data_to_stage_is_refused(allranks: Allranks) -> None:
-    done = allranks("run", "--", "python", "train.py", "{stage}/data.txt")
-    assert done.returncode == 2
-    assert "nothing is staged" in done.stderr and "stage: [PATH" in done.stderr
+def test_a_placeholder_without_data_to_stage_is_refused() -> None:
+    job = load_job(None, command=["python", "train.py", "{stage}/data.txt"])
+    with pytest.raises(AllranksError, match="nothing is staged") as refused:
+        check_supported(job)
+    assert "stage: [PATH" in refused.value.fix

@@ -289,7 +289,10 @@ def written_events() -> list[tuple[str, str, list[str]]]:
     """Each call in the package that writes an event: where, which, and the fields it names."""
     found = []
     for file in sorted(Path(allranks.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        if not any(f"{name}(" in text for name in WRITERS):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))

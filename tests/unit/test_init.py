@@ -7,7 +7,7 @@ import pytest
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job, json_schema, load_job
-from allranks.job.problems import keys
+from allranks.job.problems import key_paths
 from allranks.job.template import commented_job, write_job
 
 
@@ -28,7 +28,7 @@ def test_every_key_is_there_and_explained() -> None:
     assert all("  # " in line for line in lines)
     named = [line.lstrip("# ").partition(":")[0] for line in lines]
     # `compress` is null, so its own keys have no line.
-    expected = [key for key in keys(json_schema()) if not key.startswith("compress.")]
+    expected = [key for key in key_paths(json_schema()) if not key.startswith("compress.")]
     assert named == [key.rpartition(".")[2] for key in expected]
     assert max(map(len, lines)) <= 112
 

@@ -154,11 +154,12 @@ def test_this_machine_is_described_in_plain_values(monkeypatch: pytest.MonkeyPat
     assert {"driver", "driver_runs", "toolkit", "torch", "torch_cuda"} == set(found["cuda"])
 
 
-def test_torch_is_not_imported() -> None:
+def test_neither_torch_nor_numpy_is_imported() -> None:
     code = (
         "import sys, allranks.slurm.cluster_screen, allranks.slurm.queue\n"
-        "from allranks.machine.inventory import describe_machine\n"
+        "from allranks.machine.inventory import describe_machine, package_versions\n"
         "describe_machine()\n"
-        "sys.exit('torch' in sys.modules)"
+        "assert {'python', 'allranks', 'torch', 'numpy'} <= set(package_versions())\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)

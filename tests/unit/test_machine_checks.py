@@ -392,7 +392,6 @@ def test_this_machine_is_checked_in_json(
         doctor(runs=tmp_path, as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert {"host", "ok", "seconds", "checks"} <= set(printed)
-    assert printed["seconds"] < 10
     assert {"check", "status", "value", "fix"} == set(printed["checks"][0])
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(typer.Exit) as ended:

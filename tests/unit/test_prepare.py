@@ -20,7 +20,6 @@ from allranks.launch import withheld
 from allranks.launch.checks import (
     check_command,
     check_machine,
-    check_measurable,
     check_supported,
     settle_precision,
 )
@@ -612,10 +611,11 @@ def test_a_command_that_may_be_there_is_not(folder: Path, command: list[str]) ->
 def test_a_layout_larger_than_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.launch.checks.local_gpus", lambda: [])
     monkeypatch.setattr(allotted, "cpus_allotted", lambda: 2)
-    assert check_measurable(Layout(1, 2)) == []
-    assert check_measurable(Layout(2, 4)) == ["8 ranks on 2 CPU core(s): they take turns"]
+    assert check_machine(Layout(1, 2), here=2, is_measured=True) == []
+    remarks = check_machine(Layout(2, 4), here=8, is_measured=True)
+    assert remarks == ["8 ranks on 2 CPU cores: they take turns"]
     with pytest.raises(AllranksError, match="layout 1x9 is larger than this machine") as refused:
-        check_measurable(Layout(1, 9))
+        check_machine(Layout(1, 9), here=9, is_measured=True)
     assert "at most 1x8" in str(refused.value.fix)
 
 

@@ -82,13 +82,16 @@ def test_a_script_that_ends_early_keeps_what_there_is(recorder: Recorder) -> Non
     assert trace is not None and trace.num_steps == 4
 
 
-def test_too_few_steps_are_said(recorder: Recorder, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("steps", [5, 8, FIRST_STEP])  # the last two with a profiler running
+def test_too_few_steps_are_said(
+    recorder: Recorder, capfd: pytest.CaptureFixture[str], steps: int
+) -> None:
     made = new_profile(recorder, 5)
-    recorder.make_steps(5)
+    recorder.make_steps(steps)
     made.finish()
     assert not made.path.exists()
-    words = f"the script made 5 steps, a profile needs {FIRST_STEP + 1}"
-    assert capfd.readouterr().err == f"allranks: {words}\n"
+    words = f"the script made {steps} steps, a profile needs {FIRST_STEP + 1}"
+    assert capfd.readouterr().err.count(f"allranks: {words}\n") == 1
     assert recorder.events == [{"event": "profile", "problem": words}]
 
 

@@ -13,11 +13,11 @@ from allranks.run.record import (
     RankRecord,
     lead_rank,
     newest_window,
+    outcome,
     read_ends,
     read_lead,
     read_rank,
 )
-from allranks.run.results import outcome
 from allranks.run.run_state import Queue, describe
 from allranks.watch.reader import RunReader
 

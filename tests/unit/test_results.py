@@ -11,7 +11,7 @@ import pytest
 from allranks.run.events import append_event
 from allranks.run.failures import failure
 from allranks.run.folder import RunDir
-from allranks.run.results import outcome, steps_by_rank
+from allranks.run.record import outcome, steps_by_rank
 from allranks.timing.steps import result, timing
 
 START = {

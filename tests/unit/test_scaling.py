@@ -50,14 +50,6 @@ def repeat(layout: str, step_seconds: float, *, samples: int = 100, **parts: flo
     return Repeat(f"run-{layout}", layout, measured, None, 36_000, device="CPU")
 
 
-def test_rows_are_compared_with_the_smallest_layout() -> None:
-    rows = compare([repeat("1x4", 0.04), repeat("1x1", 0.1), repeat("1x2", 0.05)])
-    assert [str(row.layout) for row in rows] == ["1x1", "1x2", "1x4"]
-    assert [row.speedup for row in rows] == pytest.approx([1, 2, 2.5])
-    assert [row.efficiency for row in rows] == pytest.approx([1, 1, 0.625])
-    assert mode_of(rows) == "strong"
-
-
 @pytest.mark.parametrize(
     ("samples", "mode"), [((100, 100), "strong"), ((100, 200), "weak"), ((100, 150), "mixed")]
 )

@@ -242,7 +242,7 @@ def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
             limit = "cpus" if fastest.reaches(step) else "data"
     wide = list(wide_paces(rows, step))
     remarks = tuple(said for _, said in wide)
-    decisive = list(hangs_on(rows, row, step))
+    decisive = list(close_calls(rows, row, step))
     undecided = (said for pace, said in wide if pace in decisive)
     contradiction = next(itertools.chain(contradictions(rows, step), undecided), None)
     if contradiction is not None:
@@ -250,8 +250,8 @@ def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
     return Judgement(rows, step, row, limit, remarks=remarks)
 
 
-def hangs_on(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterator[Pace]:
-    """The paces of close decisions: compared with a pace that only some repeats reach."""
+def close_calls(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterator[Pace]:
+    """The paces on which a close decision hangs: only some repeats of one reach the other."""
     if row is None or row.training is None:  # only loading is compared, by medians
         yield from (one.loading for one in rows)
         return
@@ -301,7 +301,7 @@ def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, s
 
 
 def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
-    """What cannot be: training faster than its steps alone, or than its data."""
+    """What is impossible: training that is faster than its steps alone, or than its data."""
     for row in rows:
         if row.training is None:
             continue

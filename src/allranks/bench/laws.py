@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from allranks.show.numbers import number, percent, ratio
-from allranks.timing.comparison import Compared, unsure
+from allranks.timing.comparison import Compared, relative_error
 
-ALIKE = 2 / 3  # of the fastest repeat: the slowest must reach it
+ALIKE = 2 / 3  # of the fastest repeat, which the slowest must reach
 UNSURE = 0.1  # half the 95% interval of a serial fraction; with more, it says nothing
 FAR = 0.1  # of a measured speedup, beyond its interval: a law that misses by more does not fit
 SHOWN = 0.0005  # anything less is shown as 0.0%
@@ -134,11 +134,12 @@ def is_amdahl(fit: Fit, larger: Sequence[Compared], base: Compared) -> bool:
 
 def is_far(speedup: float, row: Compared, base: Compared) -> bool:
     assert row.speedup is not None
-    return abs(speedup / row.speedup - 1) > FAR + math.hypot(unsure(row), unsure(base))
+    error = math.hypot(relative_error(row), relative_error(base))
+    return abs(speedup / row.speedup - 1) > FAR + error
 
 
 def differ_too_much(row: Compared) -> str | None:
-    """In words, that a layout's repeats differ too much; None if they do not."""
+    """Says that a layout's repeats differ too much to compare it; None if they do not."""
     paces = row.samples_per_second
     if paces is None or paces.min >= ALIKE * paces.max:
         return None
@@ -153,5 +154,6 @@ def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
     weights = [(row.ranks / base.ranks - 1, row) for row in larger]
     squares = sum(weight**2 for weight, _ in weights)
     shares = [weight * (weight + 1) / (row.speedup or 1.0) / squares for weight, row in weights]
-    own = [share * unsure(row) for share, (_, row) in zip(shares, weights, strict=True)]
-    return math.hypot(*own, sum(shares) * unsure(base))  # the base's is the same in all of them
+    own = [share * relative_error(row) for share, (_, row) in zip(shares, weights, strict=True)]
+    # The base's error is the same in all of them.
+    return math.hypot(*own, sum(shares) * relative_error(base))

@@ -1,4 +1,4 @@
-"""The runs of a benchmark one after another, here or in a queue.
+"""Makes the runs of a benchmark, one after another, here or in a queue.
 
 After a Ctrl-C, what was measured so far is kept and shown, and the exit code is 130.
 """
@@ -82,7 +82,9 @@ class Series:
         for _, one in self.planned:
             local.ranks_here(one, node.Place())  # refuses all before the first has run
         if not oversubscribe:
-            remarks = [r for _, one in self.planned for r in checks.check_measurable(one.layout)]
+            remarks: list[str] = []
+            for _, one in self.planned:
+                remarks += checks.check_machine(one.layout, here=one.layout.ranks, is_measured=True)
             for remark in dict.fromkeys(remarks) if shown is None else ():
                 self.console.print(f"note: {remark}", highlight=False)
         place = node.Place(oversubscribe=oversubscribe)

@@ -6,6 +6,7 @@ are averages over the traced steps; those of all ranks together are averages ove
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections import defaultdict
@@ -50,7 +51,9 @@ Found = Mapping[str, Any]
 def show_profile(run: RunDir, console: Console) -> Found | None:
     """Summarise the traces of the run's last attempt; if there are none, say why."""
     found = summarise(run)
-    said = list(profile_events(run))
+    attempt = max(run.attempts(), default=0)
+    events = (read_events(run.events(attempt, rank), kind="profile") for rank in run.ranks(attempt))
+    said = list(itertools.chain.from_iterable(events))
     if found is None:
         problems = (str(one["problem"]) for one in said if "problem" in one)
         why = next(problems, "no optimizer step was seen")
@@ -60,17 +63,9 @@ def show_profile(run: RunDir, console: Console) -> Found | None:
     write_atomically(run.path / "profile.md", markdown(found))
     show(console, found)
     if found["device"] == "cpu" and any(one.get("with_device") for one in said):
-        how = f"{LOUDNESS}=0 makes torch's profiler say why"
-        note = f"note: nothing was recorded of the GPU: {how}"
-        console.print(note, style="yellow", soft_wrap=True)
+        note = f"nothing was recorded of the GPU: {LOUDNESS}=0 makes torch's profiler say why"
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
     return found
-
-
-def profile_events(run: RunDir) -> Iterator[Fields]:
-    """What the ranks of the last attempt recorded about their traces."""
-    attempt = max(run.attempts(), default=0)
-    for rank in run.ranks(attempt):
-        yield from read_events(run.events(attempt, rank), kind="profile")
 
 
 def summarise(run: RunDir) -> Fields | None:
@@ -101,7 +96,10 @@ def rank_summary(trace: Trace) -> Fields:
         copies = [span for span in launched if span.kind == "gpu_memcpy"]
         compute = [s for s in launched if s.kind != "gpu_memcpy" and not traces.is_exchange(s)]
     judged = [one for one in exchanges if one.is_on_device or not trace.device]
-    begin, end = window_of(trace, [*compute, *copies], judged)
+    begin, end = trace.begin, trace.end
+    if spans := [*compute, *copies] if trace.device else []:  # when the steps were on the device
+        begin = min(span.begin for span in spans)
+        end = max([*(span.end for span in spans), *(one.end for one in judged)])
     exchanging = traces.within(traces.union((one.begin, one.end) for one in judged), begin, end)
     computing = traces.within(traces.union((s.begin, s.end) for s in compute), begin, end)
     busy = traces.union([*exchanging, *computing, *((s.begin, s.end) for s in copies)])
@@ -145,16 +143,6 @@ def rank_summary(trace: Trace) -> Fields:
         **rows,
         "collectives_of_a_step": of_one_step(trace, exchanges, times),
     }
-
-
-def window_of(
-    trace: Trace, spans: Sequence[Span], exchanges: Sequence[Exchange]
-) -> tuple[float, float]:
-    """When the steps were on the device; on the host, the time between their marks."""
-    if not trace.device or not spans:
-        return trace.begin, trace.end
-    ends = [*(span.end for span in spans), *(one.end for one in exchanges)]
-    return min(span.begin for span in spans), max(ends)
 
 
 def per_step(

@@ -19,8 +19,8 @@ from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
 from allranks.run.events import read_events
-from allranks.run.results import samples_per_epoch
-from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
+from allranks.run.record import samples_per_epoch
+from allranks.show.numbers import between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
     CPU,
@@ -35,8 +35,8 @@ from allranks.timing.comparison import (
 from allranks.timing.samples_seen import APART, remarks
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 
-ENDLESS_STEPS = 10_000_000  # the probe ends the run long before
-NO_PACE = ("no optimizer step", "too few steps", "no samples")  # in a run that is well
+ENDLESS_STEPS = 10_000_000  # the probe ends the run long before that
+NO_PACE = ("no optimizer step", "too few steps", "no samples")  # of a run that did not fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,9 +400,6 @@ def _beyond(fit: Fit | None, top: Compared) -> str:
     return f". Predicted for {twice} ranks: {ratio(fit.speedup(twice))}"
 
 
-PART_NAMES = tuple(PART_WORDS[part] for part in PARTS)
-
-
 def show(console: Console, found: Mapping[str, Any]) -> None:
     """What `as_json` made."""
     rows = [row for row in found["rows"] if row["efficiency"] is not None]
@@ -437,23 +434,21 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
         *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
         *(f"{unit}-hours/epoch", "cost/epoch"),
     )
-    cells = []
-    for row in rows:
-        hours, cost = row["hours_per_epoch"], row["cost_per_epoch"]
-        cells.append(
-            (
-                name_of(row, rows),
-                str(row["ranks"]),
-                number(row["samples_per_second"]),
-                between(row["ci95"]),
-                ratio(row["speedup"]),
-                percent(row["efficiency"]),
-                duration(row["step_seconds"]),
-                number(hours),
-                dollars(cost),
-            )
+    cells = [
+        (
+            name_of(row, rows),
+            count(row["ranks"]),
+            number(row["samples_per_second"]),
+            between(row["ci95"]),
+            ratio(row["speedup"]),
+            percent(row["efficiency"]),
+            duration(row["step_seconds"]),
+            number(row["hours_per_epoch"]),
+            dollars(row["cost_per_epoch"]),
         )
-    return Table(title, columns, tuple(cells))
+        for row in rows
+    ]
+    return Table(title, columns, cells)
 
 
 def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -464,22 +459,27 @@ def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is unusual in a row, and why a column is empty."""
-    told = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
+    lines = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
     if all(row["hours_per_epoch"] is None for row in rows):
-        told.append("no hours and no cost: the number of samples in an epoch is not known")
+        lines.append("no hours and no cost: the number of samples in an epoch is not known")
     elif all(row["cost_per_epoch"] is None for row in rows):
         device = str(found.get("device") or "the device")
         name = f"name one with --price '{device.lower()}=DOLLARS'"
-        told.append(f"no price is known for {device}: {name}")
-    return told
+        lines.append(f"no price is known for {device}: {name}")
+    return lines
 
 
 def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = []
-    for row in rows:
-        slowest = NOTHING if row["slowest_rank"] is None else f"rank {row['slowest_rank']}"
-        cells.append((name_of(row, rows), *(duration(row["parts"][p]) for p in PARTS), slowest))
-    return Table("where the time of a step goes", ("layout", *PART_NAMES, "slowest"), tuple(cells))
+    cells = [
+        (
+            name_of(row, rows),
+            *(duration(row["parts"][part]) for part in PARTS),
+            count(row["slowest_rank"]),
+        )
+        for row in rows
+    ]
+    columns = ("layout", *PART_WORDS.values(), "slowest rank")
+    return Table("where the time of a step goes", columns, cells)
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -488,7 +488,8 @@ def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         for row in rows
         if row["lost"]
     ]
-    return Table("efficiency that each part costs", ("layout", *PART_NAMES), tuple(cells))
+    columns = ("layout", *PART_WORDS.values())
+    return Table("efficiency that each part costs", columns, cells)
 
 
 def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:

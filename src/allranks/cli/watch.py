@@ -38,7 +38,7 @@ Notify = Annotated[
     typer.Option(
         metavar="COMMAND",
         envvar="ALLRANKS_NOTIFY",
-        help="Call this when a run has finished, failed, stopped or stalled.",
+        help="Run this command when a run has finished, failed, stopped or stalled.",
     ),
 ]
 Interval = Annotated[
@@ -46,7 +46,7 @@ Interval = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=0.1,
-        help="Time between looks, where lines are printed to a file or a pipe.",
+        help="Time between looks when printing to a file or a pipe.",
     ),
 ]
 Stacks = Annotated[

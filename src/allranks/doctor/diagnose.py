@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from allranks.doctor import out_of_memory, run_evidence
-from allranks.doctor.catalogue import finding, load
+from allranks.doctor.catalogue import finding
 from allranks.doctor.failure_facts import FailureFacts, gather
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.flight_recorder import flight_source, is_dump
 from allranks.doctor.hang import hang, hung
 from allranks.doctor.judge import judge
-from allranks.doctor.log_search import Scanned, Source, Words, scan
+from allranks.doctor.log_search import Scanned, Source, scan
 from allranks.doctor.run_evidence import KernelLog, Starts, error_file
 from allranks.doctor.slow import Thresholds, read_slow_facts, slow
 from allranks.errors import AllranksError
@@ -79,20 +78,15 @@ def read_logs(sources: Sequence[Source]) -> list[Scanned]:
         if (match := _ERROR_FILE.search(hit.line.text)) is not None
     }
     files = [error for path in sorted(named) if (error := error_file(path)) is not None]
-    return scanned + [scan(source, words()) for source in files]
+    return scanned + [scan(source) for source in files]
 
 
 def _scan(source: Source) -> Scanned:
     """Read one file; the rank in its name counts only if its lines name no other."""
-    found = scan(source, words())
+    found = scan(source)
     if source.rank is not None and found.ranks - {source.rank}:
-        found = scan(replace(source, rank=None), words())
+        found = scan(replace(source, rank=None))
     return found
-
-
-@cache
-def words() -> Words:
-    return Words(list(load().values()))
 
 
 def source_of(path: Path) -> Source | None:
@@ -318,16 +312,13 @@ def compare(runs: Sequence[RunDir]) -> list[Finding]:
 def _step_facts(run: RunDir) -> dict[str, Any] | None:
     """Samples per step, learning rate and seed of a run's last attempt."""
     attempts = run.attempts()
-    if not attempts:
-        return None
-    samples = ranks = 0
-    for record in read_ranks(run, attempts[-1], EARLY_EVENTS).values():
-        if record.steps:
-            samples, ranks = samples + int(record.steps[0].get("samples") or 0), ranks + 1
+    records = read_ranks(run, attempts[-1], EARLY_EVENTS) if attempts else {}
+    samples = [int(one.steps[0].get("samples") or 0) for one in records.values() if one.steps]
     job = run.job()
     rate = (job.get("optimizer") or {}).get("lr")
     seed = job.get("seed") if job.get("task") else None
-    return {"samples": samples, "ranks": ranks, "rate": rate, "seed": seed} if samples else None
+    found = {"samples": sum(samples), "ranks": len(samples), "rate": rate, "seed": seed}
+    return found if sum(samples) else None
 
 
 # --- All of it together --------------------------------------------------------------------------

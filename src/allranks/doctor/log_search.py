@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
 
-from allranks.doctor.catalogue import LONG, Cause, Pattern, window_cost
+from allranks.doctor.catalogue import LONG, Cause, Pattern, load, window_cost
 from allranks.run import files
 from allranks.show.text import plain, without_escapes
 
@@ -165,13 +166,18 @@ def _places(grams: Grams) -> Grams:
     return (grams * _FACTOR) >> _SHIFT
 
 
-def scan(source: Source, words: Words) -> Scanned:
+@cache
+def _all_words() -> Words:
+    return Words(list(load().values()))
+
+
+def scan(source: Source) -> Scanned:
     """Every line of a file that matches a pattern; of many alike, the first and the last."""
     found = Scanned(source)
     kept: dict[tuple[str, int | None], list[Hit]] = {}
     num_marks = 0
     try:
-        for number, offset, raw, causes in _lines(source, words, found):
+        for number, offset, raw, causes in _lines(source, found):
             line = parse(raw)
             for cause in causes:
                 if cause.kind == "mark" and num_marks >= MAX_MARKS:
@@ -196,14 +202,12 @@ def scan(source: Source, words: Words) -> Scanned:
     return found
 
 
-def _lines(
-    source: Source, words: Words, found: Scanned
-) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
+def _lines(source: Source, found: Scanned) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
     """Number, offset and text of each line that may matter, and to which causes."""
     first, offset = source.first_line, 0
     for chunk in _chunks(source):
         counted, number = 0, first
-        places = words.places(chunk)
+        places = _all_words().places(chunk)
         index = 0
         while index < len(places):
             place = places[index][0]

@@ -49,7 +49,7 @@ SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28)  # bytes of an all-reduce
 SECONDS_PER_SIZE = 0.06
 SECONDS_OF_ALL_SIZES = 0.3  # the training waits for it
 MOST_REPEATS = 50
-NOT_ENDED = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure if they hang
+FAIL_IF_HUNG = ("write", "gpus", "health", "rendezvous", "allreduce")  # a failure if they hang
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Preflight:
             check = self.checks.get(name)
             took = self.took.get(name, time.monotonic() - begun)
             if check is None:
-                outcome = failed if name in NOT_ENDED else not_here
+                outcome = failed if name in FAIL_IF_HUNG else not_here
                 warning = _slow_import(took) if name == "torch" else ""
                 check = outcome(name, f"had not ended after {duration(took)}", warning=warning)
             warning = check.value if check.status == "warn" else ""
@@ -293,7 +293,7 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
             timeout=timedelta(seconds=max(1.0, preflight.deadline - time.monotonic())),
         )
     except (RuntimeError, OSError) as error:
-        verb = "serve at" if is_first else "reach the store at"
+        verb = "listen at" if is_first else "reach the store at"
         # A taken port is not the node's fault: another port will do.
         fault = "port" if "EADDRINUSE" in str(error) else ""
         value = f"cannot {verb} {where}: {_words(error)}"
@@ -322,7 +322,7 @@ def _rendezvous(preflight: Preflight, directory: Directory, port: int) -> Check:
         more["backend"] = backend
         return passed("rendezvous", f"all {len(preflight.nodes)} nodes met at {where}", **more)
     late = ", ".join(missing) or "a node"
-    return failed("rendezvous", f"{late} did not come to {where}", **more)
+    return failed("rendezvous", f"{late} did not arrive at {where}", **more)
 
 
 def _wait_for_port(preflight: Preflight) -> None:
@@ -370,7 +370,7 @@ def _all_reduce(preflight: Preflight) -> Check:
     if wrong:
         return failed("allreduce", wrong, **more)
     more["bus_bandwidth"] = best = max(row["bus_bandwidth"] for row in rows)
-    detail = f"right sums over {num_nodes} nodes with {backend}, bus bandwidth {rate(best)}"
+    detail = f"correct sums over {num_nodes} nodes with {backend}, bus bandwidth {rate(best)}"
     return passed("allreduce", detail, **more)
 
 

@@ -198,8 +198,8 @@ def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Reasons:
     # One rank is to blame only if it waits much longer than the others.
     is_one = len(waits) > 1 and max(waits) > 2 * min(waits) + limits.least_ms / 1e3
     cause, why, fix = _loader(facts, worst, limits)
-    whose = f"rank {worst.rank} waits for its data" if is_one else "ranks wait for their data"
-    title = f"{whose} {percent(share, 0)} of each step{why}"
+    who = f"rank {worst.rank} spends" if is_one else "ranks spend"
+    title = f"{who} {percent(share, 0)} of each step waiting for data{why}"
     usual = duration(statistics.median(waits))
     text = f"data {_of_step(facts, max(waits))} (median rank {usual}), {_window(facts)}"
     sure = _sure(share, limits.data)
@@ -238,7 +238,7 @@ def unbalanced(facts: SlowFacts, limits: Thresholds) -> Reasons:
         return
     more = percent(most.step_samples / mean - 1, 0)
     title = f"rank {most.rank} has {more} more samples per step than average"
-    title += f": the others wait {percent(share, 0)} of each step"
+    title += f": the others spend {percent(share, 0)} of each step waiting"
     text = f"samples per step: {', '.join(map(count, counts))}"
     fix = "give every rank the same number: DistributedSampler, or a sampler that splits evenly"
     sure = _sure(share, limits.straggler)
@@ -257,13 +257,13 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
     text += last if slowest is not None else "no rank is slower than the others"
     text += f", {_window(facts)}"
     if slowest is None or timing.slowest_share < limits.slowest:
-        title = f"ranks wait {words} of each step for whichever is slowest"
+        title = f"ranks spend {words} of each step waiting for whichever is slowest"
         fix = "group samples by length if it differs; otherwise look for other work on the nodes"
         yield share, _finding("uneven-steps", title, fix, text, shown)
         return
     where = f" on {shown.node}" if shown.node and facts.num_nodes > 1 else ""
     part = f", in {timing.slowest_part}" if timing.slowest_part else ""
-    title = f"rank {slowest}{where} is slower{part}: the others wait {words} of each step"
+    title = f"rank {slowest}{where} is slower{part}: the others spend {words} of each step waiting"
     fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
     if facts.num_nodes > 1:
         fix += f"; if it stays slow, #SBATCH --exclude={shown.node}"

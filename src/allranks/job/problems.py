@@ -24,7 +24,7 @@ def problems_of(error: ValidationError, schema: Schema, layer: Layer) -> list[Pr
         path = _key_path(schema, [str(part) for part in detail["loc"]])
         place = layer.place(path)
         if detail["type"] == "extra_forbidden":
-            found.setdefault(path, unknown_key(path, keys(schema), place))
+            found.setdefault(path, unknown_key(path, key_paths(schema), place))
         elif detail["type"] == OWN:
             words = detail["ctx"]
             key = ".".join(path)
@@ -78,13 +78,13 @@ _SYNONYMS = {
 }
 
 
-def keys(schema: Schema, prefix: str = "", root: Schema | None = None) -> list[str]:
+def key_paths(schema: Schema, prefix: str = "", root: Schema | None = None) -> list[str]:
     """Every key of the schema as a dotted path."""
     root = root or schema
     found: list[str] = []
     for name, below in schema.get("properties", {}).items():
         found.append(prefix + name)
-        found += keys(_object(below, root), f"{prefix}{name}.", root)
+        found += key_paths(_object(below, root), f"{prefix}{name}.", root)
     return found
 
 

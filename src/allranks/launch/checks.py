@@ -18,6 +18,7 @@ from allranks.machine import allotted
 from allranks.machine.allotted import ONEDNN_LIMIT
 from allranks.machine.gpus import local_gpus
 from allranks.machine.processes import Setting
+from allranks.show.numbers import count
 
 if TYPE_CHECKING:
     from allranks.launch.prepare import Prepared
@@ -59,40 +60,29 @@ def _user(number: int) -> str:
         return f"user {number}"
 
 
-def check_machine(layout: Layout, *, here: int, oversubscribe: bool) -> list[str]:
+def check_machine(
+    layout: Layout, *, here: int, oversubscribe: bool = False, is_measured: bool = False
+) -> list[str]:
     """Refuse more ranks (`here`) than this machine can run; remarks on those that it runs badly."""
-    gpus = local_gpus()
-    if gpus and here > len(gpus) and not oversubscribe:
+    ranks, gpus = count(here, "rank"), len(local_gpus())
+    if gpus and here > gpus and not oversubscribe:
         raise AllranksError(
-            f"layout {layout} needs {here} GPUs here, but this machine has {len(gpus)}",
-            fix=f"write --layout 1x{len(gpus)}, or add --oversubscribe to let ranks share a GPU "
+            f"layout {layout} needs {here} GPUs here, but this machine has {gpus}",
+            fix=f"write --layout 1x{gpus}, or add --oversubscribe to let ranks share a GPU "
             "for testing",
         )
     if gpus:
-        shared = f"{here} ranks share {len(gpus)} GPU(s): timings are meaningless"
-        return [shared] if here > len(gpus) else []
+        shared = f"{ranks} share {count(gpus, 'GPU')}: timings are meaningless"
+        return [shared] if here > gpus else []
     cpus = allotted.cpus_allotted()
-    if here > RUN_PER_CPU * cpus and not oversubscribe:
-        raise AllranksError(
-            f"layout {layout} is larger than this machine: {here} ranks would take turns on "
-            f"{cpus} CPU core(s)",
-            fix=f"write --layout 1x{RUN_PER_CPU * cpus} or a smaller one, or add --oversubscribe "
-            "to start them anyway",
-        )
-    return [f"{here} ranks on {cpus} CPU core(s): they take turns"] if here > cpus else []
-
-
-def check_measurable(layout: Layout) -> list[str]:
-    """Refuse to measure a layout with more ranks than can say anything about scaling here."""
-    cpus = allotted.cpus_allotted()
-    most = MEASURED_PER_CPU * cpus
-    if not local_gpus() and layout.ranks > most:
-        raise AllranksError(
-            f"layout {layout} is larger than this machine: {layout.ranks} ranks would take turns "
-            f"on {cpus} CPU core(s), and that is not how they scale",
-            fix=f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm",
-        )
-    return check_machine(layout, here=layout.ranks, oversubscribe=False)
+    cores, most = count(cpus, "CPU core"), cpus * (MEASURED_PER_CPU if is_measured else RUN_PER_CPU)
+    if here > most and not oversubscribe:
+        fix = f"write --layout 1x{most} or a smaller one, or add --oversubscribe to start it anyway"
+        if is_measured:
+            fix = f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm"
+        what = f"layout {layout} is larger than this machine: {ranks} would take turns on {cores}"
+        raise AllranksError(what, fix=fix)
+    return [f"{ranks} on {cores}: they take turns"] if here > cpus else []
 
 
 def settle_precision(prepared: Prepared) -> list[str]:

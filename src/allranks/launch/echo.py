@@ -81,7 +81,7 @@ class Echo:
         self._terminal: RankTerminal | None = None
         self._log: Path | None = None
         self._lock = threading.Lock()
-        self._drawing = threading.RLock()  # which the terminal's thread and another may do
+        self._drawing = threading.RLock()  # done by the terminal's thread, too
 
     @property
     def column(self) -> int:

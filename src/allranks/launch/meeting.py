@@ -5,7 +5,7 @@ can read; each side proves to the other that it has read the key, over numbers t
 time. So a stranger at that port cannot make a node run anything, nor come in as a node. When all
 nodes are there, torch's store takes over the listening socket: nobody gets the port in between.
 
-Every wait is shown, has an end, and ends at the first signal: torch's own waits are deaf to those.
+Every wait is shown, has an end, and ends at the first signal: torch's own waits ignore signals.
 """
 
 from __future__ import annotations
@@ -448,8 +448,8 @@ def enter(host: str, port: int, node: int, layout: str, wait: Wait) -> Met:
         try:
             with closing(_connect(host, port, wait, awaited)) as link:
                 address = str(link.socket.getpeername()[0])
-                key, nonces = _know_each_other(link, host, port, node, wait)
-                return Met(_wait_inside(link, key, nonces, node, layout, wait), address, port)
+                key, nonces = _authenticate(link, host, port, node, wait)
+                return Met(_wait_for_others(link, key, nonces, node, layout, wait), address, port)
         except NotYet as error:
             why, odd_since = str(error), 0.0
         except NotRight as error:
@@ -475,7 +475,7 @@ def _connect(host: str, port: int, wait: Wait, awaited: str) -> Link:
         raise NotRight(_reason(error)) from None
 
 
-def _know_each_other(
+def _authenticate(
     link: Link, host: str, port: int, node: int, wait: Wait
 ) -> tuple[bytes, tuple[str, str]]:
     """The key and the numbers by which this node and node 0 believe each other."""
@@ -496,7 +496,7 @@ def _know_each_other(
         raise NotRight(_reason(error)) from None
 
 
-def _wait_inside(
+def _wait_for_others(
     link: Link, key: bytes, nonces: tuple[str, str], node: int, layout: str, wait: Wait
 ) -> Meeting:
     try:
@@ -506,7 +506,7 @@ def _wait_inside(
         check_proof(key, "first", nonces, told)
     except (OSError, ValueError):
         raise AllranksError(
-            "node 0 left before all nodes were there",
+            "node 0 ended before all nodes had come",
             fix="start node 0 again, then this node",
             exit_code=1,
         ) from None

@@ -52,7 +52,7 @@ def settings(node: NodeNetwork, env: Mapping[str, str], *, num_nodes: int) -> li
     """
     found = []
     if node.num_gpus > 1 and node.gpus_reach_each_other is False:
-        reason = "by NVML no GPU here can read another's memory: NCCL goes through the host's"
+        reason = "NVML: no GPU here can read another's memory, so NCCL goes through the host's"
         found.append(Setting("NCCL_P2P_DISABLE", "1", reason))
     if num_nodes > 1:
         found += [*_socket_settings(node), *_infiniband_settings(node)]

@@ -21,8 +21,7 @@ from allranks.launch.echo import Echo
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.run.record import RankRecord
-from allranks.run.results import steps_by_rank
+from allranks.run.record import RankRecord, steps_by_rank
 from allranks.show.numbers import (
     NOTHING,
     count,

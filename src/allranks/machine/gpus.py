@@ -4,12 +4,12 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 # pynvml takes 25 ms to import: look for a driver (Linux, WSL) before paying that.
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
@@ -17,6 +17,7 @@ MEMORY_TOLERANCE = 0.12  # between a board's memory as sold and as NVML or a sit
 READ = 0  # pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake, which NVML does not take
 LINKS = ("NVLink", "PCIe", "PCIe across sockets", "unknown")  # from the fastest to the slowest
 
+Answer = TypeVar("Answer")
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 GIB = 2**30
 
@@ -162,32 +163,43 @@ def nvml() -> Iterator[Any]:
             pynvml.nvmlShutdown()
 
 
+def _ask(question: Callable[[Any], Answer], otherwise: Answer) -> Answer:
+    """What NVML answers; `otherwise` without it, or if it fails."""
+    with nvml() as pynvml:
+        if pynvml is None:
+            return otherwise
+        try:
+            return question(pynvml)
+        except pynvml.NVMLError:
+            return otherwise
+
+
 def local_gpus() -> list[LocalGPU]:
     """The NVIDIA GPUs that CUDA would show this process; empty without any, or if NVML fails.
 
     Numbers in CUDA_VISIBLE_DEVICES are read in NVML's order, that of the PCI bus. CUDA's own
     default is CUDA_DEVICE_ORDER=FASTEST_FIRST, which differs only where the GPUs of a machine do.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with nvml() as pynvml:
-        if pynvml is None:
-            return []
-        try:
+
+    def find(pynvml: Any) -> list[LocalGPU]:
+        handles = [*map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))]
+        uuids = [*map(pynvml.nvmlDeviceGetUUID, handles)]
+        chosen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+        if chosen is not None:
             handles = [
-                pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
+                pynvml.nvmlDeviceGetHandleByUUID(place)
+                if isinstance(place, str)
+                else handles[place]
+                for place in chosen
             ]
-            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-            chosen = visible_devices(visible, uuids)
-            if chosen is not None:
-                handles = [
-                    pynvml.nvmlDeviceGetHandleByUUID(place)
-                    if isinstance(place, str)
-                    else handles[place]
-                    for place in chosen
-                ]
-            return [_describe(pynvml, handle) for handle in handles]
-        except pynvml.NVMLError:
-            return []
+        return [_describe(pynvml, handle) for handle in handles]
+
+    return _ask(find, [])
+
+
+def _pairs(pynvml: Any, gpus: Sequence[LocalGPU]) -> Iterator[tuple[Any, Any]]:
+    handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+    return itertools.combinations(handles, 2)
 
 
 def gpu_link(gpus: Sequence[LocalGPU]) -> str:
@@ -197,56 +209,41 @@ def gpu_link(gpus: Sequence[LocalGPU]) -> str:
     """
     if len(gpus) < 2:
         return "none"
-    with nvml() as pynvml:
-        if pynvml is None:
-            return "unknown"
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
-        except pynvml.NVMLError:
-            return "unknown"
-        pairs = itertools.combinations(handles, 2)
-        return max((_link(pynvml, a, b) for a, b in pairs), key=LINKS.index)
+
+    def slowest(pynvml: Any) -> str:
+        return max((_link(pynvml, a, b) for a, b in _pairs(pynvml, gpus)), key=LINKS.index)
+
+    return _ask(slowest, "unknown")
 
 
 def peer_access(gpus: Sequence[LocalGPU]) -> bool | None:
     """Whether any of these GPUs can read another's memory; None for one, or if NVML is silent."""
     if len(gpus) < 2 or any(gpu.uuid.startswith("MIG-") for gpu in gpus):
         return None
-    with nvml() as pynvml:
-        if pynvml is None:
-            return None
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
-            states = {_reads(pynvml, a, b) for a, b in itertools.combinations(handles, 2)}
-        except pynvml.NVMLError:
-            return None
-    if True in states:
-        return True
-    return None if None in states else False
 
+    def reads(pynvml: Any) -> bool | None:
+        known = {
+            pynvml.NVML_P2P_STATUS_OK: True,
+            pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: False,
+            pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: False,
+            pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: False,
+        }
+        pairs = _pairs(pynvml, gpus)
+        states = {known.get(pynvml.nvmlDeviceGetP2PStatus(a, b, READ)) for a, b in pairs}
+        return True if True in states else None if None in states else False
 
-def _reads(pynvml: Any, a: Any, b: Any) -> bool | None:
-    """Whether two GPUs can read each other's memory; None if NVML does not know."""
-    known = {
-        pynvml.NVML_P2P_STATUS_OK: True,
-        pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: False,
-        pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: False,
-        pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: False,
-    }
-    return known.get(pynvml.nvmlDeviceGetP2PStatus(a, b, READ))
+    return _ask(reads, None)
 
 
 def driver_versions() -> dict[str, str | None]:
     """The version of the NVIDIA driver, and of the newest CUDA that it runs; None without one."""
-    with nvml() as pynvml:
-        if pynvml is None:
-            return {"driver": None, "cuda_driver": None}
-        try:
-            cuda = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040 is 12.4
-            driver = pynvml.nvmlSystemGetDriverVersion()
-        except pynvml.NVMLError:
-            return {"driver": None, "cuda_driver": None}
-        return {"driver": driver, "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}"}
+
+    def versions(pynvml: Any) -> dict[str, str | None]:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040 is 12.4
+        newest = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "cuda_driver": newest}
+
+    return _ask(versions, {"driver": None, "cuda_driver": None})
 
 
 def _describe(pynvml: Any, handle: Any) -> LocalGPU:

@@ -11,8 +11,7 @@ from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.run.record import RankRecord, newest_window, read_ranks
-from allranks.run.results import outcome, samples_per_epoch
+from allranks.run.record import RankRecord, newest_window, outcome, read_ranks, samples_per_epoch
 from allranks.run.run_state import KILLED, NEVER_STARTED, unreadable
 from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
 from allranks.timing.samples_seen import remarks

@@ -339,21 +339,20 @@ def create_run(runs: Path, job_name: str) -> RunDir:
             f"{runs} is a link to {os.readlink(runs)}, which does not exist",
             fix=f"make that folder, or {elsewhere}",
         )
-    tries = MAX_TRIES
-    while True:
+    for left in reversed(range(MAX_TRIES)):
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = runs / f"{job_name}-{stamp}-{secrets.token_hex(2)}"
         try:
             runs.mkdir(parents=True, exist_ok=True)
             path.mkdir(0o775)  # never writable by everyone: code is started from it
         except OSError as error:
-            tries -= 1
-            if error.errno == errno.EEXIST and runs.is_dir() and tries:
-                continue
-            raise AllranksError(
-                f"cannot make the run folder {path}: {error.strerror}", fix=elsewhere
-            ) from None
-        return RunDir(path)
+            if error.errno != errno.EEXIST or not runs.is_dir() or not left:
+                raise AllranksError(
+                    f"cannot make the run folder {path}: {error.strerror}", fix=elsewhere
+                ) from None
+        else:
+            break
+    return RunDir(path)
 
 
 def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:

@@ -36,7 +36,7 @@ RECENT_BYTES = (1 << 17, 1 << 22)  # the second if heartbeats fill the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
 MOST_PLACES = 3
-PLURALS = {"is": "are", "has": "have", "gives": "give", "waits": "wait"}
+PLURALS = {"is": "are", "has": "have", "shows": "show", "waits": "wait"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +175,9 @@ def blame(states: Sequence[RankState]) -> Blame | None:
     return (
         _halted(waiting)
         or _behind(waiting, lambda state: state.collectives, "collectives", sure=True)
-        or _by_stacks(waiting)
+        or _apart(waiting, with_stacks=True)
         or _lifeless(waiting)
-        or _by_phase(waiting)
+        or _apart(waiting, with_stacks=False)
         or _behind(waiting, lambda state: state.made, "steps", sure=False)
     )
 
@@ -203,9 +203,9 @@ def _behind(
     return Blame(ranks, f"has reached {least} {what}, others {most}", sure)
 
 
-def _by_stacks(states: Sequence[RankState]) -> Blame | None:
+def _apart(states: Sequence[RankState], *, with_stacks: bool) -> Blame | None:
     """Ranks in code of their own while every other rank is, or may be, in an exchange."""
-    if not any(state.stack for state in states):
+    if with_stacks and not any(state.stack for state in states):
         return None
     if not all(state.stack or state.doing for state in states):
         return None
@@ -213,8 +213,8 @@ def _by_stacks(states: Sequence[RankState]) -> Blame | None:
     apart = tuple(rank for rank, waiting in waits.items() if waiting is False)
     if not apart or len(apart) == len(states):
         return None
-    others = [waits[rank] for rank in waits if rank not in apart]
-    return Blame(apart, "is elsewhere, the others wait in an exchange", any(others))
+    is_sure = with_stacks and any(waits[rank] for rank in waits if rank not in apart)
+    return Blame(apart, "is elsewhere, the others wait in an exchange", is_sure)
 
 
 def is_waiting(state: RankState) -> bool | None:
@@ -231,17 +231,7 @@ def _lifeless(states: Sequence[RankState]) -> Blame | None:
     silent = tuple(state.rank for state in states if state.heard < limit)
     if not silent or not any(state.doing for state in states):
         return None
-    return Blame(silent, "gives no sign of life, the others do", False)
-
-
-def _by_phase(states: Sequence[RankState]) -> Blame | None:
-    if not all(state.doing for state in states):
-        return None
-    apart = tuple(state.rank for state in states if state.doing != "wait")
-    if not apart or len(apart) == len(states):
-        return None
-    doing = next(state.doing for state in states if state.rank == apart[0])
-    return Blame(apart, f"is at {doing!r}, the others wait", False)
+    return Blame(silent, "shows no sign of life, the others do", False)
 
 
 def wait_apart(states: Sequence[RankState]) -> bool:

@@ -99,14 +99,14 @@ def show_table(console: Console, table: Table, *, styled: Callable[[str], Text] 
     """
     if table.title:
         console.print(Text(table.title, style="bold"))
-    found = bands(table, console.width)
+    found = column_groups(table, console.width)
     first = _width(table, 0)
     if len(found) > 1 and table.has_head and 3 * first > console.width:
         for row in table.rows:
             _show_paragraph(console, table, row, styled)
         return
-    for band in found:
-        console.print(_draw(table, band, console.width, styled))
+    for group in found:
+        console.print(_draw(table, group, console.width, styled))
 
 
 def _show_paragraph(
@@ -127,16 +127,16 @@ def _show_paragraph(
         console.print(line, soft_wrap=True)
 
 
-def bands(table: Table, width: int) -> list[list[int]]:
-    """The numbers of the columns in each band: as few bands as possible, of similar width."""
+def column_groups(table: Table, width: int) -> list[list[int]]:
+    """The columns, in groups that fit one below another: as few as possible, of similar width."""
     least = [_least(table, i) for i in range(len(table.columns))]
-    found = _bands(least, width)
-    while width > 1 and len(narrower := _bands(least, width - 1)) == len(found) > 1:
+    found = _groups(least, width)
+    while width > 1 and len(narrower := _groups(least, width - 1)) == len(found) > 1:
         found, width = narrower, width - 1
     return found
 
 
-def _bands(least: Sequence[int], width: int) -> list[list[int]]:
+def _groups(least: Sequence[int], width: int) -> list[list[int]]:
     found = [[0]]
     for column in range(1, len(least)):
         needed = [least[i] for i in [*found[-1], column]]

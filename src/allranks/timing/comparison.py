@@ -34,7 +34,7 @@ SAME_JOB = (
     *("lr_scaling", "compress", "precision", "compile", "activation_checkpointing", "launcher"),
 )
 CPU = "CPU"
-SCALING = "scaling"  # the one benchmark whose runs are there to be compared by their layouts
+SCALING = "scaling"  # the one benchmark whose runs are meant to be compared by layout
 SAME = 0.02  # relative difference up to which two batches, or two amounts of work, are the same
 SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
 # A layout's state is the first of these that one of its runs has.
@@ -135,19 +135,19 @@ class Compared:
 
 
 def compare(runs: Iterable[Measured]) -> list[Compared]:
-    """The layouts of runs that can be compared, by device and from few ranks to many."""
+    """A row for each layout of comparable runs, sorted by device and number of ranks."""
     by_layout: dict[tuple[str, str], list[Measured]] = {}
     for run in runs:
         if run.layout is not None:
             by_layout.setdefault((run.device, run.layout), []).append(run)
-    rows = [together(those) for those in by_layout.values()]
+    rows = [layout_row(those) for those in by_layout.values()]
     rows.sort(key=lambda row: (row.device, row.ranks, row.nodes, row.layout))
     bases = {device: base_of(rows, device) for device, _ in by_layout}
-    return [against(row, bases[row.device]) for row in rows]
+    return [compared_with(row, bases[row.device]) for row in rows]
 
 
-def together(runs: Sequence[Measured]) -> Compared:
-    """The runs of one layout, before it is compared with others."""
+def layout_row(runs: Sequence[Measured]) -> Compared:
+    """The runs of one layout as a row, not yet compared with others."""
     those = counted(runs)
     name = str(runs[0].layout)
     layout = Layout.parse(name.partition("@")[0])
@@ -243,7 +243,7 @@ def base_of(rows: Iterable[Compared], device: str) -> Compared | None:
     return min(paced, key=lambda row: (row.ranks, -(row.pace or 0.0)), default=None)
 
 
-def against(row: Compared, base: Compared | None) -> Compared:
+def compared_with(row: Compared, base: Compared | None) -> Compared:
     """The row with its speedup and efficiency, and how much of it each part costs.
 
     With perfect scaling a sample costs base.step / base.batch / (ranks / base.ranks). Whatever it
@@ -270,14 +270,14 @@ def against(row: Compared, base: Compared | None) -> Compared:
 
 def ratio_interval(row: Compared, base: Compared) -> tuple[float, float] | None:
     """The 95% interval of the speedup: the relative errors of both paces, added in quadrature."""
-    halves = [unsure(one) for one in (row, base) if one.ci95 is not None]
+    halves = [relative_error(one) for one in (row, base) if one.ci95 is not None]
     if not halves or not row.pace or not base.pace:
         return None
     speedup, half = row.pace / base.pace, math.hypot(*halves)
     return max(0.0, speedup * (1 - half)), speedup * (1 + half)
 
 
-def unsure(row: Compared) -> float:
+def relative_error(row: Compared) -> float:
     """Half of a pace's 95% interval, relative to the pace; 0 if it is not known."""
     return (row.ci95[1] - row.ci95[0]) / 2 / row.pace if row.ci95 and row.pace else 0.0
 
@@ -327,12 +327,12 @@ def same_job(job: Mapping[str, Any], info: Mapping[str, Any], run: RunDir) -> di
 
 
 def identity(same: Mapping[str, Any]) -> str:
-    """What `same_job` found, as one text."""
+    """The settings that `same_job` found, as one string."""
     return json.dumps(same, sort_keys=True, default=str)
 
 
 def device_name(start: Mapping[str, Any], info: Mapping[str, Any], *, uses_gpu: bool) -> str:
-    """What a rank computes on: as it says; for a script, which does not, as its machine says."""
+    """What a rank computes on: by its start event or, for a script, by its machine."""
     if start.get("device"):
         return str(start["device"])
     names = list(gpu_memory(info))

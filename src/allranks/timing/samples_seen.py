@@ -70,7 +70,7 @@ def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
     common = set.intersection(*map(set, steps.values())) if steps else set()
     if not common:
         return {}
-    return {rank: sum(of[step] for step in common) / len(common) for rank, of in steps.items()}
+    return {rank: sum(own[step] for step in common) / len(common) for rank, own in steps.items()}
 
 
 def exchanges(timing: Timing) -> bool:

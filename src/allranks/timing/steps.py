@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.run.folder import RunDir, State
-from allranks.run.record import RankRecord, newest_window, read_ranks
-from allranks.run.results import outcome, steps_by_rank
+from allranks.run.record import RankRecord, newest_window, outcome, read_ranks, steps_by_rank
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
-STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of so many, whose medians differ by no more
-# A rank is slower than the others if on average they wait for it this share of a step, and that
-# average is so many times its standard error over blocks of steps: equal ranks take turns at being
-# late, and other work on a machine may slow one of them for a while.
+STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of them, and how far their medians may differ
+# A rank is slower than the others if on average they wait for it at least this share of a step, and
+# that average is at least this many times its standard error over blocks of steps: equal ranks take
+# turns at being late, and other work on a machine may slow one of them for a while.
 LEAST_LATE, SURE, SURE_BLOCKS = 0.01, 3.5, 10
-LEAST_STEPS = 5  # with fewer, some rank is late in most of them by chance
+LEAST_STEPS = 5  # with fewer, one rank is late in most of them by chance
 LEAST_PART = 0.1  # of the time others wait for a slow rank: a part that explains as much is named
 LEAST_AFTER = 0.25  # of the exchange: how much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same exchange
@@ -69,7 +68,7 @@ def timing(
 ) -> Timing | None:
     """The measured window of a run's attempt, the last by default; None if it is too short.
 
-    Every rank must have made the same two steps at least. `records`: if they were read already.
+    All ranks must have at least two steps in common. `records`: if they were read already.
     """
     attempts = run.attempts()
     if not attempts:
@@ -113,7 +112,7 @@ def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing 
         if event_bytes(run) > max_bytes:
             return None
         return timing(run)
-    except (KeyError, TypeError, ValueError, OSError):  # files that no rank of ours has written
+    except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
         return None
 
 

@@ -43,7 +43,7 @@ _MEANINGS = {
 MAX_MARKS = 50_000  # of a step
 COUNT_AFTER = 250  # calls of hooks: to count marks in each takes a microsecond
 CLOCK_SECONDS = 1.0  # two clocks drift apart by less, unless somebody sets one
-MAX_WAITS = 16  # of a step; if there are more, only their sum is recorded
+MAX_WAITS = 16  # of a step; of more, only the sum is recorded
 
 
 class DeviceEvent(Protocol):
@@ -54,11 +54,10 @@ class DeviceEvent(Protocol):
     def elapsed_time(self, end: Any) -> float: ...
 
 
-# From a time on (perf_counter), time belongs to a label; with the DeviceEvent that was recorded at
-# the same place, and what else there is to say about that moment: a function and its arguments,
-# called by whoever reads the step; for END, the number of the step. Plain, and nothing is done at
-# once: a dozen marks are made at every step, between kernels that leave little in a processor's
-# caches.
+# A label, the time from which it holds (perf_counter), the DeviceEvent recorded at the same moment,
+# and a note: a function and its arguments, called when the step is read; for END, the number of the
+# step. A plain tuple, and nothing is computed yet: a dozen marks are made at every step, between
+# kernels that leave little in a processor's caches.
 Note = tuple[Any, ...]
 Mark = tuple[str, float, DeviceEvent | None, Any]
 
@@ -66,8 +65,8 @@ Mark = tuple[str, float, DeviceEvent | None, Any]
 class Timeline:
     """The marks of one rank's steps. Only the thread that trains makes any.
 
-    All that hooks look at is here, in one piece of memory: every other object that they touch
-    between a model's kernels has to be fetched anew, which takes longer than what they do.
+    Everything that hooks read is here, in one piece of memory: every other object that they touch
+    between a model's kernels has to be fetched again, which takes longer than what they do.
     """
 
     __slots__ = (
@@ -80,10 +79,10 @@ class Timeline:
         self.label = OTHER
         self.calls = 0  # of hooks since marks were last counted
         self.depth = 0  # of backward passes within backward passes
-        # Called with what a backward pass begins with, for the hook to be removed after it.
+        # Called with the tensors that a backward pass starts from; returns a hook to remove.
         self.expect: Callable[[Any], Any] | None = None
         self.is_taken = False  # by a loop of our own, which says where its steps end
-        self.num_steps = 0  # that were ended
+        self.num_steps = 0  # that have ended
         self.thread = threading.get_ident()
         self.record_event: Callable[[], DeviceEvent | None] | None = None
         # Of the step under way, behind those of the steps that nobody has taken yet. The first step
@@ -91,11 +90,11 @@ class Timeline:
         self.marks: list[Mark] = []
         self._num_taken = 0  # steps
         self._cutting = threading.Lock()
-        # Where the clock of marks stands in the world's time: kept, so that steps add up.
+        # What to add to a mark's time for UNIX time: kept, so that steps add up.
         self.unix = time.time() - perf_counter()
 
     def follow_clock(self) -> None:
-        """Read the world's time again if the machine has slept, or its clock was set."""
+        """Read the wall clock again if the machine has slept, or its clock was set."""
         unix = time.time() - perf_counter()
         if abs(unix - self.unix) > CLOCK_SECONDS:
             self.unix = unix

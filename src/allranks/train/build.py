@@ -138,7 +138,15 @@ def build(me: Rank, job: Job, device: torch.device, log: EventLog) -> Training:
         evaluations=evaluations(datasets, data),
         meter=Meter(log, log_every=job.log_every, last_step=last_step),
         pulse=Pulse(gloo_group(job) if me.world_size > 1 else None),
-        checkpointer=checkpointer(me, job, model, optimizer, progress, log),
+        checkpointer=checkpoint.Checkpointer(
+            me.run.checkpoints,
+            model,
+            optimizer,
+            keep=job.checkpoint.keep,
+            group=gloo_group(job),
+            log=log,
+            saved_step=progress.step or -1,
+        ),
         save_every=save_every(job),
         device=device,
         seed=job.seed,
@@ -220,37 +228,17 @@ def seed_everything(seed: int) -> None:
 def training_data(
     me: Rank, job: Job, task: Task, dataset: Dataset[Any], device: torch.device
 ) -> TrainingData:
+    batch_size = job.batch_size or (job.batch_size_per_rank or 0) * me.world_size
     return TrainingData(
         dataset,
         task,
-        cut_of(job, me),
+        Cut(batch_size, me.rank, me.world_size, job.micro_batch_size),
         seed=job.seed,
         device=device,
         num_workers=job.data.num_workers,
         prefetch=job.data.prefetch,
         num_cpus=max(1, cpus_allotted() // me.local_world_size),
     )
-
-
-def checkpointer(
-    me: Rank,
-    job: Job,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    log: EventLog,
-) -> checkpoint.Checkpointer:
-    saver = checkpoint.Checkpointer(
-        me.run.checkpoints,
-        model,
-        optimizer,
-        keep=job.checkpoint.keep,
-        group=gloo_group(job),
-        log=log,
-    )
-    if progress.step > 0:
-        saver.saved_step = progress.step  # already on disk
-    return saver
 
 
 def warn_of_small_norms(me: Rank, t: Training) -> None:
@@ -260,11 +248,6 @@ def warn_of_small_norms(me: Rank, t: Training) -> None:
             "note: BatchNorm sees one micro-batch (of all ranks) at a time: with gradient "
             "accumulation it computes the statistics of a smaller batch, and results differ"
         )
-
-
-def cut_of(job: Job, me: Rank) -> Cut:
-    batch_size = job.batch_size or (job.batch_size_per_rank or 0) * me.world_size
-    return Cut(batch_size, me.rank, me.world_size, job.micro_batch_size)
 
 
 def should_compile(job: Job, data: TrainingData, model: nn.Module, device: torch.device) -> bool:
@@ -382,12 +365,7 @@ def describe(me: Rank, t: Training, precision: str, compiled: bool) -> dict[str,
     """The start event: who this rank is, and what the banner shows."""
     cut = t.data.cut
     micro_batches = cut.micro_batches(0, cut.batch_size)
-    shares = sorted(
-        {
-            (i + 1) * cut.batch_size // cut.parts - i * cut.batch_size // cut.parts
-            for i in range(cut.parts)
-        }
-    )
+    shares = sorted({cut.batch_size // cut.parts, -(-cut.batch_size // cut.parts)})
     device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
     return {
         "rank": me.rank,

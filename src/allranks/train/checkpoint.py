@@ -47,6 +47,7 @@ class Checkpointer:
         keep: int,
         group: dist.ProcessGroup,
         log: EventLog,
+        saved_step: int = -1,
     ) -> None:
         self.folder = folder
         self.model = model
@@ -56,7 +57,7 @@ class Checkpointer:
         self.log = log
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.saved_step = -1  # the newest step that has been or is being saved
+        self.saved_step = saved_step  # the newest step that has been or is being saved
         self.stall = 0.0  # seconds for which the newest save stalled the training
         self._last_save = time.monotonic()
         self._copied = threading.Event()

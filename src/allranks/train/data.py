@@ -22,6 +22,7 @@ from allranks.tasks import Task
 from allranks.timing import timeline
 
 ON_DEVICE_BYTES = 1 << 28  # in-memory data sets up to this size live on the device
+MOST_WORKERS = 8  # unless the job asks for more
 GATHER_BYTES, GATHER_BATCHES = 1 << 22, 64  # small batches are fetched ahead up to either
 MASK = (1 << 64) - 1
 
@@ -129,7 +130,8 @@ class TrainingData:
         self._samples = _Samples(dataset, task.transform if has_transform else None, seed)
         self._fetch = None if has_transform else direct_fetch(dataset, device)
         if num_workers == "auto":
-            num_workers = 0 if self._fetch else spare_workers(num_cpus)
+            spare = min(num_cpus - 1, MOST_WORKERS)  # one CPU is for the rank itself
+            num_workers = 0 if self._fetch else spare
         if num_workers > 0:
             self._fetch = None
         self._loader_options = loader_options(num_workers, prefetch, device)
@@ -253,13 +255,12 @@ class EvaluationData:
             assert self._loader is not None
             fetched: Iterator[Any] = iter(self._loader)
         else:
-            fetched = map(self._fetch, self._index_ranges(self._fetch.index_device))
+            device = self._fetch.index_device
+            ranges = (torch.arange(low, high, device=device) for low, high in self._spans)
+            fetched = map(self._fetch, ranges)
         pairs = ahead_on_device(fetched, self.device)
         for (low, high), (inputs, targets) in zip(self._spans, pairs, strict=True):
             yield inputs, targets, 0 if self._is_empty else high - low
-
-    def _index_ranges(self, device: torch.device) -> Iterator[Tensor]:
-        return (torch.arange(low, high, device=device) for low, high in self._spans)
 
 
 class _Samples(Dataset[Any]):
@@ -337,11 +338,6 @@ def direct_fetch(dataset: Dataset[Any], device: torch.device) -> TensorFetch | B
         return TensorFetch(dataset, device)
     batch = getattr(dataset, "batch", None)
     return BatchFetch(batch) if batch is not None else None
-
-
-def spare_workers(num_cpus: int) -> int:
-    """Loader workers for a rank with `num_cpus`: all but the one it needs itself, at most 8."""
-    return min(max(num_cpus - 1, 0), 8)
 
 
 def loader_options(num_workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def unreached(facts: PairFacts) -> Iterator[Check]:
     if facts.stranger:
         fix = f"start allranks doctor --listen there, with another port if {facts.port} is taken"
         where = f"{facts.named}:{facts.port}"
-        yield failed("port", f"{where} answers, but not as a doctor: {facts.stranger}", fix)
+        yield failed("port", f"{where} answers, but is no `allranks doctor`: {facts.stranger}", fix)
 
 
 def refused(facts: PairFacts, address: str, why: str) -> Check:

@@ -57,7 +57,7 @@ from allranks.run.failures import failed_ranks, failure, failure_in_words, is_ec
 from allranks.run.folder import RunDir, State
 from allranks.run.run_state import lost_words
 from allranks.run.stalls import ended_for
-from allranks.show.numbers import ranks_in_words
+from allranks.show.numbers import duration, ranks_in_words
 from allranks.slurm import commands as slurm
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
@@ -305,7 +305,7 @@ class Allocation:
         verdict = self._check_nodes(tries=2)
         if not self._hear(verdict):
             return True
-        say(f"preflight took {time.monotonic() - started:.1f} s in all")
+        say(f"preflight took {duration(time.monotonic() - started)} in all")
         return True if not verdict.failed else self._replace_nodes(verdict.failed)
 
     def _hear(self, verdict: node_checks.Verdict) -> bool:
@@ -538,7 +538,8 @@ class Allocation:
         """Have SLURM requeue this job; if it refuses, submit another."""
         needed, asked = submit.grace_needed(self.run), self.job.slurm.grace
         if asked is not None and needed > asked.seconds:
-            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
+            take, grace = duration(needed / 3, whole=True), duration(needed, whole=True)
+            say(f"checkpoints take {take}: slurm.grace should be over {grace}")
         self.run.update_info(lambda info: info.update(queued=True))
         refused = "its time is over"
         try:

@@ -31,6 +31,7 @@ from allranks.launch.backends.slurm.inside import (
 from allranks.launch.backends.slurm.sbatch import grace_seconds
 from allranks.machine import nodelist
 from allranks.run.folder import RunDir
+from allranks.show.numbers import duration
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
 LOOK_SECONDS = 3.0  # between looks for a request to stop that came without a signal
@@ -139,7 +140,7 @@ class Relay:
         wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
         self._stop_at = time.monotonic() + wait
         self._is_limit = is_warning
-        say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
+        say(f"USR2: the ranks will be told to stop in {duration(wait, whole=True)}")
 
     def _watch_limit(self) -> bool:
         """Note when the limit will be near; whether there is still time."""
