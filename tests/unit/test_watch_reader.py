@@ -73,6 +73,21 @@ def test_the_last_steps_of_a_long_run_are_laid_side_by_side(tmp_path: Path) -> N
     assert parts is not None and parts.steps == 32 and parts.slowest_rank == 2
 
 
+def test_a_first_rank_that_begins_last_still_leads(tmp_path: Path) -> None:
+    """Its file has the losses: also if another rank's was there first."""
+    run = GrowingRun(tmp_path, "1x2")
+    run.begin()
+    later = run.run.events(0, 0).rename(tmp_path / "later")
+    reader = RunReader(run.run)
+    reader.look(all_ranks=True)
+    assert reader.lead.rank == 1
+    later.rename(run.run.events(0, 0))
+    run.steps(20)
+    reader.look(all_ranks=True)
+    assert reader.lead.rank == 0 and reader.losses.steps == [10, 20]
+    assert reader.lead is reader.ranks[0] and reader.ranks[1].last_step == 20
+
+
 def test_a_loss_that_is_not_a_number_is_never_thinned_away() -> None:
     points = Points()
     for step in range(1, 40 * MAX_POINTS):

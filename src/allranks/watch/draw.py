@@ -40,7 +40,7 @@ KEYS = (
     ("q", "quit; the runs continue"),
     ("?", "this page"),
 )
-LOG_KEYS = "↑↓ scroll  ←→ other rank  / search  end follow  q back"
+LOG_KEYS = "↑↓ scroll  ←→ other log  / search  end follow  q back"
 NO_RUNS = "no runs here: start one with allranks run or allranks submit"
 MAIN_KEYS = "↑↓ move  tab ranks  enter logs  s stop  q quit  ? help"
 

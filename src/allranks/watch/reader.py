@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks.run.folder import RunDir
-from allranks.run.record import Event, RankRecord, lead_rank
+from allranks.run.record import Event, RankRecord
 from allranks.timing.steps import split_waits
 from allranks.timing.timeline import DATA, PHASES, WAIT
 from allranks.watch.tail import EventTail
@@ -271,12 +271,15 @@ class RunReader:
 
     def _look_at_lead(self) -> bool:
         assert self.attempt is not None
-        if self.lead not in self.ranks.values():
-            if not self.run.ranks(self.attempt):
+        if self.lead not in self.ranks.values() or self.lead.rank > 0:
+            ranks = self.run.ranks(self.attempt)
+            if not ranks:
                 return False
-            rank = lead_rank(self.run, self.attempt)
-            self.lead = self.ranks.get(rank) or self._add(rank)
-            self.lead.losses_of_run, self.lead.metrics = self.losses, self.metrics
+            # A smaller rank may begin later: it is read from its beginning, for its losses.
+            if self.lead not in self.ranks.values() or ranks[0] < self.lead.rank:
+                self.lead.losses_of_run = None
+                self.lead = self._add(ranks[0])
+                self.lead.losses_of_run, self.lead.metrics = self.losses, self.metrics
         return self.lead.look()
 
     @property
