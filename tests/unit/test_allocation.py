@@ -709,7 +709,9 @@ def test_a_step_that_ends_before_any_rank_began_is_tried_again(
     held = hold(preflight=False)
     assert to_end(held, NOT_BEGUN, (0, FINISHED)) == (0, 2)
     assert held.run.state() == "finished"
-    assert "srun ended with code 1 before any rank had begun: once more" in capsys.readouterr().out
+    assert (
+        "srun ended with code 1 before any rank had begun: trying again" in capsys.readouterr().out
+    )
 
 
 def test_a_step_that_never_begins_is_tried_in_another_attempt(

@@ -76,8 +76,8 @@ def watch(
     debug: Debug = False,
 ) -> None:
     from allranks.watch import modes
+    from allranks.watch.cells import parse_marks
     from allranks.watch.live import Watcher
-    from allranks.watch.marks import parse_marks
     from allranks.watch.notify import Notifier
 
     job, chosen = modes.find_watched(runs, run or [])
@@ -121,7 +121,7 @@ def status(
     from dataclasses import asdict
 
     from allranks.run.folder import find_run
-    from allranks.watch.marks import parse_marks
+    from allranks.watch.cells import parse_marks
     from allranks.watch.status import make_status, write_page
 
     chosen = [find_run(runs, name) for name in run] if run else None

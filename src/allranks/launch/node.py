@@ -246,7 +246,7 @@ class Launch:
         is_over = self._claim.is_lost() or (
             processes and not stops and self._twice.must_end(attempt)
         )
-        if is_over or self._stalled.look_beside(attempt, processes, may_end=not stops):
+        if is_over or self._stalled.check_beside(attempt, processes, may_end=not stops):
             self.agent.never_restart()
             self.agent.kill()
         line = self._stalled.line()
