@@ -36,10 +36,7 @@ demo: $(PACKAGE)
 # Types and docs are checked while the tests run, which leave a core idle now and then. Collecting
 # once beforehand compiles what four workers would otherwise each compile at the same time.
 test: style
-	@tests/slurm/cluster.sh install
-	@tests/browser/chromium.sh install
-	@tests/terminal/tmux.sh install
-	@tests/ssh/sshd.sh install
+	@tests/install.sh
 	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
 	$(BIN)/python -m pytest --collect-only -qq $(PYTEST) >/dev/null; \
 	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) && \

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -117,12 +118,10 @@ def measure(
 ) -> dict[str, Any]:
     from playwright.sync_api import sync_playwright
 
-    found = subprocess.run(
-        [ROOT / "tests/browser/chromium.sh", "path"], capture_output=True, text=True, check=True
-    )
+    found = shutil.which("chromium") or shutil.which("google-chrome")  # tests/install.sh chromium
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=found.stdout.strip(), args=["--no-sandbox", "--disable-gpu"]
+            executable_path=found, args=["--no-sandbox", "--disable-gpu"]
         )
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         complaints: list[str] = []

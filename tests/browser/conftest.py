@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "chromium.sh"
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 120_000  # a busy machine takes long for anything
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Started for the first test that asks, and gone after the last test of all."""
-    found = subprocess.run([SCRIPT, "path"], capture_output=True, text=True, check=False)
-    if found.returncode:
-        unavailable("Chromium is not installed: tests/browser/chromium.sh install, as root")
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if found is None:
+        unavailable("Chromium is not installed: tests/install.sh chromium, as root")
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -29,7 +28,7 @@ def browser() -> Iterator[Any]:
         env = {name: value for name, value in os.environ.items() if name != "ALLRANKS_TESTS"}
         # Chromium's own sandbox does not work for root, nor in most containers.
         live = playwright.chromium.launch(
-            executable_path=found.stdout.strip(),
+            executable_path=found,
             args=["--no-sandbox", "--disable-gpu"],
             env=env,  # type: ignore[arg-type]  # it takes numbers, too
             timeout=WAIT_MS,

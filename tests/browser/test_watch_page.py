@@ -137,7 +137,10 @@ def opened(browser: Any, url: str, *, width: int = 1280, scheme: str = "light") 
     page.on("request", lambda request: seen.requests.append(request.url))
     try:
         page.goto(url)
-        page.wait_for_selector("#heat canvas")
+        try:
+            page.wait_for_selector("#heat canvas")
+        except Exception as error:
+            raise AssertionError(f"no heat map: {seen.complaints}") from error
         yield seen
     finally:
         context.close()

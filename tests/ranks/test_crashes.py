@@ -56,7 +56,7 @@ def test_a_crash(crash: Crash, tmp_path: Path) -> None:
     failed = failures.failure(run)
     assert failed is not None
     error = AllranksError(
-        failures.failure_in_words(failed), fix="x" * 200, lines=failures.lines_of(failed)
+        failures.failure_in_words(failed), fix="x" * 200, lines=failures.failure_lines(failed)
     )
     printed = WithoutTraceback(run, 0, 0)
     before = printed(run.log(0, 0).read_text()) + printed.rest()

@@ -99,6 +99,13 @@ def send(cluster: Cluster, folder: Path, *args: str) -> Sent:
     return Sent(cluster, folder, RunDir(Path(told["run_dir"])), told["jobs"])
 
 
+def steps_of_attempts(sent: Sent) -> list[list[int]]:
+    return [
+        [e["step"] for e in read_events(sent.run.events(attempt, 0)) if e["event"] == "step"]
+        for attempt in sent.run.attempts()
+    ]
+
+
 def kill(sent: Sent, what: str, chance: random.Random) -> None:
     """Kill srun, the job's first process, or the launcher of a node."""
     cluster, holder = sent.cluster, claims.newest(sent.run.claims)

@@ -63,7 +63,7 @@ def wait_for_state(sent: Sent, state: str, seconds: float) -> None:
     sent.cluster.wait(has_it, seconds, f"{state} of job {job}")
 
 
-def test_jobs_that_never_start(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_does_not_start(cluster: Cluster, tmp_path: Path) -> None:
     cluster.read("scontrol", "update", "partitionname=debug", "state=DOWN")
     try:
         sent = send(cluster, tmp_path, "slurm.partition=debug")
@@ -72,18 +72,6 @@ def test_jobs_that_never_start(cluster: Cluster, tmp_path: Path) -> None:
         assert "takes no new jobs" in diagnosis(tmp_path, sent.run.name)[0]["title"]
     finally:
         cluster.read("scontrol", "update", "partitionname=debug", "state=UP")
-    for setting, cause in (
-        ("slurm.gpus=9", "slurm-request-impossible"),
-        ("slurm.mem=9000G", "slurm-request-impossible"),
-        ("slurm.account=nobody", "slurm-bad-option"),
-    ):
-        folder = tmp_path / cause / setting
-        folder.mkdir(parents=True)
-        refused = run_allranks("submit", setting, cwd=folder)
-        assert refused.returncode == 1
-        assert [one["cause"] for one in diagnosis(folder, "last")] == [cause]
-        (folder / "sbatch.txt").write_text(refused.stderr)
-        assert diagnosis(folder, "sbatch.txt")[0]["cause"] == cause
 
 
 def test_a_killed_rank_and_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> None:

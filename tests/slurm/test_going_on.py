@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.commandline import run_allranks
 from tests.faults import newest_weights, same_bits
 from tests.forked import run_forked
 from tests.slurm.live import Cluster
-from tests.slurm.runs import LOST, Sent, check_words, kill, send
+from tests.slurm.runs import LOST, Sent, check_words, kill, send, steps_of_attempts
 
 from allranks.run.events import read_events
 
@@ -40,13 +39,6 @@ def check(sent: Sent, reference: Path, steps: int) -> None:
     step, weights = newest_weights(sent.run.path)
     assert step == steps
     assert same_bits(weights, newest_weights(reference)[1])
-
-
-def steps_of_attempts(sent: Sent) -> list[list[int]]:
-    return [
-        [e["step"] for e in read_events(sent.run.events(attempt, 0)) if e["event"] == "step"]
-        for attempt in sent.run.attempts()
-    ]
 
 
 def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_path: Path) -> None:
@@ -113,23 +105,6 @@ def test_a_running_run_moves_to_another_layout(cluster: Cluster, tmp_path: Path)
     }
     found = sent.losses()
     assert all(abs(found[s] - expected[s]) <= 1e-5 * abs(expected[s]) for s in expected)
-
-
-def test_a_run_stops_at_a_checkpoint_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    steps = 400
-    sent = send(cluster, tmp_path, *TASK, f"steps={steps}")
-    sent.wait_for_step(50)
-    assert "saves a checkpoint" in sent.allranks("stop", sent.run.name)
-    line = sent.wait_for_end(120)
-    assert (line["state"], line["reason"]) == ("stopped", "stopped by its user")
-    cluster.wait(lambda: not cluster.squeue(), 60, "an empty queue")
-    time.sleep(3)
-    assert cluster.squeue() == []  # it does not come back
-    sent.allranks("resume", sent.run.name)
-    assert sent.wait_for_end(200)["state"] == "finished", sent.log()
-    first, second = steps_of_attempts(sent)
-    assert [*first, *second] == list(range(1, steps + 1))
-    assert "finished already" in run_allranks("resume", sent.run.name, cwd=tmp_path).stderr
 
 
 def kill_attempt(sent: Sent, attempt: int) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.commandline import run_allranks
+from tests.commandline import ask_allranks, run_allranks
 from tests.slurm.live import Cluster
 from tests.slurm.runs import send
 
@@ -15,18 +15,22 @@ from allranks.run.folder import list_runs
 pytestmark = pytest.mark.slurm
 
 
+BAD, IMPOSSIBLE = "slurm-bad-option", "slurm-request-impossible"
+
+
 @pytest.mark.parametrize(
-    ("setting", "words", "meaning", "fix"),
+    ("setting", "words", "meaning", "fix", "cause"),
     [
-        ("slurm.account=nobody", "Invalid account", "not yours", "slurm.account=NAME"),
-        ("slurm.partition=fast", "invalid partition", "no such partition", "allranks cluster"),
-        ("slurm.qos=urgent", "Invalid qos", "QOS does not exist", "slurm.qos"),
-        ("slurm.gpus=9", "not available", "that many GPUs", "fewer GPUs"),
-        ("slurm.constraint=gold", "feature", "no node has these features", "slurm.constraint"),
+        ("slurm.account=nobody", "Invalid account", "not yours", "slurm.account=NAME", BAD),
+        ("slurm.partition=fast", "invalid partition", "no such partition", "allranks cluster", BAD),
+        ("slurm.qos=urgent", "Invalid qos", "QOS does not exist", "slurm.qos", BAD),
+        ("slurm.gpus=9", "not available", "that many GPUs", "fewer GPUs", IMPOSSIBLE),
+        ("slurm.mem=9000G", "memory", "that much memory", "smaller slurm.mem", IMPOSSIBLE),
+        ("slurm.constraint=gold", "feature", "no node has these features", "slurm.constraint", ""),
     ],
 )
 def test_a_refusal_is_explained_and_the_run_says_it_was_never_queued(
-    setting: str, words: str, meaning: str, fix: str, cluster: Cluster, tmp_path: Path
+    setting: str, words: str, meaning: str, fix: str, cause: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     done = run_allranks("submit", setting, cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -34,10 +38,14 @@ def test_a_refusal_is_explained_and_the_run_says_it_was_never_queued(
         assert part.lower() in done.stderr.lower()
     (run,) = list_runs(tmp_path / "runs")
     assert run.state() == "failed"
-    listed = json.loads(run_allranks("ls", "--json", cwd=tmp_path).stdout)[0]
+    listed = json.loads(ask_allranks("ls", "--json", cwd=tmp_path))[0]
     assert (listed["state"], listed["jobs"]) == ("failed", [])
     assert listed["reason"].startswith("never queued: sbatch: ")
     assert cluster.squeue() == []
+    (tmp_path / "sbatch.txt").write_text(done.stderr)
+    for subject in ("last", "sbatch.txt") if cause else ():
+        found = json.loads(ask_allranks("doctor", subject, "--json", cwd=tmp_path))
+        assert found[0]["cause"] == cause
 
 
 def test_a_limit_that_is_only_found_in_the_queue_is_told_there(

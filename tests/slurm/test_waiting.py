@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +15,15 @@ from pathlib import Path
 import pytest
 from tests.commandline import run_allranks
 from tests.slurm.live import Cluster
-from tests.slurm.runs import SLOW_TASK, Sent, send
+from tests.slurm.runs import SLOW_TASK, Sent, send, steps_of_attempts
 
 from allranks.run.folder import list_runs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 SLOW = ["task=slow:Slow", "log_every=1", "checkpoint.every=50", "preflight=false"]
+# Ranks that need no torch, started by srun itself: so does nothing else of the job.
+SCRIPT = ["preflight=false", "launcher=srun"]
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def test_a_stopped_run_ends_the_wait_with_75_and_resume_waits_for_the_rest(
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
         )
-        sent.allranks("stop", sent.run.name)
+        assert "saves a checkpoint" in sent.allranks("stop", sent.run.name)
         said, errors = process.communicate(timeout=120)
         assert followed.wait(120) == 75
     assert process.returncode == 75, errors
@@ -76,16 +80,21 @@ def test_a_stopped_run_ends_the_wait_with_75_and_resume_waits_for_the_rest(
     assert (told["state"], told["reason"]) == ("stopped", "stopped by its user")
     assert told["jobs"] == sent.jobs and told["steps"] >= 20
     assert "go on with allranks resume" in sent.log()
+    cluster.wait(lambda: not cluster.squeue(), 60, "an empty queue")
+    time.sleep(3)
+    assert cluster.squeue() == []  # it does not come back
     done = run_allranks("resume", "--wait", "last", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout and "running on node" in done.stdout
-    assert run_allranks("resume", "--wait", "last", cwd=tmp_path).returncode == 0
+    assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, 201))
+    again = run_allranks("resume", "--wait", "last", cwd=tmp_path)
+    assert again.returncode == 0 and "finished already" in again.stderr
     assert run_allranks("logs", "-f", "last", cwd=tmp_path).returncode == 0
 
 
 def test_a_failed_run_ends_the_wait_with_1(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('no such data')")
-    command = ["preflight=false", "--json", "--", "python", "train.py"]
+    command = [*SCRIPT, "--json", "--", "python", "train.py"]
     done = run_allranks("submit", "--wait", *command, cwd=tmp_path)
     assert done.returncode == 1
     told = json.loads(done.stdout)
@@ -97,9 +106,11 @@ def test_a_failed_run_ends_the_wait_with_1(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_ctrl_c_ends_the_wait_and_not_the_run(cluster: Cluster, tmp_path: Path) -> None:
-    with waiting(tmp_path, "submit", "--wait", *SLOW, "steps=100000") as process:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(1000)\n")
+    command = [*SCRIPT, "--", "python", "train.py"]
+    with waiting(tmp_path, "submit", "--wait", *command) as process:
         sent = sent_by(cluster, tmp_path)
-        sent.wait_for_step(1)
+        cluster.wait(lambda: sent.run.ranks(0), 120, "a rank")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -133,10 +144,14 @@ time.sleep(1000)
 def test_an_allocation_of_several_nodes_is_not_played_on_one(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    run = [sys.executable, "-m", "allranks", "run", "--layout", "2x1", "steps=20"]
-    typed = cluster.run("salloc", "-N", "2", *run, cwd=tmp_path)
+    (tmp_path / "train.py").write_text("print('trained')")
+    run, script = (
+        [sys.executable, "-m", "allranks", "run", "--layout", "2x1"],
+        ["python", "train.py"],
+    )
+    typed = cluster.run("salloc", "-N", "2", *run, "--", *script, cwd=tmp_path)
     assert typed.returncode == 2 and "has 2 nodes" in typed.stderr
-    tasks = cluster.run("srun", "-N", "2", *run, "--here", cwd=tmp_path)
+    tasks = cluster.run("srun", "-N", "2", *run, "--here", "--", *script, cwd=tmp_path)
     assert tasks.returncode == 2 and "one of 2 tasks" in tasks.stderr
     # What it says to type instead.
     line = typed.stderr.partition("each node: ")[2].partition("; or ")[0]
@@ -153,7 +168,7 @@ def test_a_file_that_one_node_does_not_have(cluster: Cluster, tmp_path: Path) ->
     if cluster.mode != "netns":
         pytest.skip("nodes have no disk of their own in mode ports")
     (tmp_path / "train.py").write_text("open('/dev/shm/only-here')")
-    command = ["--layout", "2x1", "preflight=false", "--json", "--", "python", "train.py"]
+    command = ["--layout", "2x1", *SCRIPT, "--json", "--", "python", "train.py"]
     cluster.exec("node2", "touch", "/dev/shm/only-here")
     try:
         options = "slurm.directives={nodelist: 'node[1-2]'}"

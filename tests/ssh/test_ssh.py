@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from allranks.run.folder import RunDir, find_run
 
 pytestmark = pytest.mark.ranks
 
-JOB = ["task=spiral", "batch_size=32", "checkpoint.every=1000", "env.API_TOKEN=hush-hush"]
+SECRET = "hush-hush-4711"
+JOB = f"task: spiral\nbatch_size: 32\ncheckpoint: {{every: 1000}}\nenv: {{API_TOKEN: {SECRET}}}\n"
 LONG, SHORT = "steps=100000", "steps=12"
 
 
-@contextmanager
+@contextlib.contextmanager
 def hosts_in(folder: Path, unshared: Path | None = None) -> Iterator[Hosts]:
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "ssh", "rsync", SSHD))):
         unavailable("ssh hosts need root, openssh-server, rsync, iproute2 and util-linux")
@@ -44,6 +46,7 @@ class Work:
 
     def __init__(self, folder: Path, hosts: Hosts) -> None:
         self.folder, self.hosts = folder, hosts
+        (folder / "job.yaml").write_text(JOB)
         self.env = {**os.environ, "PATH": f"{hosts.bin}:{os.environ['PATH']}"}
         self.process: subprocess.Popen[str] | None = None
 
@@ -79,6 +82,20 @@ class Work:
             time.sleep(0.2)
 
 
+def check_secret(run: RunDir) -> None:
+    """It is with the ranks, and in one file that only its user can read; nowhere else."""
+    holders, variable = [], f"API_TOKEN={SECRET}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words, env = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
+            assert SECRET.encode() not in words
+            holders += [words.split(b"\0")[2]] if variable in env.split(b"\0") else []
+    assert holders == [b"allranks.launch.rank_env"] * 2
+    kept = [file for file in run.path.rglob("*") if file.is_file()]
+    (only,) = [file for file in kept if SECRET.encode() in file.read_bytes()]
+    assert (only.name, stat.S_IMODE(only.stat().st_mode)) == ("secrets.json", 0o600)
+
+
 def steps(run: RunDir, attempt: int) -> list[int]:
     lines = run.events(attempt, 0).read_text().splitlines()
     events: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -90,9 +107,15 @@ def test_a_run_on_two_hosts_is_stopped_resumed_loses_a_host_and_goes_on(tmp_path
     work_folder.mkdir()
     with hosts_in(tmp_path / "ssh") as hosts:
         work = Work(work_folder, hosts)
-        launcher = work.start("run", *JOB, LONG, "--hosts", "a,b", "--layout", "2x1")
+        launcher = work.start("run", "job.yaml", LONG, "--hosts", "a,b", "--layout", "2x1")
         work.wait_for_step(0)
         run = work.last
+        check_secret(run)
+        code, said = work.run("watch", run.name, "--once")
+        assert code == 0 and run.name in said and "running" in said, said
+        (seen,) = json.loads(work.run("watch", run.name, "--json")[1])
+        assert (seen["state"], len(seen["ranks"])) == ("running", 2)
+        assert run.name in work.run("status")[1]
         assert work.run("stop", run.name) == (0, f"{run.name}: saves a checkpoint and stops\n")
         said, _ = launcher.communicate(timeout=240)
         assert (launcher.returncode, run.state()) == (75, "stopped"), said
@@ -100,7 +123,6 @@ def test_a_run_on_two_hosts_is_stopped_resumed_loses_a_host_and_goes_on(tmp_path
         assert (info["backend"], info["hosts"]) == ("ssh", ["a", "b"])
         last = commits.commits(run.checkpoints)[0]
         assert last.damage() is None
-        assert "hush" not in (run.path / "job.yaml").read_text()
         assert not list(run.path.glob(".door-*"))
         code, said = work.run("logs", run.name, "--rank", "-1")
         assert code == 0 and "GLOO_SOCKET_IFNAME=eth0" in said
@@ -118,7 +140,7 @@ def test_a_run_on_two_hosts_is_stopped_resumed_loses_a_host_and_goes_on(tmp_path
         code, said = work.run("resume", "last", more, "--hosts", "a", "--layout", "1x1")
         assert code == 0 and run.state() == "finished", said
         assert steps(run, 2)[-1] == last.step + 3
-        code, said = work.run("run", *JOB, SHORT, "--hosts", "a,b", "--layout", "2x1")
+        code, said = work.run("run", "job.yaml", SHORT, "--hosts", "a,b", "--layout", "2x1")
         assert code == 1 and "host b cannot be used" in said and "ssh b true" in said
 
 
@@ -129,7 +151,7 @@ def test_hosts_that_do_not_share_the_folder_get_a_copy_and_give_back_what_they_w
     folder.mkdir()
     with hosts_in(tmp_path / "ssh", unshared=folder) as hosts:
         work = Work(folder, hosts)
-        process = work.start("run", *JOB, LONG, "--hosts", "a,b", "--layout", "2x1")
+        process = work.start("run", "job.yaml", LONG, "--hosts", "a,b", "--layout", "2x1")
         work.wait_for_step(0)
         process.send_signal(signal.SIGINT)  # a Ctrl-C
         code, said = work.ended()

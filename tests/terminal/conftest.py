@@ -86,7 +86,7 @@ class Terminal:
 @contextmanager
 def open_terminal(socket: Path) -> Iterator[Terminal]:
     if shutil.which("tmux") is None:
-        reason = "tmux is not installed: tests/terminal/tmux.sh install, as root"
+        reason = "tmux is not installed: tests/install.sh tmux, as root"
         if os.environ.get("ALLRANKS_NO_SKIPS"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)

@@ -1,15 +1,25 @@
-"""Who is to blame for what the preflight found."""
+"""Who is to blame for what the preflight found, and when ranks may start."""
 
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.launch.backends.slurm.node_checks import Verdict, judge, verdict, words
+from allranks.launch.backends.slurm.node_checks import (
+    ENDED,
+    OPEN,
+    Gate,
+    Verdict,
+    judge,
+    verdict,
+    words,
+)
 
 Pairs = Sequence[tuple[str, str]]
 
@@ -46,7 +56,7 @@ def test_all_well() -> None:
     slow = check("allreduce", backend="nccl", bus_bandwidth=1e9)
     found = judge({"a": record("a"), "b": record("b", slow)}, "ab")
     assert found.ok and found.bandwidth == 1e9 and not found.warnings
-    assert words(found).startswith("preflight: 2 nodes checked in 9 s, no fault found\n")
+    assert words(found).startswith("preflight: 2 nodes checked in 9.00s, no fault found\n")
     assert "1 GB/s" in words(found)
 
 
@@ -165,7 +175,7 @@ def test_a_slow_import_is_a_warning_where_all_are_slow() -> None:
 def test_a_slow_import_is_a_fault_where_the_others_were_quick() -> None:
     waiting = check("rendezvous", False, "c", missing=["c"], store=True)
     records = {"a": record("a", waiting), "b": record("b", waiting), "c": slow("c", 24)}
-    reason = "torch took over 24 s to import, on the others 4"
+    reason = "torch took over 24s to import, on the others 4s"
     assert judge(records, "abc").failed == {"c": reason}
 
 
@@ -202,4 +212,60 @@ def test_one_node_alone() -> None:
     alone = {"v": 1, "node": "a", "seconds": 0.4, "checks": [check("write"), check("disk")]}
     found = judge({"a": alone}, "a")
     assert found == Verdict(nodes=("a",), seconds=0.4) and found.bandwidth is None
-    assert words(found) == "preflight: 1 node checked in 0 s, no fault found"
+    assert words(found) == "preflight: 1 node checked in 400ms, no fault found"
+
+
+# --- Ranks wait until their nodes are checked -------------------------------------------------
+
+PAIR = ["a", "b"]
+
+
+class Job:
+    """The process that judges, with a gate of its own."""
+
+    def __init__(self, folder: Path, seconds: float = 1000.0) -> None:
+        self.folder = folder
+        self.signals: list[signal.Signals] = []
+        self.opened: list[Verdict] = []
+        until = time.monotonic() + seconds
+        self.gate = Gate(folder, PAIR, until, self.signals, self.before_it_opens)
+
+    def before_it_opens(self, verdict: Verdict) -> None:
+        assert not (self.folder / OPEN).exists()
+        self.opened.append(verdict)
+
+    def end_checks(self, *failed: str) -> None:
+        for node in PAIR:
+            special = [check("write", False, "cannot write")] if node in failed else []
+            (self.folder / f"{node}.json").write_text(json.dumps(record(node, *special)))
+        (self.folder / ENDED).touch()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_ranks_wait_while_nodes_are_checked_and_start_when_all_is_well(job: Job) -> None:
+    assert job.gate.judge() is None and job.gate.is_open is None
+    job.end_checks()
+    assert job.gate.judge() is True and (job.folder / OPEN).exists()
+    assert job.gate.judge() is True and len(job.opened) == 1  # once, however often it is asked
+
+
+def test_ranks_do_not_start_where_a_node_failed_or_did_not_answer(job: Job) -> None:
+    job.end_checks("b")
+    assert job.gate.judge() is False
+    job.end_checks()  # too late: its step is being ended
+    assert job.gate.judge() is False
+    assert not job.opened and not (job.folder / OPEN).exists()
+
+
+def test_checks_that_do_not_end_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+    late = Job(tmp_path, seconds=-1.0)
+    assert late.gate.judge() is False and not (tmp_path / OPEN).exists()
+
+
+def test_a_job_that_must_stop_judges_nobody(job: Job) -> None:
+    job.signals.append(signal.SIGUSR2)
+    assert job.gate.judge() is True and (job.folder / OPEN).exists()

@@ -14,7 +14,7 @@ from allranks.run.failures import (
     COLUMNS,
     failure,
     failure_in_words,
-    lines_of,
+    failure_lines,
     traceback_lines,
 )
 from allranks.run.folder import RunDir
@@ -111,7 +111,7 @@ def gone(what: str = "ended because another rank failed") -> dict[str, Any]:
 def in_words(run: RunDir) -> str:
     failed = failure(run)
     assert failed is not None
-    return "\n".join([failure_in_words(failed), *lines_of(failed)])
+    return "\n".join([failure_in_words(failed), *failure_lines(failed)])
 
 
 def test_a_rank_that_was_about_to_end_by_itself_is_the_culprit(run: RunDir) -> None:

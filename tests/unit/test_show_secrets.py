@@ -8,22 +8,32 @@ import pytest
 
 from allranks.show.secrets import MAX_LINE, REDACTED, redact, redact_all
 
+# Known by their shape; put together here, so that no scanner takes them for real ones.
+TOKENS = [
+    *("hf_" + "a1B2" * 8, "ghp_" + "x" * 36, "github_pat_" + "y1" * 20, "AKIA" + "Q7" * 8),
+    *("sk-" + "proj" * 8, "xoxb-" + "1234567890-abc", "eyJhbGciOi.eyJzdWIiOi.SflKxwRJ"),
+]
+
 
 @pytest.mark.parametrize(
     ("text", "secret"),
     [
-        ("HF_TOKEN=hf_abcdefghijklmnopqrstuvwx", "hf_abcdefghijklmnopqrstuvwx"),
+        *((f"pushing with {token} to the hub", token) for token in TOKENS),
         ("push to https://me:s3cr3t@git.example.org/x", "s3cr3t"),
-        ("export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "0123456789abcdef"),
+        ("https://oauth2abcdefghijklmnop@gitlab.com/x", "oauth2abcdefghijklmnop"),
+        ("export WANDB_API_KEY=0123456789abcdef0123", "0123456789abcdef0123"),
+        ("wandb: login with 0123456789012345678901234567890123456789", "0123456789012345"),
+        ("AWS_SECRET_ACCESS_KEY=wJalr/XUtnFEMI", "wJalr/XUtnFEMI"),
         ('{"aws_secret_access_key": "wJalrXUtnFEMI/K7MDENG"}', "wJalrXUtnFEMI"),
-        ("key AKIAIOSFODNN7EXAMPLE was used", "AKIAIOSFODNN7EXAMPLE"),
-        ("Authorization: Bearer abc.def.ghi", "abc.def.ghi"),
+        ("MY_SERVICE_TOKEN: s3cr3t-value", "s3cr3t-value"),
+        ("Authorization: Bearer abc.def-ghi_jkl", "abc.def-ghi_jkl"),
+        ("headers={'Authorization': 'token 12345678'}", "12345678"),
         ("train.py --api-key k9-very-long --lr 1", "k9-very-long"),
         ("db_password: hunter2", "hunter2"),
         ("GET /?token=a1b2c3d4e5f6&x=1", "a1b2c3d4e5f6"),
+        ("GET /file?X-Amz-Signature=deadbeef01&x=1", "deadbeef01"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc\n-----END RSA PRIVATE KEY-----", "MIIE"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE cut off", "MIIE"),
-        ("ghp_0123456789abcdefghijABCDEFGHIJ", "ghp_"),
     ],
 )
 def test_a_secret_is_taken_out(text: str, secret: str) -> None:
@@ -42,6 +52,14 @@ def test_a_secret_is_taken_out(text: str, secret: str) -> None:
         "HF_TOKEN=None",
         "https://example.org:8080/path@v1",
         "secrets of the trade",
+        "token_embedding: Embedding(50257, 768)",
+        "EOS_TOKEN=</s> MAX_TOKEN=4096",
+        "first_pass=12 the forward_pass: 0.31s",
+        "tokens/s: 51234.5",
+        "tokenizer: loaded 32000 tokens",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB.",
+        "see https://pytorch.org/docs/stable/elastic/errors.html",
+        "pad_token: None, use_token=true",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
@@ -75,18 +93,6 @@ def test_the_rest_of_a_line_stays_and_twice_is_once() -> None:
 def test_a_value_is_taken_out_whole_and_nothing_else(text: str, left: str) -> None:
     assert redact(text) == left
     assert redact(left) == left
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "token_embedding: Embedding(50257, 768)",
-        "EOS_TOKEN=</s> MAX_TOKEN=4096",
-        "first_pass=12 the forward_pass: 0.31s",
-    ],
-)
-def test_settings_and_modules_stay(text: str) -> None:
-    assert redact(text) == text
 
 
 @pytest.mark.parametrize("run", ["-", "_", ".", "a.", "a-", "eyJ-", "A_", "token=", "https://u:"])

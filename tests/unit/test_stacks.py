@@ -67,11 +67,11 @@ def test_what_a_launcher_put_into_a_log_can_be_left_out() -> None:
     assert stacks.without_dumps(DUMP) == DUMP
 
 
-def test_a_dump_is_whole_when_the_main_thread_is() -> None:
-    assert stacks.is_whole(DUMP) and stacks.is_whole(DUMP + "step 4 done\n")
+def test_a_dump_is_complete_when_the_main_thread_is() -> None:
+    assert stacks.is_complete(DUMP) and stacks.is_complete(DUMP + "step 4 done\n")
     as_module = DUMP.replace("<module>", "_run_module_as_main")
-    assert stacks.is_whole(as_module)
-    assert not any(stacks.is_whole(DUMP[:end]) for end in range(len(DUMP)))
+    assert stacks.is_complete(as_module)
+    assert not any(stacks.is_complete(DUMP[:end]) for end in range(len(DUMP)))
 
 
 def test_py_spy_s_main_thread_is_taken() -> None:

@@ -363,14 +363,14 @@ def test_a_launcher_ends_ranks_that_make_no_step(
         clock[0] = float(now)
         if now == 15:
             append_event(run.events(0, 0), "step", step=4, seconds=0.01)
-        seen.append(watched.look(0, never))
+        seen.append(watched.check(0, never))
         if seen[-1]:
             break
     assert now == 35 and seen.count(True) == 1  # the step at 15, and 20 s
     assert watched.end_of(0) is not None and watched.end_of(7) is None
     assert FOLLOW in run.log(0, 0).read_text()
     clock[0] = 80.0
-    assert not watched.look(0, never)  # once is enough
+    assert not watched.check(0, never)  # once is enough
 
 
 def test_a_launcher_says_who_is_where_until_the_ranks_get_on(
@@ -390,7 +390,7 @@ def test_a_launcher_says_who_is_where_until_the_ranks_get_on(
     told = []
     for now in range(5, 150, 5):
         clock[0] = float(now)
-        assert not watched.look(0, [2**22 + 1, 2**22 + 2], may_end=False)
+        assert not watched.check(0, [2**22 + 1, 2**22 + 2], may_end=False)
         told.append(watched.line())
     line, seconds = told[-1] or ("", 0.0)
     words = "rank 1 is at train.py:9 in stuck; rank 0 waits for it in all_reduce"
@@ -398,7 +398,7 @@ def test_a_launcher_says_who_is_where_until_the_ranks_get_on(
     assert len(looks) == 4  # ever less often
     append_event(run.events(0, 0), "step", step=4, seconds=0.01)
     clock[0] += 5.0
-    assert not watched.look(0, [2**22 + 1, 2**22 + 2]) and watched.line() is None
+    assert not watched.check(0, [2**22 + 1, 2**22 + 2]) and watched.line() is None
 
 
 def test_ranks_whose_probe_is_silent_are_not_ended(
@@ -412,7 +412,7 @@ def test_ranks_whose_probe_is_silent_are_not_ended(
     seen = []
     for now in range(5, 200, 5):
         clock[0] = float(now)
-        seen.append(watched.look(0, [2**22 + 1, 2**22 + 2]))
+        seen.append(watched.check(0, [2**22 + 1, 2**22 + 2]))
     assert not any(seen) and FOLLOW in run.log(0, 0).read_text()
 
 
@@ -434,7 +434,7 @@ def test_the_first_step_is_given_more_time(tmp_path: Path, monkeypatch: pytest.M
     seen = []
     for now in range(5, 3700, 5):
         clock[0] = float(now)
-        if watched.look(0, [2**22 + 1]):
+        if watched.check(0, [2**22 + 1]):
             seen.append(now)
     assert seen == [3605]  # a script may prepare its data first
 
@@ -446,7 +446,7 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody(
     watched = watch(run, clock, monkeypatch)
     for now in (5.0, 10.0, 500.0):
         clock[0] = now
-        assert not watched.look(0, [2**22 + 1])
+        assert not watched.check(0, [2**22 + 1])
 
 
 def test_without_a_limit_stacks_are_printed_and_nothing_ends(
@@ -458,5 +458,5 @@ def test_without_a_limit_stacks_are_printed_and_nothing_ends(
     watched = StallWatch(run, parse_job({"command": "python x.py", "timeout": "40s"}), 0)
     for now in range(5, 100, 5):
         clock[0] = float(now)
-        assert not watched.look(0, [2**22 + 1])
+        assert not watched.check(0, [2**22 + 1])
     assert run.log(0, 0).read_text().count(FOLLOW) == 1

@@ -16,8 +16,8 @@ from tests.page_runs import LiveRun, held
 
 from allranks.run.folder import RunDir
 from allranks.watch import logs, page_data
+from allranks.watch.cells import DEFAULT_MARKS
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.views import History, Parts, RankView, RunView
 
 values = st.recursive(
@@ -102,7 +102,7 @@ def test_a_run_in_words() -> None:
     failed = replace(view, state="failed", reason="rank 3: PASSWORD=hunter22", stalled=False)
     assert page_data.run_line(failed, 0.0)["words"] == "failed · 24.0% · 1m15s left"
     head = page_data.head(failed, "timed out", 0.0)
-    assert head["facts"] == ["layout 1x4"] and head["is_alarming"] and failed.culprit == 3
+    assert head["facts"] == ["1x4"] and head["is_alarming"] and failed.culprit == 3
     assert head["warnings"] == ["rank 3: PASSWORD=[redacted]", "SLURM does not answer: timed out"]
     waits = replace(failed, state="queued", step=None)
     assert page_data.run_line(waits, 0.0)["words"] == "rank 3: PASSWORD=[redacted]"
@@ -241,6 +241,11 @@ def test_logs_of_all_attempts_newest_first(tmp_path: Path) -> None:
             run.log(attempt, rank).write_text("")
     (run.path / "slurm-7.log").write_text("")
     names = list(logs.log_files(run))
+    titles = [*logs.log_titles(names).values()]
+    assert titles[1] == "rank 2, attempt 1" and titles[-1] == "slurm-7.log"
+    assert logs.log_titles(names[:1]) == {names[0]: "rank 0"}
+    assert logs.first_log(names, 10) == names[2] and logs.first_log(names, None) == names[0]
+    assert logs.first_log([], 0) is None
     assert names[:3] == [f"attempts/1/rank-{rank}.log" for rank in (0, 2, 10)]
     assert names[-1] == "slurm-7.log" and len(names) == 7
 

@@ -12,11 +12,17 @@ from rich.text import Text
 
 from allranks.errors import AllranksError
 from allranks.show.text import clean, shortened
+from allranks.watch.cells import (
+    DEFAULT_MARKS,
+    judged,
+    mark_in_words,
+    parse_marks,
+    rank_cells,
+    sparkline,
+)
 from allranks.watch.draw import Scene, help_screen, log_screen, parts_lines, screen, window
 from allranks.watch.logs import KEPT_BYTES, MAX_REST_BYTES, LogPage
-from allranks.watch.marks import DEFAULT_MARKS, judged, mark_in_words, parse_marks
 from allranks.watch.run_screen import OpenLog
-from allranks.watch.table_cells import rank_cells, sparkline
 from allranks.watch.views import Parts, RankView, RunView
 
 NOW = 1_794_750_000.0
@@ -91,7 +97,7 @@ def test_the_screen_at_80_columns() -> None:
         "  language-…2500-77aa queued   2x8              waits for its turn: other jobs …",
         "  digits-20…0000-bbbb failed   1x4     77/2,000 rank 3: CUDA out of memory",
         "── digits-20261115-142301-3f9a " + 49 * "─",
-        "running  1x4  94.0% efficiency  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU…",
+        "running  94.0% efficiency  1x4  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU…",
         "step 106ms: compute 75%  comm 11%  waiting 8%  data 4%  other 2%",
         "slowest: rank 3, last in 94% of 16 steps, slower in backward",
         "   rank node    gpu%  memory power  °C   took   data   wait  cpu  seen",
@@ -301,7 +307,7 @@ def test_a_log_is_searched_up_and_down(tmp_path: Path) -> None:
 def test_keys_in_a_log_are_letters_while_a_word_is_typed(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_text("hello\njkl\n")
-    log = OpenLog("a run", 0, LogPage(path))
+    log = OpenLog("a run", "rank-0.log", "rank 0", LogPage(path))
     log.page.look()
     log.is_typed = True
     for key in ("j", "k", "x", "backspace", "l"):

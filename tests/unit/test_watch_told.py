@@ -18,6 +18,7 @@ from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
 from allranks.watch import sampler
+from allranks.watch.cells import DEFAULT_MARKS, plain_line
 from allranks.watch.job_screen import (
     SAMPLER,
     JobFacts,
@@ -29,7 +30,6 @@ from allranks.watch.job_screen import (
     times,
 )
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS
 from allranks.watch.modes import follow
 from allranks.watch.notify import Notifier
 from allranks.watch.status import (
@@ -43,7 +43,6 @@ from allranks.watch.status import (
     shown_override,
     status_page,
 )
-from allranks.watch.table_cells import plain_line
 from allranks.watch.views import Parts, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"

@@ -43,7 +43,7 @@ StepsOrAll = Annotated[
     str, typer.Option(metavar="N|all", help="Steps to measure once they are steady, or all.")
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps to measure.")]
-Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="How often each is measured.")]
+Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="How many times each is measured.")]
 NoBaseline = Annotated[
     bool, typer.Option("--no-baseline", help="Do not add a layout of one rank to compare with.")
 ]
@@ -61,19 +61,24 @@ Collectives = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Such as all_reduce,broadcast. Default: all.")
 ]
 Seconds = Annotated[
-    float, typer.Option(metavar="SECONDS", min=1, help="Time that all of it takes, about.")
+    float, typer.Option(metavar="SECONDS", min=1, help="How long all of it takes, roughly.")
 ]
 Earlier = Annotated[
     str | None,
     typer.Option("--from", "--show", metavar="RUN", help="Show what this run, or last, measured."),
 ]
 Workers = Annotated[
-    str | None, typer.Option(metavar="N,N", help="Numbers of workers to try. Default: by the CPUs.")
+    str | None,
+    typer.Option(metavar="N,N", help="Numbers of workers to try. Default: depends on the CPUs."),
 ]
 SecondsEach = Annotated[
     float,
     typer.Option(
-        "--seconds-each", "--seconds", metavar="SECONDS", min=0.1, help="Time of each measurement."
+        "--seconds-each",
+        "--seconds",
+        metavar="SECONDS",
+        min=0.1,
+        help="How long each measurement takes.",
     ),
 ]
 ScriptSteps = Annotated[

@@ -21,7 +21,7 @@ Subjects = Annotated[
         metavar="RUN|LOG", help="Runs, or logs of anything. Default: check this machine."
     ),
 ]
-ListCauses = Annotated[bool, typer.Option("--list", help="Print the causes that are known.")]
+ListCauses = Annotated[bool, typer.Option("--list", help="List all known causes.")]
 Listen = Annotated[
     bool,
     typer.Option("--listen", help="Wait for --connect from another machine; a port may follow."),
@@ -31,7 +31,7 @@ Connect = Annotated[
     typer.Option(metavar="HOST:PORT", help="Test the network to a machine that listens."),
 ]
 DataFolders = Annotated[
-    list[Path] | None, typer.Option(metavar="DIR", help="Check the disk of this folder, too.")
+    list[Path] | None, typer.Option(metavar="DIR", help="Also check the disk of this folder.")
 ]
 Threshold = Annotated[
     list[str] | None,

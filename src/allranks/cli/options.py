@@ -34,7 +34,7 @@ Force = Annotated[
 ]
 Hosts = Annotated[
     str | None,
-    typer.Option(metavar="HOSTS", help="Run on these hosts over ssh, one a node, such as a,b."),
+    typer.Option(metavar="HOSTS", help="Run on these hosts over ssh, one per node: a,b."),
 ]
 Oversubscribe = Annotated[
     bool,
@@ -55,7 +55,7 @@ OwnPrice = Annotated[
     list[str] | None,
     typer.Option(
         metavar="GPU=DOLLARS",
-        help="Price of an hour, such as h100=2.5 or cpu=0.05. May be repeated.",
+        help="Price per hour, such as h100=2.5 or cpu=0.05. May be repeated.",
     ),
 ]
 Stalled = Annotated[

@@ -38,7 +38,7 @@ Notify = Annotated[
     typer.Option(
         metavar="COMMAND",
         envvar="ALLRANKS_NOTIFY",
-        help="Call this when a run has finished, failed, stopped or stalled.",
+        help="Run this command when a run has finished, failed, stopped or stalled.",
     ),
 ]
 Interval = Annotated[
@@ -46,7 +46,7 @@ Interval = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=0.1,
-        help="Time between looks, where lines are printed to a file or a pipe.",
+        help="Time between looks when printing to a file or a pipe.",
     ),
 ]
 Stacks = Annotated[
@@ -76,8 +76,8 @@ def watch(
     debug: Debug = False,
 ) -> None:
     from allranks.watch import modes
+    from allranks.watch.cells import parse_marks
     from allranks.watch.live import Watcher
-    from allranks.watch.marks import parse_marks
     from allranks.watch.notify import Notifier
 
     job, chosen = modes.find_watched(runs, run or [])
@@ -121,7 +121,7 @@ def status(
     from dataclasses import asdict
 
     from allranks.run.folder import find_run
-    from allranks.watch.marks import parse_marks
+    from allranks.watch.cells import parse_marks
     from allranks.watch.status import make_status, write_page
 
     chosen = [find_run(runs, name) for name in run] if run else None

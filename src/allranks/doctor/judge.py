@@ -317,10 +317,9 @@ def _shown(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-# --- Fields of a title or a fix that are worked out from several facts; `rank`: "none" if no rank
-# is to blame -------------------------------------------------------------------------------------
+# --- Fields of a title or a fix that are worked out from several facts ---------------------------
 
-Fields = dict[str, str]
+Fields = dict[str, str]  # `rank` is "none" if no rank is to blame
 
 
 def _rendezvous(fields: Fields, facts: FailureFacts) -> Fields:

@@ -467,7 +467,7 @@ def _command_problems(layer: Layer) -> Iterator[Problem]:
     if values.get("stall_timeout") is not None and values.get("launcher") == "srun":
         yield Problem(
             layer.place(("stall_timeout",)),
-            "stall_timeout: with launcher srun no launcher of allranks can end the ranks",
+            "stall_timeout: with launcher srun, no launcher of allranks could end the ranks",
             "write launcher: torchrun, or remove stall_timeout",
         )
     if "{last}" in str(values.get("resume")) and values.get("last") is None:

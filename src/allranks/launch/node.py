@@ -24,7 +24,7 @@ from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, quick_imports, signal_name
 from allranks.run import claims
 from allranks.run.events import append_event
-from allranks.run.failures import describe_for_json, failure, failure_in_words, lines_of
+from allranks.run.failures import describe_for_json, failure, failure_in_words, failure_lines
 from allranks.run.folder import RunDir, State
 from allranks.run.stalls import ended_for
 from allranks.show.console import PeopleConsole
@@ -246,7 +246,7 @@ class Launch:
         is_over = self._claim.is_lost() or (
             processes and not stops and self._twice.must_end(attempt)
         )
-        if is_over or self._stalled.look_beside(attempt, processes, may_end=not stops):
+        if is_over or self._stalled.check_beside(attempt, processes, may_end=not stops):
             self.agent.never_restart()
             self.agent.kill()
         line = self._stalled.line()
@@ -388,7 +388,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     if failed is None:
         return AllranksError(f"run {run.name} failed", fix=f"see {run.path}", exit_code=1)
     what, error = failure_in_words(failed), failed.get("error")
-    facts: dict[str, Any] = {"lines": lines_of(failed), "facts": describe_for_json(failed)}
+    facts: dict[str, Any] = {"lines": failure_lines(failed), "facts": describe_for_json(failed)}
     if error is not None and error["fix"]:
         return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
     fix = f"allranks doctor {run.reference} shows why; the rank's output is in {failed['log']}"

@@ -102,11 +102,10 @@ class Attempt:
 
     def prepared(self, run: RunDir, variables: Mapping[str, str]) -> Prepared:
         """What the launcher of one node starts; `variables`: for its ranks only."""
-        # Not the file's layout: a run that is being moved has its next one there already.
-        layout = Layout.parse(self.layout)
         return Prepared(
             request=Request(runs=run.path.parent, leads=False),
-            job=load_resolved(run).model_copy(update={"layout": layout}),
+            # Not the file's layout: a run that is being moved has its next one there already.
+            job=load_resolved(run, layout=self.layout),
             run=run,
             attempt=self.number,
             checkpoint=self.checkpoint,

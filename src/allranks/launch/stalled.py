@@ -89,21 +89,21 @@ class StallWatch:
         begin = "no step for" if self._stepped is not None else "no first step after"
         return f"{begin} {duration(seconds, whole=True)}: {said[1]}", seconds
 
-    def look_beside(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
-        """`look` in a separate thread, so that a disk that does not answer holds nobody up."""
-        is_looking = self._thread is not None and self._thread.is_alive()
-        if not is_looking and time.monotonic() - self._looked >= self.pause:
+    def check_beside(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
+        """`check` in a separate thread, so that a disk that does not answer holds nobody up."""
+        is_checking = self._thread is not None and self._thread.is_alive()
+        if not is_checking and time.monotonic() - self._looked >= self.pause:
 
-            def look() -> None:
+            def check() -> None:
                 with suppress(Exception):  # what cannot be read now is read the next time
-                    if self.look(attempt, processes, may_end=may_end):
+                    if self.check(attempt, processes, may_end=may_end):
                         self._shall_end = True
 
-            self._thread = threading.Thread(target=look, name="stalled", daemon=True)
+            self._thread = threading.Thread(target=check, name="stalled", daemon=True)
             self._thread.start()
         return may_end and self._shall_end
 
-    def look(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
+    def check(self, attempt: int, processes: Sequence[int], *, may_end: bool = True) -> bool:
         """Whether to end these ranks now. Cheap: most calls only read a clock."""
         now = time.monotonic()
         if now - self._looked < self.pause or self._ends:

@@ -1,6 +1,6 @@
 """What a machine has for training: hardware, packages, code, CUDA, NCCL, MPI, UCX and links.
 
-Whatever a program would say that is missing, or does not answer soon, is None.
+What only a program could say is None if that is missing, or does not answer soon.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from allranks.errors import AllranksError
 from allranks.report import tables
 from allranks.run.events import to_json
 from allranks.run.folder import write_atomically
+from allranks.show import PALETTE
 from allranks.show import tables as show
 from allranks.show.numbers import duration, percent, ratio
 from allranks.show.tables import as_cells
@@ -109,7 +110,7 @@ def html(report: Mapping[str, Any]) -> str:
     plotly = inside_script(get_plotlyjs())
     script = inside_script((FOLDER / "page.js").read_text())
     return environment.get_template("page.html.j2").render(
-        style=(FOLDER / "page.css").read_text(),
+        style=PALETTE.read_text() + (FOLDER / "page.css").read_text(),
         data=data_block(page_data(report)),
         plotly=plotly,
         script=script,
@@ -207,7 +208,7 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
                 fontsize=9,
                 color=colour,
             )
-    dress(axes, ranks, math.ceil(highest))
+    style_axes(axes, ranks, math.ceil(highest))
     figure.set_canvas(FigureCanvasAgg(figure))
     figure.savefig(path)
 
@@ -224,7 +225,7 @@ def scaling_lines(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]
     return lines
 
 
-def dress(axes: Any, ranks: Sequence[int], top: int) -> None:
+def style_axes(axes: Any, ranks: Sequence[int], top: int) -> None:
     axes.set_xlabel("ranks", color=INK)
     axes.set_ylabel("speedup", color=INK)
     if ranks[-1] > LARGE * ranks[0]:  # on a linear scale the small layouts would be one blot

@@ -228,7 +228,7 @@ def headline(rows: Sequence[Row]) -> str | None:
 
 
 def recommended(rows: Sequence[Row], targets: Targets) -> dict[str, Choice | None]:
-    """The layout to choose by time, by cost, and as the best of both; None if nothing tells."""
+    """The layout to choose by time, by cost, and as the best of both; None if not known."""
     paced = [row for row in rows if row.pace]
     if len(paced) < 2:
         return {"time": None, "cost": None, "both": None}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from allranks.run import files
-from allranks.run.files import Check, is_count, is_number, is_text, is_whole, list_of, or_none
+from allranks.run.files import Check, is_count, is_integer, is_number, is_text, list_of, or_none
 
 
 class Kind(NamedTuple):
@@ -28,7 +28,7 @@ KINDS = {
     "count": Kind("count", is_count),
     "size": Kind("count", files.is_size),
     "positive": Kind("count", files.is_positive),
-    "whole": Kind("number", is_whole),
+    "whole": Kind("number", is_integer),
     "number": Kind("number", is_number),
     "seconds": Kind("seconds", files.is_time),
     "phase": Kind("seconds", is_number),  # the difference of two clocks
@@ -40,7 +40,7 @@ KINDS = {
     "celsius": Kind("°C", is_number),
     "megahertz": Kind("MHz", is_number),
     "cpus": Kind("CPUs", is_number),
-    "checksum": Kind("checksum", lambda value: is_text(value) or is_whole(value)),
+    "checksum": Kind("checksum", lambda value: is_text(value) or is_integer(value)),
     "state": Kind(
         "`finished`, `stopped` or `failed`", files.one_of("finished", "stopped", "failed")
     ),
@@ -50,10 +50,10 @@ KINDS = {
     "rates": Kind("bytes per second", files.values_of(is_number)),
     "texts by name": Kind("names and texts", files.values_of(is_text)),
     "numbers by name": Kind("names and numbers", files.values_of(or_none(is_number))),
-    "place": Kind("file, line, function", files.row_of(is_text, is_whole, or_none(is_text))),
+    "place": Kind("file, line, function", files.row_of(is_text, is_integer, or_none(is_text))),
     "frames": Kind(
         "list of file, line, function, source",
-        list_of(files.row_of(is_text, is_whole, is_text, is_text)),
+        list_of(files.row_of(is_text, is_integer, is_text, is_text)),
     ),
     "error": Kind(
         "`what`, `fix`, `echo`, `stall`",

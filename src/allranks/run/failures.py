@@ -18,7 +18,7 @@ from allranks.show.numbers import ranks_in_words
 from allranks.show.text import clean
 
 LOG_BYTES = 1 << 16
-FEW_LINES = 30  # after a traceback: warnings of torch, not a training that went on
+FEW_LINES = 30  # after a traceback: torch's warnings; after more, training has gone on
 CHILD_SECONDS = 30.0  # within which a process ends because of one that it has started
 MAX_ROWS, COLUMNS = 12, 80  # of a traceback
 MESSAGE_ROWS = 3  # below its first line
@@ -87,7 +87,7 @@ def failure_in_words(failed: dict[str, Any]) -> str:
     return f"{named} {how}{said}{_place(failed)}"
 
 
-def lines_of(failed: dict[str, Any]) -> list[str]:
+def failure_lines(failed: dict[str, Any]) -> list[str]:
     """What is shown between the error and its fix: message, traceback, cause, other ranks."""
     what = (failed.get("error") or {}).get("what", "")
     lines = _message_lines(what)

@@ -237,11 +237,11 @@ def checked(content: dict[str, Any], fields: Mapping[str, Check], path: Path) ->
     """The content without values of a wrong type, which are noted."""
     wrong = [name for name in content if name in fields and not fields[name](content[name])]
     for name in wrong:
-        note(path, is_wrong(name, content.pop(name)))
+        note(path, wrong_value(name, content.pop(name)))
     return content
 
 
-def is_wrong(name: str, value: Any) -> str:
+def wrong_value(name: str, value: Any) -> str:
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):
@@ -280,7 +280,7 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     return type(value) is int and abs(value) < 1 << 53
 
 
@@ -345,7 +345,7 @@ INFO: dict[str, Check] = {
         mapping({}, {"attempt": is_count, "started": is_time, "changes": list_of(is_mapping)})
     ),
     "changes": list_of(mapping({"key": is_text})),
-    "racers": values_of(mapping({"layout": is_text}, {"claim": is_whole})),
+    "racers": values_of(mapping({"layout": is_text}, {"claim": is_integer})),
     "missing": or_none(
         mapping({"attempt": is_count, "path": is_text, "on": _TEXTS, "not_on": _TEXTS})
     ),
@@ -353,7 +353,7 @@ INFO: dict[str, Check] = {
 JOB: dict[str, Check] = {
     **dict.fromkeys(("name", "task", "command", "last", "launcher"), or_none(is_text)),
     **dict.fromkeys(
-        ("epochs", "steps", "batch_size", "batch_size_per_rank", "seed"), or_none(is_whole)
+        ("epochs", "steps", "batch_size", "batch_size_per_rank", "seed"), or_none(is_integer)
     ),
     **dict.fromkeys(
         ("options", "optimizer", "data", "slurm", "env", "checkpoint"), or_none(is_mapping)

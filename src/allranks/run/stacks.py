@@ -222,7 +222,7 @@ def _read_when_quiet(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
                 texts[rank] = file.read(1 << 20).decode(errors="replace")
         if texts != before:
             changed = time.monotonic()
-        if texts == before and texts and all(map(is_whole, texts.values())):
+        if texts == before and texts and all(map(is_complete, texts.values())):
             break
         if all(texts.values()) and time.monotonic() - changed > QUIET_SECONDS:
             break
@@ -237,7 +237,7 @@ def without_dumps(text: str) -> str:
     )
 
 
-def is_whole(text: str) -> bool:
+def is_complete(text: str) -> bool:
     """Whether a dump has got to the outermost call of the main thread, which is its last line.
 
     It is written call by call: on a busy machine a rank may pause anywhere in between.

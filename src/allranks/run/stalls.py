@@ -36,7 +36,7 @@ RECENT_BYTES = (1 << 17, 1 << 22)  # the second if heartbeats fill the first
 HEARTBEAT_SECONDS = 2.0  # between a rank's `device` events
 WARM_UP_GAPS, STEADY_GAPS = 3, 10
 MOST_PLACES = 3
-PLURALS = {"is": "are", "has": "have", "gives": "give", "waits": "wait"}
+PLURALS = {"is": "are", "has": "have", "shows": "show", "waits": "wait"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ def _lifeless(states: Sequence[RankState]) -> Blame | None:
     silent = tuple(state.rank for state in states if state.heard < limit)
     if not silent or not any(state.doing for state in states):
         return None
-    return Blame(silent, "gives no sign of life, the others do", False)
+    return Blame(silent, "shows no sign of life, the others do", False)
 
 
 def wait_apart(states: Sequence[RankState]) -> bool:

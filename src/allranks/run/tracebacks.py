@@ -38,7 +38,7 @@ MAX_MESSAGE = 2000  # characters
 MAX_SOURCE = 160
 MAX_FRAMES, OUTERMOST, INNERMOST = 40, 8, 30
 MAX_CHAIN = 20
-# How errors read that only say that another rank is gone.
+# Messages that only say that another rank is gone.
 _ECHO = re.compile(
     r"(?:closed|reset) by peer|broken pipe|remote process (?:has )?(?:exited|terminated)"
     r"|pair closure|recvvalue failed|socket (?:timeout|closed|not connected)|clients joined"
@@ -77,7 +77,7 @@ class Frame:
 
     @property
     def short(self) -> str:
-        """Its place, relative to the current folder."""
+        """Where it is, relative to the current folder."""
         inside = f" in {self.function}" if self.function else ""
         return f"{short_path(self.file)}:{self.line}{inside}"
 

@@ -104,23 +104,6 @@ class NodeType:
     suits: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """One partition as shown by `scontrol -o show partition`; None: no limit, or not shown."""
-
-    name: str
-    default: bool
-    state: str
-    max_seconds: int | None
-    default_seconds: int | None
-    max_nodes: int | None
-    qos: str | None
-    allow_accounts: tuple[str, ...] | None
-    deny_accounts: tuple[str, ...] | None
-    allow_groups: tuple[str, ...] | None
-    allow_qos: tuple[str, ...] | None
-
-
 def describe_cluster(only: str | None = None) -> dict[str, Any]:
     """What this cluster (or one partition) and this machine have; without SLURM, only the latter.
 
@@ -148,25 +131,25 @@ def describe_cluster(only: str | None = None) -> dict[str, Any]:
     return view | {"accounts": accounts, "qos": qos}
 
 
-def list_partitions() -> list[Partition]:
+def list_partitions() -> list[dict[str, Any]]:
     return parse_partitions(slurm.call("scontrol", "-o", "show", "partition"))
 
 
-def find_partition(partitions: Sequence[Partition], name: str) -> Partition:
+def find_partition(partitions: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """The partition with that name. Raises AllranksError with the existing names."""
-    names = [partition.name for partition in partitions]
-    if name not in names:
+    found = {partition["name"]: partition for partition in partitions}
+    if name not in found:
         raise AllranksError(
             f'this cluster has no partition "{name}"',
-            fix=f"name one of {', '.join(names)}, or leave it out to see all",
+            fix=f"name one of {', '.join(found)}, or leave it out to see all",
         )
-    return partitions[names.index(name)]
+    return found[name]
 
 
 def cluster_view(
     config: str,
     nodes: Sequence[Node],
-    partitions: Sequence[Partition],
+    partitions: Sequence[dict[str, Any]],
     machine: dict[str, Any],
 ) -> dict[str, Any]:
     """The JSON of `allranks cluster`, without the accounts."""
@@ -183,11 +166,11 @@ def cluster_view(
             "free": sum(node.gpus_free for node in nodes),
         },
         "partitions": [
-            asdict(partition)
+            partition
             | {"nodes": count_states(inside)}
             | {"types": [asdict(kind) for kind in node_types(inside, known_cpus)]}
             for partition in partitions
-            for inside in [[node for node in nodes if partition.name in node.partitions]]
+            for inside in [[node for node in nodes if partition["name"] in node.partitions]]
         ],
         "accounts": None,
         "qos": None,
@@ -320,30 +303,32 @@ def _size(kind: NodeType) -> tuple[int, ...]:
     return gpu_memory, kind.gpus_per_node, kind.memory_bytes, kind.cpus
 
 
-def parse_partitions(text: str) -> list[Partition]:
-    """The partitions in `scontrol -o show partition`, the default one first."""
-    partitions = []
-    for line in text.splitlines():
-        fields = parse_fields(line)
+def parse_partitions(text: str) -> list[dict[str, Any]]:
+    """The partitions in `scontrol -o show partition`, the default one first.
+
+    None: no limit, or not shown.
+    """
+    found = []
+    for fields in map(parse_fields, text.splitlines()):
         if not fields.get("PartitionName"):
             continue
         max_nodes = fields.get("MaxNodes", "")
-        partitions.append(
-            Partition(
-                name=fields["PartitionName"],
-                default=fields.get("Default", "").upper() == "YES",
-                state=fields.get("State", "").lower() or "unknown",
-                max_seconds=parse_time(fields.get("MaxTime", "")),
-                default_seconds=parse_time(fields.get("DefaultTime", "")),
-                max_nodes=number_of(max_nodes) if max_nodes.isdecimal() else None,
-                qos=None if fields.get("QoS", "") in NOT_SET else fields["QoS"],
-                allow_accounts=names(fields.get("AllowAccounts")) or None,
-                deny_accounts=names(fields.get("DenyAccounts")) or None,
-                allow_groups=names(fields.get("AllowGroups")) or None,
-                allow_qos=names(fields.get("AllowQos")) or None,
-            )
+        found.append(
+            {
+                "name": fields["PartitionName"],
+                "default": fields.get("Default", "").upper() == "YES",
+                "state": fields.get("State", "").lower() or "unknown",
+                "max_seconds": parse_time(fields.get("MaxTime", "")),
+                "default_seconds": parse_time(fields.get("DefaultTime", "")),
+                "max_nodes": number_of(max_nodes) if max_nodes.isdecimal() else None,
+                "qos": None if fields.get("QoS", "") in NOT_SET else fields["QoS"],
+                "allow_accounts": names(fields.get("AllowAccounts")) or None,
+                "deny_accounts": names(fields.get("DenyAccounts")) or None,
+                "allow_groups": names(fields.get("AllowGroups")) or None,
+                "allow_qos": names(fields.get("AllowQos")) or None,
+            }
         )
-    return sorted(partitions, key=lambda partition: not partition.default)
+    return sorted(found, key=lambda partition: not partition["default"])
 
 
 def parse_accounts(text: str, cluster: str | None = None) -> list[dict[str, Any]]:

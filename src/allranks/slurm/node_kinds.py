@@ -119,18 +119,14 @@ def suits(gpus: Sequence[Gpus], *, memory_bytes: int) -> str | None:
     linked = best.count > 1 and board.link.kind != "pcie"
     flops = max(board.peak_flops.get("bf16", 0), board.peak_flops.get("fp16", 0))
     old = "" if "bf16" in board.peak_flops else "; no bf16"
+    alone = f"on one GPU{' (no NVLink)' if best.count > 1 else ''}"
     if board.memory_bytes >= LARGE_BYTES and flops >= LARGE_FLOPS:
-        how = "" if linked else " on one GPU" + _slow_link(best.count)
-        return f"training large models{how}{old}"
+        return f"training large models{'' if linked else f' {alone}'}{old}"
     if board.memory_bytes >= MIDDLE_BYTES and linked:
         return f"training mid-size models{old}"
     if board.memory_bytes >= MIDDLE_BYTES:
-        return f"cheaper jobs: mid-size models on one GPU{_slow_link(best.count)}{old}"
+        return f"cheaper jobs: mid-size models {alone}{old}"
     return f"cheaper jobs: small models, tests{old}"
-
-
-def _slow_link(count: int) -> str:
-    return " (no NVLink)" if count > 1 else ""
 
 
 def board_of(kind: Gpus) -> GPU | None:

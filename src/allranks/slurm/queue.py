@@ -40,7 +40,7 @@ IN_LINE_FOR_NODES = ("reqnodenotavail", "nodes required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedJob:
+class QueueLine:
     """One line of squeue, which may be a waiting job array. Times are UNIX seconds."""
 
     job: str
@@ -79,7 +79,7 @@ def queue(partition: str | None = None) -> dict[str, Any]:
     return queue_view(parse_queue(text), current_user(), partition)
 
 
-def parse_queue(text: str) -> list[QueuedJob]:
+def parse_queue(text: str) -> list[QueueLine]:
     """The jobs in squeue's output with COLUMNS; other lines are skipped."""
     jobs = []
     for line in text.splitlines():
@@ -93,11 +93,11 @@ def parse_queue(text: str) -> list[QueuedJob]:
     return jobs
 
 
-def _job(row: dict[str, str]) -> QueuedJob:
+def _job(row: dict[str, str]) -> QueueLine:
     nodes = number_of(row["numnodes"])
     reason = row["reason"]
     running = row["state"].upper() != "PENDING"
-    return QueuedJob(
+    return QueueLine(
         job=row["jobarrayid"],
         user=row["username"],
         account=row["account"],
@@ -149,7 +149,7 @@ def unix_time(text: str) -> float | None:
         return None
 
 
-def queue_view(jobs: Sequence[QueuedJob], user: str, partition: str | None) -> dict[str, Any]:
+def queue_view(jobs: Sequence[QueueLine], user: str, partition: str | None) -> dict[str, Any]:
     """The JSON of `allranks cluster --queue`: `jobs` are the waiting ones, the next first."""
     running = [job for job in jobs if job.running]
     waiting = sorted((job for job in jobs if not job.running), key=_turn)
@@ -163,15 +163,15 @@ def queue_view(jobs: Sequence[QueuedJob], user: str, partition: str | None) -> d
     }
 
 
-def _turn(job: QueuedJob) -> tuple[bool, int, float, int]:
+def _turn(job: QueueLine) -> tuple[bool, int, float, int]:
     return not job.in_line, -job.priority, job.waiting_since or 0, number_of(job.job)
 
 
-def _shown(job: QueuedJob) -> dict[str, Any]:
+def _shown(job: QueueLine) -> dict[str, Any]:
     return {key: value for key, value in asdict(job).items() if key != "running"}
 
 
-def _standings(waiting: Sequence[QueuedJob], user: str) -> list[dict[str, Any]]:
+def _standings(waiting: Sequence[QueueLine], user: str) -> list[dict[str, Any]]:
     """The positions of the user's jobs among those that compete for one of their partitions.
 
     `waiting` is in order. One pass, since a user can have thousands of jobs.
@@ -197,7 +197,7 @@ def _standings(waiting: Sequence[QueuedJob], user: str) -> list[dict[str, Any]]:
     return standings
 
 
-def _sums(jobs: Sequence[QueuedJob], user: str | None = None) -> dict[str, int]:
+def _sums(jobs: Sequence[QueueLine], user: str | None = None) -> dict[str, int]:
     """Totals of these jobs, with each task of an array counted; `mine`: those of `user`."""
     return {
         "jobs": sum(job.tasks for job in jobs),

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from allranks.errors import AllranksError
 from allranks.run.events import to_json
+from allranks.show import PALETTE
 from allranks.show.secrets import redact
 from allranks.watch import logs
 from allranks.watch.hub import Hub
@@ -45,7 +46,7 @@ SCRIPTS = (
     "frames.js",
     "logs.js",
 )
-STATIC = (*SCRIPTS, "page.css", *PLOT_FILES)
+STATIC = (*SCRIPTS, "page.css", PALETTE.name, *PLOT_FILES)
 MAX_BESIDE = 9
 MAX_QUERY = 200
 MAX_BODY = 4096
@@ -209,6 +210,7 @@ def _count(text: str | None) -> int | None:
 def static_file(name: str) -> bytes:
     """A file by its bare name, which the caller has checked: never a path from outside."""
     path = plot_file(name) if name in PLOT_FILES else FOLDER / name
+    path = PALETTE if name == PALETTE.name else path
     assert path is not None, "the server does not start without it"
     return path.read_bytes()
 
@@ -238,10 +240,10 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})  # before accepting: a 403
         elif (status := self._refusal(scope)) is not None:
             refused = PlainTextResponse(status[1], status[0])
-            await refused(scope, receive, self._dressed(send, with_cookie=False))
+            await refused(scope, receive, self._with_headers(send, with_cookie=False))
         else:
             is_first = self._fits(_query_token(scope))
-            await self.app(scope, receive, self._dressed(send, with_cookie=is_first))
+            await self.app(scope, receive, self._with_headers(send, with_cookie=is_first))
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -249,7 +251,7 @@ class Gate:
         # Against DNS rebinding: an attacker's name that points to 127.0.0.1 is refused.
         if _without_port(host) not in HOSTS:
             return 403, "This server answers to 127.0.0.1 and localhost only.\n"
-        tokens = (_query_token(scope), self._cookie_token(headers), _bearer_token(headers))
+        tokens = (_query_token(scope), self._cookie_token(headers))
         if not any([self._fits(token) for token in tokens]):  # a list, so that all are compared
             return 401, "Open the address that `allranks watch --web` printed, token and all.\n"
         # To a browser, a page on another port is the same site, so it sends the cookie.
@@ -267,8 +269,8 @@ class Gate:
         values = [value for name, _, value in pairs if name == self.cookie.encode()]
         return values[0] if values else b""
 
-    def _dressed(self, send: Send, *, with_cookie: bool) -> Send:
-        async def dressed(message: Message) -> None:
+    def _with_headers(self, send: Send, *, with_cookie: bool) -> Send:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
@@ -278,7 +280,7 @@ class Gate:
                     headers.append("set-cookie", text)
             await send(message)
 
-        return dressed
+        return send_with_headers
 
 
 def _without_port(host: bytes) -> bytes:
@@ -289,8 +291,3 @@ def _without_port(host: bytes) -> bytes:
 def _query_token(scope: Scope) -> bytes:
     values = QueryParams(scope["query_string"]).getlist("token")
     return values[0].encode() if len(values) == 1 else b""
-
-
-def _bearer_token(headers: dict[bytes, bytes]) -> bytes:
-    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-    return token.strip() if kind.lower() == b"bearer" else b""

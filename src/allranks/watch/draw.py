@@ -13,13 +13,15 @@ from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
 from allranks.timing.steps import PART_WORDS
-from allranks.watch.marks import Mark, mark_in_words
-from allranks.watch.table_cells import (
+from allranks.watch.cells import (
     RANK_COLUMNS,
     RUN_COLUMNS,
     UNDER_REASON,
+    Mark,
     base_words,
+    facts_of,
     is_alarming,
+    mark_in_words,
     rank_cells,
     reason,
     run_cells,
@@ -140,27 +142,17 @@ def window(length: int, at: int, rows: int) -> slice:
 
 
 def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
-    """What the table has no column for, of the selected run."""
+    """The selected run: what the table of runs has no column for."""
     word = state_word(run)
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")
-    facts = [word, clean(run.layout)]
-    if run.is_compared:
-        of = f" (median of {run.repeats} runs)" if run.repeats > 1 else ""
-        facts.append(f"{percent(run.efficiency)} efficiency{of}")
-    if run.device:
-        facts.append(clean(run.device))
-    if run.attempts > 1:
-        facts.append(f"attempt {run.attempt}")
-    if run.jobs:
-        facts.append(f"job {', '.join(run.jobs)}")
-    if run.checkpoint is not None:
-        facts.append(f"checkpoint {run.checkpoint}")
-    facts.append(f"{number(run.rank_hours)} {run.hours_unit}")
+    facts = [word, *facts_of(run), f"{number(run.rank_hours)} {run.hours_unit}"]
     facts += [f"{clean(name)} {metric(value)}" for name, value in run.metrics.items()]
     if run.is_compared:
+        of = f" (median of {run.repeats} runs)" if run.repeats > 1 else ""
+        facts.insert(1, f"{percent(run.efficiency)} efficiency{of}")
         facts.append(base_words(run, 24))
-    lines = [rule, Text("  ".join(fact for fact in facts if fact))]
+    lines = [rule, Text("  ".join(facts))]
     if said := reason(run, scene.now):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))
     if is_alarming(run):

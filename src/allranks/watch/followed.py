@@ -248,7 +248,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         baseline_runs=base.counted if base else (),
         baseline_samples_per_second=base.pace if base else None,
         seconds_left=max(0, steps - step) * by_clock
-        if is_running and steps and step and by_clock
+        if is_running and not silence and steps and step and by_clock
         else None,
         rank_hours=reader.rank_hours(now if is_running else None),
         checkpoint=reader.checkpoint,

@@ -14,8 +14,8 @@ from typing import Any
 from allranks.run.folder import RunDir
 from allranks.show.secrets import redact, redact_all
 from allranks.watch import logs, page_data
+from allranks.watch.cells import DEFAULT_MARKS, Mark
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.page_data import Wish
 from allranks.watch.views import RunView
 
@@ -34,7 +34,7 @@ DIAGNOSE_STALLED_SECONDS = 600.0
 NOTHING: dict[str, Any] = {
     **{"runs": {}, "order": [], "chosen": None, "problem": None},
     **{"curves": {}, "heat": None, "use": None, "ranks": {}, "columns": [], "parts": None},
-    **{"head": None, "files": [], "file": None, "findings": None},
+    **{"head": None, "files": {}, "file": None, "findings": None},
 }
 
 Notify = Callable[[list[RunView]], object]
@@ -253,8 +253,8 @@ class Hub:
         view, files = views[chosen], self._log_files(chosen)
         state |= {
             "head": page_data.head(view, watcher.silence, time.time()),
-            "files": files,
-            "file": next((f for f in files if f.endswith(f"/rank-{view.culprit}.log")), None),
+            "files": logs.log_titles(files),
+            "file": logs.first_log(files, view.culprit),
             "findings": self.findings.of(chosen),
         }
         if chosen not in self._read:

@@ -23,10 +23,9 @@ from allranks.show.text import clean
 from allranks.slurm import commands as slurm
 from allranks.slurm.commands import parse_time
 from allranks.slurm.reasons import RUNNING, waiting_reason
+from allranks.watch.cells import RANK_COLUMNS, Mark, marked, narrow_size, rank_cells
 from allranks.watch.draw import framed
-from allranks.watch.marks import Mark
 from allranks.watch.sampler import GPU_FIELDS, MARK
-from allranks.watch.table_cells import RANK_COLUMNS, marked, narrow_size, rank_cells
 from allranks.watch.terminal import LETTERS
 from allranks.watch.views import RankView
 

@@ -116,7 +116,7 @@ class Watcher:
         self._is_behind = False  # some paces of ended runs are still to be read
 
     def poll(self, detail: Collection[str] = (), *, budget: float = BUDGET_SECONDS) -> bool:
-        """Read what is new, for runs in `detail` of all ranks; returns whether there was any."""
+        """Read what is new, of runs in `detail` from all ranks; returns whether anything was."""
         begin = time.monotonic()
         has_news = self._find(begin)
         has_news |= self._ask_slurm()

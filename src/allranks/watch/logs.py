@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,6 +13,7 @@ from allranks.run.folder import RunDir
 from allranks.show.secrets import redact
 from allranks.show.text import last_state, plain
 
+RANK_LOG = re.compile(r"attempts/(?P<attempt>\d+)/rank-(?P<rank>\d+)\.log")
 MAX_LINES = 500
 MAX_CHARACTERS = 2000
 MAX_BYTES = 4 * MAX_CHARACTERS  # of a line
@@ -21,15 +23,33 @@ MAX_REST_BYTES = 64 << 10  # kept of a line without an end
 
 
 def log_files(run: RunDir) -> dict[str, Path]:
-    """The logs of a run by the names that the page may ask for: nothing else is ever opened."""
-    found: dict[str, Path] = {}
-    for number in reversed(run.attempts()):
-        for rank in run.logs(number):
-            path = run.log(number, rank)
-            found[f"attempts/{number}/{path.name}"] = path
-    for path in sorted(run.job_logs(), reverse=True):
-        found[path.name] = path
-    return {name: path for name, path in found.items() if is_regular(path)}
+    """The logs of a run by their names, the newest attempt's first, those of its jobs last.
+
+    The page may ask for these names: nothing else is ever opened.
+    """
+    found = [
+        run.log(attempt, rank) for attempt in reversed(run.attempts()) for rank in run.logs(attempt)
+    ]
+    found += sorted(run.job_logs(), reverse=True)
+    return {str(path.relative_to(run.path)): path for path in found if is_regular(path)}
+
+
+def log_titles(names: Iterable[str]) -> dict[str, str]:
+    """Logs in words: `rank 3`, with the attempt if there were several."""
+    parsed = {name: RANK_LOG.fullmatch(name) for name in names}
+    several = len({match["attempt"] for match in parsed.values() if match}) > 1
+    return {
+        name: f"rank {match['rank']}" + (f", attempt {match['attempt']}" if several else "")
+        if match
+        else name
+        for name, match in parsed.items()
+    }
+
+
+def first_log(names: Iterable[str], rank: int | None) -> str | None:
+    """The newest log of a rank; if it has none, the first of all."""
+    known = list(names)
+    return next((name for name in known if name.endswith(f"/rank-{rank}.log")), [*known, None][0])
 
 
 def read_lines(
@@ -140,7 +160,6 @@ def shown(raw: bytes) -> str:
 
 
 KEPT_BYTES = 4 << 20
-JOB = -1  # in place of a rank: the log of SLURM, the preflight and the launcher
 
 
 class LogPage:
@@ -211,22 +230,3 @@ class LogPage:
         if self.above is None:
             return "following"
         return f"line {self.above} of the last {len(self.lines)}"
-
-
-def log_ranks(run: RunDir) -> list[int]:
-    """Ranks with a log in the newest attempt; JOB first, if there is a SLURM log."""
-    attempts = run.attempts()
-    ranks = run.logs(attempts[-1]) if attempts else []
-    return [*([JOB] if job_log(run) else []), *ranks]
-
-
-def log_path(run: RunDir, rank: int) -> Path | None:
-    attempts = run.attempts()
-    if rank == JOB:
-        return job_log(run)
-    return run.log(attempts[-1], rank) if attempts else None
-
-
-def job_log(run: RunDir) -> Path | None:
-    """The log of the newest SLURM job."""
-    return next(reversed(run.job_logs()), None)

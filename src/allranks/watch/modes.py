@@ -22,11 +22,10 @@ from allranks.launch import backends
 from allranks.run.events import to_json
 from allranks.run.folder import RunDir, find_run, list_runs
 from allranks.show.text import clean
+from allranks.watch.cells import Mark, plain_line
 from allranks.watch.draw import NO_RUNS, Scene, about_run, rank_lines, run_lines
 from allranks.watch.live import Watcher
-from allranks.watch.marks import Mark
 from allranks.watch.notify import Notifier
-from allranks.watch.table_cells import plain_line
 from allranks.watch.views import RunView
 
 LEAST_WIDTH = 20  # characters: a smaller COLUMNS is not taken seriously

@@ -11,8 +11,17 @@ from typing import Any
 from allranks.show.numbers import NOTHING, count, duration, metric, number, percent, rate, size
 from allranks.show.secrets import redact
 from allranks.timing.steps import PART_WORDS
-from allranks.watch.marks import Mark, judged, traffic
-from allranks.watch.table_cells import base_words, is_alarming, reason, slowest_words, state_word
+from allranks.watch.cells import (
+    Mark,
+    base_words,
+    facts_of,
+    is_alarming,
+    judged,
+    reason,
+    slowest_words,
+    state_word,
+    traffic,
+)
 from allranks.watch.views import History, Parts, RankView, RunView
 
 METRICS = ("work", "seconds", "data", "wait", "utilization")
@@ -64,17 +73,10 @@ def list_words(view: RunView, share: float, now: float) -> str:
 
 def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
     """The chosen run in words; `silence`: why SLURM does not answer."""
-    facts = [
-        f"layout {view.layout}" if view.layout else None,
-        view.device,
-        ", ".join(view.nodes),
-        f"attempt {view.attempt}" if view.attempts > 1 else None,
-        f"checkpoint at step {count(view.checkpoint)}" if view.checkpoint is not None else None,
-    ]
     warnings = [reason(view, now), f"SLURM does not answer: {silence}" if silence else ""]
     pace = view.samples_per_second
     return {
-        "facts": [fact for fact in facts if fact],
+        "facts": [*facts_of(view), *([", ".join(view.nodes)] if view.nodes else [])],
         "warnings": [redact(warning) for warning in warnings if warning],
         "is_alarming": is_alarming(view),
         # The number of steps of a user's script is not known.
@@ -102,7 +104,7 @@ def tiles(view: RunView) -> list[list[str]]:
         ["efficiency", percent(view.efficiency if base else None), "", base],
         ["step time", duration(view.step_seconds), "", ""],
         time,
-        [view.hours_unit, number(view.rank_hours), "", ""],
+        [view.hours_unit, number(view.rank_hours or None), "", ""],
         *(
             [name.replace("_", " "), metric(value), "", ""]
             for name, value in [*view.metrics.items()][:MOST_METRICS]

@@ -144,7 +144,7 @@ class RankReader(RankRecord):
         return bool(events)
 
     def look_back(self, deadline: float) -> bool:
-        """Read more of the time before the first look, until the deadline; returns whether any."""
+        """Read more of what came before the first look, until the deadline; returns whether any."""
         has_more = self._past is not None
         while self._past is not None and time.monotonic() < deadline:
             events = next(self._past, None)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from allranks.errors import AllranksError
+from allranks.watch.cells import Mark
 from allranks.watch.draw import LOG_KEYS, Scene, help_screen, log_screen, screen
 from allranks.watch.live import Watcher
-from allranks.watch.logs import JOB, LogPage, log_path, log_ranks
-from allranks.watch.marks import Mark
+from allranks.watch.logs import LogPage, first_log, log_files, log_titles
 from allranks.watch.notify import Notifier
 from allranks.watch.terminal import LETTERS
 from allranks.watch.views import RankView, RunView
@@ -28,14 +28,14 @@ class OpenLog:
     """A log that is open on the screen."""
 
     run: str
-    rank: int
+    file: str
+    title: str
     page: LogPage
     wanted: str = ""  # the search term
     is_typed: bool = False  # the term is being typed
     is_found: bool = True
 
     def draw(self, width: int, height: int) -> list[Text]:
-        title = f"{self.run}  {'the job' if self.rank == JOB else f'rank {self.rank}'}"
         lines = self.page.page(height - 2) or ["(this log is empty)"]
         bottom = f"{self.page.state()}  {LOG_KEYS}"
         if self.is_typed:
@@ -45,6 +45,7 @@ class OpenLog:
         elif self.wanted:
             none = "" if self.is_found else "no more "
             bottom = f"{none}{self.wanted!r}  n: next above  N: next below  {bottom}"
+        title = f"{self.run}  {self.title}"
         return log_screen(title, lines, width, height, bottom, self.wanted)
 
     def type(self, key: str, rows: int) -> None:
@@ -149,7 +150,7 @@ class RunScreen:
             goes_in = key in ("tab", "right") and self.selected_rank is None and self.ranks
             self.selected_rank = self.ranks[0].rank if goes_in else None
         elif key == "enter":
-            self._open_log(self.selected_rank)
+            self._open_log()
         elif key == "s":
             self._ask_to_stop()
 
@@ -180,23 +181,26 @@ class RunScreen:
             self.selected = str(chosen)
             self.look()
 
-    def _open_log(self, rank: int | None) -> None:
+    def _open_log(self, by: int = 0) -> None:
+        """Open the log of the selected rank, else of the one that ended the run, else the first.
+
+        `by`: how many logs after the one that is open now.
+        """
         run = self.watcher.run_dir(self.selected) if self.selected else None
         if run is None:
             return
-        known = log_ranks(run)
-        if not known:
+        files = log_files(run)
+        rank = self.selected_rank
+        if rank is None:
+            rank = next((one.culprit for one in self.runs if one.run == run.name), None)
+        name = first_log(files, rank)
+        if self.log is not None and self.log.file in files:
+            names = list(files)
+            name = names[(names.index(self.log.file) + by) % len(names)]
+        if name is None:
             self.say(f"{run.name} has no logs yet")
             return
-        if rank is None:  # the rank that ended the run if known, else the first
-            culprit = next((one.culprit for one in self.runs if one.run == run.name), None)
-            first = next((one for one in known if one != JOB), known[0])
-            rank = culprit if culprit in known else first
-        path = log_path(run, rank)
-        if path is None:
-            self.say(f"rank {rank} has no log")
-            return
-        self.log = OpenLog(run.name, rank, LogPage(path))
+        self.log = OpenLog(run.name, name, log_titles(files)[name], LogPage(files[name]))
         self.log.page.look()
 
     def _press_in_log(self, log: OpenLog, key: str, rows: int) -> None:
@@ -210,11 +214,7 @@ class RunScreen:
         elif key in ("n", "N"):
             log.find(page, up=key == "n")
         elif key in ("left", "right"):
-            run = self.watcher.run_dir(log.run)
-            known = log_ranks(run) if run else []
-            if log.rank in known:
-                other = known[(known.index(log.rank) + (1 if key == "right" else -1)) % len(known)]
-                self._open_log(other)
+            self._open_log(1 if key == "right" else -1)
         elif key in ("q", "escape", "enter"):
             self.log = None
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
+from allranks.watch.cells import DEFAULT_MARKS, Mark
 from allranks.watch.live import Watcher
-from allranks.watch.marks import DEFAULT_MARKS, Mark
 from allranks.watch.views import RunView
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def serve(
         timeout_graceful_shutdown=1,
         timeout_keep_alive=HEADER_SECONDS,
         ws="none",
-        http=prompt_protocol(HEADER_SECONDS, MOST_CONNECTIONS),
+        http=impatient_protocol(HEADER_SECONDS, MOST_CONNECTIONS),
         loop="asyncio",
     )
 
@@ -154,7 +154,7 @@ def _uvicorn() -> Any:
     return uvicorn
 
 
-def prompt_protocol(seconds: float, most: int) -> Any:
+def impatient_protocol(seconds: float, most: int) -> Any:
     """uvicorn's HTTP protocol, protected against clients that connect but hardly send anything.
 
     A connection without a request is closed after that many seconds; if there are more than
@@ -162,13 +162,15 @@ def prompt_protocol(seconds: float, most: int) -> Any:
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Prompt(H11Protocol):
+    class Impatient(H11Protocol):
         waits_since = 0.0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.waits_since = self.loop.time()
-            waiting = [one for one in self.connections if isinstance(one, Prompt) and one.is_idle]
+            waiting = [
+                one for one in self.connections if isinstance(one, Impatient) and one.is_idle
+            ]
             if len(self.connections) > most:
                 min(waiting, key=lambda one: one.waits_since).transport.abort()
             self.loop.call_later(seconds, self._look)
@@ -190,7 +192,7 @@ def prompt_protocol(seconds: float, most: int) -> Any:
             else:
                 self.loop.call_later(left if left > 0 else seconds, self._look)
 
-    return Prompt
+    return Impatient
 
 
 def plot_file(name: str) -> Path | None:

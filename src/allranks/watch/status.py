@@ -31,9 +31,8 @@ from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
 from allranks.timing.comparison import bench_of
+from allranks.watch.cells import Mark, judged, reason, state_word
 from allranks.watch.live import Watcher
-from allranks.watch.marks import Mark, judged
-from allranks.watch.table_cells import reason, state_word
 from allranks.watch.views import Parts, RankView, RunView
 
 DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look

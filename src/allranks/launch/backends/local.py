@@ -23,6 +23,7 @@ from allranks.launch.screen import Screen
 from allranks.machine.processes import Signals, listening, output_of
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue
+from allranks.show.numbers import duration
 from allranks.show.text import clean
 from allranks.timing.steps import result
 
@@ -171,7 +172,7 @@ def stop(run: RunDir, queue: Queue, *, now: bool) -> str:
     if not comes_true(lambda: not run.is_live()):
         raise AllranksError(
             f"run {run.name} was told to stop at once, but process {process} still holds it after "
-            f"{AT_ONCE_SECONDS:.0f} s",
+            f"{duration(AT_ONCE_SECONDS, whole=True)}",
             fix=f"kill -9 {process} ends it and its ranks",
             exit_code=1,
         )

@@ -56,13 +56,16 @@ function drawLines(id, state, page, key, range, why) {
     },
   });
 }
+/** Why a plot is empty. */
+const why = (state, reason) => state.runs[state.chosen].step === null ? "No step yet." : reason;
+
 function drawCurves(state, page, isUrgent) {
   const axis = page.axis;
   const shown = page.shown().map(name => state.curves[name]).filter(Boolean);
   if (!isSame("loss", axis + signOf(shown.map(one => one.loss)), isUrgent)) plan("loss", () =>
-    drawLines("loss", state, page, "loss", around, "No loss recorded: a script of your own does not report it."), {gap: CURVES_MS, isUrgent});
+    drawLines("loss", state, page, "loss", around, why(state, "No loss was recorded: a script of your own does not report it.")), {gap: CURVES_MS, isUrgent});
   if (!isSame("pace", axis + signOf(shown.map(one => one.pace)), isUrgent)) plan("pace", () =>
-    drawLines("pace", state, page, "pace", fromZero, "No step yet."), {gap: CURVES_MS, isUrgent});
+    drawLines("pace", state, page, "pace", fromZero, why(state, "No throughput is known yet.")), {gap: CURVES_MS, isUrgent});
   const {loss, pace} = state.head;
   say(byId("loss-now"), loss);
   say(byId("pace-now"), pace);
@@ -110,7 +113,7 @@ function drawUse(state, isUrgent) {
   const use = state.use, isGpu = use && use.unit === "%";
   const sign = use ? use.unit + signOf([{x: use.x, y: use.mean}]) : String(isRead(state));
   if (!isSame("use", sign, isUrgent)) plan("use", () => use && use.x.length ? drawBand(use)
-    : showNote("use", isRead(state) ? "No utilisation was recorded." : READING), {gap: HEAT_MS, isUrgent});
+    : showNote("use", isRead(state) ? why(state, "No utilisation was recorded.") : READING), {gap: HEAT_MS, isUrgent});
   say(byId("use-head"), !use ? "Utilisation" : isGpu ? "GPU utilisation" : "CPU use");
   const last = use && use.mean.length ? use.mean[use.mean.length - 1] : null;
   say(byId("use-now"), last === null ? "" : `${number(last)}${isGpu ? "%" : " CPUs"} per rank on average; the band spans all ranks`);
@@ -197,7 +200,7 @@ function drawHeat(state, isUrgent) {
   const known = heat ? heat.columns.reduce((sum, column) => sum + column.filter(value => value !== null).length, 0) : 0;
   const sign = heat ? [heat.metric, heat.width, heat.columns.length, known].join() : String(isRead(state));
   if (!isSame("heat", sign, isUrgent)) plan("heat", () => heat && heat.columns.length ? drawCells(heat)
-    : showNote("heat", isRead(state) ? "This was not recorded." : READING), {gap: HEAT_MS, isUrgent});
+    : showNote("heat", isRead(state) ? why(state, "This was not recorded.") : READING), {gap: HEAT_MS, isUrgent});
   byId("heat-scale").hidden = !heat;
   const words = heat ? HEAT[heat.metric] : "";
   say(byId("heat-now"), heat && heat.width > 1 ? `${words} · ${heat.width} steps per column` : words);

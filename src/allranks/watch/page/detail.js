@@ -121,6 +121,7 @@ function sorted(ranks, now) {
 export function drawRanks(state, now) {
   shown = [state, now];
   const wanted = state.columns.length ? [...state.columns, "last heard"] : [], names = Object.keys(state.ranks);
+  byId("ranks-head").parentElement.hidden = !names.length;
   if (rows.length !== names.length || wanted.join() !== columns.join()) {
     columns = wanted;
     rows = names.map(() => make("tr", "", make("td", ""), ...columns.map(() => make("td", ""))));

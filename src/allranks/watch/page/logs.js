@@ -25,14 +25,13 @@ export class Logs {
   }
   /** Lists the log files of the chosen run. The one that is shown stays if it is still there; otherwise `first` is. */
   offer(run, files, first) {
-    const select = byId("file"), text = files.join("\n");
+    const select = byId("file"), text = Object.keys(files).join("\n");
     if (select.dataset.files !== text || run !== this.run) {
       select.dataset.files = text;
-      select.replaceChildren(...files.map(file => new Option(file.replace(/^attempts\/(\d+)\/rank-(\d+)\.log$/,
-        (_, attempt, rank) => `rank ${rank}` + (attempt === "0" && !/attempts\/[1-9]/.test(text) ? "" : `, attempt ${attempt}`)), file)));
-      if (files.includes(this.file)) select.value = this.file;
+      select.replaceChildren(...Object.entries(files).map(([file, title]) => new Option(title, file)));
+      if (this.file in files) select.value = this.file;
     }
-    const file = run === this.run && files.includes(this.file) ? this.file : first || files[0] || "";
+    const file = run === this.run && this.file in files ? this.file : first || "";
     if (run !== this.run || file !== this.file) this.show(run, file);
   }
   show(run, file) {

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -56,7 +57,7 @@ from allranks.run.failures import failed_ranks, failure, failure_in_words, is_ec
 from allranks.run.folder import RunDir, State
 from allranks.run.run_state import lost_words
 from allranks.run.stalls import ended_for
-from allranks.show.numbers import ranks_in_words
+from allranks.show.numbers import duration, ranks_in_words
 from allranks.slurm import commands as slurm
 
 MEASURE = "ALLRANKS_MEASURE"  # see probe/start.py
@@ -142,17 +143,19 @@ def is_stopped(run: RunDir, job: str) -> bool:
     return True
 
 
+@dataclass
 class Allocation:
     """A job that trains a run: from its first second to what comes after it."""
 
-    def __init__(self, run: RunDir, place: SlurmNodes, racer: Racer, claim: Claim) -> None:
-        self.run = run
-        self.place = place
-        self.racer = racer
-        self.claim = claim
-        self.job: Job = submit.with_layout(prepare.load_resolved(run), racer)
-        self.said: deque[str] = deque(maxlen=3)  # srun's last lines
-        self.signals: list[signal.Signals] = []
+    run: RunDir
+    place: SlurmNodes
+    racer: Racer
+    claim: Claim
+    signals: list[signal.Signals] = field(default_factory=list)
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=3))  # srun's last lines
+
+    def __post_init__(self) -> None:
+        self.job: Job = submit.with_layout(prepare.load_resolved(self.run), self.racer)
 
     @cached_property
     def relay(self) -> Relay:
@@ -184,8 +187,7 @@ class Allocation:
             rung, climbed = measured
             say(climbed.in_words(rung))
             if climbed.rung != rung:
-                wanted = Racer.parse(climbed.rung)
-                return self._climb(Racer(wanted.layout, wanted.gpu or self.racer.gpu))
+                return self._climb(Racer.parse(climbed.rung))
             prepared, code = self._train()  # the best is where it is
         return self._what_next(prepared, code)
 
@@ -218,10 +220,10 @@ class Allocation:
         )
 
     def _is_over(self, prepared: Prepared, code: int) -> bool:
-        """Whether a step was all of an attempt; else srun could not start its ranks."""
+        """Whether a step was all of an attempt: else srun could not start its ranks."""
         if code == 0 or self._has_begun(prepared) or job_state(self.place.job)[0] != "RUNNING":
             return True
-        say(f"srun ended with code {code} before any rank had begun: once more")
+        say(f"srun ended with code {code} before any rank had begun: trying again")
         return False
 
     def _train_checked(self) -> tuple[Prepared, int] | None:
@@ -243,8 +245,9 @@ class Allocation:
             say("something is wrong with the nodes: they are checked in a separate step")
         return self._train() if self._preflight() else None
 
-    def _climb(self, racer: Racer) -> int:
-        """Continue in another layout."""
+    def _climb(self, rung: Racer) -> int:
+        """Continue on another rung of the ladder."""
+        racer = Racer(rung.layout, rung.gpu or self.racer.gpu)
         self.run.update_info(lambda info: info.update(queued=True, layout=str(racer)))
         if self._resubmit(f"climbs to {racer}", racer):
             return 0
@@ -302,7 +305,7 @@ class Allocation:
         verdict = self._check_nodes(tries=2)
         if not self._hear(verdict):
             return True
-        say(f"preflight took {time.monotonic() - started:.1f} s in all")
+        say(f"preflight took {duration(time.monotonic() - started)} in all")
         return True if not verdict.failed else self._replace_nodes(verdict.failed)
 
     def _hear(self, verdict: node_checks.Verdict) -> bool:
@@ -535,7 +538,8 @@ class Allocation:
         """Have SLURM requeue this job; if it refuses, submit another."""
         needed, asked = submit.grace_needed(self.run), self.job.slurm.grace
         if asked is not None and needed > asked.seconds:
-            say(f"checkpoints take {needed / 3:.0f} s: slurm.grace should be over {needed}s")
+            take, grace = duration(needed / 3, whole=True), duration(needed, whole=True)
+            say(f"checkpoints take {take}: slurm.grace should be over {grace}")
         self.run.update_info(lambda info: info.update(queued=True))
         refused = "its time is over"
         try:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from allranks.errors import AllranksError
 from allranks.machine.nodelist import compress
 from allranks.machine.processes import die_with_parent, quick_imports
-from allranks.show.numbers import count, rate
+from allranks.show.numbers import count, duration, rate
 
 OWN_CHECKS = ("write", "gpus", "health", "torch")  # a node passes or fails these by itself
 SLOW_IMPORT = 3.0  # times as long as on every other node
@@ -91,7 +91,7 @@ def words(found: Verdict) -> str:
     """The verdict for people."""
     nodes, lines = count(len(found.nodes), "node"), []
     if found.ok:
-        lines.append(f"preflight: {nodes} checked in {found.seconds:.0f} s, no fault found")
+        lines.append(f"preflight: {nodes} checked in {duration(found.seconds)}, no fault found")
     elif found.failed:
         names = compress(list(found.failed))
         lines.append(f"preflight: {len(found.failed)} of {nodes} failed: {names}")
@@ -187,7 +187,8 @@ def _blame_slow(found: Verdict, records: Records) -> list[str]:
     slowest = max((seconds[node] for node in records if node not in slow), default=None)
     for node in slow:
         if slowest is not None and seconds[node] > SLOW_IMPORT * slowest:
-            reason = f"torch took over {seconds[node]:.0f} s to import, on the others {slowest:.0f}"
+            took, others = duration(seconds[node], whole=True), duration(slowest, whole=True)
+            reason = f"torch took over {took} to import, on the others {others}"
             found.failed.setdefault(node, reason)
     return slow
 

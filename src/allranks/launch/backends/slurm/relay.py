@@ -1,4 +1,4 @@
-"""Runs a step of srun to its end, and tells its ranks in time to stop."""
+"""Runs a step of srun to its end, and tells its ranks to stop in time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO
@@ -30,14 +31,15 @@ from allranks.launch.backends.slurm.inside import (
 from allranks.launch.backends.slurm.sbatch import grace_seconds
 from allranks.machine import nodelist
 from allranks.run.folder import RunDir
+from allranks.show.numbers import duration
 
 EARLY_SECONDS = 90  # SLURM warns up to a minute before it was asked to, and looks every 30 s
-LOOK_SECONDS = 3.0  # between looks at what may have been said without a signal
+LOOK_SECONDS = 3.0  # between looks for a request to stop that came without a signal
 JUDGE_SECONDS = 0.02  # between looks at what launchers wait for
-ASK_SECONDS = 120.0  # between questions after the limit, while they are not answered
+ASK_SECONDS = 120.0  # before SLURM is asked again for a limit that it has not told
 FOR_EVER = math.inf
 OUT_OF_MEMORY = "Out Of Memory"
-# srun's word of a task: `srun: error: node2: task 1: Killed`, `...: Exited with exit code 1`.
+# What srun says of a task: `srun: error: node2: task 1: Killed`, `...: Exited with exit code 1`.
 TASK_END = re.compile(r"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.+)")
 MEMORY_END = re.compile(r"slurmstepd.*(exceeded (\w+ )?memory limit|oom.kill event)", re.I)
 
@@ -46,37 +48,31 @@ IMPORT = re.compile(r"(?m)^\s*(?:from|import) +(\.*)([\w.]*)(?: +import +\(?([\w
 MAX_SCRIPTS, MAX_SCRIPT_BYTES = 100, 1 << 18
 
 
+@dataclass
 class Relay:
     """Runs steps for one job, and knows when their ranks must stop.
 
-    `signals`: those that the batch process has had, added to by its handler. Signals can be lost
-    (before Python listens), so the limit and the user's request are looked at as well. `said` gets
-    what srun says.
+    Signals can be lost (before Python listens), so the limit and the user's request are looked at
+    as well.
     """
 
-    def __init__(
-        self,
-        run: RunDir,
-        place: SlurmNodes,
-        job: Job,
-        signals: list[signal.Signals],
-        said: deque[str],
-    ) -> None:
-        self.run = run
-        self.place = place
-        self.job = job
-        self.signals = signals
-        self.said = said
-        self._signal, why = stop_signal(job)
+    run: RunDir
+    place: SlurmNodes
+    job: Job
+    signals: list[signal.Signals]  # that the batch process has had; its handler adds to them
+    said: deque[str]  # gets what srun says
+    at_limit: bool = False  # the ranks were told to stop because the job's time is over
+    first_end: tuple[str, str] | None = None  # of tasks that ended badly: node, and how
+    _stop_at: float = FOR_EVER  # by the monotonic clock
+    _ask_at: float = FOR_EVER  # again, where SLURM has not said when the limit is
+    _next_look: float = 0.0
+    _is_limit: bool = False  # what a signal warned of
+    _is_warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._signal, why = stop_signal(self.job)
         if why:
             say(f"{self._signal.name} will tell the script to stop: {why}")
-        self._stop_at = FOR_EVER  # by the monotonic clock
-        self._ask_at = FOR_EVER  # again, where SLURM has not said when the limit is
-        self._next_look = 0.0
-        self._is_limit = False  # what a signal warned of
-        self._is_warned = False
-        self.at_limit = False  # the ranks were told to stop because the job's time is over
-        self.first_end: tuple[str, str] | None = None  # of tasks that ended badly: node, and how
 
     def run_step(
         self,
@@ -144,7 +140,7 @@ class Relay:
         wait = max(0.0, left - grace) if left is not None and is_warning else 0.0
         self._stop_at = time.monotonic() + wait
         self._is_limit = is_warning
-        say(f"USR2: the ranks will be told to stop in {wait:.0f} s")
+        say(f"USR2: the ranks will be told to stop in {duration(wait, whole=True)}")
 
     def _watch_limit(self) -> bool:
         """Note when the limit will be near; whether there is still time."""

@@ -28,25 +28,21 @@ if ! command -v module >/dev/null; then
 fi"""
 
 # Directives that have a key of their own, or that would undo what the others rely on.
-OWN_KEYS = {
-    **{
-        name: f"slurm.{name.replace('-', '_')}"
-        for name in (
-            *("account", "partition", "qos", "constraint", "reservation", "exclude", "dependency"),
-            *("exclusive", "time", "mem", "job-name", "requeue", "cpus-per-gpu", "cpus-per-task"),
-        )
-    },
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-task"), "--layout"),
-    **dict.fromkeys(("gres", "gpus-per-node"), "slurm.gpu and slurm.gpu_request"),
-    **dict.fromkeys(("mem-per-gpu",), "slurm.mem_per_gpu"),
-    **dict.fromkeys(("signal",), "slurm.grace (when) and slurm.signal (which)"),
-    **dict.fromkeys(("output", "error", "open-mode"), "--runs: logs are in the run's folder"),
-    **dict.fromkeys(("no-requeue",), "slurm.requeue: false"),
-    **dict.fromkeys(("clusters", "cluster"), "SLURM_CONF: jobs go to this machine's own cluster"),
-    **dict.fromkeys(
-        ("array", "wrap", "parsable", "wait", "test-only", "chdir"), "a run of its own"
-    ),
+SLURM_KEYS = (
+    "account partition qos constraint reservation exclude dependency exclusive time mem job-name "
+    "requeue cpus-per-gpu cpus-per-task mem-per-gpu"
+)
+INSTEAD = {
+    "--layout": "nodes ntasks ntasks-per-node gpus gpus-per-task",
+    "slurm.gpu and slurm.gpu_request": "gres gpus-per-node",
+    "slurm.grace (when) and slurm.signal (which)": "signal",
+    "--runs: logs are in the run's folder": "output error open-mode",
+    "slurm.requeue: false": "no-requeue",
+    "SLURM_CONF: jobs go to this machine's own cluster": "clusters cluster",
+    "a run of its own": "array wrap parsable wait test-only chdir",
 }
+OWN_KEYS = {name: f"slurm.{name.replace('-', '_')}" for name in SLURM_KEYS.split()}
+OWN_KEYS |= {name: key for key, names in INSTEAD.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +271,7 @@ def _directives(
     yield f"--signal=B:USR2@{asked.grace}"
     yield "--requeue" if slurm.requeue else "--no-requeue"
     yield "--open-mode=append"
-    yield f"--output={_quoted_path(run_dir / 'slurm-%j.log', run_dir)}"
+    yield f"--output={_log_path(run_dir)}"
     yield from _other_directives(job)
 
 
@@ -296,26 +292,26 @@ def _other_directives(job: Job) -> Iterator[str]:
         yield f"--{name}{text}"
 
 
-def _quoted_path(path: Path, run_dir: Path) -> str:
-    text = str(path)
-    if re.search(r'[\x00-\x1f"\\\x7f]', text):
+def _log_path(run_dir: Path) -> str:
+    """The job's log as a directive names it, quoted."""
+    if re.search(r'[\x00-\x1f"\\\x7f]', str(run_dir)):
         raise AllranksError(
             f"a SLURM script cannot name the folder {run_dir!s:.200}: it has a quote, "
             "a backslash or a control character in its path",
             fix="use another folder with --runs DIR",
         )
     # In SLURM's file names % begins a pattern; our own is the one for the job's id.
-    literal = str(run_dir).replace("%", "%%")
-    return f'"{literal}/{path.name}"'
+    return f'"{str(run_dir).replace("%", "%%")}/slurm-%j.log"'
 
 
 def summary(job: Job, racer: Racer, samples_per_epoch: int | None) -> dict[str, Any]:
     """One column of the table that `--dry-run` opens with."""
     asked = ask(job, racer)
+    num_gpus, kind = asked.gpus_per_node * asked.nodes, f" x {asked.gpu}" if asked.gpu else ""
     column: dict[str, Any] = {
         "nodes": asked.nodes,
         "ranks": racer.layout.ranks,
-        "GPUs": _count(asked.gpus_per_node * asked.nodes, asked.gpu),
+        "GPUs": f"{num_gpus}{kind}" if num_gpus else "none",
         "CPUs": asked.cpus or "site default",
         "memory a node": asked.mem or "site default",
         "nodes are": "exclusive" if asked.exclusive else "shared",
@@ -328,7 +324,3 @@ def summary(job: Job, racer: Racer, samples_per_epoch: int | None) -> dict[str, 
             -(-samples_per_epoch // batch) if samples_per_epoch else "known at the start"
         )
     return column
-
-
-def _count(number: int, kind: str | None) -> str:
-    return "none" if number == 0 else f"{number} x {kind}" if kind else str(number)
