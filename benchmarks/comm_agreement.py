@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from allranks.bench.comm_calls import join, memory_for_buffers
 from allranks.bench.comm_counts import parse_sizes, sizes_between
-from allranks.bench.comm_ranks import SHARE_BY_CHOICE, Series
+from allranks.bench.comm_ranks import SHARE_BY_CHOICE, Sweep
 from allranks.show.numbers import size as num_bytes
 
 LARGE = 1 << 20
@@ -62,9 +62,9 @@ def run_rank(sizes: list[int], num_blocks: int, block_seconds: float) -> None:
         blocks: dict[str, list[float]] = {"before": [], "ours": [], "after": []}
 
         def ours(size: int = size) -> dict[str, Any]:
-            series = Series(world, "node", "all_reduce")
-            series.measure([size], memory, block_seconds / SHARE_BY_CHOICE)
-            return series.rows[0]
+            sweep = Sweep(world, "node", "all_reduce")
+            sweep.measure([size], memory, block_seconds / SHARE_BY_CHOICE)
+            return sweep.rows[0]
 
         num_calls = [ours()["iterations"]]
         for _ in range(num_blocks):

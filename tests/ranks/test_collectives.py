@@ -60,7 +60,7 @@ def test_every_collective_is_the_one_it_is_called(tmp_path: Path) -> None:
 
 
 def verdicts(corrupt: int | None) -> dict[str, str]:
-    """What a series says of each collective, where one rank's memory loses one value or none."""
+    """What a sweep says of each collective, where one rank's memory loses one value or none."""
     import torch
     import torch.distributed as dist
 
@@ -85,15 +85,15 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
     world = World(rank, size, size, torch.device("cpu"), {"node": peers})
     said = {}
     for name in COLLECTIVES:
-        series = comm_ranks.Series(world, "node", name)
+        sweep = comm_ranks.Sweep(world, "node", name)
         try:
             with (
                 patch.object(comm_ranks, "make_operation", damaged),
                 patch.object(comm_ranks, "SECONDS_PER_SIZE", 0.01),
             ):
-                series.measure([4096, 300_000], 1e9, 20)
+                sweep.measure([4096, 300_000], 1e9, 20)
             said[name] = "right"
-            assert [row["ranks"] for row in series.rows] == [size, size]
+            assert [row["ranks"] for row in sweep.rows] == [size, size]
         except AllranksError as error:
             said[name] = error.what
     return said
@@ -127,10 +127,10 @@ def missing_collective() -> tuple[str | None, list[Any]]:
 
     peers = Peers((0, 1), dist.get_rank())
     world = World(dist.get_rank(), 2, 2, torch.device("cpu"), {"node": peers})
-    series = comm_ranks.Series(world, "node", "reduce_scatter")
+    sweep = comm_ranks.Sweep(world, "node", "reduce_scatter")
     with patch.object(comm_calls, "_reduce_scatter", reduce_scatter):
-        series.measure([4096], 1e9, 20)
-    return series.lacking, series.rows
+        sweep.measure([4096], 1e9, 20)
+    return sweep.lacking, sweep.rows
 
 
 def test_a_collective_that_the_library_lacks_is_named(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ ROUNDS = 10  # after each of which the ranks look at the clock
 FEWEST_CALLS_A_ROUND = 20  # so that what happens between rounds does not affect a median
 MOST_CALLS = 2000
 SECONDS_PER_SIZE = 2.0
-SHARE_BY_CHOICE = 0.4  # of a series' time; the rest is for sizes whose fewest calls take longer
+SHARE_BY_CHOICE = 0.4  # of a sweep's time; the rest is for sizes whose fewest calls take longer
 LACKING = r"not support|unsupported|not implemented|no support"
 
 # What a rank asks NCCL to write while it is measured, and nothing else is.
@@ -68,21 +68,21 @@ _VERSION = re.compile(r"NCCL version (\d[\w.]*)")
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds for everything, divided evenly among the series still to come."""
+    """Seconds for everything, divided evenly among the sweeps still to come."""
 
     seconds: float
-    series: int
+    sweeps: int
     _begun: float = field(default_factory=time.monotonic)
 
     def share(self) -> float:
-        """Seconds for the next series. Collective: the slowest rank's clock counts."""
+        """Seconds for the next sweep. Collective: the slowest rank's clock counts."""
         spent = highest(time.monotonic() - self._begun)[0]
-        self.series -= 1
-        return max(0.0, self.seconds - spent) / max(1, self.series + 1)
+        self.sweeps -= 1
+        return max(0.0, self.seconds - spent) / max(1, self.sweeps + 1)
 
 
 @dataclass(slots=True)
-class Series:
+class Sweep:
     """One collective in one scope, from the smallest size up."""
 
     world: World
@@ -199,7 +199,7 @@ class WrongResult(AllranksError):
 
 
 class Bench:
-    """All series, and what is known about the route the bytes took."""
+    """All sweeps, and what is known about the route the bytes took."""
 
     def __init__(
         self, world: World, run: RunDir, nccl_log: Path, wanted: argparse.Namespace
@@ -211,7 +211,7 @@ class Bench:
         least, largest = comm.parse_sizes(wanted.sizes)
         self.sizes = comm.sizes_between(least, largest)
         self.memory_bytes = memory_for_buffers(world)
-        self.series: list[Series] = []
+        self.sweeps: list[Sweep] = []
         self.link = gpus.gpu_link(gpus.local_gpus()) if world.library == "nccl" else "none"
         self.found: dict[str, Any] = {
             "run": run.name,
@@ -245,24 +245,24 @@ class Bench:
             for scope in self.world.scopes:
                 log_start = len(read_from(self.nccl_log, 0))
                 for collective in self.wanted.collectives:
-                    self.series.append(Series(self.world, scope, collective))
-                    self.measure(self.series[-1], budget)
+                    self.sweeps.append(Sweep(self.world, scope, collective))
+                    self.measure(self.sweeps[-1], budget)
                 self.note_transport(scope, log_start)
-            # Larger sizes, in the time that other series left over.
-            stopped = [series for series in self.series if series.stopped == "time"]
-            budget.series = len(stopped)
-            for series in stopped:
-                self.measure(series, budget)
+            # Larger sizes, in the time that other sweeps left over.
+            stopped = [sweep for sweep in self.sweeps if sweep.stopped == "time"]
+            budget.sweeps = len(stopped)
+            for sweep in stopped:
+                self.measure(sweep, budget)
             self.found["complete"] = True
         finally:
-            self.write()  # after a Ctrl-C, too: with what the series cut short has measured
+            self.write()  # after a Ctrl-C, too: with what the sweep cut short has measured
 
-    def measure(self, series: Series, budget: Budget) -> None:
+    def measure(self, sweep: Sweep, budget: Budget) -> None:
         """Measure as far as its share of the time allows; print a line if there is progress."""
-        before, begun = len(series.rows), time.monotonic()
-        series.measure(self.sizes, self.memory_bytes, budget.share())
-        if self.world.rank == 0 and (not before or len(series.rows) > before):
-            print(progress(series, time.monotonic() - begun), flush=True)
+        before, begun = len(sweep.rows), time.monotonic()
+        sweep.measure(self.sizes, self.memory_bytes, budget.share())
+        if self.world.rank == 0 and (not before or len(sweep.rows) > before):
+            print(progress(sweep, time.monotonic() - begun), flush=True)
         self.write()
 
     def write(self) -> None:
@@ -270,14 +270,14 @@ class Bench:
         if self.world.rank != 0:
             return
         found = self.found
-        found["rows"] = [row for series in self.series for row in series.rows]
+        found["rows"] = [row for sweep in self.sweeps for row in sweep.rows]
         for row in found["rows"]:
             peak = found["peak_GBps"][row["scope"]]
             row["of_peak"] = comm.significant(row["busbw_GBps"] / peak) if peak else None
         found["fits"] = comm.fits(found["rows"], found["peak_GBps"])
         found["not_supported"] = [
             {"collective": each.collective, "scope": each.scope, "why": each.lacking}
-            for each in self.series
+            for each in self.sweeps
             if each.lacking
         ]
         found["stopped"] = [
@@ -287,7 +287,7 @@ class Bench:
                 "after_bytes": each.rows[-1]["bytes"] if each.rows else None,
                 "why": each.stopped,
             }
-            for each in self.series
+            for each in self.sweeps
             if each.stopped
         ]
         write_atomically(self.path, to_json(found, indent=1) + "\n")
@@ -323,14 +323,14 @@ class Bench:
         return comm.link_peak(next(iter(kinds)), self.link) if len(kinds) == 1 else None
 
 
-def progress(series: Series, seconds: float) -> str:
+def progress(sweep: Sweep, seconds: float) -> str:
     """A line from rank 0, shown while the rest is measured."""
-    where = f"{series.collective:<15} {comm.SCOPES[series.scope]}"
-    if series.lacking:
-        return f"{where}: not supported by {series.world.library}"
-    if not series.rows:
+    where = f"{sweep.collective:<15} {comm.SCOPES[sweep.scope]}"
+    if sweep.lacking:
+        return f"{where}: not supported by {sweep.world.library}"
+    if not sweep.rows:
         return f"{where}: nothing fits"
-    span = " to ".join(num_bytes(series.rows[end]["bytes"]) for end in (0, -1))
+    span = " to ".join(num_bytes(sweep.rows[end]["bytes"]) for end in (0, -1))
     return f"{where}: {span}, {duration(seconds)}"
 
 

@@ -97,13 +97,13 @@ def read_workers(text: str | None) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def paces_of(found: Found, kind: str) -> dict[int | None, Pace]:
+def paces_of(found: Found, kind: str) -> dict[int | None, PaceRange]:
     """Samples a second by the number of workers, over the repeats of one kind of measurement."""
     repeats: dict[int | None, list[float]] = {}
     for one in found["measured"]:
         if one["kind"] == kind:
             repeats.setdefault(one["workers"], []).append(one["samples_per_second"])
-    return {n: Pace(statistics.median(own), min(own), max(own)) for n, own in repeats.items()}
+    return {n: PaceRange(statistics.median(own), min(own), max(own)) for n, own in repeats.items()}
 
 
 def rows_of(found: Found) -> list[Row]:
@@ -157,7 +157,7 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
     }
 
 
-def _fields(prefix: str, pace: Pace | None) -> dict[str, Any]:
+def _fields(prefix: str, pace: PaceRange | None) -> dict[str, Any]:
     return {
         f"{prefix}samples_per_second": pace.median if pace else None,
         f"{prefix}range": [pace.low, pace.high] if pace else None,
@@ -196,18 +196,18 @@ def script_as_json(
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PaceRange:
     """Samples a second of all ranks together, over repeats."""
 
     median: float
     low: float
     high: float
 
-    def reaches(self, other: Pace) -> bool:
+    def reaches(self, other: PaceRange) -> bool:
         """Whether it is no slower than the other, as far as the repeats show."""
         return self.is_close(other) or self.median >= other.low or self.high >= other.median
 
-    def is_close(self, other: Pace) -> bool:
+    def is_close(self, other: PaceRange) -> bool:
         return self.median >= (1 - AS_GOOD) * other.median
 
 
@@ -216,8 +216,8 @@ class Row:
     """The paces with a number of workers a rank."""
 
     workers: int
-    loading: Pace  # with nothing consuming the data
-    training: Pace | None  # steps on these data; None for all rows if it ended before them
+    loading: PaceRange  # with nothing consuming the data
+    training: PaceRange | None  # steps on these data; None for all rows if it ended before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +225,14 @@ class Judgement:
     """What was measured, which row to choose, and what limits its training."""
 
     rows: Sequence[Row]
-    step: Pace | None  # steps that wait for nothing
+    step: PaceRange | None  # steps that wait for nothing
     row: Row | None = None  # None: nothing was measured, or it contradicts itself
     limit: Limit | None = None  # None: the training itself was not measured
     contradiction: str | None = None
     remarks: tuple[str, ...] = ()  # on repeats that differ, whether or not it matters
 
 
-def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
+def judge(rows: Sequence[Row], step: PaceRange | None) -> Judgement:
     row = chosen_row(rows)
     limit: Limit | None = None
     if row is not None and row.training is not None and step is not None:
@@ -250,7 +250,9 @@ def judge(rows: Sequence[Row], step: Pace | None) -> Judgement:
     return Judgement(rows, step, row, limit, remarks=remarks)
 
 
-def close_calls(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iterator[Pace]:
+def close_calls(
+    rows: Sequence[Row], row: Row | None, step: PaceRange | None
+) -> Iterator[PaceRange]:
     """The paces on which a close decision hangs: only some repeats of one reach the other."""
     if row is None or row.training is None:  # only loading is compared, by medians
         yield from (one.loading for one in rows)
@@ -265,7 +267,7 @@ def close_calls(rows: Sequence[Row], row: Row | None, step: Pace | None) -> Iter
             yield from (one, other)
 
 
-def median_of(pace: Pace) -> float:
+def median_of(pace: PaceRange) -> float:
     return pace.median
 
 
@@ -288,7 +290,7 @@ def knee_of(rows: Sequence[Row]) -> int | None:
     return None
 
 
-def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, str]]:
+def wide_paces(rows: Sequence[Row], step: PaceRange | None) -> Iterator[tuple[PaceRange, str]]:
     """Repeats that differ more than they do on a machine with nothing else running."""
     named = [("the step alone", step)]
     for row in rows:
@@ -300,7 +302,7 @@ def wide_paces(rows: Sequence[Row], step: Pace | None) -> Iterator[tuple[Pace, s
             yield pace, f"repeats of {name} range from {span} samples/s"
 
 
-def contradictions(rows: Sequence[Row], step: Pace | None) -> Iterator[str]:
+def contradictions(rows: Sequence[Row], step: PaceRange | None) -> Iterator[str]:
     """What is impossible: training that is faster than its steps alone, or than its data."""
     for row in rows:
         if row.training is None:

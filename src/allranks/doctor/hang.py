@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.log_search import num_lines
 from allranks.launch import backends
 from allranks.run import files, stacks
@@ -218,7 +218,7 @@ def with_lines(stall: Stall, attempt: int) -> Stall:
     """The stall with the lines of code and of events that are evidence."""
     places = [state.stack.place for state in stall.states if state.stack is not None]
     paths = {state.rank: stall.run.events(attempt, state.rank) for state in stall.states}
-    last_lines = {rank: (str(path), num_lines(path)) for rank, path in paths.items()}
+    last_lines = {rank: (shown_path(path), num_lines(path)) for rank, path in paths.items()}
     sources = {place: source_of(place) for place in places if place is not None}
     return replace(stall, last_lines=last_lines, sources=sources)
 

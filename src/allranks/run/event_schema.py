@@ -1,4 +1,4 @@
-"""What events.yaml declares: the fields of each event, by which readers check what a rank wrote.
+"""What events.toml declares: the fields of each event, by which readers check what a rank wrote.
 
 docs/reference/events.md is generated from it. A reader leaves out values of another type, and notes
 them.
@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,11 +91,9 @@ class EventType:
 @cache
 def declared() -> dict[str, EventType]:
     """The events by name; `common`: the fields that every event has."""
-    import yaml  # a rank, which only writes events, does not need it
-
-    text = Path(__file__).with_name("events.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("events.toml").read_text(encoding="utf-8")
     found: dict[str, EventType] = {}
-    for name, said in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).items():
+    for name, said in tomllib.loads(text).items():
         fields = {
             field: Field(**{**row, "kind": KINDS[row["kind"]]})
             for field, row in said["fields"].items()

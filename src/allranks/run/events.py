@@ -1,6 +1,6 @@
 """A rank's events: JSON lines, only ever appended to, that can be read while they are written.
 
-events.yaml declares the fields of each.
+events.toml declares the fields of each.
 """
 
 from __future__ import annotations
