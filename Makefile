@@ -33,10 +33,11 @@ help:
 demo: $(PACKAGE)
 	@$(BIN)/python -m allranks run
 
+# Debian's packages are installed beside Python's.
 # Types and docs are checked while the tests run, which leave a core idle now and then. Collecting
 # once beforehand compiles what four workers would otherwise each compile at the same time.
-test: style
-	@tests/install.sh
+test: | $(BIN)/python
+	@tests/install.sh & packages=$$!; $(MAKE) -s style && wait $$packages
 	@$(MAKE) -s types fresh-docs >$(VENV)/checks.log 2>&1 & checks=$$!; \
 	$(BIN)/python -m pytest --collect-only -qq $(PYTEST) >/dev/null; \
 	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(PYTEST) && \

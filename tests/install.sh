@@ -32,7 +32,10 @@ for name; do
   case $name in
     slurm) "$(dirname "$0")/slurm/cluster.sh" install ;;
     tmux) programs=tmux install tmux tmux ;;
-    ssh) programs=/usr/sbin/sshd install sshd openssh-server openssh-client rsync ;;
+    ssh)
+      programs=/usr/sbin/sshd install sshd openssh-server openssh-client
+      programs=rsync install rsync rsync
+      ;;
     chromium) # Debian's: Playwright's own needs its makers' network. Without fonts text has no width.
       programs="chromium chromium-browser google-chrome" \
         install Chromium chromium fonts-dejavu-core
