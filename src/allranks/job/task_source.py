@@ -27,7 +27,7 @@ from allranks.tasks import __path__ as bundled_folders
 
 
 class _NotFound(AllranksError):
-    """No such module or class. Ignored for a base class: importing the task tells more."""
+    """No such module or class. Ignored for a base class: importing the task says more."""
 
 
 @dataclass(frozen=True)
