@@ -101,7 +101,7 @@ class Layout:
                 fix = f"write {self} (dp is then {ranks // replica})"
         else:
             enough = -(-ranks // replica) * replica
-            what = f"{product} takes {replica} ranks per replica, which does not divide the {ranks}"
+            what = f"{product} takes {replica} ranks per replica, which does not divide {ranks}"
             fix = f"choose axes whose product divides {ranks}"
             if len(used) == 1:
                 divisors = _divisors(ranks)

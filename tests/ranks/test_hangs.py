@@ -218,7 +218,7 @@ def test_a_hang_is_ended_at_its_checkpoint_and_goes_on_from_there(tmp_path: Path
     result = json.loads(ended.stdout)
     assert result["state"] == "stopped"
     assert result["reason"].startswith("rank 1: made no step for 10s, is at nap.py:13 in ")
-    assert "go on with: allranks resume" in ended.stderr
+    assert "continue with: allranks resume" in ended.stderr
     (found,) = hung(RunDir(Path(result["run_dir"])))
     assert (found.cause, found.rank) == ("rank-missing-from-collective", 1)
     (tmp_path / "wake").touch()

@@ -79,7 +79,7 @@ def test_a_stopped_run_ends_the_wait_with_75_and_resume_waits_for_the_rest(
     told = json.loads(said)
     assert (told["state"], told["reason"]) == ("stopped", "stopped by its user")
     assert told["jobs"] == sent.jobs and told["steps"] >= 20
-    assert "go on with allranks resume" in sent.log()
+    assert "continue with allranks resume" in sent.log()
     cluster.wait(lambda: not cluster.squeue(), 60, "an empty queue")
     time.sleep(3)
     assert cluster.squeue() == []  # it does not come back
@@ -88,7 +88,7 @@ def test_a_stopped_run_ends_the_wait_with_75_and_resume_waits_for_the_rest(
     assert "finished" in done.stdout and "running on node" in done.stdout
     assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, 201))
     again = run_allranks("resume", "--wait", "last", cwd=tmp_path)
-    assert again.returncode == 0 and "finished already" in again.stderr
+    assert again.returncode == 0 and "already finished" in again.stderr
     assert run_allranks("logs", "-f", "last", cwd=tmp_path).returncode == 0
 
 
@@ -135,8 +135,8 @@ time.sleep(1000)
     logs = [sent.run.log(0, rank) for rank in range(2)]
     cluster.wait(lambda: all(log.exists() and log.read_text() for log in logs), 90, "both ranks")
     cluster.run("scancel", "--batch", "--signal=USR2", sent.jobs[0])
-    cluster.wait(lambda: "going on in the next attempt" in sent.log(), 90, "what comes next")
-    said = sent.log().partition("going on in the next attempt")[0]  # SLURM's own words follow
+    cluster.wait(lambda: "continuing in the next attempt" in sent.log(), 90, "what comes next")
+    said = sent.log().partition("continuing in the next attempt")[0]  # SLURM's own words follow
     assert "error:" not in said and "fix:" not in said and "TCPStore" not in said
     sent.allranks("stop", "--now", sent.run.name)
 

@@ -131,7 +131,7 @@ def test_a_run_is_stopped_after_a_question(terminal: Terminal, tmp_path: Path) -
             run.kill()
             run.wait()
     terminal.press("s")
-    terminal.wait("is stopped already")
+    terminal.wait("already stopped")
     terminal.press("q")
     terminal.wait("left 0")
     terminal.check_sane()

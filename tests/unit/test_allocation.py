@@ -358,7 +358,7 @@ def test_a_run_that_is_trained_outside_of_slurm_is_left_alone(
     with run.held():
         assert start(run, "100", monkeypatch) == 0
     assert claims.all_of(run.claims) == []
-    assert f"is trained by process {os.getpid()} on" in capsys.readouterr().out
+    assert f"is being trained by process {os.getpid()} on" in capsys.readouterr().out
 
 
 def test_where_requeuing_is_refused_another_job_follows(

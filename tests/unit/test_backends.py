@@ -51,8 +51,8 @@ def test_a_local_run_goes_on_where_it_was_and_as_it_was_started(
     prepared = local.check(Request(resume=str(run.path)), options)
     assert local.place_of(prepared, options) == Place(max_restarts=2, oversubscribe=True)
     assert local.move(prepared, options).exit_code == 0
-    assert "is finished already" in said.getvalue()
+    assert "has already finished" in said.getvalue()
     shown = allranks("resume", "last", "steps=900", "--dry-run", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "allranks.launch.rank_env" in shown.stdout
-    assert backends.stop([run]) == [{"run": run.name, "done": "is finished already"}]
+    assert backends.stop([run]) == [{"run": run.name, "done": "already finished"}]

@@ -175,7 +175,7 @@ def test_a_slow_import_is_a_warning_where_all_are_slow() -> None:
 def test_a_slow_import_is_a_fault_where_the_others_were_quick() -> None:
     waiting = check("rendezvous", False, "c", missing=["c"], store=True)
     records = {"a": record("a", waiting), "b": record("b", waiting), "c": slow("c", 24)}
-    reason = "torch took over 24s to import, on the others 4s"
+    reason = "torch took over 24s to import; on the others, 4s"
     assert judge(records, "abc").failed == {"c": reason}
 
 

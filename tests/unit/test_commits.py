@@ -164,7 +164,7 @@ def list_of_another_kind(path: Path) -> None:
 
 
 DAMAGE = [
-    (shorten, "__0_0.distcp has 100 bytes, 10240 were written"),
+    (shorten, "__0_0.distcp has 100 bytes, but 10240 were written"),
     (flip_one_bit, "__0_0.distcp does not have the checksum"),
     (lose_a_file, ".metadata: No such file"),
     (lose_the_manifest, "checkpoint.json: No such file"),

@@ -349,7 +349,7 @@ def test_where_nothing_can_be_compared_that_is_said(tmp_path: Path) -> None:
         chosen_runs(tmp_path, [])
     info = {"bench": {"id": "d", "kind": "data"}}
     run = make_run(tmp_path, "1x1", step_seconds=0.1, info=info)
-    with pytest.raises(AllranksError, match="they are of bench data") as refusal:
+    with pytest.raises(AllranksError, match="they are runs of bench data") as refusal:
         chosen_runs(tmp_path, [])
     assert "bench scaling" in refusal.value.fix
     assert chosen_runs(tmp_path, ["language"]) == ([run], None)  # it was asked for

@@ -78,9 +78,9 @@ def test_any_text_parses_or_is_refused_with_a_fix(text: str) -> None:
         ("1x8:tp=0", "positive integer", "tp=N"),
         ("1x8:dp=0", "positive integer", "dp=N"),
         ("1x8:tp=-2", "positive integer", "tp=N"),
-        ("1x8:tp=3", "does not divide the 8", "write 1x8:tp=2 or 1x8:tp=4, or ask for 9 ranks"),
-        ("1x8:tp=16", "does not divide the 8", "write 1x8:tp=8, or ask for 16 ranks"),
-        ("1x1:tp=2", "does not divide the 1", "write 1x1, or ask for 2 ranks"),
+        ("1x8:tp=3", "does not divide 8", "write 1x8:tp=2 or 1x8:tp=4, or ask for 9 ranks"),
+        ("1x8:tp=16", "does not divide 8", "write 1x8:tp=8, or ask for 16 ranks"),
+        ("1x1:tp=2", "does not divide 1", "write 1x1, or ask for 2 ranks"),
         ("1x8:tp=3,pp=2", "takes 6 ranks", "divides 8, or ask for 12 ranks"),
         (
             "1x8:dp=1,tp=2,pp=2",

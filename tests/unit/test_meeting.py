@@ -108,7 +108,7 @@ def test_a_stranger_at_node_0s_port_is_told_from_node_0(
     answer, word = STRANGERS[kind]
     with at_the_port(answer) as port, pytest.raises(AllranksError) as caught:
         enter(HOST, port, 1, "2x1", waiting())
-    assert f"{HOST}:{port} is not node 0 of a run of yours" in caught.value.what
+    assert f"{HOST}:{port} is not node 0 of one of your runs" in caught.value.what
     assert word in caught.value.what
     assert f"--master {HOST}:{port + 1}" in caught.value.fix
     assert "\x1b" not in caught.value.shown and "\x07" not in caught.value.shown

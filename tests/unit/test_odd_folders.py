@@ -193,10 +193,10 @@ def test_what_is_wrong_is_said_of_that_run_alone(tmp_path: Path) -> None:
     assert not unflagged
     page = invoke("watch", "--once", "--all", "--json", "--runs", str(runs))
     reasons = {one["run"]: one["reason"] or "" for one in json.loads(page)}
-    assert all("its folder is odd" in reasons[run.name] for run in odd)
+    assert all("something is wrong with its folder" in reasons[run.name] for run in odd)
     shown = invoke("ls", "--runs", str(runs))
     null = next(run.name for run, name in odd.items() if name == "created is null")
-    assert f"{null}: its folder is odd: run.json: created is null" in shown
+    assert f"{null}: something is wrong with its folder: run.json: created is null" in shown
     told = json.loads(invoke("doctor", null, "--json", "--runs", str(runs)))
     assert [one["cause"] for one in told] == ["odd-run-folder"]
 

@@ -84,13 +84,13 @@ def failed(run: RunDir, prepared: Prepared, **end: Any) -> AllranksError:
 def test_only_what_left_a_checkpoint_is_to_be_gone_on_with() -> None:
     prepared = prepare(typed())
     run = open_run(prepared)
-    again = f"; go on with {run.resume_command}"
+    again = f"; continue with {run.resume_command}"
     why = f"allranks doctor {run.reference} shows why; the rank's output is in "
     assert failed(run, prepared).fix == f"{why}{run.log(0, 0)}"
     save(run, 7)
     assert failed(run, prepared).fix == f"{why}{run.log(0, 0)}{again}"
     killed = failed(run, prepared, exit=-9, signal="SIGKILL")
-    assert killed.fix.endswith(f"{again}; --max-restarts N would restart by itself")
+    assert killed.fix.endswith(f"{again}; --max-restarts N would restart it automatically")
 
 
 def test_a_script_that_failed_can_go_on_only_from_where_it_says_that_it_saves() -> None:
@@ -101,7 +101,7 @@ def test_a_script_that_failed_can_go_on_only_from_where_it_says_that_it_saves() 
     run = open_run(prepared)
     assert "--resume" not in failed(run, prepared).fix
     Path(f"{run.name}.pt").touch()
-    assert f"go on with {run.resume_command}" in failed(run, prepared).fix
+    assert f"continue with {run.resume_command}" in failed(run, prepared).fix
 
 
 # --- A new run ----------------------------------------------------------------------------------
@@ -566,7 +566,7 @@ def test_far_too_many_ranks_are_started_only_if_that_is_said(
         (["python", "trian.py"], "the script 'trian.py' was not found in"),
         (["python3.12", "no/such.py", "--lr", "1"], "the script 'no/such.py' was not found in"),
         (["trainer", "--fast"], "program 'trainer' was not found here"),
-        (["./plain.sh"], "program './plain.sh' may not be executed"),
+        (["./plain.sh"], "program './plain.sh' is not executable"),
         (["plain.sh"], "write ./plain.sh"),
         (["python plain.py"], "leave out the quotes: -- python plain.py"),
         (["plain.py"], "write python plain.py"),

@@ -95,7 +95,7 @@ def test_only_a_runs_own_launcher_is_signalled(
         said = lock.read_text()
         lock.write_text(said.replace(str(launcher.pid), str(other.pid)))
         for now in (False, True):
-            with pytest.raises(AllranksError, match=f"not through process {other.pid}"):
+            with pytest.raises(AllranksError, match=f"but process {other.pid}"):
                 backends.stop([run], now=now)
         assert other.poll() is None and launcher.poll() is None
         lock.write_text(said)
@@ -103,7 +103,7 @@ def test_only_a_runs_own_launcher_is_signalled(
             backends.stop([run], now=True)
         assert backends.stop([run])[0]["done"] == "saves a checkpoint and stops"
         launcher.wait(60)
-        assert backends.stop([run])[0]["done"] == "is failed already"
+        assert backends.stop([run])[0]["done"] == "already failed"
         other.kill()
     with holder(run, "hears") as launcher:
         assert backends.stop([run], now=True)[0]["done"] == "stopped at once"

@@ -36,7 +36,7 @@ WAITING_TEXTS = {
     "QOSMaxSubmitJobPerUserLimit": "jobs in the queue of one user",
     "QOSMaxMemoryPerUser": "memory of one user",
     "QOSMaxWallDurationPerJobLimit": "more time than the QOS allows",
-    "QOSGrpGRES": "limit on GPUs, of all its jobs together",
+    "QOSGrpGRES": "limit on GPUs, for all its jobs together",
     "QOSGrpNodeLimit": "nodes",
     "QOSMinGRES": "fewer GPUs than the QOS",
     "AssocGrpGRES": "account's limit on GPUs",

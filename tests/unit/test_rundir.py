@@ -143,7 +143,11 @@ def test_a_copied_run_under_another_name_is_found_by_its_path(runs: Path, tmp_pa
 @pytest.mark.parametrize(
     ("reference", "job", "words"),
     [
-        ("digits", None, "fits 2 runs: digits-20261102-120000-bbbb, digits-20261101-120000-aaaa"),
+        (
+            "digits",
+            None,
+            "matches 2 runs: digits-20261102-120000-bbbb, digits-20261101-120000-aaaa",
+        ),
         ("motion", None, "no run 'motion'"),
         ("motion", None, "newest: spiral-20261103-120000-0000"),
         ("last", "motion", "no run of job motion"),

@@ -395,7 +395,7 @@ def test_the_table_of_a_dry_run() -> None:
         "ranks": 8,
         "GPUs": "8 x a100",
         "CPUs": 64,
-        "memory a node": "64G",
+        "memory per node": "64G",
         "nodes are": "exclusive",
         "time limit": "01:00:00",
         "effective batch": 128,
@@ -408,7 +408,7 @@ def test_the_table_says_what_is_left_to_the_site_and_grows_a_batch_per_rank() ->
     column = summary(job, Racer(Layout(2, 2)), None)
     assert column["effective batch"] == 128
     assert column["steps per epoch"] == "known at the start"
-    assert column["CPUs"] == column["memory a node"] == column["time limit"] == "site default"
+    assert column["CPUs"] == column["memory per node"] == column["time limit"] == "site default"
     assert column["GPUs"] == "4"
     column = summary(job_of({"gpus": 0}), Racer.parse("1x2"), None)
     assert column["GPUs"] == "none"

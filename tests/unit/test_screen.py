@@ -201,4 +201,4 @@ def test_a_stopped_run_is_gone_on_with_where_that_can_be(can_go_on: bool) -> Non
     text = io.StringIO()
     stopped = {**RESULT, "state": "stopped"}
     Screen(Console(file=text, width=100)).summary(stopped, can_go_on=can_go_on)
-    assert ("go on with: allranks resume" in text.getvalue()) == can_go_on
+    assert ("continue with: allranks resume" in text.getvalue()) == can_go_on

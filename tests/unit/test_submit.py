@@ -227,7 +227,7 @@ def test_a_layout_races_once(slurm: FakeSlurm) -> None:
     jobs.race(run, "2x2,1x4")
     assert len(slurm.jobs) == 2
     assert run.info()["layout"] == "1x4,2x2"
-    with pytest.raises(AllranksError, match="is already waiting in 1x4 and 2x2"):
+    with pytest.raises(AllranksError, match="is already waiting in layout 1x4 and 2x2"):
         jobs.race(run, "2x2")
 
 
@@ -360,7 +360,7 @@ def test_a_finished_run_is_reported_again(slurm: FakeSlurm) -> None:
     begin(run, slurm, "100", "1x2")
     end(run, slurm, "100", "finished")
     done = again(run, "2x1")
-    assert (done.jobs, done.remarks) == ([], [f"run {run.name} is finished already"])
+    assert (done.jobs, done.remarks) == ([], [f"run {run.name} has already finished"])
     assert again(run, overrides=["epochs=40"]).jobs == ["101"]
 
 
@@ -469,7 +469,7 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(slurm: FakeSlurm) -> None:
     assert slurm.of("scancel") == [("scancel", "100", "101")]
     assert run.state() == look(run)["state"] == "stopped"
     assert look(run)["reason"] == "stopped by its user before it started"
-    assert backends.stop([run]) == [{"run": run.name, "done": "is stopped already"}]
+    assert backends.stop([run]) == [{"run": run.name, "done": "already stopped"}]
 
 
 def test_a_running_run_saves_first(slurm: FakeSlurm) -> None:
@@ -510,7 +510,7 @@ def test_runs_that_were_on_this_machine_are_slurms_once_a_job_is_sent(slurm: Fak
     assert run.info()["backend"] == "slurm"
     slurm.change("100", state="RUNNING")
     claims.take(run.claims, Claim(number=0, job="100", layout="1x2"))
-    with ExitStack() as held, pytest.raises(AllranksError, match="is trained by job 100"):
+    with ExitStack() as held, pytest.raises(AllranksError, match="is being trained by job 100"):
         hold_run(prepare(Request(resume=str(run.path))), held)
     slurm.change("100", state="PENDING")
     with ExitStack() as held:
@@ -602,7 +602,7 @@ def test_a_job_that_was_cancelled_by_hand_waits_no_more(slurm: FakeSlurm) -> Non
     slurm.change("100", state="CANCELLED by 0")
     assert look(run)["state"] == "failed"
     assert look(run)["reason"] == "cancelled by root (the administrators or SLURM)"
-    assert backends.stop([run])[0]["done"] == "is failed already"
+    assert backends.stop([run])[0]["done"] == "already failed"
 
 
 # --- Following ----------------------------------------------------------------------------------
@@ -777,7 +777,7 @@ def test_what_is_wrong_with_a_race_is_said_of_the_race(slurm: FakeSlurm) -> None
     backends.stop([run])
     with pytest.raises(AllranksError, match="it is stopped") as refusal:
         jobs.race(run, "2x1")
-    assert refusal.value.fix.startswith("go on with it: allranks resume")
+    assert refusal.value.fix.startswith("continue it: allranks resume")
 
 
 def test_stop_needs_to_know_what(slurm: FakeSlurm) -> None:

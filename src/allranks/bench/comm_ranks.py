@@ -1,5 +1,5 @@
 """What each rank of `bench comm` runs: collectives from the smallest size up, checked, then timed;
-and which way their bytes went, by NCCL's own log. Rank 0 writes comm.json.
+and which way their bytes went, according to NCCL's own log. Rank 0 writes comm.json.
 
     python -m allranks.bench.comm_ranks --sizes 1KiB-1GiB --seconds 120 all_reduce broadcast
 

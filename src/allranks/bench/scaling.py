@@ -41,7 +41,7 @@ NO_PACE = ("no optimizer step", "too few steps", "no samples")  # of a run that 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All runs, round by round: if the machine drifts, it does for all layouts."""
+    """All runs, round by round, so that a drift of the machine affects all layouts."""
 
     layouts: tuple[Layout, ...]
     steps: int | None  # None: to the end

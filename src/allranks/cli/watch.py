@@ -1,4 +1,4 @@
-"""The commands that look on: watch, status."""
+"""The commands for looking at runs: watch, status."""
 
 from __future__ import annotations
 

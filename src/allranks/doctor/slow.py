@@ -39,7 +39,7 @@ Reasons = Iterator[tuple[float, Finding]]  # each with the share of a step that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """From which value on something is reported. Shares are of a step's time."""
+    """The values from which something is reported. Shares are of a step's time."""
 
     data: float = 0.10
     straggler: float = 0.10

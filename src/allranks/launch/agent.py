@@ -139,7 +139,7 @@ class FixedNodes(RendezvousHandler):
                     raise Interrupted
                 if left < 0:
                     raise TimeoutError(
-                        f"{names_of(missing)} did not come within "
+                        f"{names_of(missing)} did not join within "
                         f"{duration(MEETING_SECONDS, whole=True)}"
                     )
                 time.sleep(ROUND_POLL_SECONDS)

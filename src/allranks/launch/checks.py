@@ -49,7 +49,8 @@ def check_owner(path: Path, info: os.stat_result | None = None) -> None:
         folder = path if path.is_dir() else path.parent
         raise AllranksError(
             f"{why}: it would run as {_user(os.geteuid())}",
-            fix=f"{fix}; or, if you trust all who can write to it: export ALLRANKS_TRUST={folder}",
+            fix=f"{fix}; or, if you trust everyone who can write to it: "
+            f"export ALLRANKS_TRUST={folder}",
         )
 
 
@@ -96,7 +97,7 @@ def settle_precision(prepared: Prepared) -> list[str]:
     if not may_matter or {ONEDNN_LIMIT, "DNNL_MAX_CPU_ISA"} & set(given) or local_gpus():
         return []
     limit = allotted.usable_instructions()
-    dies = "this CPU lists AMX but does not let it run: bf16 would be killed by SIGILL (tested)"
+    dies = "this CPU lists AMX but cannot run it: bf16 would be killed by SIGILL (tested)"
     if limit is None and job.command is None:
         raise AllranksError(
             f"precision: {job.precision} cannot be computed on this machine: {dies}, "
@@ -154,7 +155,7 @@ def no_program(program: str) -> AllranksError:
     elif os.path.isfile(program) and "/" not in program:
         fix = f"write ./{typed}"
     elif os.path.isfile(program):
-        why, fix = "may not be executed", f"chmod +x {typed}"
+        why, fix = "is not executable", f"chmod +x {typed}"
     elif " " in program:
         fix = f"leave out the quotes: -- {shlex.join(program.split())}"
     return AllranksError(f"the command's program {program!r} {why}", fix=fix)

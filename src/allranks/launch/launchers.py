@@ -322,7 +322,7 @@ def end_of_own_ranks(seen: str, job: Job) -> dict[str, Any]:
     who = "the command starts ranks itself, besides those that allranks starts"
     fix = (
         "let only allranks start ranks: no torchrun, mpirun or mp.spawn in what it runs. "
-        "If you want a second training, start it with ALLRANKS_PROBE=off in its environment"
+        "If you want a second training run, start it with ALLRANKS_PROBE=off in its environment"
     )
     if inside is not None:
         where, meant = inside

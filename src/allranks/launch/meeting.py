@@ -80,8 +80,8 @@ class Wait:
             raise AllranksError(
                 f"gave up after waiting {duration(self.seconds, whole=True)} for {awaited}",
                 fix="start every node of the layout within ten minutes, with the same --master "
-                "HOST:PORT: a name of node 0's machine that all of them know, and a free port "
-                "there that no firewall closes",
+                "HOST:PORT: a name of node 0's machine that all of them can resolve, and a "
+                "free port there that no firewall blocks",
                 exit_code=1,
             )
         if waited > SHOWN_SECONDS:
@@ -506,7 +506,7 @@ def _wait_for_others(
         check_proof(key, "first", nonces, told)
     except (OSError, ValueError):
         raise AllranksError(
-            "node 0 ended before all nodes had come",
+            "node 0 ended before all nodes had joined",
             fix="start node 0 again, then this node",
             exit_code=1,
         ) from None
@@ -526,10 +526,10 @@ def _reason(error: Exception) -> str:
 
 def not_node_0(host: str, port: int, why: str) -> AllranksError:
     return AllranksError(
-        f"{host}:{port} is not node 0 of a run of yours: {why}",
+        f"{host}:{port} is not node 0 of one of your runs: {why}",
         fix="if node 0 has not been started yet, something else has its port (on its machine: ss "
         f"-ltnp 'sport = :{port}'): give every node another, such as --master {host}:{port + 1}; "
-        "if it has been, its run began without this node, or a firewall is between them",
+        "if it has been started, its run began without this node, or a firewall is between them",
         exit_code=1,
     )
 

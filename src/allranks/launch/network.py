@@ -68,8 +68,8 @@ def _socket_settings(node: NodeNetwork) -> Iterator[Setting]:
         reason = f"the other nodes are reached through it, not through {', '.join(others)}"
         # `=`: without it NCCL takes every interface whose name starts like this.
         yield Setting("NCCL_SOCKET_IFNAME", f"={node.interface}", reason)
-    reason = f"the other nodes are reached through it (from {node.address}); left alone, gloo "
-    reason += "takes the address that this host's own name has here, often a loopback one"
+    reason = f"the other nodes are reached through it (from {node.address}); by default, gloo "
+    reason += "takes the address that this host's own name resolves to, often a loopback one"
     yield Setting("GLOO_SOCKET_IFNAME", node.interface, reason)
 
 

@@ -393,7 +393,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
         return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
     fix = f"allranks doctor {run.reference} shows why; the rank's output is in {failed['log']}"
     if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
-        fix += f"; go on with {run.resume_command}"
+        fix += f"; continue with {run.resume_command}"
     if "signal" in failed and not max_restarts(prepared, place):
-        fix += "; --max-restarts N would restart by itself"
+        fix += "; --max-restarts N would restart it automatically"
     return AllranksError(what, fix=fix, exit_code=1, **facts)

@@ -182,7 +182,7 @@ def refuse_launcher(job: Job, request: Request) -> None:
         fix = f"write command: {command}{also} in {file}"
     raise AllranksError(
         f"{meant.launcher} starts ranks, and so does allranks: each rank of layout {job.layout} "
-        "would start a whole training of its own",
+        "would start a whole training run of its own",
         fix=fix,
     )
 
@@ -218,7 +218,7 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
         lines = [f"{change.key}: {change.ours!r} became {change.theirs!r}" for change in forbidden]
         raise AllranksError(
             f"run {run.name} cannot resume with different mathematics: {'; '.join(lines)}",
-            fix="undo the change, start a new run without --resume, or add --force to go on anyway",
+            fix="undo the change, start a new run without --resume, or add --force to do it anyway",
         )
     records = withheld.public_changes(changes)
     return Prepared(
@@ -251,7 +251,7 @@ def _choose_checkpoint(prepared: Prepared, run: RunDir) -> None:
         return
     manifest = commit.manifest()
     prepared.checkpoint = commit.path.name
-    removed = "; what is damaged is removed" if damaged else ""
+    removed = "; damaged checkpoints are removed" if damaged else ""
     prepared.remarks.append(f"resuming after step {commit.step}{removed}")
     if manifest.get("layout") == str(prepared.layout):
         # Sums over another number of threads round differently.
@@ -291,7 +291,7 @@ def check_not_in_queue(run: RunDir) -> None:
     job = queue.jobs.get(holder.job) if holder is not None else None
     if job is not None and not job.waits:
         raise AllranksError(
-            f"run {run.name} is trained by job {job.job} on {', '.join(job.nodes)}",
+            f"run {run.name} is being trained by job {job.job} on {', '.join(job.nodes)}",
             fix=f"stop it first: allranks stop {run.name}",
         )
 

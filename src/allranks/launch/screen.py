@@ -118,7 +118,7 @@ class Screen:
 
     def _when_stopping(self) -> str:
         native = self._job is not None and self._job.command is None
-        how = ", saving a checkpoint at the next step" if native else ", the script was told"
+        how = ", saving a checkpoint at the next step" if native else "; the script has been told"
         return how + ("; Ctrl-C (again) stops at once" if self.console.is_terminal else "")
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:
@@ -183,7 +183,7 @@ class Screen:
             if result.get("reason"):
                 say(Text(result["reason"], style="yellow"))
             if result["state"] == "stopped" and can_go_on:
-                say(f"go on with: {run.resume_command}")
+                say(f"continue with: {run.resume_command}")
             accuracy = result["metrics"].get("val_accuracy")
             if accuracy is not None:
                 say(f"validation accuracy {percent(accuracy)}", highlight=False)
@@ -269,7 +269,7 @@ class StatusLine:
 
 
 class Notes:
-    """Where nothing can be taken back: a note when a wait begins, then fewer, one at its end.
+    """For output that cannot be redrawn: a note when a wait begins, then fewer, one at its end.
 
     `after`: seconds before the first one. `over`: what is said at the end; empty: nothing.
     """

@@ -52,7 +52,7 @@ def check(job: Job, run: RunDir) -> None:
     if missing:
         raise AllranksError(
             f"the values of {', '.join(missing)} are missing: {run.path / FILE} cannot be read, "
-            "or does not hold them",
+            "or does not contain them",
             fix=f"give them again: {' '.join(f'env.{name}=VALUE' for name in missing)}",
         )
 

@@ -20,7 +20,7 @@ EXAMPLE = "h100=2.5"
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """US dollars for one GPU (or CPU rank) and hour."""
+    """US dollars per hour for one GPU (or CPU rank)."""
 
     gpu: str
     usd_per_hour: float

@@ -207,7 +207,9 @@ def chosen_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], st
     if newest is None:
         find_run(runs, "last")  # raises if there is no run at all
         kinds = sorted({f"bench {bench_of(info).get('kind')}" for info in infos.values()})
-        what = f"they are of {' and '.join(kinds)}" if kinds else "none has the job.yaml of a run"
+        what = (
+            f"they are runs of {' and '.join(kinds)}" if kinds else "none has the job.yaml of a run"
+        )
         raise AllranksError(
             f"no run in {runs} can be compared: {what}",
             fix="measure layouts: allranks bench scaling job.yaml; or name runs: "

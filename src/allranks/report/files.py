@@ -52,7 +52,7 @@ def write_files(report: Mapping[str, Any], folder: Path) -> tuple[list[str], All
     lines = [f"wrote {folder / file}" for file in files]
     if missing:
         lines.append(
-            f"not written, without {' and '.join(NEEDS[file] for file in missing)}: "
+            f"not written, for lack of {' and '.join(NEEDS[file] for file in missing)}: "
             f"{', '.join(missing)}; to install them: pip install 'allranks[report]'"
         )
     return lines, None

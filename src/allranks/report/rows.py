@@ -169,7 +169,7 @@ LOSSES = {
     "other": "spent outside of training",
 }
 WORTH_SAYING = 0.02  # of a step
-BOTH = "the fastest layout whose verdict is good: it meets its target, and no diminishing returns"
+BOTH = "the fastest layout whose verdict is good: it meets its target, without diminishing returns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

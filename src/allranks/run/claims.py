@@ -35,7 +35,7 @@ LOOK_SECONDS = 5.0  # between a launcher's checks for a newer claim
 
 
 class NoLinks(AllranksError):
-    """The file system has no hard links, so that no claim can be taken."""
+    """The file system has no hard links, so no claim can be taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def raise_if_lost(folder: Path, number: int | None) -> None:
         who = f"job {holder.job}" if holder.job else f"process {holder.pid}"
         raise AllranksError(
             f"this attempt has lost the run to {who} on {holder.host}: nothing more is committed",
-            fix="nothing to do: the newer attempt goes on from the last checkpoint",
+            fix="nothing to do: the newer attempt continues from the last checkpoint",
             exit_code=1,
         )
 

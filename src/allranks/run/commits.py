@@ -85,10 +85,10 @@ class Commit:
             for name, expected in manifest["files"].items():
                 path = self.path / name
                 if path.name != name or (path.exists() and not path.is_file()):
-                    return f"{name} is not a file of it"
+                    return f"{name} is not one of its files"
                 num_bytes = path.stat().st_size
                 if num_bytes != expected["bytes"]:
-                    return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
+                    return f"{name} has {num_bytes} bytes, but {expected['bytes']} were written"
                 if checksum(path) != expected["crc32"]:
                     return f"{name} does not have the checksum that it was written with"
         except OSError as error:

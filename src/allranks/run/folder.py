@@ -29,7 +29,7 @@ NAME = re.compile(r"(?P<job>.+)-(?P<time>\d{8}-\d{6})-[0-9a-f]{4}", re.ASCII | r
 HEAD_BYTES = 1 << 20  # at the beginning of a rank's events, which contain its start
 MAX_TRIES = 100  # to find a name that is free
 MAX_SHOWN_PROBLEMS = 3
-ODD = "its folder is odd: "
+ODD = "something is wrong with its folder: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,7 @@ def find_run(runs: Path, reference: str, job_name: str | None = None) -> RunDir:
     if matches:
         names = ", ".join(run.name for run in matches[:5])
         raise AllranksError(
-            f"{reference!r} fits {len(matches)} runs: {names}", fix="write more of the name"
+            f"{reference!r} matches {len(matches)} runs: {names}", fix="write more of the name"
         )
     newest = ", ".join(run.name for run in known[:3]) or "none"
     raise AllranksError(

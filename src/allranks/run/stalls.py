@@ -169,7 +169,7 @@ def blame(states: Sequence[RankState]) -> Blame | None:
     gone = [state.rank for state in states if state.ended is not None]
     waiting = [state for state in states if state.ended is None]
     if gone and any(is_waiting(state) is not False for state in waiting):
-        return Blame(tuple(gone), "has ended, and the others go on", True)
+        return Blame(tuple(gone), "has ended, but the others go on", True)
     if len(waiting) < 2:
         return None
     return (
@@ -214,7 +214,7 @@ def _apart(states: Sequence[RankState], *, with_stacks: bool) -> Blame | None:
     if not apart or len(apart) == len(states):
         return None
     is_sure = with_stacks and any(waits[rank] for rank in waits if rank not in apart)
-    return Blame(apart, "is elsewhere, the others wait in an exchange", is_sure)
+    return Blame(apart, "is elsewhere, while the others wait in an exchange", is_sure)
 
 
 def is_waiting(state: RankState) -> bool | None:
@@ -231,7 +231,7 @@ def _lifeless(states: Sequence[RankState]) -> Blame | None:
     silent = tuple(state.rank for state in states if state.heard < limit)
     if not silent or not any(state.doing for state in states):
         return None
-    return Blame(silent, "shows no sign of life, the others do", False)
+    return Blame(silent, "shows no sign of life, but the others do", False)
 
 
 def wait_apart(states: Sequence[RankState]) -> bool:

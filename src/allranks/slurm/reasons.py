@@ -49,11 +49,11 @@ def _limit(key: str) -> str | None:
         what = {"GPUs": "GPU time", "CPUs": "CPU time"}.get(what, f"time on {what}")
     owner = {"assoc": "account", "qos": "QOS"}.get(where or "", "account or QOS")
     if kind == "min":
-        return f"asks for fewer {what} than the {owner} demands"
+        return f"asks for fewer {what} than the {owner} requires"
     if "walldurationperjob" in rest:
         return f"asks for more time than the {owner} allows one job"
     if kind == "grp":
-        return f"the {owner}'s limit on {what}, of all its jobs together, is reached"
+        return f"the {owner}'s limit on {what}, for all its jobs together, is reached"
     whom = next((f" of {who}" for name, who in words()["per"].items() if name in rest), "")
     return f"the {owner}'s limit on {what}{whom} is reached"
 

@@ -75,7 +75,7 @@ def _load() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise AllranksError(
-            f"the task digits needs scikit-learn for its images, which is missing ({error})",
+            f"the task digits gets its images from scikit-learn, which is missing ({error})",
             fix="pip install scikit-learn",
         ) from error
     pixels, labels = load_digits(return_X_y=True)

@@ -295,7 +295,7 @@ class _Samples(Dataset[Any]):
 
 
 class TensorFetch:
-    """Indexes an in-memory data set once per batch; on the device if the data fit there."""
+    """Indexes an in-memory data set once per batch; on the device if the data fits there."""
 
     def __init__(self, dataset: TensorDataset, device: torch.device) -> None:
         fits = sum(tensor.nbytes for tensor in dataset.tensors) <= ON_DEVICE_BYTES

@@ -104,7 +104,7 @@ def find_job(job: str) -> JobFacts:
         raise AllranksError(f"there is no run {job!r} here, and no job {job} in the queue", fix=fix)
     if facts.state not in RUNNING:
         why = f": {waiting_reason(facts.reason)}" if facts.state == "PENDING" else ""
-        raise AllranksError(f"job {job} is not running but {facts.state.lower()}{why}", fix=fix)
+        raise AllranksError(f"job {job} is not running: it is {facts.state.lower()}{why}", fix=fix)
     return facts
 
 

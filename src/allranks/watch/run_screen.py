@@ -223,7 +223,7 @@ class RunScreen:
         if run is not None and run.is_active:
             self.asked = run.run
         elif run is not None:
-            self.say(f"{run.run} is {run.state} already")
+            self.say(f"{run.run}: already {run.state}")
 
     def _answer(self, key: str) -> None:
         name, self.asked = self.asked, None

@@ -293,8 +293,8 @@ def next_steps(one: RunStatus) -> list[str]:
     if view.stalled:
         return [f"{name} makes no progress: {typed['doctor']} shows where it is stuck."]
     if view.state == "failed":
-        again = f", then {typed['resume']}" if can_go_on else ""
-        return [f"{name} failed: {typed['doctor']}{again}."]
+        again = f"; to continue it: {typed['resume']}" if can_go_on else ""
+        return [f"{name} failed: {typed['doctor']} shows why{again}."]
     if view.state == "stopped" and one.info.get("bench"):
         return []  # it was stopped because it had been measured
     if view.state == "stopped":
@@ -306,13 +306,15 @@ def next_steps(one: RunStatus) -> list[str]:
         whole = sum(one.parts.seconds.values()) or 1.0
         if one.parts.seconds["data"] > DATA_BOUND * whole:
             share = percent(one.parts.seconds["data"] / whole, 0)
-            found.append(f"{name} spends {share} of its step time on data: `allranks bench data`.")
+            found.append(
+                f"{name} spends {share} of its step time on data: try `allranks bench data`."
+            )
         if one.parts.seconds["straggler"] > STRAGGLING * whole:
             share = percent(one.parts.seconds["straggler"] / whole, 0)
             said = f"{name} spends {share} of its step time waiting for"
             rank = one.parts.slowest_rank
             whom = f"rank {rank}" if rank is not None else "slower ranks, which take turns"
-            found.append(f"{said} {whom}: {typed['doctor']}.")
+            found.append(f"{said} {whom}: try {typed['doctor']}.")
     if (view.world_size or 1) > 1 and not view.is_compared and view.step:
         found.append(f"{name} has no baseline: also run its job with `--layout 1x1`.")
     return found

@@ -343,7 +343,9 @@ def memory(facts: MachineFacts) -> Check:
     on_gpus = sum(gpu.memory_bytes for gpu in facts.gpus)
     if on_gpus and facts.memory_allotted < on_gpus / 2:
         fix = "#SBATCH --mem=0 (all of the node), or slurm.mem_per_gpu in a job"
-        return warned("memory", f"{value}, which is little beside {size(on_gpus)} on the GPUs", fix)
+        return warned(
+            "memory", f"{value}, which is little next to {size(on_gpus)} on the GPUs", fix
+        )
     return passed("memory", value)
 
 

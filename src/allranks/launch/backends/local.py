@@ -115,7 +115,7 @@ def finished(prepared: Prepared, screen: Screen) -> Outcome | None:
     extends = any(change["key"] != "layout" for change in prepared.changes)
     if prepared.run is None or prepared.run.state() != "finished" or extends:
         return None
-    screen.remark(f"run {prepared.run.name} is finished already")
+    screen.remark(f"run {prepared.run.name} has already finished")
     return Outcome(prepared.run, result(prepared.run), 0)
 
 
@@ -156,7 +156,7 @@ def will_stop(run: RunDir) -> str:
 def stop(run: RunDir, queue: Queue, *, now: bool) -> str:
     """Signal the process that holds a run, on this machine."""
     if not run.is_live():
-        return f"is {run.state()} already"
+        return f"already {run.state()}"
     process, host = run.holder()
     if host != socket.gethostname():
         raise AllranksError(
@@ -164,7 +164,7 @@ def stop(run: RunDir, queue: Queue, *, now: bool) -> str:
             fix=f"run the same command on {clean(host)}",
         )
     if not _signal(run, process, signal.SIGINT if now else signal.SIGTERM):
-        return f"is {run.ended_state()} already"
+        return f"already {run.ended_state()}"
     if not now:
         return will_stop(run)
     time.sleep(0.5)
@@ -193,8 +193,8 @@ def _signal(run: RunDir, process: int, number: signal.Signals) -> bool:
         ) from None
     if not is_launcher and run.is_live():
         raise AllranksError(
-            f"run {run.name} is live, but not through process {process}, which its folder names: "
-            "nothing was stopped",
+            f"run {run.name} is live, but process {process}, which its folder names, is not what "
+            "runs it: nothing was stopped",
             fix=f"see who holds it: fuser -v {run.path}/.lock",
             exit_code=1,
         )

@@ -1,4 +1,4 @@
-"""Runs on hosts that `ssh` reaches: this process holds the run, each host has a launcher of it.
+"""Runs on hosts that `ssh` reaches: this process holds the run, each host has a launcher for it.
 
 The user's own ssh is used, with its configuration and keys. Where a host does not see the run's
 folder, the folder of the job is copied there with rsync, and what its ranks write is fetched back.
@@ -120,7 +120,8 @@ def ask_host(name: str) -> Host:
         raise AllranksError(f"host {name} has no Python with allranks", fix=install)
     if done.returncode or len(words) != 4 or words[0] != "allranks":
         said = clean(" ".join(done.stderr.split())) or f"ssh ended with code {done.returncode}"
-        fix = f"have `ssh {name} true` work without a password: a key, and a Host in ~/.ssh/config"
+        fix = f"make `ssh {name} true` work without a password: set up a key, and a Host entry in "
+        fix += "~/.ssh/config"
         raise AllranksError(f"host {name} cannot be used: {said}", fix=fix, exit_code=1)
     if words[1] != __version__:
         raise AllranksError(f"host {name} has allranks {words[1]}, not {__version__}", fix=install)
@@ -157,7 +158,7 @@ def call(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
 
 @dataclass
 class Head:
-    """The launcher on this machine, which has the run and no rank of it."""
+    """The launcher on this machine, which holds the run but runs none of its ranks."""
 
     prepared: Prepared
     run: RunDir
@@ -176,7 +177,9 @@ class Head:
         if self.apart:  # only this machine has whole checkpoints
             self.place = replace(self.place, max_restarts=0)
             names = ", ".join(host.name for host in self.apart)
-            self.screen.remark(f"the job's folder is copied to {names}, and results back")
+            self.screen.remark(
+                f"the job's folder is copied to {names}, and results are copied back"
+            )
         nodes, port = tuple(host.address for host in self.hosts), self.hosts[0].port
         told = {"nodes": nodes, "port": port, **self.place.kept}
         path = prepare.write_attempt(self.prepared, self.run, **told)
@@ -252,7 +255,7 @@ class Head:
         for host, said in self.lost.items():
             if self.nodes[host].returncode == NO_SSH or not self.run.ranks(attempt):
                 what = f"host {host.name} was lost in attempt {attempt}: {said}"
-                fix = f"{self.run.resume_command} goes on; on other hosts with --hosts A,B"
+                fix = f"continue with {self.run.resume_command}; for other hosts, add --hosts A,B"
                 error = AllranksError(what, fix=fix, exit_code=1)
         state = "failed" if error else self.run.ended_state()
         return outcome_of(self.run, self.prepared, self.place, self.signals, state, error)

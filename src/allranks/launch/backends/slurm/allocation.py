@@ -102,7 +102,7 @@ def is_held_elsewhere(run: RunDir) -> bool:
     if not run.is_held:
         return False
     process, host = run.holder()
-    say(f"{run.name} is trained by process {process} on {host}: this job ends")
+    say(f"{run.name} is being trained by process {process} on {host}: this job ends")
     return True
 
 
@@ -171,7 +171,7 @@ class Allocation:
             f"(layout {self.racer}, restart {self.place.restart})"
         )
         if self._is_finished():
-            say("the run is finished already")
+            say("the run has already finished")
             return 0
         if lost := lost_words(self.run):
             say(lost)
@@ -347,7 +347,7 @@ class Allocation:
         if self.run.info().get("replaced_nodes"):
             raise AllranksError(
                 f"the nodes failed their check a second time: {named}",
-                fix=f"tell the site; go on with allranks resume {self.run.name} preflight=false",
+                fix=f"tell the site; continue with allranks resume {self.run.name} preflight=false",
                 exit_code=1,
             )
         self.run.update_info(lambda info: info.update(replaced_nodes=True))
@@ -379,7 +379,7 @@ class Allocation:
         if len(attempts) >= limit:
             raise AllranksError(
                 f"{len(attempts)} attempts were made, as many as slurm.max_attempts allows",
-                fix=f"look into the logs, then allranks resume {self.run.name} "
+                fix=f"look at the logs, then allranks resume {self.run.name} "
                 f"slurm.max_attempts={2 * limit}",
                 exit_code=1,
             )
@@ -423,7 +423,7 @@ class Allocation:
                 failed = failure(self.run) if state == "failed" else None
                 why = [lost or "", failure_in_words(failed) if failed else "", stop["why"]]
                 give_up(self.run, "; ".join(filter(None, why)), state)
-                say(f"{stop['why']}: go on with {self.run.resume_command}")
+                say(f"{stop['why']}: continue with {self.run.resume_command}")
             return 0
         is_over, slurms = self._is_ending()
         if is_over and slurms != "TimeLimit":
@@ -541,10 +541,10 @@ class Allocation:
             take, grace = duration(needed / 3, whole=True), duration(needed, whole=True)
             say(f"checkpoints take {take}: slurm.grace should be over {grace}")
         self.run.update_info(lambda info: info.update(queued=True))
-        refused = "its time is over"
+        refused = "its time is up"
         try:
             if may_requeue:
-                say("going on in the next attempt: scontrol requeue")
+                say("continuing in the next attempt: scontrol requeue")
                 while_silent(lambda: requeue(self.place))
                 return
         except slurm.SlurmError as error:

@@ -33,7 +33,7 @@ def check(request: Request, options: Options) -> Prepared:
         request = replace(request, layout=str(first[0].layout))
     prepared = prepare.prepare(replace(request, leads=False))
     if prepared.run is not None and backends.of(prepared.run) != "slurm":
-        prepared.remarks.append("this run was outside of SLURM so far")
+        prepared.remarks.append("until now, this run was outside SLURM")
     submit.check(prepared, racers(prepared, options))
     return prepared
 
@@ -152,7 +152,7 @@ def stop(run: RunDir, queue: Queue, *, now: bool) -> str:
         return local.stop(run, queue, now=now)
     waiting, active = jobs_of(run, queue)
     if not waiting and not active:
-        return f"is {run_state.state_of(run, run.info(), [], queue)} already"
+        return f"already {run_state.state_of(run, run.info(), [], queue)}"
     run.ask_to_stop("stopped by its user", run.info().get("jobs", []))
     if waiting:
         cancel(waiting)
@@ -204,7 +204,7 @@ def race(run: RunDir, layouts: str) -> Submitted:
     job = prepare.load_resolved(run)
     state = run_state.describe(run, look([run]))["state"]
     if state != "queued":
-        move = "move it" if state == "running" else "go on with it"
+        move = "move it" if state == "running" else "continue it"
         raise AllranksError(
             f"run {run.name} is not waiting in a queue: it is {state}",
             fix=f"{move}: allranks resume {run.name} --layout {typed[0].layout}",
@@ -216,7 +216,7 @@ def race(run: RunDir, layouts: str) -> Submitted:
     wanted = [racer for racer in submit.resolve_types(typed, job)[0] if str(racer) not in known]
     if not wanted:
         raise AllranksError(
-            f"run {run.name} is already waiting in {' and '.join(sorted(known))}",
+            f"run {run.name} is already waiting in layout {' and '.join(sorted(known))}",
             fix="name another layout, or wait",
         )
     done = submit.send_all(job, wanted, run, claim=claim)
@@ -236,7 +236,7 @@ def move(prepared: Prepared, options: Options) -> Submitted:
     changes = [*run.info().get("changes", []), *prepared.changes]
     extends = any(change["key"] != "layout" for change in changes)
     if now["state"] == "finished" and not extends:
-        return Submitted(run, [], [f"run {run.name} is finished already"])
+        return Submitted(run, [], [f"run {run.name} has already finished"])
     if now["state"] == "queued":
         raise AllranksError(
             f"run {run.name} is already waiting in the queue (job {', '.join(now['jobs'])})",

@@ -64,7 +64,9 @@ def judge(records: Records, nodes: Sequence[str]) -> Verdict:
     """Which nodes are to blame. A failure that another one explains is not counted."""
     found = Verdict(tuple(nodes))
     if not records:
-        found.trouble = "no node answered: the checks could not be started, or not write"
+        found.trouble = (
+            "no node answered: the checks could not be started, or could not write their results"
+        )
         return found
     for node in nodes:
         if node not in records:
@@ -147,7 +149,7 @@ def _blame_unreachable(found: Verdict, records: Records) -> None:
     healthy = [node for node in records if node not in found.failed]
     if len(healthy) == 2 and len(pairs) == 2:  # no third one to tell which it is
         for (node, peer), why in pairs.items():
-            found.failed[peer] = f"cannot be reached by {node}, nor the other way round: {why}"
+            found.failed[peer] = f"{node} cannot reach it, and it cannot reach {node}: {why}"
         return
     while pairs:
 
@@ -188,7 +190,7 @@ def _blame_slow(found: Verdict, records: Records) -> list[str]:
     for node in slow:
         if slowest is not None and seconds[node] > SLOW_IMPORT * slowest:
             took, others = duration(seconds[node], whole=True), duration(slowest, whole=True)
-            reason = f"torch took over {took} to import, on the others {others}"
+            reason = f"torch took over {took} to import; on the others, {others}"
             found.failed.setdefault(node, reason)
     return slow
 
@@ -285,7 +287,7 @@ def pass_gate(
     until = time.monotonic() + MOST_SECONDS
     while not (folder / OPEN).exists():
         if time.monotonic() > until:
-            what = f"nobody judged the checks of the nodes within {MOST_SECONDS:.0f} seconds"
+            what = f"the results of the node checks were not read within {MOST_SECONDS:.0f} seconds"
             raise AllranksError(what, fix="send the job again", exit_code=1)
         time.sleep(POLL_SECONDS)
 
