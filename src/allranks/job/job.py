@@ -27,17 +27,6 @@ from pydantic import (
 from allranks.errors import AllranksError
 from allranks.job.problems import problems_of, unknown_key
 from allranks.job.task_source import find_task
-from allranks.job.text import (
-    EXCLUSIVE,
-    Dumper,
-    Layer,
-    Origin,
-    Problem,
-    error_of,
-    merge,
-    read_file,
-    read_overrides,
-)
 from allranks.job.values import (
     CommandText,
     Duration,
@@ -55,6 +44,17 @@ from allranks.job.values import (
     SlurmTime,
     Template,
     Word,
+)
+from allranks.job.yaml_lines import (
+    EXCLUSIVE,
+    Dumper,
+    Layer,
+    Origin,
+    Problem,
+    error_of,
+    merge,
+    read_file,
+    read_overrides,
 )
 from allranks.layout import Layout
 
