@@ -62,7 +62,9 @@ def test_the_fewest_workers_that_train_as_fast() -> None:
         "the step alone makes 3,900"
     )
     assert answer["recommendation"]["reason"] == reason
-    assert answer["verdict"] == f"data.num_workers=2 ({reason}): the data keep up with the step"
+    assert (
+        answer["verdict"] == f"data.num_workers=2 ({reason}): data loading keeps up with the step"
+    )
     assert answer["limit"] == "step"
     assert answer["knee"] == 4
     assert answer["step"]["batches_per_second"] == 78
@@ -71,18 +73,22 @@ def test_the_fewest_workers_that_train_as_fast() -> None:
     assert not answer["is_disturbed"]
 
 
-LIMITS = {"step": "the data keep up", "data": "the data are the limit", "cpus": "is fast enough"}
+LIMITS = {
+    "step": "data loading keeps up",
+    "data": "data loading is the limit",
+    "cpus": "is fast enough",
+}
 
 
 @pytest.mark.parametrize(
     ("loading", "training", "step", "limit", "workers", "words"),
     [
         # faster than the step, without any workers
-        ({0: 9000, 1: 9000}, {0: 990, 1: 1000}, 1000, "step", 0, "keep up with the step"),
+        ({0: 9000, 1: 9000}, {0: 990, 1: 1000}, 1000, "step", 0, "keeps up with the step"),
         # slower with every number of them: at the knee, with a CPU left, with none left
         ({0: 500, 1: 900, 2: 950}, {0: 450, 1: 800, 2: 820}, 2000, "data", 1, "add nothing"),
         ({0: 200, 1: 400, 2: 800}, {0: 190, 1: 390, 2: 780}, 2000, "data", 2, "with --workers"),
-        ({0: 200, 4: 800}, {0: 190, 4: 780}, 2000, "data", 4, "give a rank more CPUs"),
+        ({0: 200, 4: 800}, {0: 190, 4: 780}, 2000, "data", 4, "give each rank more CPUs"),
         ({4: 800}, {4: 780}, 2000, "data", 4, "try other numbers of workers"),
         # enough of them, but on the CPUs of the step
         ({0: 5000, 1: 6000}, {0: 1000, 1: 1500}, 2000, "cpus", 1, "fast enough (6,000), but 25%"),
@@ -123,7 +129,7 @@ def test_the_verdict_follows_from_what_was_measured(
     ("measured", "words"),
     [
         (found({0: 100}, {0: 400}, 200), "training with no workers was faster (400 samples/s)"),
-        (found({1: 100}, {1: 180}, 200), "(180 samples/s) than its data arrive (100)"),
+        (found({1: 100}, {1: 180}, 200), "(180 samples/s) than loading its data (100)"),
         (found({0: (100, 110, 300)}), "repeats of loading with no workers range from 100 to 300"),
         (found({0: 900}, {0: (100, 300)}, 250), "repeats of training with no workers"),
         (found({0: 900}, {0: 150}, (100, 300)), "repeats of the step alone"),
@@ -142,7 +148,9 @@ def test_of_what_contradicts_itself_nothing_is_recommended(
 ) -> None:
     answer = data.as_json(measured, RUN)
     assert answer["is_disturbed"] and answer["recommendation"] is None and answer["limit"] is None
-    assert answer["verdict"].startswith("no recommendation, the measurements contradict each other")
+    assert answer["verdict"].startswith(
+        "no recommendation, as the measurements contradict each other"
+    )
     assert words in answer["verdict"]
     assert not [said for said in LIMITS.values() if said in answer["verdict"]]
     assert "no recommendation" in drawn(answer, 100)
@@ -228,17 +236,17 @@ def test_a_script_is_measured_as_it_is() -> None:
     answer = data.script_as_json(RUN, timing(0.05), 2, cpus=4)
     assert answer["data_share"] == 0.5
     assert answer["samples_per_second_without_waiting"] == 2000
-    said = "steps spend 50.0% of their time waiting for data with 2 workers a rank, of 4 CPUs"
-    advice = "give its DataLoader more workers, or make a sample cheaper to prepare"
-    assert answer["verdict"] == f"{said}: the data are the limit; {advice}, and measure again"
+    said = "steps spend 50.0% of their time waiting for data with 2 workers per rank, on 4 CPUs"
+    advice = "give its DataLoader more workers, or make samples cheaper to prepare"
+    assert answer["verdict"] == f"{said}: data loading is the limit; {advice}, and measure again"
 
 
 @pytest.mark.parametrize(
     ("seconds", "workers", "cpus", "words", "never"),
     [
-        (0.001, 0, 4, "with no workers a rank, of 4 CPUs: the data keep up", "limit"),
-        (0.05, 4, 4, "the data are the limit; make a sample cheaper", "more workers"),
-        (0.05, None, 4, "for data: the data are the limit; give its DataLoader", "keep up"),
+        (0.001, 0, 4, "with no workers per rank, on 4 CPUs: data loading keeps up", "limit"),
+        (0.05, 4, 4, "data loading is the limit; make samples cheaper", "more workers"),
+        (0.05, None, 4, "for data: data loading is the limit; give its DataLoader", "keep up"),
         (None, None, 1, "is not known", "limit"),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_baseline_that_was_only_added_may_fail(capsys: pytest.CaptureFixture[s
     found = result_of(as_json(done, added=Layout(1, 1)))
     cli_bench.finish(found, None, silent(), as_json=True)
     told = capsys.readouterr()
-    assert "note: 1x1, added to compare with" in told.err and "--no-baseline" in told.err
+    assert "note: 1x1, added for comparison" in told.err and "--no-baseline" in told.err
     printed = json.loads(told.out)
     assert "error" not in printed and printed["rows"][1]["efficiency"] == 1.0
     with pytest.raises(typer.Exit):  # who asked for it is told that it failed

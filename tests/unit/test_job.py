@@ -342,6 +342,6 @@ def test_a_job_needs_no_torch_and_events_neither_pydantic_nor_yaml() -> None:
 
 def test_what_srun_starts_cannot_be_ended_for_a_stall() -> None:
     job = {"command": "python x.py", "launcher": "srun", "stall_timeout": "10m"}
-    with pytest.raises(AllranksError, match="launcher srun"):
+    with pytest.raises(AllranksError, match="launcher: srun"):
         parse_job(job)
     assert parse_job({**job, "launcher": "torchrun"}).stall_timeout is not None

@@ -187,7 +187,7 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
     assert "of the communication is hidden" in found["verdict"]
     text = profile.markdown(found)
     assert (run.path / "profile.md").read_text() == text
-    assert "rank 1 computes 90.0µs a step longer" in text
+    assert "rank 1 computes 90.0µs longer per step" in text
     assert "https://ui.perfetto.dev" in text
     assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 2
 

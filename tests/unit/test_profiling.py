@@ -160,4 +160,4 @@ def test_a_gpu_that_was_not_recorded_is_told(
     console = Console(file=io.StringIO())
     show_profile(run, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
-    assert ("nothing was recorded of the GPU" in said) == with_device
+    assert ("nothing was recorded on the GPU" in said) == with_device

@@ -88,7 +88,7 @@ def run_to_show(runs: Path, reference: str) -> RunDir:
         return newest
     run = find_run(runs, reference)
     if not has_measured(run):
-        instead = f"--from {newest.name}, the last of those" if newest else measure
+        instead = f"write --from {newest.name}, the newest one" if newest else measure
         raise AllranksError(f"run {run.name} is not a run of bench comm", fix=instead)
     return run
 
@@ -196,7 +196,7 @@ def remarks(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"one machine played the {found['nodes']} nodes: no network was measured"
     peaks = {scope: peak for scope, peak in found["peak_GBps"].items() if peak}
     for scope, peak in peaks.items():
-        yield f"peak {SCOPES[scope]}: {number(peak)} GB/s a rank, by the datasheets"
+        yield f"peak {SCOPES[scope]}: {number(peak)} GB/s per rank, by the datasheets"
     for each in found["not_supported"]:
         yield f"{each['collective']}: not supported by {found['library']} ({each['why']})"
     limit = duration(found["seconds"], whole=True)
@@ -204,11 +204,11 @@ def remarks(found: Mapping[str, Any]) -> Iterator[str]:
         for where, names in _where_stopped(found, why).items():
             yield f"{text.format(seconds=limit)} {where}: {', '.join(names)}"
     if not found["complete"]:
-        yield "incomplete: a rank ended before all was measured"
+        yield "incomplete: a rank ended before everything was measured"
 
 
 STOPPED = {
-    "time": "not measured, to end within {seconds} (--seconds):",
+    "time": "not measured, so as to end within {seconds} (--seconds):",
     "memory": "not measured, for lack of memory:",
 }
 

@@ -330,7 +330,7 @@ def progress(sweep: Sweep, seconds: float) -> str:
     if sweep.lacking:
         return f"{where}: not supported by {sweep.world.library}"
     if not sweep.rows:
-        return f"{where}: nothing fits"
+        return f"{where}: not even the smallest size fits"
     span = " to ".join(num_bytes(sweep.rows[end]["bytes"]) for end in (0, -1))
     return f"{where}: {span}, {duration(seconds)}"
 
@@ -452,7 +452,10 @@ def fail(error: BaseException) -> None:
         is_echo = isinstance(error, WrongResult) and int(os.environ["RANK"]) not in error.ranks
         print(what, file=sys.stderr)
     elif is_echo:
-        print(f"lost another rank: {described['message'].splitlines()[0]}", file=sys.stderr)
+        print(
+            f"lost the connection to another rank: {described['message'].splitlines()[0]}",
+            file=sys.stderr,
+        )
     else:
         traceback.print_exception(error)
     fields = {"what": what, "fix": fix, "echo": is_echo}

@@ -312,7 +312,7 @@ def contradictions(rows: Sequence[Row], step: PaceRange | None) -> Iterator[str]
         if step is not None and row.training.median > DISTURBED * step.median:
             yield f"{said} than the step alone ({number(step.median)})"
         if row.training.low > (1 + KNEE_GAIN) * row.loading.high:
-            yield f"{said} than its data arrive ({number(row.loading.median)})"
+            yield f"{said} than loading its data ({number(row.loading.median)})"
 
 
 def count_of(workers: int) -> str:
@@ -345,8 +345,9 @@ def verdict(found: Found, judged: Judgement) -> str:
     """What limits the training, and what to set."""
     if judged.contradiction is not None:
         return (
-            f"no recommendation, the measurements contradict each other: {judged.contradiction}; "
-            "measure again when nothing else is running here, with more --seconds-each or --repeats"
+            "no recommendation, as the measurements contradict each other: "
+            f"{judged.contradiction}; measure again when nothing else is running here, with a "
+            "higher --seconds-each or --repeats"
         )
     row, step = judged.row, judged.step
     if row is None:
@@ -357,13 +358,13 @@ def verdict(found: Found, judged: Judgement) -> str:
         return f"{words}; the training itself was not measured"
     lost = f"{percent(1 - row.training.median / step.median, 0)} of the step's pace is lost"
     if judged.limit == "step":
-        words += ": the data keep up with the step"
+        words += ": data loading keeps up with the step"
     elif judged.limit == "data":
-        words += f": the data are the limit, {lost} to waiting; {more_data(found, judged)}"
+        words += f": data loading is the limit, {lost} to waiting; {more_data(found, judged)}"
     else:
         words += (
             f": loading alone is fast enough{alone(judged)}, but {lost} to preparing data on the "
-            "CPUs that the step needs; give a rank more CPUs, or make a sample cheaper to prepare"
+            "CPUs that the step needs; give each rank more CPUs, or make samples cheaper to prepare"
         )
     return words
 
@@ -382,14 +383,14 @@ def more_data(found: Found, judged: Judgement) -> str:
     """What would make loading faster."""
     most = judged.rows[-1].workers
     if len(judged.rows) < 2:
-        return "try other numbers of workers with --workers, or make a sample cheaper to prepare"
+        return "try other numbers of workers with --workers, or make samples cheaper to prepare"
     if knee_of(judged.rows) != most:
-        return "more workers add nothing: make a sample cheaper to prepare"
+        return "more workers add nothing: make samples cheaper to prepare"
     if most < found["cpus"]:
         return f"loading still gains with {count_of(most)}: try more of them with --workers"
     return (
         f"loading still gains with {count_of(most)}, one for each CPU: "
-        "give a rank more CPUs, or make a sample cheaper to prepare"
+        "give each rank more CPUs, or make samples cheaper to prepare"
     )
 
 
@@ -401,15 +402,15 @@ def script_verdict(
         return "the time spent waiting for data is not known: the script's phases were not measured"
     said = f"steps spend {percent(share)} of their time waiting for data"
     if num_workers is not None:
-        said += f" with {count_of(num_workers)} a rank, of {count(cpus, 'CPU')}"
+        said += f" with {count_of(num_workers)} per rank, on {count(cpus, 'CPU')}"
     said += "" if is_steady else " (the steps were not steady)"
     if share <= AS_GOOD:
-        return f"{said}: the data keep up with the step"
+        return f"{said}: data loading keeps up with the step"
     if num_workers is not None and num_workers >= cpus:
-        advice = "make a sample cheaper to prepare, or give a rank more CPUs"
+        advice = "make samples cheaper to prepare, or give each rank more CPUs"
     else:
-        advice = "give its DataLoader more workers, or make a sample cheaper to prepare"
-    return f"{said}: the data are the limit; {advice}, and measure again"
+        advice = "give its DataLoader more workers, or make samples cheaper to prepare"
+    return f"{said}: data loading is the limit; {advice}, and measure again"
 
 
 # --- For people ---------------------------------------------------------------------------------
@@ -456,7 +457,9 @@ def notes(found: Found) -> list[str]:
             f"({number(step['batches_per_second'])} batches of {found['batch_size']})"
         )
     if any(row["is_direct"] for row in found["rows"]):
-        lines.append("without workers, whole batches are fetched at once, with no loader between")
+        lines.append(
+            "without workers, whole batches are fetched at once, with no loader in between"
+        )
     if knee is not None and len(found["rows"]) > 1:
         most = found["rows"][-1]["workers"]
         gain = f"loading gains less than a tenth beyond {count_of(knee)}"

@@ -108,8 +108,8 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
     if error > UNSURE:
         low, high = max(0.0, fit.serial_fraction - error), min(1.0, fit.serial_fraction + error)
         return None, (
-            f"the measurements are too noisy: by their 95% intervals {percent(low, 0)} to "
-            f"{percent(high, 0)} of the work could be serial"
+            f"the measurements are too noisy: their 95% intervals allow for {percent(low, 0)} to "
+            f"{percent(high, 0)} of the work to be serial"
         )
     fit = replace(fit, serial_fraction_error=error or None)
     missed = next((row for row in larger if is_far(fit.speedup(row.ranks), row, base)), None)

@@ -63,7 +63,7 @@ def why_unsupported(
     `cpu_can`: whether its CPU computes in bf16 and fp16.
     """
     if precision in ("fp16", "bf16") and not gpus and not cpu_can():
-        return "this CPU lists AMX but cannot run it: tested, it ends with SIGILL"
+        return "this CPU lists AMX but cannot run it: a test ended with SIGILL"
     if precision == "tf32" and not gpus:
         return "tf32 needs an NVIDIA GPU, and there is none here"
     if precision in ("tf32", "bf16"):
@@ -90,7 +90,7 @@ def measure(
     if prepare(()).job.command is not None:
         raise AllranksError(
             "bench precision is for tasks: a script chooses its own precision",
-            fix="run your script once for each setting of its own, and compare: allranks report",
+            fix="run it once for each precision, by its own settings, and compare: allranks report",
         )
     refused = {
         name: why_unsupported(name, local_gpus(), cpu_can=lambda: usable_instructions() is not None)
@@ -245,7 +245,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
         if row["problem"]:
             console.print(Text(f"{row['precision']}: {row['problem']}"), soft_wrap=True)
     if any(row["memory_of"] == "host" for row in measured):
-        line = "memory is the host's: all of a rank's, including Python and torch"
+        line = "memory is the host's: everything that a rank uses, including Python and torch"
         console.print(Text(line), soft_wrap=True)
     console.print(Text(found["verdict"], style="bold"), soft_wrap=True)
 

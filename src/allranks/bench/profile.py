@@ -63,7 +63,7 @@ def show_profile(run: RunDir, console: Console) -> Found | None:
     write_atomically(run.path / "profile.md", markdown(found))
     show(console, found)
     if found["device"] == "cpu" and any(one.get("with_device") for one in said):
-        note = f"nothing was recorded of the GPU: {LOUDNESS}=0 makes torch's profiler say why"
+        note = f"nothing was recorded on the GPU: {LOUDNESS}=0 makes torch's profiler say why"
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     return found
 
@@ -272,7 +272,7 @@ def verdict(ranks: Sequence[Found]) -> str:
     step = mean_of(ranks, "step_seconds")
     parts = {
         "computing": mean_of(ranks, "compute_seconds") / step,
-        "exchanging with nothing computed meanwhile": mean_of(ranks, "exposed_seconds") / step,
+        "exchanging data while nothing is computed": mean_of(ranks, "exposed_seconds") / step,
         "idle": mean_of(ranks, "idle_seconds") / step,
     }
     shares = [f"{percent(share, 0)} {name}" for name, share in parts.items() if share >= 0.005]
@@ -303,7 +303,9 @@ def show(console: Console, found: Found) -> None:
     for file in files[:TERMINAL_ROWS]:
         console.print(Text(f"  {file}", style="dim"), soft_wrap=True)
     if len(files) > TERMINAL_ROWS:
-        console.print(Text(f"  and {len(files) - TERMINAL_ROWS} more beside them", style="dim"))
+        console.print(
+            Text(f"  and {len(files) - TERMINAL_ROWS} more in the same folders", style="dim")
+        )
 
 
 def markdown(found: Found) -> str:
@@ -396,8 +398,8 @@ def remarks(found: Found) -> list[str]:
     words = {"compute": "computes", "exposed": "waits for communication", "idle": "is idle"}
     lines = [
         f"rank {one['rank']} {words[one['part'].removesuffix('_seconds')]} "
-        f"{duration(abs(one['seconds']))} a step {'longer' if one['seconds'] > 0 else 'less'} "
-        "than the median rank"
+        f"{duration(abs(one['seconds']))} {'longer' if one['seconds'] > 0 else 'less'} "
+        "per step than the median rank"
         for one in found["differences"]
     ]
     if found["device"] == "cpu" and found["communication"]:

@@ -146,7 +146,7 @@ def measure(
 
 def result_of(found: dict[str, Any], *, is_interrupted: bool = False) -> Result:
     notes = tuple(
-        f"{row['layout']}, added to compare with, could not be measured: {row['problem']}; "
+        f"{row['layout']}, added for comparison, could not be measured: {row['problem']}; "
         "to leave it out: --no-baseline"
         for row in found["rows"]
         if row["added"] and row["problem"]
@@ -359,7 +359,7 @@ def verdict(
         f"({percent(top.efficiency)} efficient, measured)"
     )
     if any(remark.startswith(APART) for remark in seen):
-        return f"{said}, but {APART}: they train together only if they join"
+        return f"{said}, but {APART}: each may be training alone"
     if top.efficiency > SUSPICIOUS:
         return (
             f"{said}: more than {top.ranks} ranks should reach; before you trust it, find out "

@@ -44,33 +44,52 @@ StepsOrAll = Annotated[
     str, typer.Option(metavar="N|all", help="Steps to measure once they are steady, or all.")
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps to measure.")]
-Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="How many times each is measured.")]
+Repeats = Annotated[
+    int, typer.Option(metavar="N", min=1, help="How many times to make each measurement.")
+]
 NoBaseline = Annotated[
-    bool, typer.Option("--no-baseline", help="Do not add a layout of one rank to compare with.")
+    bool, typer.Option("--no-baseline", help="Do not add a one-rank layout for comparison.")
 ]
 Weak = Annotated[
-    bool, typer.Option("--weak", help="Weak scaling: keep a task's batch per rank, not its total.")
+    bool,
+    typer.Option(
+        "--weak", help="Weak scaling: keep a task's batch per rank constant, not its total."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys of a job, such as slurm.partition=gpu"),
 ]
 Sizes = Annotated[
-    str, typer.Option(metavar="SIZE-SIZE", help="Smallest and largest message, in steps of 4x.")
+    str,
+    typer.Option(
+        metavar="SIZE-SIZE", help="Smallest and largest message; each size is 4x the previous one."
+    ),
 ]
 Collectives = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="Such as all_reduce,broadcast. Default: all.")
+    str | None,
+    typer.Option(
+        metavar="NAMES", help="Collectives to measure, such as all_reduce,broadcast. Default: all."
+    ),
 ]
 Seconds = Annotated[
-    float, typer.Option(metavar="SECONDS", min=1, help="How long all of it takes, roughly.")
+    float,
+    typer.Option(metavar="SECONDS", min=1, help="Roughly how long the whole measurement may take."),
 ]
 Earlier = Annotated[
     str | None,
-    typer.Option("--from", "--show", metavar="RUN", help="Show what this run, or last, measured."),
+    typer.Option(
+        "--from",
+        "--show",
+        metavar="RUN",
+        help="Show what an earlier run measured: its name, or last.",
+    ),
 ]
 Workers = Annotated[
     str | None,
-    typer.Option(metavar="N,N", help="Numbers of workers to try. Default: depends on the CPUs."),
+    typer.Option(
+        metavar="N,N", help="Numbers of workers to try. Default: chosen to suit the CPUs."
+    ),
 ]
 SecondsEach = Annotated[
     float,
@@ -86,7 +105,7 @@ ScriptSteps = Annotated[
     int, typer.Option(metavar="N", min=1, help="With a script: steps to measure.")
 ]
 Precisions = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="Some of fp32,tf32,fp16,bf16. Default: all.")
+    str | None, typer.Option(metavar="NAMES", help="Any of fp32,tf32,fp16,bf16. Default: all.")
 ]
 
 

@@ -41,7 +41,8 @@ Race = Annotated[
 Ladder = Annotated[
     str | None,
     typer.Option(
-        metavar="LAYOUTS", help="Climb from layout to layout while it pays, such as 1x1,1x2,2x2."
+        metavar="LAYOUTS",
+        help="Move up through these layouts as long as it pays off, such as 1x1,1x2,2x2.",
     ),
 ]
 MinEfficiency = Annotated[
@@ -64,7 +65,8 @@ To = Annotated[
     str | None,
     typer.Option(
         metavar="|".join(BACKENDS),
-        help="Where to continue: this machine, SLURM's queue, or its hosts. Default: as before.",
+        help="Where to continue: this machine, SLURM's queue, or the run's hosts. "
+        "Default: as before.",
     ),
 ]
 
@@ -209,7 +211,9 @@ def logs(
     ] = False,
     rank: Annotated[
         int | None,
-        typer.Option(metavar="N", min=-1, help="Only rank N; -1: the output of the job itself."),
+        typer.Option(
+            metavar="N", min=-1, help="Only rank N, or -1 for the output of the job itself."
+        ),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Print every byte as it is, even on a terminal.")

@@ -222,7 +222,7 @@ def about(param: Any) -> str:
     if not is_flag and param.show_default and param.default not in (None, (), []):
         notes.append(f"default: {param.default}")
     if param.envvar:
-        notes.append(f"or as ${param.envvar} says")
+        notes.append(f"or set ${param.envvar}")
     return " ".join([param.help or "", *([f"({', '.join(notes)})"] if notes else [])]).strip()
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Subjects = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="RUN|LOG", help="Runs, or logs of anything. Default: check this machine."
+        metavar="RUN|LOG", help="Runs, or log files of any program. Default: check this machine."
     ),
 ]
 ListCauses = Annotated[bool, typer.Option("--list", help="List all known causes.")]
@@ -28,10 +28,11 @@ Listen = Annotated[
 ]
 Connect = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Test the network to a machine that listens."),
+    typer.Option(metavar="HOST:PORT", help="Test the network to a machine that runs --listen."),
 ]
 DataFolders = Annotated[
-    list[Path] | None, typer.Option(metavar="DIR", help="Also check the disk of this folder.")
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="Also check the disk that this folder is on."),
 ]
 Threshold = Annotated[
     list[str] | None,

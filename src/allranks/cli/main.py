@@ -18,7 +18,11 @@ BENCH = {
     "Measure": (
         Row("scaling", "bench", "Measure a job, or your script after `--`, on several layouts."),
         Row("comm", "bench", "Measure the network between ranks: latency and bandwidth by size."),
-        Row("data", "bench", "Measure data loading: how many workers a job needs, and its limit."),
+        Row(
+            "data",
+            "bench",
+            "Measure data loading: how many workers it needs, what limits it.",
+        ),
         Row("precision", "bench", "Measure a task in fp32, tf32, fp16, bf16: speed, memory, loss."),
     )
 }
@@ -40,16 +44,16 @@ COMMANDS = {
         Row("ls", "cluster", "List runs: state, progress, time left, why they wait or ended."),
         Row("watch", "watch", "Follow runs live, and every rank of the selected one."),
         Row("logs", "cluster", "Print the output of a run's ranks, each line with its rank."),
-        Row("status", "watch", "Write a page to share, in Markdown: runs, speed, next steps."),
+        Row("status", "watch", "Write a Markdown page to share: runs, speed, next steps."),
     ),
     "Measure": (
         Row("bench", "", "Measure how a job scales, and what holds it back.", BENCH),
-        Row("report", "report", "Compare runs: speedup, efficiency, cost, which layout to take."),
+        Row(
+            "report", "report", "Compare runs: speedup, efficiency, cost, and which layout to use."
+        ),
     ),
     "Diagnose": (
-        Row(
-            "doctor", "doctor", "Say what is wrong with a run, a log or this machine, and the fix."
-        ),
+        Row("doctor", "doctor", "Diagnose a run, a log or this machine, and say how to fix it."),
     ),
 }
 

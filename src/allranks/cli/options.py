@@ -69,7 +69,7 @@ Stalled = Annotated[
     ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")
+    bool, typer.Option("--json", help="Print one JSON value, and nothing else, on stdout.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

@@ -32,7 +32,7 @@ Across = Annotated[
 ]
 Doubling = Annotated[
     float,
-    typer.Option(metavar="FRACTION", min=0, help="Extra GPU-hours allowed for twice the GPUs."),
+    typer.Option(metavar="FRACTION", min=0, help="Extra GPU-hours allowed for doubling the GPUs."),
 ]
 
 

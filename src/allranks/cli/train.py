@@ -37,7 +37,7 @@ Resume = Annotated[
 ]
 NodeRank = Annotated[
     int | None,
-    typer.Option(metavar="N", min=0, help="Which node of the layout this machine is, from 0."),
+    typer.Option(metavar="N", min=0, help="This machine's number among the nodes, counted from 0."),
 ]
 Master = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where to reach node 0 of the layout.")
@@ -52,7 +52,7 @@ StallTimeout = Annotated[
         "--stall-timeout",
         "--idle-timeout",
         metavar="TIME",
-        help="End the run after this long without a step: 90s, 10m. Key of a job: stall_timeout.",
+        help="End the run after this long without a step: 90s, 10m. In a job file: stall_timeout.",
     ),
 ]
 ProfileSteps = Annotated[

@@ -12,25 +12,29 @@ from allranks.cli.options import AsJson, Debug, Runs, Stalled, people_console, p
 
 Watched = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RUN", help="Runs, or the id of any SLURM job of yours. Default: all."),
+    typer.Argument(metavar="RUN", help="Runs, or the id of one SLURM job of yours. Default: all."),
 ]
 Web = Annotated[
-    bool, typer.Option("--web", help="Show it in the browser, from a server on this machine.")
+    bool, typer.Option("--web", help="Show the runs in the browser, from a server on this machine.")
 ]
 Port = Annotated[
     int,
     typer.Option(
-        "--port", metavar="PORT", min=0, max=65535, help="With --web: its port; 0 is any free one."
+        "--port",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="With --web: the server's port; 0 picks a free one.",
     ),
 ]
-Once = Annotated[bool, typer.Option("--once", help="Look once, print, and exit.")]
+Once = Annotated[bool, typer.Option("--once", help="Print the current state once, and exit.")]
 All = Annotated[bool, typer.Option("--all", help="Include runs that ended more than a day ago.")]
 Marks = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=LIMITS",
         envvar="ALLRANKS_MARKS",
-        help="Limits for the colours of a value, such as gpu_util=80,90. May be repeated.",
+        help="Limits at which a value changes colour, such as gpu_util=80,90. May be repeated.",
     ),
 ]
 Notify = Annotated[
@@ -46,7 +50,7 @@ Interval = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=0.1,
-        help="Time between looks when printing to a file or a pipe.",
+        help="Time between updates when printing to a file or a pipe.",
     ),
 ]
 Stacks = Annotated[
@@ -110,7 +114,8 @@ def status(
         list[str] | None, typer.Argument(metavar="RUN", help="Only these runs. Default: all.")
     ] = None,
     md: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page there. Default: to stdout.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page to this file. Default: to stdout."),
     ] = None,
     show_all: All = False,
     mark: Marks = None,

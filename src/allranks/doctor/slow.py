@@ -258,7 +258,9 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
     text += f", {_window(facts)}"
     if slowest is None or timing.slowest_share < limits.slowest:
         title = f"ranks spend {words} of each step waiting for whichever is slowest"
-        fix = "group samples by length if it differs; otherwise look for other work on the nodes"
+        fix = (
+            "group samples by length if lengths differ; otherwise look for other work on the nodes"
+        )
         yield share, _finding("uneven-steps", title, fix, text, shown)
         return
     where = f" on {shown.node}" if shown.node and facts.num_nodes > 1 else ""
@@ -286,7 +288,7 @@ def throttled(facts: SlowFacts, limits: Thresholds) -> Reasons:
         title = f"the GPU of rank {rank.rank} is hot and throttled to {clock} of its clock"
         text = f"{count(means['temperature'])} °C, {count(means['clock'])} of "
         text += f"{count(means['clock_max'])} MHz on average"
-        fix = "tell the site that its cooling is not enough"
+        fix = "tell the site that its cooling is insufficient"
         fix += f"; until then #SBATCH --exclude={rank.node}" if rank.node else ""
         yield share, _finding("thermal-throttling", title, fix, text, rank, blames=True)
 
@@ -339,9 +341,11 @@ def idle(facts: SlowFacts, limits: Thresholds) -> Reasons:
     if total and peak < limits.memory * total:
         cause, title = "small-batch", f"{title}: larger batches would fit"
         text += f"; at most {percent(peak / total, 0)} of its memory was in use"
-        fix = "a larger micro_batch_size (the batch stays, accumulation shrinks), and compile: true"
+        fix = "a larger micro_batch_size (for the same batch, with less accumulation), and "
+        fix += "compile: true"
         if not facts.is_task:
-            fix = "a larger batch per rank (with less accumulation the total stays), torch.compile"
+            fix = "a larger batch per rank (for the same total, with less accumulation), and "
+            fix += "torch.compile"
     yield 1 - busy, _finding(cause, title, fix, text, worst, "low")
 
 

@@ -161,12 +161,12 @@ class Slurm(Section):
     exclude: SlurmNodes | None = Field(default=None, description="nodes to leave out")
     dependency: SlurmJobs | None = Field(default=None, description="start after other jobs")
     exclusive: bool = Field(default=False, description="whole nodes, shared with nobody")
-    time: SlurmTime | None = Field(default=None, description="limit, such as 12:00:00 or 2h")
+    time: SlurmTime | None = Field(default=None, description="time limit, such as 12:00:00 or 2h")
     gpu: SlurmName | Annotated[tuple[SlurmName, ...], Field(strict=False)] | None = Field(
         default=None, description="type of GPU, or a list of acceptable types"
     )
     gpus: NonNegativeInt | None = Field(
-        default=None, description="per node; null: from the layout; 0: a job without GPUs"
+        default=None, description="GPUs per node; null: from the layout; 0: a job without GPUs"
     )
     gpu_request: Literal["gres", "gpus-per-node"] = Field(
         default="gres", description="how to request GPUs at this site"
@@ -179,7 +179,9 @@ class Slurm(Section):
     mem_per_gpu: SlurmMemory | None = Field(
         default=None, description="in place of mem: memory per GPU, such as 32G"
     )
-    job_name: SlurmName | None = Field(default=None, description="in the queue; null: the run's")
+    job_name: SlurmName | None = Field(
+        default=None, description="name in the queue; null: the run's"
+    )
     directives: dict[SlurmName, SlurmText | int | None] = Field(
         default={}, description="any other sbatch directive by its name; null: a flag"
     )
@@ -191,12 +193,13 @@ class Slurm(Section):
         default=None, description="how long before the limit the job is told to save and stop"
     )
     signal: Literal["USR1", "USR2"] | None = Field(
-        default=None, description="tells a script to stop; null: USR2, or USR1 for Lightning"
+        default=None,
+        description="signal that tells a script to stop; null: USR2, or USR1 for Lightning",
     )
     requeue: bool = Field(
         default=True, description="continue in another job after the limit or a failed node"
     )
-    max_attempts: PositiveInt = Field(default=100, description="before the run gives up")
+    max_attempts: PositiveInt = Field(default=100, description="attempts before the run gives up")
 
     @model_validator(mode="before")
     @classmethod
@@ -217,7 +220,7 @@ class Compress(Section):
 class Job(Section):
     """A job of allranks: a task to train, or a command to run on every rank."""
 
-    name: NameText = Field(default="job", description="begins the name of the run's folder")
+    name: NameText = Field(default="job", description="what the run folder's name begins with")
     task: str | None = Field(
         default=None, description="spiral, digits, language, or your own package.module:Class"
     )
@@ -255,7 +258,7 @@ class Job(Section):
         default=0, ge=0, lt=2**32, description="for the weights and the order of samples"
     )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
-        default="auto", description="auto: bf16 if the GPU can, else fp32"
+        default="auto", description="auto: bf16 if the GPU supports it, else fp32"
     )
     compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
     activation_checkpointing: Literal["off", "full", "selective"] = Field(
@@ -263,10 +266,10 @@ class Job(Section):
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="how the weights are updated")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="scales lr by ranks; with batch_size_per_rank"
+        default="none", description="scale lr with the number of ranks; needs batch_size_per_rank"
     )
     compress: Compress | None = Field(
-        default=None, description="gradients: {name, rank}; null: off"
+        default=None, description="how to compress gradients: {name, rank}; null: off"
     )
     data: Data = Field(default=Data(), description="how samples reach the ranks")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved")
@@ -383,7 +386,7 @@ def _resolve(layers: Sequence[Layer], resolved: bool) -> Job:
     option_names = None
     if said.values.get("command") is not None and said.values.get("task") is not None:
         where = said.place(("task",)).text
-        what = f"a job has a task or a command, but task is given too ({where})"
+        what = f"a job has either a task or a command, but task is given too ({where})"
         # Reported alone: which other keys are allowed depends on which of the two is meant.
         raise error_of([Problem(said.place(("command",)), what, "remove the task, or the command")])
     if said.values.get("command") is None:
@@ -467,7 +470,7 @@ def _command_problems(layer: Layer) -> Iterator[Problem]:
     if values.get("stall_timeout") is not None and values.get("launcher") == "srun":
         yield Problem(
             layer.place(("stall_timeout",)),
-            "stall_timeout: with launcher srun, no launcher of allranks could end the ranks",
+            "stall_timeout has no effect with launcher: srun: allranks cannot end those ranks",
             "write launcher: torchrun, or remove stall_timeout",
         )
     if "{last}" in str(values.get("resume")) and values.get("last") is None:

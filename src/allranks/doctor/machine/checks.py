@@ -254,7 +254,7 @@ def default_port(facts: MachineFacts) -> Check:
     if facts.default_port_taken:
         fix = f"torchrun --master-port=0 or another number; ss -ltnp 'sport = :{DEFAULT_PORT}' "
         value = f"{DEFAULT_PORT}, where torch's ranks meet by default, is in use"
-        return warned("port", value, f"{fix}shows by what. allranks picks a free one itself")
+        return warned("port", value, f"{fix}shows what uses it. allranks itself picks a free port")
     return passed("port", f"{DEFAULT_PORT} is free")
 
 
@@ -339,11 +339,11 @@ def cpus(facts: MachineFacts) -> Check:
 
 
 def memory(facts: MachineFacts) -> Check:
-    value = f"{size(facts.memory_allotted)} of {size(facts.memory_bytes)} are available"
+    value = f"{size(facts.memory_allotted)} of {size(facts.memory_bytes)} is available"
     on_gpus = sum(gpu.memory_bytes for gpu in facts.gpus)
     if on_gpus and facts.memory_allotted < on_gpus / 2:
         fix = "#SBATCH --mem=0 (all of the node), or slurm.mem_per_gpu in a job"
-        return warned("memory", f"{value}, beside {size(on_gpus)} on the GPUs", fix)
+        return warned("memory", f"{value}, which is little beside {size(on_gpus)} on the GPUs", fix)
     return passed("memory", value)
 
 
@@ -406,7 +406,9 @@ def variables(facts: MachineFacts) -> list[Check]:
         *(threads, allocator, slow, renamed),
     )
     found = [check for rule in rules for check in rule(facts)]
-    return found or [passed("environment", "no variable conflicts with another or the machine")]
+    return found or [
+        passed("environment", "no variable conflicts with another one or with the machine")
+    ]
 
 
 def interface_names(facts: MachineFacts) -> Iterator[Check]:
@@ -464,7 +466,9 @@ def visible_gpus(facts: MachineFacts) -> Iterator[Check]:
     plain = all(word.strip().isdecimal() for word in words)
     chosen = visible_devices(value, uuids) if plain else None
     if chosen is not None and len(chosen) < len(words):
-        value = f"{seen} is cut at its first invalid entry: {len(chosen)} of {len(words)} are used"
+        value = (
+            f"{seen} is cut off at its first invalid entry: {len(chosen)} of {len(words)} are used"
+        )
         yield failed(name, value, f"name each of 0 to {facts.num_gpus_in_all - 1} at most once")
         return
     given = facts.env.get("SLURM_STEP_GPUS") or facts.env.get("SLURM_JOB_GPUS") or ""

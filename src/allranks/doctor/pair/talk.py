@@ -335,7 +335,8 @@ class Listening:
         except OSError as error:
             raise AllranksError(
                 f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
-                fix=f"ss -ltnp 'sport = :{port}' shows who does; or name another: --listen 29501",
+                fix=f"ss -ltnp 'sport = :{port}' shows what does; or name another port: "
+                "--listen 29501",
                 exit_code=1,
             ) from None
         self.port = port_of(self._socket)
