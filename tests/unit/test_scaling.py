@@ -303,7 +303,7 @@ def scaled(speeds: dict[str, list[float]]) -> dict[str, Any]:
         ({"1x1": [1.0, 1.01], "1x2": [0.9, 0.91]}, "no larger layout is faster than 1x1"),
         ({"1x1": [1.0, 1.0], "1x2": [2.1, 2.1]}, "nothing is lost"),
         ({"1x1": [1.0, 1.0], "1x2": [1.0, 1.8]}, "the repeats of 1x2 differ too much"),
-        ({"1x1": [0.9, 1.0, 1.1], "1x2": [1.4, 1.5, 1.6]}, "too noisy: by their 95% intervals"),
+        ({"1x1": [0.9, 1.0, 1.1], "1x2": [1.4, 1.5, 1.6]}, "too noisy: their 95% intervals"),
         ({"1x1": [1.0] * 3, "1x2": [1.1] * 3, "1x4": [3.4] * 3}, "the closest law misses 1x2"),
     ],
 )
