@@ -1,9 +1,13 @@
-"""The one error that users can fix: what is wrong, and what to type."""
+"""The exit codes, and the one error that users can fix: what is wrong, and what to type."""
 
 import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+# How a command ends, besides 0 (done), 1 (the job failed) and 2 (wrong usage or job file).
+STOPPED_AT_CHECKPOINT = 75  # resuming continues from there
+STOPPED_AT_ONCE = 130  # by a second Ctrl-C, or where nothing could be saved
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

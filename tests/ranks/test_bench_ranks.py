@@ -87,10 +87,10 @@ def answer(outcome: Any) -> dict[str, Any]:
     return value
 
 
-def test_data_of_files_by_workers(folder: Path) -> None:
+def test_data_of_files_by_workers(allranks: Allranks, folder: Path) -> None:
     options = ["task=mine:Mine", "--seconds-each", "0.1", "--repeats", "1", "--workers", "0,1"]
     words = ("bench", "data", *options, "--layout", "1x2", "--json")
-    outcome = run_allranks(*words, cwd=folder, env=ONE_THREAD)
+    outcome = allranks(*words, env=ONE_THREAD)
     assert outcome.returncode == 0, outcome.stderr
     found = answer(outcome)
     assert (found["mode"], found["ranks"], found["batch_size"]) == ("task", 2, 16)

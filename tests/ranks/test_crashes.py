@@ -19,9 +19,9 @@ from tests.forked import EXECUTED
 from tests.ports import free_port
 
 from allranks.errors import AllranksError
-from allranks.launch.echo import WithoutTraceback
 from allranks.launch.node import end_of
 from allranks.launch.rank_env import INJECT
+from allranks.launch.rank_output import WithoutTraceback
 from allranks.machine.processes import die_with_parent
 from allranks.run import failures
 from allranks.run.events import append_event

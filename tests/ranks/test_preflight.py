@@ -24,7 +24,7 @@ from tests.ports import free_port
 from allranks.doctor import preflight
 from allranks.doctor.connectivity import Directory, Listener, reach_all
 from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
-from allranks.launch.backends.slurm.node_checks import ENDED, OPEN, verdict
+from allranks.launch.backends.slurm.node_gate import ENDED, OPEN, verdict
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.processes import die_with_parent
 
@@ -209,7 +209,7 @@ def test_a_node_that_hangs_in_the_all_reduce(played: Played, tmp_path: Path, por
 
 LAUNCHER = """
 import sys
-from allranks.launch.backends.slurm.node_checks import pass_gate
+from allranks.launch.backends.slurm.node_gate import pass_gate
 pass_gate(sys.argv[2:], {}, node_rank=int(sys.argv[1]), num_nodes=2)
 assert "torch" in sys.modules
 """

@@ -102,22 +102,12 @@ def test_layouts_in_any_order_in_one_process_find_what_they_find_alone(folder: P
 
 def test_every_rank_of_a_measured_script_is_as_under_run(folder: Path) -> None:
     script = ("--", "python", "train.py")
-    measured = runs_of(
-        folder,
-        "bench",
-        "scaling",
-        "--layouts",
-        "1x2,1x1",
-        "--repeats",
-        "2",
-        "--steps",
-        "20",
-        *script,
-    )
+    options = ("--layouts", "1x2,1x1", "--repeats", "1", "--steps", "20")
+    measured = runs_of(folder, "bench", "scaling", *options, *script)
     for layout in ("1x1", "1x2"):
         (typed,) = runs_of(folder, "run", "--layout", layout, *script)[layout]
         assert len(typed) == int(layout[-1]) and typed[0]["threads"]
-        assert [differences(repeat, typed) for repeat in measured[layout]] == [[], []]
+        assert [differences(repeat, typed) for repeat in measured[layout]] == [[]]
 
 
 @pytest.mark.soak

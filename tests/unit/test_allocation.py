@@ -23,7 +23,7 @@ from allranks.launch.backends.slurm.allocation import (
     Allocation,
     take_claim,
 )
-from allranks.launch.backends.slurm.inside import (
+from allranks.launch.backends.slurm.in_job import (
     FIRST_PORT,
     NUM_PORTS,
     SlurmNodes,
@@ -35,7 +35,7 @@ from allranks.launch.backends.slurm.inside import (
     time_to_limit,
     while_silent,
 )
-from allranks.launch.backends.slurm.node_checks import ENDED, OPEN, Verdict
+from allranks.launch.backends.slurm.node_gate import ENDED, OPEN, Verdict
 from allranks.launch.backends.slurm.relay import nodes_failed
 from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.launch.prepare import Prepared, Request, prepare, read_attempt

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from allranks.launch.backends.slurm.node_checks import (
+from allranks.launch.backends.slurm.node_gate import (
     ENDED,
     OPEN,
     Gate,

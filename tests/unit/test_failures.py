@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allranks.launch.echo import WithoutTraceback
+from allranks.launch.rank_output import WithoutTraceback
 from allranks.run import tracebacks
 from allranks.run.events import append_event
 from allranks.run.failures import (
@@ -340,7 +340,7 @@ def test_a_traceback_that_the_script_survives_is_shown(
     text = "Traceback (most recent call last):\nValueError: caught\n"
     assert shown(f"epoch 1\n{text}") == "epoch 1\n"
     assert shown("epoch 2\n") == ""
-    monkeypatch.setattr("allranks.launch.echo.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("allranks.launch.rank_output.HOLD_SECONDS", 0.0)
     assert shown("") == f"{text}epoch 2\n"
     monkeypatch.undo()
     assert shown(text) == ""

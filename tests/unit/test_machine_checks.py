@@ -18,7 +18,7 @@ from allranks.doctor.machine.checks import check_machine, folder_check, has_kern
 from allranks.doctor.machine.facts import MachineFacts, TorchFacts, collect, has_nvidia_card
 from allranks.doctor.machine.here import as_checks
 from allranks.doctor.show import show_checks
-from allranks.launch.backends.slurm.node_checks import Verdict
+from allranks.launch.backends.slurm.node_gate import Verdict
 from allranks.machine.disks import FolderFacts, look_at
 from allranks.machine.gpus import LocalGPU
 from allranks.machine.network import Interface, Port

@@ -16,7 +16,7 @@ import pytest
 
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
-from allranks.launch import withheld
+from allranks.launch import env_secrets
 from allranks.launch.checks import (
     check_command,
     check_machine,
@@ -703,7 +703,7 @@ def test_secrets_of_the_environment_are_for_their_user_alone(folder: Path) -> No
         "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
         "DB": "postgres://u:pa55@h/d",
     }
-    secrets = run.path / withheld.FILE
+    secrets = run.path / env_secrets.FILE
     assert secrets.stat().st_mode & 0o777 == 0o600
     assert json.loads(secrets.read_text()) == values
     others = [path for path in run.path.iterdir() if path != secrets and path.is_file()]
@@ -717,7 +717,7 @@ def test_secrets_of_the_environment_are_for_their_user_alone(folder: Path) -> No
         assert not again.changes
     changed = prepare(Request(resume="last", overrides=["env.HF_TOKEN=hf_zyxwvutsrqponmlkjihg99"]))
     assert changed.changes == [
-        {"key": "env.HF_TOKEN", "before": withheld.PLACEHOLDER, "now": withheld.PLACEHOLDER}
+        {"key": "env.HF_TOKEN", "before": env_secrets.PLACEHOLDER, "now": env_secrets.PLACEHOLDER}
     ]
     open_run(changed)
     assert "hf_" not in run.job_file.read_text() + (run.path / "run.json").read_text()
@@ -725,16 +725,16 @@ def test_secrets_of_the_environment_are_for_their_user_alone(folder: Path) -> No
     assert env["HF_TOKEN"] == "hf_zyxwvutsrqponmlkjihg99"
     # Others can read the run, and cannot start it.
     secrets.unlink()
-    assert load_resolved(run).env["DB"] == withheld.PLACEHOLDER
+    assert load_resolved(run).env["DB"] == env_secrets.PLACEHOLDER
     with pytest.raises(AllranksError, match=r"the values of WANDB_API_KEY, .* are missing"):
         prepare(Request(resume="last"))
 
 
 def test_a_whole_environment_that_was_typed_is_kept_without_its_secrets() -> None:
     typed = "env={A: b, MY_SECRET: abcdefgh, N: '1'}"
-    kept = withheld.public_override(typed)
+    kept = env_secrets.public_override(typed)
     assert "abcdefgh" not in kept
     job = load_job(None, [kept], command=["x"])
-    assert job.env["MY_SECRET"] == withheld.PLACEHOLDER and job.env["N"] == "1"
+    assert job.env["MY_SECRET"] == env_secrets.PLACEHOLDER and job.env["N"] == "1"
     for harmless in ("steps=3", "env.A=b", "env={A: b}"):
-        assert withheld.public_override(harmless) == harmless
+        assert env_secrets.public_override(harmless) == harmless

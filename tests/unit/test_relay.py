@@ -22,7 +22,7 @@ from allranks.job.job import parse_job
 from allranks.launch import network
 from allranks.launch import node as node_module
 from allranks.launch.backends.slurm import relay, step
-from allranks.launch.backends.slurm.inside import (
+from allranks.launch.backends.slurm.in_job import (
     SlurmNodes,
     check_command,
     step_command,

@@ -13,7 +13,7 @@ from allranks.doctor.finding import Finding
 from allranks.doctor.hang import Stall, hang, hung, judge, stack_in_log
 from allranks.job.job import parse_job
 from allranks.job.values import Duration
-from allranks.launch.stalled import StallWatch, ends_of, frames_in_words
+from allranks.launch.stall_watch import StallWatch, ends_of, frames_in_words
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
@@ -345,7 +345,7 @@ def test_a_run_with_a_checkpoint_is_stopped_and_says_why(tmp_path: Path) -> None
 
 
 def watch(run: RunDir, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> StallWatch:
-    monkeypatch.setattr("allranks.launch.stalled.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("allranks.launch.stall_watch.time.monotonic", lambda: clock[0])
     job = parse_job({"command": "python x.py", "stall_timeout": "20s"})
     return StallWatch(run, job, 0)
 
@@ -384,9 +384,9 @@ def test_a_launcher_says_who_is_where_until_the_ranks_get_on(
         looks.append(clock[0])
         return [replace(state, stack=(WAITS, OWN)[state.rank]) for state in some]
 
-    monkeypatch.setattr("allranks.launch.stalled.with_stacks", looked)
-    monkeypatch.setattr("allranks.launch.stalled.stacks.is_gone", lambda process: False)
-    monkeypatch.setattr("allranks.launch.stalled.time.time", lambda: began + clock[0])
+    monkeypatch.setattr("allranks.launch.stall_watch.with_stacks", looked)
+    monkeypatch.setattr("allranks.launch.stall_watch.stacks.is_gone", lambda process: False)
+    monkeypatch.setattr("allranks.launch.stall_watch.time.time", lambda: began + clock[0])
     told = []
     for now in range(5, 150, 5):
         clock[0] = float(now)
@@ -408,7 +408,9 @@ def test_ranks_whose_probe_is_silent_are_not_ended(
     watched = watch(run, clock, monkeypatch)
     for rank in (0, 1):
         run.log(0, rank).write_text("")
-    monkeypatch.setattr("allranks.launch.stalled.time.time", lambda: 4e9)  # long after all events
+    monkeypatch.setattr(
+        "allranks.launch.stall_watch.time.time", lambda: 4e9
+    )  # long after all events
     seen = []
     for now in range(5, 200, 5):
         clock[0] = float(now)
@@ -454,7 +456,7 @@ def test_without_a_limit_stacks_are_printed_and_nothing_ends(
 ) -> None:
     run, clock = make_run(tmp_path, 1), [0.0]
     run.log(0, 0).write_text("")
-    monkeypatch.setattr("allranks.launch.stalled.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("allranks.launch.stall_watch.time.monotonic", lambda: clock[0])
     watched = StallWatch(run, parse_job({"command": "python x.py", "timeout": "40s"}), 0)
     for now in range(5, 100, 5):
         clock[0] = float(now)

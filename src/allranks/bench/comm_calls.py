@@ -1,5 +1,4 @@
-"""How the ranks of `bench comm` meet, and one collective of one size on each of them: its buffers,
-the call, the expected result, and its time."""
+"""One collective of one size in a rank of `bench comm`: buffers, call, expected result, time."""
 
 from __future__ import annotations
 

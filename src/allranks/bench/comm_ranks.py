@@ -1,5 +1,6 @@
-"""What each rank of `bench comm` runs: collectives from the smallest size up, checked, then timed;
-and which way their bytes went, according to NCCL's own log. Rank 0 writes comm.json.
+"""What each rank of `bench comm` runs: collectives from the smallest size up, checked, then timed.
+
+Which way their bytes went is read from NCCL's own log. Rank 0 writes comm.json.
 
     python -m allranks.bench.comm_ranks --sizes 1KiB-1GiB --seconds 120 all_reduce broadcast
 
@@ -37,7 +38,7 @@ from allranks.bench.comm_calls import (
     of_every_rank,
     time_calls,
 )
-from allranks.errors import AllranksError
+from allranks.errors import STOPPED_AT_ONCE, AllranksError
 from allranks.machine import gpus
 from allranks.machine.network import infiniband_ports
 from allranks.run import tracebacks
@@ -443,7 +444,7 @@ def gloo_route(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
 def fail(error: BaseException) -> None:
     """Write why to the end event and the log, and exit without waiting for the other ranks."""
     if isinstance(error, KeyboardInterrupt):
-        os._exit(130)  # the launcher reports that it was stopped
+        os._exit(STOPPED_AT_ONCE)  # the launcher reports that it was stopped
     described = tracebacks.describe(error)
     what, fix, code, is_echo = tracebacks.in_a_line(described), "", 1, described["echo"]
     if isinstance(error, AllranksError):

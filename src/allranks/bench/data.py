@@ -133,6 +133,7 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
                 "is_direct": row.workers == 0 and found["is_direct"],
                 **_fields("", row.loading),
                 "batches_per_second": row.loading.median / batch,
+                **_fields("cold_", None),  # not measured any more; published keys stay
                 **_fields("training_", row.training),
                 "of_step": row.training.median / step.median if row.training and step else None,
             }
@@ -146,6 +147,8 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
             "seconds": batch / step.median,
         },
         "knee": knee_of(rows),
+        "files": None,
+        "disks": [],
         "workers_of_job": found["workers_of_job"],
         "limit": judged.limit,
         "recommendation": None

@@ -1,5 +1,4 @@
-"""Amdahl's law and the Universal Scalability Law: whether one fits the measured speedups, and what
-it predicts for more ranks. Pure functions."""
+"""Whether Amdahl's or the Universal Scalability Law fits measured speedups; what it predicts."""
 
 from __future__ import annotations
 

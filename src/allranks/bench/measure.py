@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from allranks.errors import AllranksError
+from allranks.errors import STOPPED_AT_ONCE, AllranksError
 from allranks.launch import backends, checks, node, screen
 from allranks.launch.backends import Backend, Options, Submitted, local
 from allranks.launch.prepare import Prepared
@@ -195,5 +195,5 @@ def taken_back(error: AllranksError, name: str, runs: list[RunDir]) -> AllranksE
 
 def stopped_early() -> AllranksError:
     return AllranksError(
-        "stopped before anything was measured", fix="let it run longer", exit_code=130
+        "stopped before anything was measured", fix="let it run longer", exit_code=STOPPED_AT_ONCE
     )

@@ -25,6 +25,7 @@ from allranks.cli.options import (
     print_json,
     typed_request,
 )
+from allranks.errors import STOPPED_AT_ONCE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -273,4 +274,4 @@ def finish(
         print_json(result.found)
     if result.is_interrupted:
         print(f"stopped: {result.how_far}", file=sys.stderr)
-        raise typer.Exit(130)
+        raise typer.Exit(STOPPED_AT_ONCE)

@@ -1,11 +1,11 @@
-"""The commands for clusters, and for runs wherever they are."""
+"""The commands cluster, submit, race, resume, stop, ls and logs: runs wherever they are."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,6 +25,8 @@ from allranks.cli.options import (
     print_json,
     typed_request,
 )
+from allranks.errors import STOPPED_AT_ONCE
+from allranks.launch.backends import TABLE as BACKENDS
 
 if TYPE_CHECKING:
     from allranks.run.folder import RunDir
@@ -60,9 +62,9 @@ Wait = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and stop.")]
 To = Annotated[
-    Literal["local", "slurm", "ssh"] | None,
+    str | None,
     typer.Option(
-        metavar="local|slurm|ssh",
+        metavar="|".join(BACKENDS),
         help="Where to continue: this machine, SLURM's queue, or the run's hosts. "
         "Default: as before.",
     ),
@@ -316,7 +318,7 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
             f"allranks stop {run.reference}; to wait again: allranks logs {run.reference} -f",
             file=sys.stderr,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(STOPPED_AT_ONCE) from None
     if error is not None:
         print_error(error, as_json=as_json, more=result)
     elif as_json:

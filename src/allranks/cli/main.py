@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from allranks.cli.commands import Commands, Row, keep_typed
+from allranks.errors import STOPPED_AT_ONCE
 
 if TYPE_CHECKING:
     from allranks.errors import AllranksError
@@ -97,7 +98,7 @@ def main() -> NoReturn:
     try:
         sys.exit(app(arguments, prog_name="allranks", standalone_mode=False))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(STOPPED_AT_ONCE)
     except BrokenPipeError:  # `allranks ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -50,9 +50,9 @@ def report(
 ) -> None:
     from allranks.machine.prices import parse_price, read_prices
     from allranks.report.build import build, chosen_runs
+    from allranks.report.costs import Targets
     from allranks.report.facts import read_run
     from allranks.report.files import write_files
-    from allranks.report.rows import Targets
     from allranks.report.tables import show_report
     from allranks.show.text import clean
 

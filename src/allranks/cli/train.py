@@ -133,7 +133,7 @@ def train(
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> NoReturn:
     """Start a run on a screen of its own, follow it to its end, and exit with its code."""
-    from allranks.launch.echo import read_ranks
+    from allranks.launch.rank_output import read_ranks
     from allranks.launch.screen import Screen
     from allranks.machine.processes import listening
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from allranks.doctor.catalogue import LONG, Cause, Pattern, load, window_cost
 from allranks.run import files
+from allranks.show.numbers import size
 from allranks.show.text import plain, without_escapes
 
 CHUNK_BYTES = 1 << 21
@@ -246,7 +247,7 @@ def _chunks(source: Source) -> Iterator[bytes]:
         while block := file.read(CHUNK_BYTES):
             num_bytes += len(block)
             if num_bytes > MAX_PIPE_BYTES and not is_file:
-                raise OSError(f"it does not end within {MAX_PIPE_BYTES >> 20} MiB")
+                raise OSError(f"it does not end within {size(MAX_PIPE_BYTES)}")
             block = rest + block
             cut = block.rfind(b"\n") + 1
             if cut == 0:

@@ -27,17 +27,6 @@ from pydantic import (
 from allranks.errors import AllranksError
 from allranks.job.problems import problems_of, unknown_key
 from allranks.job.task_source import find_task
-from allranks.job.text import (
-    EXCLUSIVE,
-    Dumper,
-    Layer,
-    Origin,
-    Problem,
-    error_of,
-    merge,
-    read_file,
-    read_overrides,
-)
 from allranks.job.values import (
     CommandText,
     Duration,
@@ -55,6 +44,17 @@ from allranks.job.values import (
     SlurmTime,
     Template,
     Word,
+)
+from allranks.job.yaml_lines import (
+    EXCLUSIVE,
+    Dumper,
+    Layer,
+    Origin,
+    Problem,
+    error_of,
+    merge,
+    read_file,
+    read_overrides,
 )
 from allranks.layout import Layout
 
@@ -194,7 +194,7 @@ class Slurm(Section):
     )
     signal: Literal["USR1", "USR2"] | None = Field(
         default=None,
-        description="tells scripts to stop; null: USR2, or USR1 for Lightning",
+        description="tells a script to stop; null: USR2, or USR1 for Lightning",
     )
     requeue: bool = Field(
         default=True, description="continue in another job after the limit or a failed node"
@@ -258,7 +258,7 @@ class Job(Section):
         default=0, ge=0, lt=2**32, description="for the weights and the order of samples"
     )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
-        default="auto", description="auto: bf16 on GPUs with it, else fp32"
+        default="auto", description="auto: bf16 if supported, else fp32"
     )
     compile: Literal["auto"] | bool = Field(default="auto", description="torch.compile")
     activation_checkpointing: Literal["off", "full", "selective"] = Field(
@@ -266,7 +266,7 @@ class Job(Section):
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="how the weights are updated")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="scale lr by ranks; needs batch_size_per_rank"
+        default="none", description="scale lr with the ranks; needs batch_size_per_rank"
     )
     compress: Compress | None = Field(
         default=None, description="how to compress gradients: {name, rank}; null: off"

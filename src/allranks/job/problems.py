@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from allranks.job.text import COMMAND_LINE, Layer, Origin, Problem
+from allranks.job.yaml_lines import COMMAND_LINE, Layer, Origin, Problem
 
 Schema = Mapping[str, Any]
 

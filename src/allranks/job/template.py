@@ -12,7 +12,7 @@ import yaml
 from allranks.errors import AllranksError
 from allranks.job.job import COMMAND_ONLY, Job, json_schema, parse_job
 from allranks.job.problems import choices
-from allranks.job.text import Dumper
+from allranks.job.yaml_lines import Dumper
 
 SCHEMA_FILE = "job.schema.json"
 HEAD = f"""\

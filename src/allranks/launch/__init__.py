@@ -1,0 +1,1 @@
+"""From a job to running ranks, on this machine and elsewhere."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import AllranksError
+from allranks.errors import STOPPED_AT_CHECKPOINT, STOPPED_AT_ONCE, AllranksError
 from allranks.launch import backends
 from allranks.layout import Layout
 from allranks.machine.nodelist import compress
@@ -25,7 +25,7 @@ MOST_WAITING = 100_000  # lines
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to a queue
 SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
 ENDING_SECONDS = 15.0  # for what other nodes' launchers write at the end
-EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 75}
+EXIT_CODES = {"finished": 0, "failed": 1, "stopped": STOPPED_AT_CHECKPOINT}
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ def show_logs(
                 break
             time.sleep(READ_SECONDS)
     except KeyboardInterrupt:
-        return 130, []
+        return STOPPED_AT_ONCE, []
     if not num_shown and not follow:
         what = "has printed nothing yet" if rank is None else f"has no log of rank {rank}"
         problem = run.problem()

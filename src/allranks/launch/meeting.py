@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from allranks.errors import AllranksError
+from allranks.errors import STOPPED_AT_ONCE, AllranksError
 from allranks.launch.checks import check_owner
 from allranks.machine.network import listen_on_every_address
 from allranks.show.numbers import duration, listed
@@ -56,7 +56,7 @@ class Interrupted(AllranksError):
 
     def __init__(self) -> None:
         what = "stopped while waiting for the other nodes: no rank runs here"
-        super().__init__(what, fix="type the command again", exit_code=130)
+        super().__init__(what, fix="type the command again", exit_code=STOPPED_AT_ONCE)
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.errors import AllranksError, disk_error
+from allranks.errors import STOPPED_AT_CHECKPOINT, STOPPED_AT_ONCE, AllranksError, disk_error
 from allranks.launch import meeting, prepare
 from allranks.launch.follow import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
 from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
-from allranks.launch.stalled import StallWatch
+from allranks.launch.stall_watch import StallWatch
 from allranks.machine.allotted import memory_kills
 from allranks.machine.processes import Signals, blocked_signals, quick_imports, signal_name
 from allranks.run import claims
@@ -33,8 +33,6 @@ from allranks.timing.steps import result
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent
 
-STOPPED_AT_CHECKPOINT = 75
-STOPPED_AT_ONCE = 130
 AT_ONCE_SECONDS = 10.0  # for torch's agent to end once its ranks are killed
 
 

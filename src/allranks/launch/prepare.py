@@ -19,9 +19,9 @@ from typing import Any
 from allranks import __version__
 from allranks.errors import AllranksError
 from allranks.job.job import BUILT_IN, Job, load_job
-from allranks.job.text import EXCLUSIVE
 from allranks.job.values import Duration
-from allranks.launch import withheld
+from allranks.job.yaml_lines import EXCLUSIVE
+from allranks.launch import env_secrets
 from allranks.launch.checks import check_owner
 from allranks.launch.launchers import find_launcher, spell, with_layout
 from allranks.layout import Layout
@@ -200,7 +200,7 @@ def _load(request: Request, earlier: Sequence[str] = ()) -> Job:
 def load_resolved(run: RunDir, overrides: Sequence[str] = (), *, layout: str | None = None) -> Job:
     """The job in the run's folder, with the overrides that are typed now."""
     job = load_job(run.job_file, overrides, layout=layout, resolved=True)
-    return withheld.restored(job, run)
+    return env_secrets.restored(job, run)
 
 
 def _next_attempt(request: Request, run: RunDir) -> Prepared:
@@ -210,8 +210,8 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
         job = load_resolved(run, request.overrides, layout=request.layout)
     else:
         # What was typed at the start still holds: only a changed file is a change.
-        job = withheld.restored(_load(request, run.info().get("overrides", [])), run)
-    withheld.check(job, run)
+        job = env_secrets.restored(_load(request, run.info().get("overrides", [])), run)
+    env_secrets.check(job, run)
     changes = before.differences(job)
     forbidden = [change for change in changes if change.mathematics]
     if forbidden and not request.force:
@@ -220,7 +220,7 @@ def _next_attempt(request: Request, run: RunDir) -> Prepared:
             f"run {run.name} cannot resume with different mathematics: {'; '.join(lines)}",
             fix="undo the change, start a new run without --resume, or add --force to do it anyway",
         )
-    records = withheld.public_changes(changes)
+    records = env_secrets.public_changes(changes)
     return Prepared(
         request=request,
         job=job,
@@ -299,7 +299,7 @@ def check_not_in_queue(run: RunDir) -> None:
 def open_run(prepared: Prepared, *, backend: str = "local") -> RunDir:
     """Write what is about to start into its folder: job.yaml as resolved, run.json."""
     run = prepared.run or create_run(prepared.request.runs, prepared.job.name)
-    withheld.write_job(run, prepared.job)
+    env_secrets.write_job(run, prepared.job)
     attempt: dict[str, Any] = {
         "attempt": prepared.attempt,
         "layout": str(prepared.layout),
@@ -348,7 +348,7 @@ def typed_in_all(earlier: Sequence[str], request: Request) -> list[str]:
     keys = {override.partition("=")[0] for override in now}
     keys |= {key for pair in EXCLUSIVE for key in pair if keys & set(pair)}
     kept = [old for old in earlier if old.partition("=")[0] not in keys]
-    return [withheld.public_override(one) for one in (*kept, *now)]
+    return [env_secrets.public_override(one) for one in (*kept, *now)]
 
 
 def fill_command(prepared: Prepared, run: RunDir, attempt: int) -> list[str]:
@@ -418,7 +418,7 @@ def ranks_environment(
     The launcher's own environment stays as it is: the next run of this process starts from it.
     """
     job, layout = prepared.job, prepared.layout
-    withheld.check(job, run)
+    env_secrets.check(job, run)
     given = {**os.environ, **prepared.variables}
     env = {
         "ALLRANKS_RUN_DIR": str(run.path),

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from allranks.job.job import Job
-from allranks.launch.echo import Echo
+from allranks.launch.rank_output import Echo
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir

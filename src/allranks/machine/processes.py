@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from allranks.errors import STOPPED_AT_ONCE
+
 PR_SET_PDEATHSIG = 1
 
 # Signals that ask a run to stop. "Your time is nearly up" is USR2, since NCCL may handle USR1; USR1
@@ -103,7 +105,7 @@ class Signals:
         self.received.append(signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number))
         self._last = time.monotonic()
         if self._leaves and len(self.received) > 1:
-            sys.exit(130)
+            sys.exit(STOPPED_AT_ONCE)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:

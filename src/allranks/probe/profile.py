@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.probe.recorder import Recorder
+from allranks.show.numbers import size
 
 VARIABLE = "ALLRANKS_PROFILE"  # how many steps
 SKIP_STEPS = 8  # in which memory is allocated, kernels are chosen and models are compiled
@@ -76,13 +77,13 @@ class Profile:
         trial = self.path.with_name(f".{self.path.name}.trial.json")
         try:
             self._profiler.export_chrome_trace(str(trial))
-            size = trial.stat().st_size
+            num_bytes = trial.stat().st_size
         finally:
             trial.unlink(missing_ok=True)
-        most = max(1, MAX_TRACE_BYTES // max(size, 1))
+        most = max(1, MAX_TRACE_BYTES // max(num_bytes, 1))
         if most < self.num_steps:
             self._say(
-                f"{self.num_steps} steps would make {self.num_steps * size >> 20} MiB: "
+                f"{self.num_steps} steps would make {size(self.num_steps * num_bytes)}: "
                 f"{most} are traced"
             )
             self.num_steps = most

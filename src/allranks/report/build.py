@@ -1,5 +1,4 @@
-"""Which runs a report compares, and the report as one plain object: what --json prints, and what
-every other form is made from."""
+"""A report as one plain object: what --json prints, and what every other form is made from."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from typing import Any
 
 from allranks.errors import AllranksError
 from allranks.machine.prices import Price, find_price
-from allranks.report.facts import RunFacts
-from allranks.report.rows import (
+from allranks.report.costs import (
     BOTH,
     MEASURED,
     PREDICTED,
@@ -26,6 +24,7 @@ from allranks.report.rows import (
     what_differs,
     work_of,
 )
+from allranks.report.facts import RunFacts
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
 from allranks.timing.comparison import SUSPICIOUS, bench_of, is_comparable, is_compared, mode_of

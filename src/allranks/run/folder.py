@@ -1,4 +1,4 @@
-"""A run's folder: how the parts of allranks meet."""
+"""A run's folder: its paths, run.json and the lock on it, how its ranks ended; finding runs."""
 
 from __future__ import annotations
 

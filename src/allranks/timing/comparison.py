@@ -1,5 +1,6 @@
-"""How much faster more ranks are: the one comparison behind `bench scaling`, `report`, `watch`,
-`status` and `submit --ladder`. The rules, one of each:
+"""How much faster more ranks are: the one comparison of runs, which every command shows.
+
+These are `bench scaling`, `report`, `watch`, `status` and `submit --ladder`. The rules:
 
 - Runs are compared if they train the same thing with the same settings (`same_job`). Runs of one
   scaling benchmark are compared with each other (`is_compared`), each kind of device separately.

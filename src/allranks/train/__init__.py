@@ -1,0 +1,1 @@
+"""The training that runs in every rank of a task."""

@@ -34,11 +34,11 @@ from allranks.run.events import EventLog
 from allranks.run.folder import RunDir, no_readable_checkpoint
 from allranks.tasks import Task
 from allranks.train import checkpoint, parallelize
+from allranks.train.agreement import Pulse
 from allranks.train.data import Cut, EvaluationData, Progress, TrainingData, mix
 from allranks.train.loop import SaveEvery, Training, clear_gradients, weighted_losses
 from allranks.train.meter import Meter
 from allranks.train.optim import Schedule, allocate_state, build_optimizer, rate_scale
-from allranks.train.pulse import Pulse
 
 VECTOR_MATH = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.cosh, torch.sinh),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from allranks.tasks import Task
+from allranks.train.agreement import Pulse
 from allranks.train.checkpoint import Checkpointer
 from allranks.train.data import Batch, EvaluationData, MicroBatch, Progress, TrainingData, mix
 from allranks.train.meter import Meter
@@ -25,7 +26,6 @@ from allranks.train.parallelize import (
     plain,
     without_sync,
 )
-from allranks.train.pulse import Pulse
 from allranks.train.signals import stop_requested
 
 

@@ -21,8 +21,8 @@ MAX_KEPT, MAX_KEPT_LOSSES = 1024, 1 << 20  # micro-batches, and losses in them
 class Meter:
     """Writes an event for every step; on rank 0 every `log_every`-th has the global loss.
 
-    Losses stay on the device until the ranks' next exchange (see pulse.py), are then summed over
-    the ranks in one call, and are written to the event log once they have arrived.
+    Losses stay on the device until the ranks' next exchange (see agreement.py), are then summed
+    over the ranks in one call, and are written to the event log once they have arrived.
     """
 
     def __init__(self, log: EventLog, *, log_every: int, last_step: int) -> None:

@@ -1,4 +1,4 @@
-"""Stop signals only set a flag; the ranks then agree on a step to stop at (pulse.py)."""
+"""Stop signals only set a flag; the ranks then agree on a step to stop at (agreement.py)."""
 
 from __future__ import annotations
 

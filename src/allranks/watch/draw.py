@@ -1,4 +1,4 @@
-"""Draws whole screens as lines of text, from plain data alone."""
+"""Draws the screens of `watch` in a terminal as lines of text, from plain data alone."""
 
 from __future__ import annotations
 

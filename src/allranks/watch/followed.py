@@ -1,5 +1,4 @@
-"""A followed run: its folder, its events and its state, the view that is made from them, and how it
-compares with other runs, by the rules of `timing/comparison.py`."""
+"""A followed run: its events and state, the view made from them, how it compares with others."""
 
 from __future__ import annotations
 

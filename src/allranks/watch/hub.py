@@ -1,4 +1,4 @@
-"""One thread reads for all browsers; each browser is sent what it has not seen yet."""
+"""Feeds the page of `watch --web`: one thread reads for all browsers, each gets what is new."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from allranks.doctor.finding import Check, failed, not_here, passed, warned
 from allranks.doctor.machine.checks import check_machine
 from allranks.doctor.machine.facts import collect
-from allranks.launch.backends.slurm import inside
-from allranks.launch.backends.slurm.node_checks import Verdict, verdict
+from allranks.launch.backends.slurm import in_job
+from allranks.launch.backends.slurm.node_gate import Verdict, verdict
 from allranks.show.numbers import rate
 
 NODES_SECONDS = 30
@@ -28,14 +28,14 @@ def check_allocation(runs: Path, gpus: int) -> list[Check]:
     """Check all nodes of the SLURM job that this process is in, at once, with one srun."""
     if "SLURM_JOB_ID" not in os.environ:
         return [not_here("nodes", "not within a SLURM job: only this machine was checked")]
-    place = inside.SlurmNodes.from_environment(os.environ)
+    place = in_job.SlurmNodes.from_environment(os.environ)
     folder = runs.absolute() / f".doctor-{place.job}-{os.getpid()}"  # on a disk that all nodes have
     folder.mkdir(parents=True)
     try:
-        port = inside.free_port(place.job, offset=1)
+        port = in_job.free_port(place.job, offset=1)
         subprocess.run(
-            inside.check_command(place, folder, port, gpus, NODES_SECONDS),
-            env=inside.step_environment(os.environ),
+            in_job.check_command(place, folder, port, gpus, NODES_SECONDS),
+            env=in_job.step_environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=NODES_SECONDS + 60,

@@ -92,6 +92,9 @@ class Backend(Protocol):
 
 
 def named(name: str) -> Backend:
+    """The backend of this name; raises AllranksError if there is none."""
+    if name not in TABLE:
+        raise AllranksError(f"there is no backend {name}", fix=f"write one of {', '.join(TABLE)}")
     return cast(Backend, import_module(TABLE[name]))
 
 

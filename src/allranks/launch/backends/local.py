@@ -15,7 +15,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.launch import checks, prepare
 from allranks.launch.backends import Draft, Options
-from allranks.launch.backends.slurm.inside import check_allocation
+from allranks.launch.backends.slurm.in_job import check_allocation
 from allranks.launch.meeting import split_master
 from allranks.launch.node import Launch, Outcome, Place
 from allranks.launch.prepare import Prepared, Request

@@ -26,8 +26,8 @@ from pathlib import Path
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
-from allranks.launch.backends.slurm import ladder, node_checks, submit
-from allranks.launch.backends.slurm.inside import (
+from allranks.launch.backends.slurm import ladder, node_gate, submit
+from allranks.launch.backends.slurm.in_job import (
     SlurmNodes,
     check_command,
     check_words,
@@ -230,7 +230,7 @@ class Allocation:
         """An attempt on nodes that this run has not used yet; None if another job takes over."""
         if has_launchers(self.job):
             prepared, folder = self._prepare(), self._check_folder(0)
-            gate = node_checks.Gate(
+            gate = node_gate.Gate(
                 folder,
                 self.place.nodes,
                 until=time.monotonic() + IMPORT_SECONDS + PREFLIGHT_SECONDS,
@@ -308,24 +308,24 @@ class Allocation:
         say(f"preflight took {duration(time.monotonic() - started)} in all")
         return True if not verdict.failed else self._replace_nodes(verdict.failed)
 
-    def _hear(self, verdict: node_checks.Verdict) -> bool:
+    def _hear(self, verdict: node_gate.Verdict) -> bool:
         """Print and record what is known about the nodes; False if there is no time for it."""
         if self.signals:
             return False  # let the ranks save what there is
-        for line in node_checks.words(verdict).splitlines():
+        for line in node_gate.words(verdict).splitlines():
             say(line)
         if verdict.ok:
             good = {*self.run.info().get("checked_nodes", []), *self.place.nodes}
             self.run.update_info(lambda info: info.update(checked_nodes=sorted(good)))
         return True
 
-    def _check_nodes(self, *, tries: int) -> node_checks.Verdict:
+    def _check_nodes(self, *, tries: int) -> node_gate.Verdict:
         """Run the checks on all nodes; again where something failed that is no node's fault."""
         for number in range(tries):
             folder = self._check_folder(1 + number)
             command = check_command(self.place, folder, *self._check_settings(1 + number))
             self.relay.run_step(command, seconds=PREFLIGHT_SECONDS + 15)
-            verdict = node_checks.verdict(folder, self.place.nodes)
+            verdict = node_gate.verdict(folder, self.place.nodes)
             if verdict.failed or not verdict.trouble or self.signals:
                 break
         return verdict

@@ -21,7 +21,7 @@ from typing import IO
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.launch.backends.slurm import submit
-from allranks.launch.backends.slurm.inside import (
+from allranks.launch.backends.slurm.in_job import (
     SlurmNodes,
     record_failed,
     say,

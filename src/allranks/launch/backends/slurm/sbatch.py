@@ -13,7 +13,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.job.job import BUILT_IN, Job
 from allranks.job.values import Duration
-from allranks.launch import withheld
+from allranks.launch import env_secrets
 from allranks.layout import Layout
 from allranks.slurm.commands import parse_time
 
@@ -213,7 +213,7 @@ def sbatch_script(
         for name, value in job.env.items()
         if value != BUILT_IN["env"].get(name)
         and name not in READ_ONLY
-        and not withheld.is_secret(name, value)  # the script is for everyone to read
+        and not env_secrets.is_secret(name, value)  # the script is for everyone to read
     ]
     for text in (*words, str(folder), *slurm.modules, slurm.setup, *(value for _, value in env)):
         if re.search("[\0\ud800-\udfff]", text):  # a null byte, or what is no UTF-8

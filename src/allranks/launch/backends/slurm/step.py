@@ -24,7 +24,7 @@ from types import FrameType
 
 from allranks.errors import AllranksError
 from allranks.launch import checks, network, prepare
-from allranks.launch.backends.slurm.node_checks import pass_gate
+from allranks.launch.backends.slurm.node_gate import pass_gate
 from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.node import Place, end_of, run_beside
 from allranks.launch.prepare import Attempt, Prepared
@@ -90,9 +90,9 @@ def go_on_without_job(run: RunDir, number: int, is_told: Callable[[], bool]) -> 
 
     `is_told`: whether this task was told to stop, perhaps because somebody cancelled the job.
     """
-    from allranks.launch.backends.slurm import allocation, inside, sbatch
+    from allranks.launch.backends.slurm import allocation, in_job, sbatch
 
-    claim, place = claims.newest(run.claims), inside.SlurmNodes.from_environment(os.environ)
+    claim, place = claims.newest(run.claims), in_job.SlurmNodes.from_environment(os.environ)
     if claim is None or claim.number != number or not is_holder(claim.pid, run):
         return  # it runs on another node, or where its processes are not seen
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.job.job import Job
 from allranks.job.task_source import find_task
-from allranks.launch import checks, prepare, withheld
+from allranks.launch import checks, env_secrets, prepare
 from allranks.launch.backends import Draft, Submitted
 from allranks.launch.backends.slurm import ladder
 from allranks.launch.backends.slurm.sbatch import Racer, sbatch_script, summary
@@ -73,7 +73,7 @@ def submit(
         climb = replace(climb, layouts=tuple(map(str, rungs)))
     draft(prepared, racers)  # raises before anything is written
     run = create_run(prepared.request.runs, prepared.job.name)
-    withheld.write_job(run, with_layout(prepared.job, racers[0]))
+    env_secrets.write_job(run, with_layout(prepared.job, racers[0]))
 
     def describe(info: dict[str, Any]) -> None:
         info |= prepare.describe_run(prepared, run, info)
@@ -223,7 +223,7 @@ def resume(
     check(prepared, racers)
     racers, _ = resolve_types(racers, prepared.job)
     before, earlier = run.job_file.read_text(), run.info()
-    withheld.write_job(run, with_layout(prepared.job, racers[0]))
+    env_secrets.write_job(run, with_layout(prepared.job, racers[0]))
     overrides = prepare.typed_in_all(earlier.get("overrides", []), prepared.request)
     pending = earlier.get("changes", [])  # of a job that was sent, and never started
     changes = [*pending, *prepared.changes]

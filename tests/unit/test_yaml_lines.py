@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import AllranksError
 from allranks.job.job import load_job
-from allranks.job.text import Dumper, parse_value, read_file, read_overrides
+from allranks.job.yaml_lines import Dumper, parse_value, read_file, read_overrides
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])

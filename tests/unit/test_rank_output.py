@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from allranks.errors import AllranksError
-from allranks.launch import echo, follow
-from allranks.launch.echo import Echo, RankTerminal, ScreenLines, read_ranks
+from allranks.launch import follow, rank_output
 from allranks.launch.follow import Together
+from allranks.launch.rank_output import Echo, RankTerminal, ScreenLines, read_ranks
 from allranks.launch.screen import StatusLine
 from allranks.run.folder import RunDir
 
@@ -204,14 +204,14 @@ def test_what_a_rank_draws_is_shown_as_it_is_and_logged_by_line(tmp_path: Path) 
 def test_a_screen_that_takes_no_more_does_not_hold_up_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(echo, "FLUSH_SECONDS", 0.1)
-    monkeypatch.setattr(echo, "MOST_QUEUED", 10)
+    monkeypatch.setattr(rank_output, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(rank_output, "MOST_QUEUED", 10)
     screened = Screened(tmp_path)
     screened.may_write.clear()
     lines = [f"line {number} {'x' * 80}" for number in range(2000)]
     screened.draw("\n".join(lines))  # many times what a terminal keeps
     screened.may_write.set()
-    monkeypatch.setattr(echo, "FLUSH_SECONDS", 60.0)
+    monkeypatch.setattr(rank_output, "FLUSH_SECONDS", 60.0)
     assert screened.terminal.flush()
     screened.draw("\nthe end")
     assert screened.close()

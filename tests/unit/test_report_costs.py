@@ -9,8 +9,8 @@ import pytest
 
 from allranks.machine.prices import parse_price
 from allranks.report.build import build
+from allranks.report.costs import Row, Targets, groups, headline, recommended, rows_of, verdict
 from allranks.report.facts import RunFacts
-from allranks.report.rows import Row, Targets, groups, headline, recommended, rows_of, verdict
 from allranks.timing.comparison import mode_of
 from allranks.timing.steps import Timing
 

@@ -11,15 +11,15 @@ import pytest
 from allranks.doctor.diagnose import on_which_nodes
 from allranks.doctor.finding import Evidence, Finding
 from allranks.errors import AllranksError
-from allranks.launch.backends.slurm import inside
-from allranks.launch.backends.slurm.inside import check_allocation
+from allranks.launch.backends.slurm import in_job
+from allranks.launch.backends.slurm.in_job import check_allocation
 from allranks.launch.prepare import Request
 from allranks.layout import Layout
 from allranks.run.events import append_event
 from allranks.run.failures import missing_in_words, missing_path
 from allranks.run.folder import RunDir
 
-PLACE = inside.SlurmNodes(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
+PLACE = in_job.SlurmNodes(job="7", restart=0, nodes=("node1", "node2"), cpus_per_node=1)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, printed: str) -> list[Sequence[str]]
         asked.append(command)
         return printed or None
 
-    monkeypatch.setattr(inside, "output_of", output_of)
+    monkeypatch.setattr(in_job, "output_of", output_of)
     return asked
 
 
@@ -92,7 +92,7 @@ def test_the_nodes_are_asked_for_a_path_of_the_working_folder(
     run = failed_run(tmp_path, NOT_FOUND)
     printed = "0 node1 /work\n0 node2 /work\n1 node2 /work/data/x.pt\n0 node1 /work/data/x.pt\n"
     asked = answer(monkeypatch, "hello from the site's profile\n" + printed)
-    found = inside.look_for_missing(run, 0, PLACE, [])
+    found = in_job.look_for_missing(run, 0, PLACE, [])
     assert found == {"attempt": 0, "path": "/work/data/x.pt", "on": ["node1"], "not_on": ["node2"]}
     assert list(asked[0][-2:]) == ["/work", "/work/data/x.pt"]
 
@@ -102,7 +102,7 @@ def test_a_working_folder_that_is_missing_is_the_reason(
 ) -> None:
     run = failed_run(tmp_path, "python: can't open file '/tmp/a.py': [Errno 2] No such file")
     answer(monkeypatch, "0 node1 /work\n1 node2 /work\n1 node1 /tmp/a.py\n1 node2 /tmp/a.py\n")
-    found = inside.look_for_missing(run, 0, PLACE, [])
+    found = in_job.look_for_missing(run, 0, PLACE, [])
     assert found is not None and (found["path"], found["not_on"]) == ("/work", ["node2"])
 
 
@@ -112,13 +112,13 @@ def test_nodes_that_do_not_answer_are_not_blamed(
 ) -> None:
     run = failed_run(tmp_path, NOT_FOUND)
     answer(monkeypatch, printed)
-    assert inside.look_for_missing(run, 0, PLACE, []) is None
+    assert in_job.look_for_missing(run, 0, PLACE, []) is None
 
 
 def test_other_failures_ask_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, "")
     run = failed_run(tmp_path, "ValueError: no\n")
-    assert inside.look_for_missing(run, 0, PLACE, ["srun: error: exit code 1"]) is None
+    assert in_job.look_for_missing(run, 0, PLACE, ["srun: error: exit code 1"]) is None
     assert asked == []
 
 
@@ -126,7 +126,7 @@ def test_errors_in_events_tell_it_too(tmp_path: Path) -> None:
     run = failed_run(tmp_path, "something else\n")
     what = "FileNotFoundError: [Errno 2] No such file or directory: '/x'"
     append_event(run.events(0, 1), "end", state="failed", exit=1, error={"what": what, "fix": ""})
-    assert inside.path_of_failure(run, 0) == "/x"
+    assert in_job.path_of_failure(run, 0) == "/x"
 
 
 def test_the_doctor_names_the_nodes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import AllranksError
+from allranks.errors import STOPPED_AT_CHECKPOINT, AllranksError
 from allranks.job.job import Job
 from allranks.launch import prepare
 from allranks.launch.launchers import spell
@@ -141,7 +141,7 @@ def has_saved(run: RunDir, prepared: Prepared, *, since: float) -> bool:
         return True
     attempt = max(run.attempts(), default=0)
     ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
-    if all(end and end["exit"] in (0, 75) for end in ends):
+    if all(end and end["exit"] in (0, STOPPED_AT_CHECKPOINT) for end in ends):
         return True  # the script knew what the signal meant
     last = prepare.last_of(prepared.job, run)
     return bool(last) and Path(last).exists() and Path(last).stat().st_mtime > since

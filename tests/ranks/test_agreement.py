@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
-from allranks.train.pulse import Decision, Pulse
+from allranks.train.agreement import Decision, Pulse
 
 pytestmark = pytest.mark.ranks
 

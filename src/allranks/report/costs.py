@@ -1,5 +1,4 @@
-"""What each layout costs (time to finish, GPU-hours, dollars), whether it was worth it, and which
-one to take. Pure functions."""
+"""What each layout costs in time, GPU-hours and dollars, and which one to take."""
 
 from __future__ import annotations
 
