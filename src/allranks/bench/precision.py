@@ -90,7 +90,8 @@ def measure(
     if prepare(()).job.command is not None:
         raise AllranksError(
             "bench precision is for tasks: a script chooses its own precision",
-            fix="run it once for each precision, by its own settings, and compare: allranks report",
+            fix="run your script once per precision, with its own settings, and compare the runs: "
+            "allranks report",
         )
     refused = {
         name: why_unsupported(name, local_gpus(), cpu_can=lambda: usable_instructions() is not None)

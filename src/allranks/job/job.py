@@ -470,7 +470,7 @@ def _command_problems(layer: Layer) -> Iterator[Problem]:
     if values.get("stall_timeout") is not None and values.get("launcher") == "srun":
         yield Problem(
             layer.place(("stall_timeout",)),
-            "stall_timeout has no effect with launcher: srun: allranks cannot end those ranks",
+            "stall_timeout has no effect with launcher: srun, where allranks cannot end ranks",
             "write launcher: torchrun, or remove stall_timeout",
         )
     if "{last}" in str(values.get("resume")) and values.get("last") is None:

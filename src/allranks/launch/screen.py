@@ -118,7 +118,9 @@ class Screen:
 
     def _when_stopping(self) -> str:
         native = self._job is not None and self._job.command is None
-        how = ", saving a checkpoint at the next step" if native else "; the script has been told"
+        how = ", saving a checkpoint at the next step"
+        if not native:
+            how = "; the script was told to stop"
         return how + ("; Ctrl-C (again) stops at once" if self.console.is_terminal else "")
 
     def follow(self, run: RunDir, job: Job, rank: int) -> None:

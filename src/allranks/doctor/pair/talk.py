@@ -335,7 +335,7 @@ class Listening:
         except OSError as error:
             raise AllranksError(
                 f"cannot listen on port {port}: {os.strerror(error.errno or 0)}",
-                fix=f"ss -ltnp 'sport = :{port}' shows what does; or name another port: "
+                fix=f"ss -ltnp 'sport = :{port}' shows what listens there; or name another port: "
                 "--listen 29501",
                 exit_code=1,
             ) from None
