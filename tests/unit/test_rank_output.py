@@ -201,22 +201,41 @@ def test_what_a_rank_draws_is_shown_as_it_is_and_logged_by_line(tmp_path: Path) 
     assert screened.log.read_text() == "hello\n100%\ncaf\u00e9 red\nno end\n"
 
 
+@pytest.mark.parametrize("last", ["", "the end"])
 def test_a_screen_that_takes_no_more_does_not_hold_up_the_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     monkeypatch.setattr(rank_output, "FLUSH_SECONDS", 0.1)
-    monkeypatch.setattr(rank_output, "MOST_QUEUED", 10)
+    monkeypatch.setattr(rank_output, "MOST_QUEUED", 10_000)
     screened = Screened(tmp_path)
     screened.may_write.clear()
     lines = [f"line {number} {'x' * 80}" for number in range(2000)]
-    screened.draw("\n".join(lines))  # many times what a terminal keeps
+    screened.draw("\n".join([*lines, ""]))  # many times what a terminal keeps
+    screened.terminal.begin(screened.log)  # all of it has been read
     screened.may_write.set()
     monkeypatch.setattr(rank_output, "FLUSH_SECONDS", 60.0)
     assert screened.terminal.flush()
-    screened.draw("\nthe end")
+    screened.draw(last)
     assert screened.close()
-    assert screened.log.read_text().splitlines() == [*lines, "the end"]
-    assert "too slow" in "".join(screened.shown) and len("".join(screened.shown)) < 150_000
+    assert screened.log.read_text().splitlines() == [*lines, *last.splitlines()]
+    shown = "".join(screened.shown)
+    assert shown.endswith(rank_output.LEFT_OUT + last) and len(shown) < 50_000
+
+
+def test_a_slow_screen_gets_all_of_many_small_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_output, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(rank_output, "READ_BYTES", 8)  # as of a rank that flushes often
+    screened = Screened(tmp_path)
+    screened.may_write.clear()
+    drawn = "".join(f"line {number}\n" for number in range(3000))
+    screened.draw(drawn)
+    screened.terminal.begin(screened.log)  # all of it has been read
+    screened.may_write.set()
+    monkeypatch.setattr(rank_output, "FLUSH_SECONDS", 60.0)
+    assert screened.close()
+    assert "".join(screened.shown) == drawn
 
 
 def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path: Path) -> None:

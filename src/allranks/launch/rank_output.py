@@ -35,7 +35,7 @@ TRACEBACK = re.compile(
 )
 HOLD_SECONDS, ENDING_SECONDS = 1.5, 10.0
 READ_BYTES = 1 << 12
-MOST_QUEUED = 1 << 10  # pieces of what a rank draws, for a screen that is slow to take them
+MOST_QUEUED = 1 << 20  # characters, for a screen that is slow to take them
 FLUSH_SECONDS = 5.0
 LEFT_OUT = "\r\n[left out: this terminal was too slow; the log has everything]\r\n"
 MOST_HELD = 200  # lines; no screen is taller
@@ -338,7 +338,8 @@ class RankTerminal:
         self._touched = 0.0
         self._lock = threading.Lock()
         self._is_open = True
-        self._queue: queue.Queue[str] = queue.Queue(MOST_QUEUED)
+        self._queue: queue.Queue[str] = queue.Queue()
+        self._num_queued = self._num_shown = 0  # characters; the latter by the writer alone
         self._is_behind = False  # something was left out
         # What is drawn arrives as it was drawn: the user's terminal makes of it what it does.
         settings = termios.tcgetattr(self._slave)
@@ -381,6 +382,8 @@ class RankTerminal:
             if self._is_open:
                 self._drain()
                 self._append(self._lines.finish())
+                if self._is_behind:
+                    self._queue.put(LEFT_OUT)
         is_shown = self.flush()
         with self._lock:
             self._is_open = False
@@ -405,11 +408,12 @@ class RankTerminal:
                 return
             text = self._decoder.decode(drawn)
             self._append(self._lines.feed(text))
-            try:
-                self._queue.put_nowait(LEFT_OUT + text if self._is_behind else text)
-                self._is_behind = False
-            except queue.Full:
-                self._is_behind = True
+            is_full = self._num_queued - self._num_shown > MOST_QUEUED
+            if not is_full:
+                text = LEFT_OUT + text if self._is_behind else text
+                self._num_queued += len(text)
+                self._queue.put(text)
+            self._is_behind = is_full
 
     def _show(self) -> None:
         while self._is_open or not self._queue.empty():
@@ -419,6 +423,7 @@ class RankTerminal:
             with suppress(Exception):  # whatever becomes of the screen, the rank must be read
                 self._write(text or "")
             if text is not None:
+                self._num_shown += len(text)
                 self._queue.task_done()
 
     def _append(self, lines: list[str]) -> None:
