@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from allranks.cli.doctor import teller
 from allranks.doctor.pair import talk
 from allranks.doctor.pair.talk import (
+    MOST_SILENT,
     Listening,
     check_as_listener,
     check_connection,
@@ -239,6 +240,15 @@ def test_a_target_is_a_host_and_maybe_a_port() -> None:
 def test_a_target_that_is_none(target: str) -> None:
     with pytest.raises(AllranksError, match="HOST:PORT"):
         check_connection(target)
+
+
+def test_silent_strangers_lock_nobody_out() -> None:
+    with listener() as (listening, said, heard), ExitStack() as silent:
+        for _ in range(MOST_SILENT + 8):
+            silent.enter_context(socket.create_connection(("127.0.0.1", listening.port), 60))
+        found = connect("127.0.0.1", listening.port, seconds=0.1)
+        wait_until(lambda: bool(heard))
+    assert found.there is not None and heard[0] is not None, said
 
 
 def test_a_letter_now_and_then_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ MOST_SECONDS = 5.0  # of one transfer, whatever the other side asks for
 PINGS = 40
 STREAMS = 4
 MOST_ADDRESSES = 8
-MOST_AT_ONCE = 32
+MOST_SILENT = 32  # connections that have said nothing yet
 ARP = Path("/proc/net/arp")
 IP_MTU = 14  # Linux's socket option: what the kernel believes the whole route carries
 CLOSED = "it closed the connection"
@@ -327,7 +327,8 @@ class Listening:
         self._tell = tell
         self._session = ""  # of the machine that is being served
         self._serving = threading.Lock()
-        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._silent: dict[socket.socket, None] = {}  # have said nothing yet; oldest first
+        self._counting = threading.Lock()
         self._done = threading.Event()
         self._found: PairFacts | None = None
         try:
@@ -355,16 +356,13 @@ class Listening:
         stop(self._socket)
 
     def _answer(self, connection: socket.socket) -> None:
-        if not self._room.acquire(blocking=False):
-            connection.close()
-            return
         peer = "somebody"
         try:
             with connection:
                 peer = plain(str(connection.getpeername()[0]))
                 connection.settimeout(TALK_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                first = hear(connection)
+                first = self._first_words(connection)
                 if "session" in first:
                     self._carry(connection, first)
                 else:
@@ -372,8 +370,20 @@ class Listening:
         except TALK_ERRORS as error:
             if not self._done.is_set():
                 self._tell(f"{peer}: {in_words(error)}")
+
+    def _first_words(self, connection: socket.socket) -> dict[str, Any]:
+        with self._counting:
+            self._silent[connection] = None
+            if len(self._silent) > MOST_SILENT:  # the one that was silent longest makes room
+                oldest = next(iter(self._silent))
+                del self._silent[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        try:
+            return hear(connection)
         finally:
-            self._room.release()
+            with self._counting:
+                self._silent.pop(connection, None)
 
     def _carry(self, line: socket.socket, first: Mapping[str, Any]) -> None:
         """A further connection of the machine that is being served: bytes in, or bytes out."""
