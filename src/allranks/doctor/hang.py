@@ -44,11 +44,11 @@ class Stall:
     """Ranks that have made no step for a while, with all that a finding says about them."""
 
     run: RunDir
+    attempt: int
     states: Sequence[RankState]
     seconds: float  # without a step
     is_live: bool = True
     processes: Mapping[int, int] = field(default_factory=dict)  # of ranks on this machine
-    last_lines: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # of ranks' events
     sources: Mapping[Frame, str] = field(default_factory=dict)  # the lines of code that they are in
 
 
@@ -67,7 +67,7 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
-    found = judge(read_stall(run, attempts[-1], states, seconds), after=after)
+    found = with_last_lines(judge(read_stall(run, attempts[-1], states, seconds), after=after))
     # It may have moved on while its stacks were read.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
@@ -88,8 +88,9 @@ def hung(run: RunDir) -> list[Finding]:
     progress = max((state.progress for state in states), default=0.0)
     if not printed or progress > when or ended_for(run, attempts[-1]) is None:
         return []  # no stall, it moved on after that, or something else ended it
-    stall = Stall(run=run, states=states, seconds=when - progress, is_live=False)
-    return judge(with_lines(stall, attempts[-1]), after=0.0)
+    seconds, attempt = when - progress, attempts[-1]
+    stall = Stall(run=run, attempt=attempt, states=states, seconds=seconds, is_live=False)
+    return with_last_lines(judge(with_sources(stall), after=0.0))
 
 
 def judge(stall: Stall, *, after: float | None = None) -> list[Finding]:
@@ -199,7 +200,7 @@ def heartbeat(state: RankState, stall: Stall, why: str | None) -> Evidence:
     }
     known = ", ".join(f"{key} {value}" for key, value in fields.items() if value is not None)
     text = f"rank {state.rank} {why or 'waits'}" + (f" ({known})" if known else "")
-    return Evidence(*stall.last_lines.get(state.rank, ("its events", 0)), text)
+    return Evidence(shown_path(stall.run.events(stall.attempt, state.rank)), 0, text)
 
 
 def read_stall(run: RunDir, attempt: int, states: Sequence[RankState], seconds: float) -> Stall:
@@ -211,16 +212,24 @@ def read_stall(run: RunDir, attempt: int, states: Sequence[RankState], seconds: 
         backend = backends.named(backends.of(run))
         more = stacks.from_lines(backend.on_nodes(run, words, OTHER_NODES_SECONDS))
     states = with_stacks(states, processes, more)
-    return with_lines(Stall(run=run, states=states, seconds=seconds, processes=processes), attempt)
+    stall = Stall(run=run, attempt=attempt, states=states, seconds=seconds, processes=processes)
+    return with_sources(stall)
 
 
-def with_lines(stall: Stall, attempt: int) -> Stall:
-    """The stall with the lines of code and of events that are evidence."""
+def with_sources(stall: Stall) -> Stall:
     places = [state.stack.place for state in stall.states if state.stack is not None]
-    paths = {state.rank: stall.run.events(attempt, state.rank) for state in stall.states}
-    last_lines = {rank: (shown_path(path), num_lines(path)) for rank, path in paths.items()}
     sources = {place: source_of(place) for place in places if place is not None}
-    return replace(stall, last_lines=last_lines, sources=sources)
+    return replace(stall, sources=sources)
+
+
+def with_last_lines(findings: list[Finding]) -> list[Finding]:
+    """Number the last lines of the files of events that are shown, and read no others."""
+
+    def numbered(row: Evidence) -> Evidence:
+        path = Path(row.file)
+        return replace(row, line=num_lines(path)) if path.suffix == ".jsonl" else row
+
+    return [replace(each, evidence=tuple(map(numbered, each.evidence))) for each in findings]
 
 
 def source_of(place: Frame) -> str:
