@@ -589,7 +589,7 @@ def test_a_variable_that_keeps_gloo_on_one_node_is_not_passed_on_to_several(
         given.update(env)
         raise Ended(0)
 
-    monkeypatch.setattr(step.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     run = create_run(tmp_path, "script")
