@@ -299,6 +299,8 @@ def test_the_exception_of_a_loaders_worker_is_that_of_its_own_line() -> None:
     [
         ("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]", True),
         ("DistBackendError", "NCCL error: remote process exited or there was a network", True),
+        ("DistBackendError", "unhandled system error: Connection closed by remote peer n2", True),
+        ("DistBackendError", "NCCL communicator was aborted on rank 1", True),
         ("DistStoreError", "Timed out after 61 seconds waiting for clients. 1/2 clients", True),
         ("DistNetworkError", "The server socket has failed to listen on any address", False),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", False),

@@ -34,7 +34,7 @@ from allranks.machine.processes import STOP_SIGNALS
 from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, create_run
 
 GRACE = 120  # of a limit of an hour
 HOUR = 3600
@@ -578,3 +578,22 @@ def test_srun_says_which_task_ended_badly_first(make: Callable[..., Relay]) -> N
     said = "slurmstepd-n1: error: Detected 1 oom_kill event in StepId=9.0. Some of your processes"
     told.run_step(["bash", "-c", f"echo '{said}\nsrun: error: n1: task 0: Killed' >&2"])
     assert told.first_end == ("", "Out Of Memory")
+
+
+def test_a_variable_that_keeps_gloo_on_one_node_is_not_passed_on_to_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+
+    def start(words: list[str], env: dict[str, str], **options: object) -> None:
+        given.update(env)
+        raise Ended(0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    run = create_run(tmp_path, "script")
+    job = parse_job({"command": "true", "layout": "2x1"})
+    with pytest.raises(Ended):
+        step.run_rank(Prepared(request=Request(), job=job, run=run), run, TOLD)
+    assert given["RANK"] == "1" and "GLOO_SOCKET_IFNAME" not in given

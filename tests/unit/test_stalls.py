@@ -249,6 +249,12 @@ def test_a_rank_that_has_finished_has_had_fewer_inputs() -> None:
     assert judged(states({"stack": WAITS}, {"ended": "failed"}), 30.0, after=5.0) == []
 
 
+def test_without_stacks_the_phase_says_where_a_rank_is() -> None:
+    found = blame(states({"doing": "forward"}, {"doing": "wait"}))
+    assert found is not None and found.ranks == (0,) and not found.is_sure
+    assert "is at 'forward'" in found.why
+
+
 def test_ranks_in_different_exchanges_are_told_apart() -> None:
     other = Stack(4, (WAITS.frames[0], Frame("/me/train.py", 11, "f")), "")
     apart = states({"stack": WAITS, "collectives": 8}, {"stack": other, "collectives": 7})

@@ -198,3 +198,9 @@ def test_the_old_name_of_blocks_is_answered_with_the_new_one(folder: Path) -> No
     )
     with pytest.raises(AllranksError, match=r"old.py:4: `stages` of Old is now called `blocks`"):
         find_task("old:Old")
+
+
+def test_a_name_that_only_a_comment_or_a_text_mentions_is_refused() -> None:
+    write("mine.py", TASK + '\n# Mien\nTEXT = "not Mien"\nMade = type("Made", (Mine,), {})\n')
+    assert "no class Mien" in refusal("mine:Mien").what
+    assert find_task("mine:Made").path == "mine:Made"

@@ -147,7 +147,7 @@ def as_json(found: Found, run: RunDir) -> dict[str, Any]:
             "seconds": batch / step.median,
         },
         "knee": knee_of(rows),
-        "files": None,
+        "files": {"count": None, "bytes": None, "is_all": None, "why_not_cold": "not measured"},
         "disks": [],
         "workers_of_job": found["workers_of_job"],
         "limit": judged.limit,

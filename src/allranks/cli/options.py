@@ -64,7 +64,7 @@ Stalled = Annotated[
         "--stalled",
         "--stalled-after",
         metavar="SECONDS",
-        min=0,
+        min=1,
         help="Call a run stalled after this long without a step. Default: judged by its steps.",
     ),
 ]

@@ -42,11 +42,10 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class _Module:
-    """A module and its source, as text and parsed; an extension has none."""
+    """A module and its parsed source; an extension has none."""
 
     name: str
     file: str
-    text: bytes = b""
     tree: ast.Module | None = None
 
 
@@ -142,7 +141,7 @@ def _read_module(name: str, spec: importlib.machinery.ModuleSpec) -> _Module:
         raise AllranksError(
             f"{file} cannot be read: {error}", fix="make it a readable Python file"
         ) from None
-    return _Module(name, file, text, tree)
+    return _Module(name, file, tree)
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -174,7 +173,9 @@ def _read_class(module: _Module, name: str, *, above: int | None = None) -> Task
     if found is not None:
         return replace(_read_imported(module, found, name), path=path)
     # Assigned or made by a call, or from a module that does not list its names.
-    if re.search(rf"\b{name}\b|import \*|def __getattr__", module.text.decode(errors="replace")):
+    fields = ("id", "name", "asname")
+    words = {getattr(node, field, None) for node in ast.walk(module.tree) for field in fields}
+    if words & {name, "*", "__getattr__"}:
         return TaskSource(path)
     close = difflib.get_close_matches(name, classes, n=1, cutoff=0.5) or classes[:1]
     listed = f"its classes: {', '.join(classes)}" if classes else "it has no class at all"

@@ -69,7 +69,7 @@ def public_override(override: str) -> str:
     if key != "env":
         shown = in_public(key, text)
         return override if shown == text else f"{key}={shown}"
-    values = yaml.safe_load(text)  # it was read before, and is a mapping
+    values = yaml.safe_load(text) or {}  # it was read before: a mapping or nothing
     public = {name: in_public(f"env.{name}", value) for name, value in values.items()}
     if public == values:
         return override

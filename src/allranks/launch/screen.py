@@ -473,7 +473,7 @@ def summary_table(result: dict[str, Any]) -> Table:
     """How a run ended."""
     style = {"finished": "green", "stopped": "yellow"}.get(result["state"], "red")
     rows: list[tuple[str, Cell]] = [("state", Text(result["state"], style=style))]
-    rows.append(("layout", result["layout"]))
+    rows.append(("layout", str(result["layout"])))
     if result["steps"] is not None:
         epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
         rows.append(("steps", f"{count(result['steps'])}{epochs}"))

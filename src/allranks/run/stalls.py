@@ -214,7 +214,9 @@ def _apart(states: Sequence[RankState], *, with_stacks: bool) -> Blame | None:
     if not apart or len(apart) == len(states):
         return None
     is_sure = with_stacks and any(waits[rank] for rank in waits if rank not in apart)
-    return Blame(apart, "is elsewhere, while the others wait in an exchange", is_sure)
+    doing = next(state.doing for state in states if state.rank == apart[0])
+    where = "elsewhere" if with_stacks else f"at {doing!r}"
+    return Blame(apart, f"is {where}, while the others wait in an exchange", is_sure)
 
 
 def is_waiting(state: RankState) -> bool | None:

@@ -40,7 +40,8 @@ MAX_FRAMES, OUTERMOST, INNERMOST = 40, 8, 30
 MAX_CHAIN = 20
 # Messages that only say that another rank is gone.
 _ECHO = re.compile(
-    r"(?:closed|reset) by peer|broken pipe|remote process (?:has )?(?:exited|terminated)"
+    r"(?:closed|reset) by (?:remote )?peer|communicator was aborted|broken pipe"
+    r"|remote process (?:has )?(?:exited|terminated)"
     r"|pair closure|recvvalue failed|socket (?:timeout|closed|not connected)|clients joined"
     r"|timed ?out (?:waiting|after)|wait timeout|watchdog caught collective"
     r"|network error|failed to (?:recv|send)|connection (?:refused|was likely closed)",

@@ -282,7 +282,7 @@ def pass_gate(
     _import_torch()
     os.waitpid(checking, 0)  # it may hold a GPU; its time is limited
     if node_rank:
-        return  # in rendezvous.py the others wait for the first node
+        return  # in agent.py the others wait for the first node
     (folder / ENDED).touch()
     until = time.monotonic() + MOST_SECONDS
     while not (folder / OPEN).exists():

@@ -163,6 +163,8 @@ def run_rank(prepared: Prepared, run: RunDir, told: Attempt) -> int:
     )
     if layout.nodes == 1:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif env.get("GLOO_SOCKET_IFNAME") == "lo":  # from whoever submitted it
+        del env["GLOO_SOCKET_IFNAME"]
     if len(local_gpus()) == 1 < layout.gpus:
         env["ALLRANKS_OWN_GPU"] = "1"  # SLURM bound one to this task: it is number 0 here
     words = [sys.executable, "-m", "allranks.launch.rank_env"]
