@@ -12,6 +12,8 @@ from tests.scripts import hungry
 from tests.slurm.live import Cluster
 from tests.slurm.runs import Sent, send
 
+from allranks.slurm.reasons import waiting_reason
+
 pytestmark = pytest.mark.slurm
 
 TASK = ["task=slow:Slow", "steps=100000", "log_every=1", "preflight=false", "slurm.requeue=false"]
@@ -67,9 +69,10 @@ def test_a_job_that_does_not_start(cluster: Cluster, tmp_path: Path) -> None:
     cluster.read("scontrol", "update", "partitionname=debug", "state=DOWN")
     try:
         sent = send(cluster, tmp_path, "slurm.partition=debug")
-        cluster.wait(lambda: "no new jobs" in str(sent.listed()["reason"]), 60, "a reason")
+        told = waiting_reason("PartitionDown")
+        cluster.wait(lambda: told in str(sent.listed()["reason"]), 60, "a reason")
         assert first(sent) == ("slurm-pending", None, None)
-        assert "takes no new jobs" in diagnosis(tmp_path, sent.run.name)[0]["title"]
+        assert told in diagnosis(tmp_path, sent.run.name)[0]["title"]
     finally:
         cluster.read("scontrol", "update", "partitionname=debug", "state=UP")
 
