@@ -86,10 +86,14 @@ class RunDir:
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, oldest first."""
         found = files.numbers_in(self.path / "attempts")
-        # An attempt that has no rank yet has not begun.
-        while found and not (self.ranks(found[-1]) or self.logs(found[-1])):
+        while found and not self._has_begun(found[-1]):
             found.pop()
         return found
+
+    def _has_begun(self, attempt: int) -> bool:
+        """Whether an attempt has a rank. Asked often, and there may be hundreds."""
+        names = (entry.name for entry in files.entries(self.attempt(attempt)))
+        return any(name.startswith("rank-") and name.endswith((".jsonl", ".log")) for name in names)
 
     def ranks(self, attempt: int) -> list[int]:
         """Ranks that wrote events in an attempt."""

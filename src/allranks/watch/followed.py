@@ -56,6 +56,7 @@ class Followed:
     info: dict[str, Any] = field(default_factory=dict)
     job: dict[str, Any] = field(default_factory=dict)
     same: str = ""  # equal for runs of the same job
+    sets: tuple[Key, ...] = ()  # of comparable runs; it is compared within the first
     comparison: Comparison | None = None
     is_measured: bool = False  # it has ended and its pace is known
     measured: Timing | None = None
@@ -115,15 +116,15 @@ class Followed:
         uses_gpu = self.reader.lead.device.get("utilization") is not None
         return device_name(self.start, self.info, uses_gpu=uses_gpu)
 
-    @property
-    def sets(self) -> tuple[Key, ...]:
-        """The sets of comparable runs that it belongs to; it is compared within the first."""
-        if not is_comparable(self.info) or not self.same:
-            return ()
+    def find_sets(self) -> None:
+        """Find the sets of comparable runs that it belongs to."""
         bench, of_job = bench_of(self.info), (self.same, self.device, None)
-        if bench.get("kind") != SCALING:
-            return (of_job,)
-        return (self.same, self.device, str(bench.get("id"))), of_job
+        if not is_comparable(self.info) or not self.same:
+            self.sets = ()
+        elif bench.get("kind") == SCALING:
+            self.sets = ((self.same, self.device, str(bench.get("id"))), of_job)
+        else:
+            self.sets = (of_job,)
 
     @property
     def compared_pace(self) -> float | None:

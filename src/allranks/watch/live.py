@@ -249,6 +249,8 @@ class Watcher:
 
     def _compare(self, looked: Sequence[Followed], deadline: float) -> bool:
         """Update the views of these runs, and of others whose comparison they change."""
+        for one in looked:
+            one.find_sets()
         comparable = ComparableRuns(self._followed.values(), deadline)
         changed = {one.run.name for one in looked}
         for one in self._followed.values():

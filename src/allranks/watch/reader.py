@@ -189,7 +189,9 @@ class RankReader(RankRecord):
         for key in CURVES:
             value = event.get(key)
             if isinstance(value, int | float):
-                self.curves.setdefault(key, Series()).add(step, value)
+                if key not in self.curves:
+                    self.curves[key] = Series()
+                self.curves[key].add(step, value)
 
     def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
         """Wall-clock seconds per step over the last ten minutes."""
