@@ -116,8 +116,12 @@ def _fork_rank(args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[s
 
     from allranks.launch import rank_env
 
+    ready, told = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(told)
+        os.read(ready, 1)  # it leads its session now, as after `Popen`: its group can be killed
+        os.close(ready)
         process = subprocess.Popen.__new__(subprocess.Popen)
         process.args, process.pid, process.returncode = args, pid, None
         process.stdin = process.stdout = process.stderr = None
@@ -127,7 +131,7 @@ def _fork_rank(args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[s
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {env['RANK']}".encode())
     gc.freeze()  # what the launcher left open is closed here, once
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # `told` too
     tracker: Any = multiprocessing.resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # it was the launcher's
     for number in range(1, signal.SIGRTMIN):
