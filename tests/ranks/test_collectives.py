@@ -91,7 +91,7 @@ def verdicts(corrupt: int | None) -> dict[str, str]:
                 patch.object(comm_ranks, "make_operation", damaged),
                 patch.object(comm_ranks, "SECONDS_PER_SIZE", 0.01),
             ):
-                sweep.measure([4096, 300_000], 1e9, 20)
+                sweep.measure([4096, 300_000], 1e9, 600)
             said[name] = "right"
             assert [row["ranks"] for row in sweep.rows] == [size, size]
         except AllranksError as error:

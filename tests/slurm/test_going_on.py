@@ -42,36 +42,47 @@ def check(sent: Sent, reference: Path, steps: int) -> None:
 
 
 def test_runs_outlive_limits_preemption_and_lost_daemons(cluster: Cluster, tmp_path: Path) -> None:
-    """Five runs at once, since all of it is waiting: SLURM looks at limits every 30 seconds."""
-    steps = 1000
+    """Four runs at once, since all of it is waiting: SLURM looks at limits every 30 seconds."""
+    steps = 700
     common = [*TASK, f"steps={steps}"]
-    limited = send(cluster, tmp_path, *common, "name=limited", "slurm.time=1")
-    limited.wait_for_step(1)  # of its minute, little is left where five runs start at once
+    minute = ["slurm.time=1", "options.seconds=0.1"]
+    limited = send(cluster, tmp_path, *common, "name=limited", *minute)
+    limited.wait_for_step(1)  # of its minute, little is left where four runs start at once
     requeued = send(cluster, tmp_path, *common, "name=requeued")
-    signalled = send(cluster, tmp_path, *common, "name=signalled")
     killed = send(cluster, tmp_path, *common, "name=killed")
     lost = send(cluster, tmp_path, *common, "name=lost", "slurm.exclusive=true")
-    for sent in (requeued, signalled, killed, lost):
+    for sent in (requeued, killed, lost):
         sent.wait_for_step(60)
     cluster.run("scontrol", "requeue", requeued.jobs[0])
-    cluster.run("scancel", "--signal=TERM", signalled.jobs[0])
     kill(killed, "job", random.Random(0))
     (node,) = lost.listed()["nodes"]
     cluster.kill_slurmd(node)
     cluster.wait(lambda: "was lost" in str(killed.listed()["reason"]), 60, "the kill in the list")
     reference = uninterrupted(tmp_path, *common)  # while SLURM makes them wait
-    for sent in (requeued, signalled, limited, killed, lost):
+    for sent in (requeued, limited, killed, lost):
         sent.wait_for_end(300)
         check(sent, reference, steps)
     assert len(limited.run.attempts()) >= 2
     assert "DUE TO TIME LIMIT" not in limited.log()
-    assert len(requeued.run.attempts()) >= 2 and len(signalled.run.attempts()) >= 2
+    assert len(requeued.run.attempts()) >= 2
     check_words(killed, LOST["job"])
     assert len(killed.run.attempts()) == 2 and killed.listed()["jobs"] == killed.jobs
     # Nothing was done twice where there was time to save.
-    for sent in (limited, signalled):
-        done = [step for attempt in steps_of_attempts(sent) for step in attempt]
-        assert done == list(range(1, steps + 1))
+    assert [*itertools.chain(*steps_of_attempts(limited))] == list(range(1, steps + 1))
+
+
+@pytest.mark.soak
+def test_a_signal_to_the_ranks_ends_an_attempt_and_not_the_run(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    common = [*TASK, "steps=200"]
+    sent = send(cluster, tmp_path, *common)
+    sent.wait_for_step(60)
+    cluster.run("scancel", "--signal=TERM", sent.jobs[0])
+    sent.wait_for_end(200)
+    check(sent, uninterrupted(tmp_path, *common), 200)
+    assert len(sent.run.attempts()) >= 2
+    assert [*itertools.chain(*steps_of_attempts(sent))] == list(range(1, 201))
 
 
 @pytest.mark.soak

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.slurm.live import unavailable
+from tests.slurm.runs import SLOW_TASK
 from tests.ssh.hosts import SSHD, Hosts, two_hosts
 
 from allranks.run import commits
@@ -25,7 +26,7 @@ from allranks.run.folder import RunDir, find_run
 pytestmark = pytest.mark.ranks
 
 SECRET = "hush-hush-4711"
-JOB = f"task: spiral\nbatch_size: 32\ncheckpoint: {{every: 1000}}\nenv: {{API_TOKEN: {SECRET}}}\n"
+JOB = f"task: slow:Slow\nbatch_size: 32\ncheckpoint: {{every: 1000}}\nenv: {{API_TOKEN: {SECRET}}}\n"
 LONG, SHORT = "steps=100000", "steps=12"
 
 
@@ -47,6 +48,7 @@ class Work:
     def __init__(self, folder: Path, hosts: Hosts) -> None:
         self.folder, self.hosts = folder, hosts
         (folder / "job.yaml").write_text(JOB)
+        (folder / "slow.py").write_text(SLOW_TASK)
         self.env = {**os.environ, "PATH": f"{hosts.bin}:{os.environ['PATH']}"}
         self.process: subprocess.Popen[str] | None = None
 

@@ -97,7 +97,7 @@ class Launch:
     def _meet(self) -> tuple[RunDir, Agent]:
         """Open the run's folder (node 0) or learn where it is, and make an agent for the ranks."""
         # Imports torch: from here on ranks really run on this machine.
-        with quick_imports():
+        with quick_imports(with_warnings=False):
             from allranks.launch import agent
 
         place, prepared = self.place, self.prepared

@@ -165,19 +165,22 @@ def outlive_terminal() -> None:
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import torch in a launcher without garbage collection, and without torch's warnings.
+def quick_imports(*, with_warnings: bool = True) -> Iterator[None]:
+    """Import torch without looking for garbage among what it creates, all of which stays.
 
-    Collection takes a tenth of the time, and frees nothing: all that torch creates stays. The
-    warnings are long C++ stacks about what the launcher says in one line. Ranks keep theirs.
+    That would take a quarter of a second, and another one when Python ends. Before anything of the
+    user's exists, since whatever there is then is never collected. Torch's own warnings are long
+    C++ stacks, about what a launcher says in one line.
     """
     name = "TORCH_CPP_LOG_LEVEL"
-    is_set = name in os.environ
-    os.environ.setdefault(name, "ERROR")
+    hides = not with_warnings and name not in os.environ
+    if hides:
+        os.environ[name] = "ERROR"
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
-        if not is_set:
+        if hides:
             del os.environ[name]

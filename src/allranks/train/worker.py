@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 
+from allranks.machine.processes import quick_imports
 from allranks.train import signals
 
 
 def main() -> None:
     signals.listen()  # first: importing torch takes seconds, and a stop must not be lost
-    from allranks.train import rank
+    with quick_imports():
+        import torch._dynamo  # the first optimizer would
+
+        from allranks.train import rank
 
     if os.environ.get("ALLRANKS_BENCH_DATA"):
         from allranks.train import feed_bench

@@ -129,7 +129,7 @@ class Hub:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections and the thread. Safe from signal handlers and any thread."""
+        """End all connections and the thread."""
         self._closing.set()
         self._wake.set()
         self._tell()

@@ -293,7 +293,7 @@ def pass_gate(
 
 
 def _import_torch() -> None:
-    with suppress(Exception), quick_imports():  # the checks say what is wrong
+    with suppress(Exception), quick_imports(with_warnings=False):  # the checks say what is wrong
         from allranks.launch import agent  # noqa: F401
 
 
