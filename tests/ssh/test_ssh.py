@@ -26,7 +26,8 @@ from allranks.run.folder import RunDir, find_run
 pytestmark = pytest.mark.ranks
 
 SECRET = "hush-hush-4711"
-JOB = f"task: slow:Slow\nbatch_size: 32\ncheckpoint: {{every: 1000}}\nenv: {{API_TOKEN: {SECRET}}}\n"
+JOB = "task: slow:Slow\nbatch_size: 32\ncheckpoint: {every: 1000}\n"
+JOB += f"env: {{API_TOKEN: {SECRET}}}\n"
 LONG, SHORT = "steps=100000", "steps=12"
 
 
