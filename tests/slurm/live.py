@@ -155,12 +155,15 @@ class Cluster:
 
     def wait(self, predicate: Callable[[], T], seconds: float, what: str) -> T:
         """The first true answer of the predicate."""
-        deadline = time.monotonic() + seconds
+        begin = time.monotonic()
+        deadline = begin + seconds
         while not (answer := predicate()):
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 state = self.run("squeue").stdout + self.run("sinfo", "-N", "-l").stdout
                 raise AssertionError(f"waited {seconds:g} s for {what}\n{state}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(max(POLL_SECONDS, min(1.0, 10 * (now - begin))))  # others need the CPU
+            begin = time.monotonic()
         return answer
 
     def cancel_all(self) -> None:
