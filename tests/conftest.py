@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -61,6 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what takes longest: the other workers do the rest meanwhile."""
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and what they imported stay: garbage need not be looked for among them."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import importlib.abc
 import importlib.machinery
-import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import runpy
@@ -25,12 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.fork_server import fork_server
+
 PR_SET_NAME = 15
 # What a rank does something about when it imports them (probe/inject).
 AWAITED = ("torch", "torch.distributed.distributed_c10d", "torch._dynamo.trace_rules")
 EXECUTED = {"PYTHONPATH": ""}  # given to a run: its scripts are started as users' are
 OURS_WITH_TORCH = ("allranks.probe", "allranks.tasks", "allranks.train")
-SERVED = ["pytest", "torch._dynamo", "allranks.train.rank", "allranks.launch.agent"]
 
 
 class Forked:
@@ -39,8 +39,7 @@ class Forked:
     def __init__(
         self, words: Sequence[str], cwd: Path, env: Mapping[str, str], stderr: Path | None = None
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(SERVED)
+        context = fork_server()
         folder = Path(tempfile.mkdtemp())
         self._files = folder / "stdout", stderr or folder / "stderr"
         given = {**os.environ, **env}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.fork_server import fork_server
 
 from allranks.machine.processes import die_with_parent
 
@@ -41,8 +42,7 @@ def run_ranks(
     raise first), which died (of what), and which were silent for `timeout` seconds after all had
     met (and where). No process outlives the call. The function and its arguments must be picklable.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
+    context = fork_server()
     folder = tmp_path / f"ranks-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     ranks: list[_Rank] = []

@@ -6,7 +6,6 @@ does that `allranks run` starts; so a script takes a second and not ten.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fork_server import fork_server
 from tests.ports import free_port
 
 from allranks.machine.processes import die_with_parent
@@ -82,8 +82,7 @@ def run_script(
     run = RunDir(folder)
     run.attempt(0).mkdir(parents=True)
     (folder / "run.json").write_text(f'{{"layout": "1x{num_ranks}"}}')
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
+    context = fork_server()
     given = {
         "ALLRANKS_RUN_DIR": str(folder),
         "ALLRANKS_ATTEMPT": "0",

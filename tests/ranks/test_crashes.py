@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
 import sys
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.commandline import Allranks
 from tests.crashes import CRASHES, Crash
+from tests.fork_server import fork_server
 from tests.forked import EXECUTED
 from tests.ports import free_port
 
@@ -87,8 +88,7 @@ def fail_on_two_ranks(crash: Crash, folder: Path) -> RunDir:
     run.attempt(0).mkdir(parents=True)
     script = folder / "train.py"
     script.write_text(crash.script)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
+    context = fork_server()
     env = {
         **{"ALLRANKS_RUN_DIR": str(folder), "ALLRANKS_ATTEMPT": "0", "WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"},

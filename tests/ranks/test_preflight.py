@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fork_server import fork_server
 from tests.ports import free_port
 
 from allranks.doctor import preflight
@@ -53,8 +53,7 @@ class Played:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port
         self.nodes: list[Any] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["pytest", "torch._dynamo", "allranks.train.loop"])
+        self._context = fork_server()
 
     def start(self, *names: str, ends_by: int | None = None, of: list[str] | None = None) -> None:
         """All at once. `ends_by`: the signal that each gives itself once it listens."""
