@@ -75,9 +75,9 @@ MADE_HERE: list[tuple[str, int, str, int | None]] = [
 # torchrun's "Root Cause" names an innocent rank, or the guilty one is not in its list.
 BY_TORCHRUN: list[tuple[str, int, str, int | None]] = [
     ("hang_all_reduce", 2, "rank-missing-from-collective", 1),
-    ("uneven", 2, "uneven-inputs", 1),
 ]
 MORE_BY_TORCHRUN: list[tuple[str, int, str, int | None]] = [
+    ("uneven", 2, "uneven-inputs", 1),
     ("op_mismatch", 2, "collective-mismatch", NOBODY),
     ("model_count_differs", 2, "model-differs-between-ranks", 1),
     ("peer_segfault", 2, "rank-died", 1),
