@@ -24,6 +24,7 @@ from allranks.show.numbers import between, count, dollars, duration, number, per
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
     CPU,
+    MODES,
     SCALING,
     SUSPICIOUS,
     Compared,
@@ -428,8 +429,7 @@ def tables(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Itera
 
 
 def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Table:
-    means = {"strong": "same global batch", "weak": "same batch a rank"}.get(mode, mode)
-    title = f"{mode} scaling ({means}), measured" if means != mode else f"{mode}, measured"
+    title = f"{MODES[mode]}, measured"
     columns = (
         *("layout", "ranks", "samples/s", "95%", "speedup", "efficiency", "step"),
         *(f"{unit}-hours/epoch", "cost/epoch"),

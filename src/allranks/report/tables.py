@@ -21,15 +21,10 @@ from allranks.show.numbers import (
 )
 from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
 from allranks.show.text import printable
+from allranks.timing.comparison import MODES
 from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
-MODES = {
-    "strong": "strong scaling (the same batch on every layout)",
-    "weak": "weak scaling (the same batch on every rank)",
-    "mixed": "scaling with batches that differ",
-    "one layout": "one layout",
-}
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
 READING = (
     "Speedup and efficiency follow from the samples/s of steady steps. Time to finish is from the "

@@ -36,6 +36,12 @@ SAME_JOB = (
 )
 CPU = "CPU"
 SCALING = "scaling"  # the one benchmark whose runs are meant to be compared by layout
+MODES = {
+    "strong": "strong scaling (the same batch on every layout)",
+    "weak": "weak scaling (the same batch on every rank)",
+    "mixed": "scaling with batches that differ",
+    "one layout": "one layout",
+}
 SAME = 0.02  # relative difference up to which two batches, or two amounts of work, are the same
 SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
 # A layout's state is the first of these that one of its runs has.

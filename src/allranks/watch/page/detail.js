@@ -70,7 +70,7 @@ function finding(found) {
   const box = make("div", "finding " + (found.confidence || ""), make("b", "", found.title || found.cause || ""), make("p", "now", who));
   for (const one of (found.evidence || []).slice(0, 4)) {
     const file = one.file && one.file.replace(/^.*\/(?=attempts\/\d+\/)/, ""); // relative to the run's folder
-    const place = [file, one.line].filter(part => part !== null && part !== undefined).join(":");
+    const place = [file, one.line].filter(Boolean).join(":");
     box.append(make("pre", "", make("span", "place", place + "  "), one.text || ""));
   }
   if (found.fix) {
