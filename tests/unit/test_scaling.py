@@ -270,9 +270,7 @@ def test_the_screen_shows_every_layout_and_every_column_at_any_width(width: int)
     found = as_json(runs, price_of=lambda device, memory: 2.5)
     printed = shown(found, width)
     assert "1.67x" in printed and "83.3%" in printed and "communication" in printed
-    assert "strong scaling (the same batch on every layout), measured" in printed.replace(
-        " \n", " "
-    )
+    assert f"{MODES['strong']}, measured" in printed.replace(" \n", " ")
     for word in ("ranks", "samples/s", "95%", "efficiency", "step", "rank-hours/epoch", "$0.0300"):
         assert word in printed
     tables = printed.split("serial fraction")[0]
