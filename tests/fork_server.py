@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context.set_forkserver_preload(["tests.preloaded", "torch._dynamo"])
     with contextlib.chdir(ROOT):  # where it finds that
         forkserver.ensure_running()
     return context

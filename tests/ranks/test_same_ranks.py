@@ -6,6 +6,7 @@ limits, open files. Two starts of one layout may differ in nothing but what name
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,16 @@ def test_layouts_in_any_order_in_one_process_find_what_they_find_alone(folder: P
         layout: runs_of(folder, "run", "--layout", layout, "--", "python", "ends.py")[layout][0]
         for layout in ("1x1", "1x3")
     }
+    open_files = []
     for layout in ("1x3", "1x1", "1x1", "2x1", "1x3", "1x1"):
         found = start(layout)
+        gc.collect()
+        open_files.append(len(os.listdir("/proc/self/fd")))
         if layout in alone:  # with the signals that this test's own process ignores or not
             assert [s["environment"] for s in found] == [s["environment"] for s in alone[layout]]
             assert [s["cpus"] for s in found] == [s["cpus"] for s in alone[layout]]
             assert [s["signals"] for s in found] == [s["signals"] for s in alone[layout]]
+    assert open_files[-1] == open_files[0]  # sockets of the stores of ended runs
 
 
 def test_every_rank_of_a_measured_script_is_as_under_run(folder: Path) -> None:

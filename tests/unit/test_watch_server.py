@@ -433,6 +433,8 @@ def test_ctrl_c_ends_it_at_once_with_browsers_on_the_line(live: LiveRun) -> None
         for answer in answers:
             wait_for_line(answer, b"107")
         process.send_signal(signal.SIGINT)
+        for answer in answers:
+            answer.read()  # to its proper end, or it raises
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)  # though the browsers would stay for ever
         process.send_signal(signal.SIGABRT)  # where it is, if it still is

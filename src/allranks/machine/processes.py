@@ -168,10 +168,11 @@ def outlive_terminal() -> None:
 def quick_imports(*, with_warnings: bool = True) -> Iterator[None]:
     """Import torch without looking for garbage among what it creates, all of which stays.
 
-    That would take a quarter of a second, and another one when Python ends. Before anything of the
-    user's exists, since whatever there is then is never collected. Torch's own warnings are long
-    C++ stacks, about what a launcher says in one line.
+    That would take a quarter of a second, and another one when Python ends. Whatever exists after
+    the first import is never collected, so nothing large may exist before. Torch's own warnings are
+    long C++ stacks, about what a launcher says in one line.
     """
+    is_first = "torch" not in sys.modules
     name = "TORCH_CPP_LOG_LEVEL"
     hides = not with_warnings and name not in os.environ
     if hides:
@@ -180,7 +181,8 @@ def quick_imports(*, with_warnings: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        if is_first:
+            gc.freeze()
         gc.enable()
         if hides:
             del os.environ[name]

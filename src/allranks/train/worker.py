@@ -14,8 +14,6 @@ from allranks.train import signals
 def main() -> None:
     signals.listen()  # first: importing torch takes seconds, and a stop must not be lost
     with quick_imports():
-        import torch._dynamo  # noqa: F401  # the first optimizer would
-
         from allranks.train import rank
 
     if os.environ.get("ALLRANKS_BENCH_DATA"):

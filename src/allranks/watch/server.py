@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError
@@ -87,8 +88,11 @@ def serve(
             await super().startup(sockets)
             announce(served(number, token, place.user, place.host))
 
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            super().handle_exit(sig, frame)
             self._captured_signals.clear()  # a signal is the normal way to end
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             hub.close()  # connections end now, not when their browsers close
             await super().shutdown(sockets)
 
