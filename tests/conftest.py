@@ -171,12 +171,13 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> It
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test after which a variable, a thread, a process or a process group is left over."""
-    variables = dict(os.environ)
+    """Fail a test that leaves a variable, a signal, a thread, a process or a process group."""
+    variables, signals = dict(os.environ), signals_here()
     threads, processes = set(threading.enumerate()), set(descendants())
     yield
     leaks = [
         *changed_variables(variables),
+        *changed_signals(signals),
         *(f"thread {thread.name}" for thread in new_threads(threads)),
         *(f"process {pid}: {words}" for pid, words in new_processes(processes).items()),
         *process_groups(),
@@ -197,6 +198,22 @@ def changed_variables(before: dict[str, str]) -> list[str]:
         else:
             del os.environ[name]
     return [f"variable {name}" for name in names]
+
+
+def signals_here() -> tuple[set[int], dict[int, Any]]:
+    """Those that are blocked, which processes started later inherit; and what handles each."""
+    foreign = {signal.SIGCHLD, signal.SIGALRM}  # torch's loaders and pytest-timeout handle these
+    numbers = set(range(1, signal.SIGRTMIN)) - foreign
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return set(blocked), {number: signal.getsignal(number) for number in numbers}
+
+
+def changed_signals(before: tuple[set[int], dict[int, Any]]) -> list[str]:
+    (blocked, handlers), (blocked_now, handlers_now) = before, signals_here()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # the next test is not to blame
+    changed = blocked ^ blocked_now
+    changed |= {number for number in handlers if handlers[number] != handlers_now[number]}
+    return [f"signal {number}" for number in sorted(changed)]
 
 
 def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -313,8 +313,8 @@ def test_a_report_is_of_the_newest_benchmark_of_scaling(tmp_path: Path) -> None:
     runs, words = chosen_runs(tmp_path, [])
     assert named(runs) == named(newer)
     assert words is not None
-    assert "the 2 runs of the newest bench scaling, of language" in words
-    assert "all of language: allranks report language" in words
+    assert "the 2 runs of language in the newest bench scaling" in words
+    assert "all runs of language: allranks report language" in words
     assert "Other jobs: other" in words
     # By the job's name: all that can be compared.
     runs, words = chosen_runs(tmp_path, ["language"])

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 LEAKS = """
-import os, subprocess, threading, time
+import os, signal, subprocess, threading, time
 
 def test_variable():
     os.environ["LEAKED"] = "1"
+
+def test_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 def test_thread():
     threading.Thread(target=time.sleep, args=(9,), name="lazy", daemon=True).start()
@@ -35,7 +38,8 @@ def test_leaks_are_found(tmp_path: Path) -> None:
     outcome = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
-    assert "4 passed, 3 errors" in outcome.stdout
+    assert "5 passed, 4 errors" in outcome.stdout
     assert "left behind: variable LEAKED" in outcome.stdout
+    assert "left behind: signal 2" in outcome.stdout
     assert "left behind: thread lazy" in outcome.stdout
     assert "sleep 100" in outcome.stdout

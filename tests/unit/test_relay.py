@@ -30,7 +30,7 @@ from allranks.launch.backends.slurm.in_job import (
 from allranks.launch.backends.slurm.relay import LOOK_SECONDS, Relay, stop_signal
 from allranks.launch.prepare import Attempt, Prepared, Request, write_attempt
 from allranks.layout import Layout
-from allranks.machine.processes import STOP_SIGNALS
+from allranks.machine.processes import STOP_SIGNALS, blocked_signals
 from allranks.run import claims
 from allranks.run.claims import Claim
 from allranks.run.events import append_event
@@ -594,6 +594,6 @@ def test_a_variable_that_keeps_gloo_on_one_node_is_not_passed_on_to_several(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     run = create_run(tmp_path, "script")
     job = parse_job({"command": "true", "layout": "2x1"})
-    with pytest.raises(Ended):
+    with blocked_signals(), pytest.raises(Ended):  # which it leaves blocked
         step.run_rank(Prepared(request=Request(), job=job, run=run), run, TOLD)
     assert given["RANK"] == "1" and "GLOO_SOCKET_IFNAME" not in given

@@ -77,7 +77,7 @@ def test_the_banner_says_all_that_is_asked_for(tmp_path: Path) -> None:
     for words in (
         *("job-20261101-120000-aaaa", "1x4", "4 ranks", "gloo over the loopback", "CPU"),
         *("fp32", "2,834 parameters", "32 x 4 x 1 = 128"),
-        *("20 epochs", "55 steps an epoch", "1,100 in all"),
+        "20 epochs: 1,100 steps, 55 per epoch",
     ):
         assert words in text
 

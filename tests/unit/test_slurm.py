@@ -93,7 +93,7 @@ SENTENCES = {
         "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
         "sbatch: error: fetch_config: DNS SRV lookup failed\n"
         "sbatch: fatal: Could not establish a configuration source",
-        "do not know the cluster",
+        "not configured for a cluster",
         "SLURM_CONF",
     ),
 }

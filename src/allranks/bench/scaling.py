@@ -222,7 +222,7 @@ def error_in(found: Mapping[str, Any]) -> AllranksError | None:
     problem = failed[0]["problem"]
     if problem != STOPPED_EARLY:
         run = next((one["run"] for one in failed[0]["repeats"] if one.get("problem")), "")
-        fix = f"what it said: allranks logs {run}" if run else "fix it, then measure again"
+        fix = f"see what it printed: allranks logs {run}" if run else "fix it, then measure again"
         if run and not problem.startswith(NO_PACE):
             fix = f"see allranks doctor {run}; {fix}"
     return AllranksError(f"{failed[0]['layout']}: {problem}", fix=fix, exit_code=1)

@@ -32,7 +32,7 @@ COMMANDS = {
     "Train": (
         Row("init", "train", "Write a commented job.yaml and its JSON schema."),
         Row("run", "train", "Train a job, or your own script after `--`, here or over ssh."),
-        Row("resume", "cluster", "Continue a run, in another layout if you like."),
+        Row("resume", "cluster", "Continue a run, on another layout if you like."),
         Row("stop", "cluster", "Stop runs at a checkpoint, from which `resume` continues."),
     ),
     "Cluster": (

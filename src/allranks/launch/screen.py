@@ -408,15 +408,14 @@ def banner(start: dict[str, Any], job: Job) -> str:
     if device == "CPU":
         device += f", {count(threads, 'thread')} a rank"
     compiled = ", compiled" if start["compile"] else ""
-    length = count(job.epochs, "epoch") if job.epochs else count(job.steps or 0, "step")
+    length = f"{count(start['steps'], 'step')}, {count(start['steps_per_epoch'])} per epoch"
     rows = {
         "layout": f"{start['layout']}  ({count(ranks, 'rank')})",
         "ranks": f"{start['backend']} over {start['link']}" if ranks > 1 else "alone",
         "device": device,
         "model": f"{count(start['parameters'], 'parameter')}, {start['precision']}{compiled}",
         "batch": batch_product(start),
-        "length": f"{length}, {count(start['steps_per_epoch'])} steps an epoch, "
-        f"{count(start['steps'])} in all",
+        "length": f"{count(job.epochs, 'epoch')}: {length}" if job.epochs else length,
     }
     return "\n".join(f"  {name:<8}{value}" for name, value in rows.items())
 

@@ -144,8 +144,8 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         notes.append("extra hours compare all layouts by their pace, as not all have finished")
     if paced and all(row.seconds is None for row in paced):
         notes.append(
-            "the length of the whole job is not known, as no run has trained all of it: so there "
-            "is no time to finish, no hours and no cost"
+            "no run has trained the whole job, so its time to finish, rank-hours and cost are not "
+            "known"
         )
     if not paced and rows:
         notes.append("no layout was measured: there is nothing to compare yet")
@@ -243,8 +243,9 @@ def named_runs(runs: Path, references: Sequence[str]) -> tuple[list[RunDir], str
 def chosen_words(job: str, number: int, *, is_bench: bool, jobs: Sequence[str]) -> str:
     """Which runs are compared if none was named, and how to compare others."""
     if is_bench:
-        more = f"; all of {job}: allranks report {job}" if jobs.count(job) > number else ""
-        words = f"Compared: the {count(number, 'run')} of the newest bench scaling, of {job}{more}."
+        words = f"Compared: the {count(number, 'run')} of {job} in the newest bench scaling."
+        if jobs.count(job) > number:
+            words += f" For all runs of {job}: allranks report {job}."
     else:
         words = f"Compared: the {count(number, 'run')} of {job}, the newest job."
     others = [name for name in dict.fromkeys(jobs) if name != job]

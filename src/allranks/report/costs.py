@@ -243,7 +243,7 @@ def by_time(rows: Sequence[Row]) -> Choice:
     why = f"{number(best.pace)} samples/s, the most"
     one, other = best.ci95, second.ci95
     if one and other and one[0] <= other[1] and other[0] <= one[1]:
-        why += f"; perhaps not more than {second.layout}: their 95% intervals overlap"
+        why += f"; perhaps no faster than {second.layout}: their 95% intervals overlap"
     return choice(best, why)
 
 

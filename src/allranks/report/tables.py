@@ -215,7 +215,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 def show_choices(console: Console, section: Mapping[str, Any]) -> None:
     choices = list(recommendation(section))
     if not choices:
-        console.print(Text("nothing to recommend: it takes two measured layouts"))
+        console.print(Text("nothing to recommend: that takes at least two measured layouts"))
     for name, layout, why in choices:
         line = Text(f"{name}: ") + Text(layout, style="bold") + Text(f"  {why}", style="dim")
         console.print(line, soft_wrap=console.width >= 100)

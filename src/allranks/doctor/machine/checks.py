@@ -243,7 +243,7 @@ def own_name(facts: MachineFacts) -> Check:
         return warned("own name", f"{facts.host} does not resolve to an address", fix)
     value = f"{facts.host} is {facts.host_address}"
     if ipaddress.ip_address(facts.host_address).is_loopback and outward is not None:
-        value += ", a loopback address: another machine that uses it reaches itself"
+        value += ", a loopback address, which no other machine can reach"
         if facts.num_nodes > 1:
             return failed("own name", value, f"{through}; and --master {outward.address}:29500")
         return passed("own name", f"{value}; {through} for several machines")

@@ -91,7 +91,9 @@ def run_here(
     checks.check_supported(prepared.job)
     remarks = checks.check_machine(prepared.layout, here=here, oversubscribe=place.oversubscribe)
     if place.node_rank is None and prepared.layout.nodes > 1:
-        remarks.append(f"this machine plays the {prepared.layout.nodes} nodes of the layout")
+        remarks.append(
+            f"all {prepared.layout.nodes} nodes of the layout are simulated on this machine"
+        )
     remarks += prepare.environment_warnings(prepared.job)
     if (done := finished(prepared, screen)) is not None:
         return done

@@ -107,7 +107,7 @@ function charts(index, job, several) {
         xaxis: {title: {text: "seconds since steps began"}, rangemode: "tozero"},
         yaxis: {rangemode: "tozero", ...(onGpu ? {range: [0, 104]} : {})}}),
       "Device use was not recorded in these runs."),
-    chart(key("loss"), "Loss", "of each layout, on top of each other",
+    chart(key("loss"), "Loss", "one curve for each layout",
       () => lineTraces(loss, name, several, one => bySamples ? one.x.map(step => step * one.batch) : one.x),
       () => ({xaxis: {title: {text: bySamples ? "samples" : "step"}, rangemode: "tozero"}}),
       "These runs recorded no loss."));
