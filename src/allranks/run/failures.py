@@ -176,7 +176,7 @@ def _place(failed: dict[str, Any]) -> str:
         words.append(f"last seen at {at}" if failed.get("is_last_seen") else at)
     if failed.get("is_last_seen") and failed.get("steps"):
         words.insert(0, f"after step {failed['steps']}")
-    return f" ({', '.join(words)})" if words else ""
+    return f"  ({', '.join(words)})" if words else ""
 
 
 def others_in_words(first: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
