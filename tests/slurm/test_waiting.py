@@ -149,7 +149,8 @@ def test_an_allocation_of_several_nodes_is_not_played_on_one(
         [sys.executable, "-m", "allranks", "run", "--layout", "2x1"],
         ["python", "train.py"],
     )
-    typed = cluster.run("salloc", "-N", "2", *run, "--", *script, cwd=tmp_path)
+    same_nodes = ["salloc", "--nodelist=node[1-2]"]  # the first is in what it says to type
+    typed = cluster.run(*same_nodes, *run, "--", *script, cwd=tmp_path)
     assert typed.returncode == 2 and "has 2 nodes" in typed.stderr
     tasks = cluster.run("srun", "-N", "2", *run, "--here", "--", *script, cwd=tmp_path)
     assert tasks.returncode == 2 and "one of 2 tasks" in tasks.stderr
@@ -157,7 +158,7 @@ def test_an_allocation_of_several_nodes_is_not_played_on_one(
     line = typed.stderr.partition("each node: ")[2].partition("; or ")[0]
     assert line.startswith("srun --nodes=2")
     line = line.replace("allranks run", f"{sys.executable} -m allranks run")
-    done = cluster.run("salloc", "-N", "2", "bash", "-c", line, cwd=tmp_path)
+    done = cluster.run(*same_nodes, "bash", "-c", line, cwd=tmp_path)
     assert "finished" in done.stdout
     (made,) = list_runs(tmp_path / "runs")
     hosts = {(made.start(0, rank) or {})["host"] for rank in range(2)}
