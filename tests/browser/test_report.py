@@ -147,8 +147,7 @@ def test_without_charts_there_is_a_reason(seen: Page) -> None:
     assert "These runs recorded no loss." in empty
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (400, "light")])
 def test_it_fits_and_can_be_read(
     browser: Any, study: tuple[Path, Any], tmp_path: Path, width: int, scheme: str
 ) -> None:

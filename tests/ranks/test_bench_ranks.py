@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commandline import Allranks, run_allranks
+from tests.commandline import Allranks
+from tests.forked import EXECUTED, run_forked
 
 from allranks.bench.profile import summarise
 from allranks.run.events import read_events
@@ -68,6 +69,7 @@ dist.destroy_process_group()
 """
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+NO_FORKED_RANKS = {**ONE_THREAD, **EXECUTED}
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_what_was_measured_before_a_failure_is_kept(allranks: Allranks, folder: 
 
 def test_a_script_that_ends_while_it_is_profiled_ends_well(folder: Path) -> None:
     options = ["--layout", "1x1", "--profile", "4", "--json", "--", "python", "train.py", "12"]
-    outcome = run_allranks("run", *options, cwd=folder, env=ONE_THREAD)  # no fork can trace
+    outcome = run_forked("run", *options, cwd=folder, env=NO_FORKED_RANKS)  # they cannot trace
     assert outcome.returncode == 0, outcome.stderr
     assert answer(outcome)["profile"] is None
     assert "the script made 12 steps, a profile needs 13" in outcome.stderr
@@ -126,7 +128,7 @@ def test_a_script_that_ends_while_it_is_profiled_ends_well(folder: Path) -> None
 
 def test_a_script_is_traced_on_every_rank(folder: Path) -> None:
     options = ["--layout", "1x2", "--profile", "4", "--json", "--", "python", "train.py", "40"]
-    outcome = run_allranks("run", *options, cwd=folder, env=ONE_THREAD)  # no fork can trace
+    outcome = run_forked("run", *options, cwd=folder, env=NO_FORKED_RANKS)  # they cannot trace
     assert outcome.returncode == 0, outcome.stderr
     found = json.loads(Path(answer(outcome)["profile"]).read_text())
     assert [(rank["rank"], rank["steps"]) for rank in found["ranks"]] == [(0, 4), (1, 4)]

@@ -64,7 +64,9 @@ def test_a_crash(crash: Crash, tmp_path: Path) -> None:
     check(crash, f"train-20261116-120000-abcd: starting 1x2\n{before}{error.shown}")
 
 
-@pytest.mark.parametrize("name", BY_COMMAND)
+@pytest.mark.parametrize(
+    "name", [pytest.param("own_hook", marks=pytest.mark.soak), *BY_COMMAND[1:]]
+)
 def test_a_crash_by_command(name: str, allranks: Allranks, tmp_path: Path) -> None:
     crash = next(one for one in CRASHES if one.name == name)
     (tmp_path / "train.py").write_text(crash.script)

@@ -25,7 +25,7 @@ time.sleep(3)
 """
 
 
-@pytest.mark.parametrize("number", sample_of(40, 1, 2))
+@pytest.mark.parametrize("number", sample_of(40, 1))
 def test_one_of_them_trains_and_the_others_are_gone(
     number: int, cluster: Cluster, tmp_path: Path
 ) -> None:
