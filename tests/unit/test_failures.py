@@ -114,6 +114,14 @@ def in_words(run: RunDir) -> str:
     return "\n".join([failure_in_words(failed), *failure_lines(failed)])
 
 
+def test_a_rank_that_was_ended_before_it_told_its_host_is_not_on_another(run: RunDir) -> None:
+    append_event(run.events(0, 1), "start", rank=1, pid=101, host="node1")
+    told(run, 1, "KeyError", "'label'", t=10.0)
+    end(run, 0, None, **gone())
+    end(run, 1)
+    assert in_words(run).startswith("rank 1 failed: KeyError")
+
+
 def test_a_rank_that_was_about_to_end_by_itself_is_the_culprit(run: RunDir) -> None:
     """The launcher saw rank 0 end first, and ended rank 1, which was printing its traceback."""
     start(run)

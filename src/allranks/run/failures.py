@@ -58,7 +58,7 @@ def failed_ranks(run: RunDir, attempt: int) -> list[dict[str, Any]]:
         end = run.end(attempt, rank)
         if end is not None and end["state"] == "failed":
             found.append(_explained(run, attempt, rank, end))
-    hosts = {one["node"] for one in found}
+    hosts = {one["node"] for one in found if one["node"]}  # one killed early has told none
     for one in found:
         one["node"] = one["node"] if len(hosts) > 1 else None
     return sorted(found, key=lambda one: (is_echo(one), one["t"]))
