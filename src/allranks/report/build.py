@@ -144,8 +144,7 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         notes.append("extra hours compare all layouts by their pace, as not all have finished")
     if paced and all(row.seconds is None for row in paced):
         notes.append(
-            "no run has trained the whole job, so its time to finish, rank-hours and cost are not "
-            "known"
+            "no run has trained the whole job: its time to finish, hours and cost are not known"
         )
     if not paced and rows:
         notes.append("no layout was measured: there is nothing to compare yet")
