@@ -1,7 +1,7 @@
 """Failures made for real: the doctor names the cause and the rank of each.
 
 The first half is made without a launcher, by processes that share one import of torch; the second
-half (most of it in `make soak`) by torchrun and by `allranks run`, whose lists of failures name
+half (in `make soak`) by torchrun and by `allranks run`, whose lists of failures name
 innocent ranks.
 """
 
@@ -75,8 +75,6 @@ MADE_HERE: list[tuple[str, int, str, int | None]] = [
 # torchrun's "Root Cause" names an innocent rank, or the guilty one is not in its list.
 BY_TORCHRUN: list[tuple[str, int, str, int | None]] = [
     ("hang_all_reduce", 2, "rank-missing-from-collective", 1),
-]
-MORE_BY_TORCHRUN: list[tuple[str, int, str, int | None]] = [
     ("uneven", 2, "uneven-inputs", 1),
     ("op_mismatch", 2, "collective-mismatch", NOBODY),
     ("model_count_differs", 2, "model-differs-between-ranks", 1),
@@ -118,10 +116,8 @@ def test_a_run_without_failure(logs: Path) -> None:
     assert diagnose_logs([log]) == []
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks", "cause", "rank"),
-    [*BY_TORCHRUN, *(pytest.param(*one, marks=pytest.mark.soak) for one in MORE_BY_TORCHRUN)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("case", "ranks", "cause", "rank"), BY_TORCHRUN)
 def test_a_failure_under_torchrun(
     case: str, ranks: int, cause: str, rank: int | None, tmp_path: Path
 ) -> None:
@@ -142,6 +138,7 @@ def test_a_failure_under_torchrun(
     assert (found[0].cause, found[0].rank) == (cause, rank), found[0].evidence
 
 
+@pytest.mark.soak  # one is killed in test_doctor_machine_failures.py, too
 def test_a_run_folder_of_a_killed_rank(allranks: Allranks, tmp_path: Path) -> None:
     script = [sys.executable, "-m", "tests.failing", "peer_killed"]
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}

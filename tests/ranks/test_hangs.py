@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.commandline import run_allranks
-from tests.forked import run_forked
+from tests.forked import EXECUTED, Forked, run_forked
 
 from allranks.doctor.finding import Finding
 from allranks.doctor.hang import hang, hung
@@ -46,18 +46,12 @@ LINE = 1 + SCRIPT[: SCRIPT.index("time.sleep(1000)")].count("\n")
 
 
 @contextmanager
-def running(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path, *options: str) -> Iterator[Forked]:
     """`allranks run` of the script that hangs after 20 steps."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "allranks", "run", "--layout", "1x2", "--json", *words]
-    process = subprocess.Popen(
-        [*command, "--", sys.executable, str(script)],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = ["run", "--layout", "1x2", "--json", *options, "--", sys.executable, str(script)]
+    process = Forked(words, tmp_path, EXECUTED)  # their stacks are asked for
     try:
         yield process
     finally:
@@ -81,7 +75,7 @@ def wait_for_hang(tmp_path: Path) -> RunDir:
 
 
 @contextmanager
-def frozen(process: subprocess.Popen[str]) -> Iterator[None]:
+def frozen(process: Forked) -> Iterator[None]:
     """The launcher stands still, and so does its patience: looking may take as long as it takes."""
     process.send_signal(signal.SIGSTOP)
     try:
@@ -104,7 +98,7 @@ def test_the_rank_that_did_not_come_is_named_and_the_run_ended(
             # They were asked, not ended.
             assert len(stacks.processes_of(run, 0)) == 2
         out, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
+    assert process.wait() == 1, errors
     assert "Current thread" not in errors  # the stacks are in the logs
     error = json.loads(out)["error"]
     words = f"is at train.py:{LINE} in gone_astray; rank 0 waits for it in backward"

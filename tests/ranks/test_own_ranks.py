@@ -29,7 +29,7 @@ dist.destroy_process_group()
 """
 INSIDE = """
 unset MASTER_ADDR MASTER_PORT
-{torchrun} --standalone --nproc-per-node 2 train.py {steps}
+{torchrun} --standalone --nproc-per-node 1 train.py {steps}
 """
 
 
@@ -73,7 +73,7 @@ def test_two_trainings_as_the_same_ranks_fail_the_run(
     assert "two processes recorded rank" in said["error"]["what"]
     assert "torch.distributed.run in train.sh" in said["error"]["what"]
     assert f"write {sys.executable} train.py {steps} in train.sh" in said["error"]["fix"]
-    assert said["error"]["fix"].endswith("--layout 1x2")
+    assert said["error"]["fix"].endswith("--layout 1x1")
 
 
 @pytest.mark.soak

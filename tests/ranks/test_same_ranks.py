@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commandline import run_allranks
+from tests.forked import run_forked
 from tests.rank_states import WRITE_DOWN, differences, states
 
 from allranks.launch.backends.local import run_here
@@ -71,7 +71,7 @@ def runs_of(folder: Path, *words: str) -> dict[str, list[list[dict[str, Any]]]]:
     """The states of all runs that a command makes, by layout."""
     runs = folder / f"runs-{'-'.join(words[:2])}-{len(list(folder.iterdir()))}"
     command = [*words[: words.index("--")], "--runs", str(runs), *words[words.index("--") :]]
-    done = run_allranks(*(command if command[-1] != "--" else command[:-1]), cwd=folder)
+    done = run_forked(*(command if command[-1] != "--" else command[:-1]), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, list[list[dict[str, Any]]]] = {}
     for path in sorted(runs.iterdir(), key=lambda path: path.name):

@@ -71,7 +71,7 @@ def test_a_task_has_the_losses_that_it_has_on_one_machine(
 @pytest.mark.parametrize(
     ("layout", "launcher"),
     [
-        ("2x2", "srun"),
+        ("2x1", "srun"),
         *(
             pytest.param(layout, launcher, marks=OFTEN)
             for layout in ("1x1", "1x2", "4x1", "2x2")

@@ -32,6 +32,7 @@ from allranks.doctor.finding import Check, failed, not_here, passed, warned
 from allranks.doctor.node_checks import free_disk, gpu_health, visible_gpus, write_test
 from allranks.machine.network import address_towards
 from allranks.machine.nodelist import expand
+from allranks.machine.processes import quick_imports
 from allranks.run.folder import write_atomically
 from allranks.show.numbers import duration, rate, size
 
@@ -265,7 +266,8 @@ def _meet(
 
 
 def _import_torch() -> Check:
-    import torch.distributed
+    with quick_imports():
+        import torch.distributed
 
     return passed("torch", f"torch {torch.__version__}")
 
