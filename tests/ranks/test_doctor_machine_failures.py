@@ -112,7 +112,7 @@ def test_a_loader_worker_that_eats_the_memory(allranks: Allranks, tmp_path: Path
     with memory_cgroup(LIMIT_BYTES) as folder:
         enter = inside(folder, *RUN)
         done = subprocess.run(enter, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert kills_in(folder) == 1, done.stderr
+        assert kills_in(folder) >= 1, done.stderr  # the rank may be next, while its worker goes
     assert done.returncode == 1
     for env in ({}, without_dmesg(tmp_path)):
         first, *others = diagnosis(allranks, "last", env=env)
