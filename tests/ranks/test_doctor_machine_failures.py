@@ -24,7 +24,10 @@ from allranks.run.folder import find_run
 pytestmark = pytest.mark.ranks
 
 LIMIT_BYTES = 1600 << 20
-ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+# While one process goes, the kernel may look for the next: only those that ask for it are killed.
+SPARED = "echo -1000 > /proc/self/oom_score_adj"
+ASK_TO_BE_KILLED = "open('/proc/self/oom_score_adj', 'w').write('0')"
+ENTER = f'echo $$ > "$0/cgroup.procs" && {SPARED}; exec "$@"'
 
 
 def diagnosis(allranks: Allranks, *subject: str, env: dict[str, str] | None = None) -> Any:
@@ -63,7 +66,8 @@ RUN += [sys.executable, "train.py"]
 
 
 def test_a_rank_that_eats_the_memory_of_its_cgroup(allranks: Allranks, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(hungry(12, 0.02))
+    rank_1_asks = f"import os\nif os.environ['RANK'] == '1': {ASK_TO_BE_KILLED}\n"
+    (tmp_path / "train.py").write_text(rank_1_asks + hungry(12, 0.02))
     with memory_cgroup(LIMIT_BYTES) as folder:
         enter = inside(folder, *RUN)
         done = subprocess.run(enter, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -99,7 +103,7 @@ class Data(Dataset):
         return torch.zeros(8)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x in DataLoader(Data(), num_workers=1):
+for x in DataLoader(Data(), num_workers=1, worker_init_fn=lambda _: ASKS):
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -108,11 +112,11 @@ for x in DataLoader(Data(), num_workers=1):
 
 
 def test_a_loader_worker_that_eats_the_memory(allranks: Allranks, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(HUNGRY_WORKER)
+    (tmp_path / "train.py").write_text(HUNGRY_WORKER.replace("ASKS", ASK_TO_BE_KILLED))
     with memory_cgroup(LIMIT_BYTES) as folder:
         enter = inside(folder, *RUN)
         done = subprocess.run(enter, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert kills_in(folder) >= 1, done.stderr  # the rank may be next, while its worker goes
+        assert kills_in(folder) == 1, done.stderr
     assert done.returncode == 1
     for env in ({}, without_dmesg(tmp_path)):
         first, *others = diagnosis(allranks, "last", env=env)
@@ -131,7 +135,7 @@ if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(20)
 """
-HOG = "kept = []\nwhile True: kept.append(bytearray(1 << 24))"
+HOG = f"{ASK_TO_BE_KILLED}\nkept = []\nwhile True: kept.append(bytearray(1 << 24))"
 
 
 def test_a_rank_killed_beside_somebody_who_ate_the_memory(
