@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.launch.backends import local
-from allranks.machine.processes import listening, outlive_terminal
+from allranks.machine.processes import has_ended, listening, outlive_terminal
 from allranks.run.folder import RunDir
 
 
@@ -108,3 +109,14 @@ def test_only_a_runs_own_launcher_is_signalled(
     with holder(run, "hears") as launcher:
         assert backends.stop([run], now=True)[0]["done"] == "stopped at once"
         assert launcher.wait(60) != 0
+
+
+def test_a_child_that_has_ended_is_left_to_who_started_it() -> None:
+    child = subprocess.Popen(["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE)
+    assert not has_ended(child.pid)
+    child.communicate(b"\n", timeout=60)
+    other = subprocess.Popen(["sh", "-c", "exit 3"])
+    while not has_ended(other.pid):
+        time.sleep(0.01)
+    assert (other.wait(), child.returncode) == (3, 3)
+    assert has_ended(other.pid)  # when it is reaped, too

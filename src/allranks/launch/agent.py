@@ -39,6 +39,7 @@ from allranks.launch.meeting import (
     names_of,
     own_address,
 )
+from allranks.machine.processes import has_ended
 from allranks.show.numbers import duration
 
 ENDING_SECONDS = 5.0  # after its ranks, before a wait for other nodes is worth a line
@@ -269,14 +270,14 @@ class Agent(LocalElasticAgent):
 
         Raises if node 0 stays silent: torch's own calls would wait forever.
         """
-        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
-        if self.meets or any(handler.proc.poll() is None for handler in handlers.values()):
+        processes = self.processes()
+        if self.meets or not all(map(has_ended, processes)):
             self._ended_at = None
             return self._nodes.awaits
         now = time.monotonic()
         self._ended_at = self._ended_at or now
         waited = now - self._ended_at
-        if waited > MEETING_SECONDS and handlers:
+        if waited > MEETING_SECONDS and processes:
             raise AllranksError(
                 "the ranks here have ended, but node 0 has been silent for "
                 f"{duration(waited, whole=True)}",
@@ -284,7 +285,7 @@ class Agent(LocalElasticAgent):
                 exit_code=1,
             )
         left = duration(MEETING_SECONDS - waited, whole=True)
-        is_long = waited > ENDING_SECONDS and bool(handlers)
+        is_long = waited > ENDING_SECONDS and bool(processes)
         return (f"waiting for the other nodes to end; {left} left", waited) if is_long else None
 
     def run_quietly(self) -> dict[int, int | None]:

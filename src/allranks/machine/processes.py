@@ -186,3 +186,14 @@ def quick_imports(*, with_warnings: bool = True) -> Iterator[None]:
         gc.enable()
         if hides:
             del os.environ[name]
+
+
+def has_ended(child: int) -> bool:
+    """Whether a child has ended, from any thread: it is left to `Popen` to reap it.
+
+    While one thread does that, `poll` says in another that it runs, and a signal finds nobody.
+    """
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
