@@ -1,6 +1,7 @@
 """Whatever real ranks write in a test here is declared in the schema of events.
 
-And `allranks` need not import torch again and again; test_same_ranks starts it as users do.
+And `allranks` need not import torch again and again; test_doctor_machine_failures.py and others
+start it as users do.
 """
 
 from __future__ import annotations

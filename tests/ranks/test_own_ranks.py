@@ -29,14 +29,14 @@ dist.destroy_process_group()
 """
 INSIDE = """
 unset MASTER_ADDR MASTER_PORT
-{torchrun} --standalone --nproc-per-node 1 train.py {steps}
+{torchrun} --standalone --nproc-per-node {ranks} train.py {steps}
 """
 
 
-def write(folder: Path, steps: int) -> Path:
+def write(folder: Path, steps: int, ranks: int = 2) -> Path:
     (folder / "train.py").write_text(TRAIN)
     torchrun = f"{sys.executable} -m torch.distributed.run"
-    (folder / "train.sh").write_text(INSIDE.format(torchrun=torchrun, steps=steps))
+    (folder / "train.sh").write_text(INSIDE.format(torchrun=torchrun, ranks=ranks, steps=steps))
     return folder
 
 
@@ -65,7 +65,7 @@ def test_two_trainings_as_the_same_ranks_fail_the_run(
     steps: int, allranks: Allranks, tmp_path: Path
 ) -> None:
     """However short: the first may be over before the second begins. No process stays behind."""
-    write(tmp_path, steps)
+    write(tmp_path, steps, ranks=1)
     done = allranks("run", "--layout", "1x2", "--json", "--", "bash", "train.sh")
     assert done.returncode == 1
     said = json.loads(done.stdout)
