@@ -50,22 +50,9 @@ class Layout:
         shape, colon, axes = text.strip().partition(":")
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", shape)
         if match is None:
-            known = re.fullmatch(r"[1-9][0-9]{0,4}x?", shape)
-            example = "2x4 for 2 nodes of 4 GPUs each"
-            if known and shape.endswith("x"):
-                example = f"{shape}1, or another number of GPUs per node"
-            elif known:
-                example = f"1x{shape} for {shape} ranks on one node"
-            if "@" in shape:  # how --race names a type of GPU
-                example = f"--race {text.strip()}, or the type as slurm.gpu=TYPE"
-            raise AllranksError(
-                f'layout "{text}" is not NODESxGPUS',
-                fix=f"write {example}",
-            )
-        if colon and not axes.strip():
-            raise AllranksError(f'layout "{text}" names no axis after ":"', fix=f"write {shape}")
-        nodes, gpus = (_bounded_int(number) for number in match.groups())
-        return cls(nodes, gpus, **(_parse_axes(text, shape, axes) if colon else {}))
+            raise AllranksError(f'layout "{text}" is not NODESxGPUS', fix=f"write {_near(shape)}")
+        whole = cls(*(_bounded_int(number) for number in match.groups()))
+        return whole._divided(text, axes) if colon else whole
 
     def __str__(self) -> str:
         """The shortest text that parses back: dp is what the others leave, so it is not written."""
@@ -90,28 +77,66 @@ class Layout:
 
     def _refuse_axes(self) -> NoReturn:
         """The axes do not divide the ranks, or take another number of them."""
-        shape, ranks, replica = f"{self.nodes}x{self.gpus}", self.ranks, self._ranks_per_replica
+        whole, ranks, replica = Layout(self.nodes, self.gpus), self.ranks, self._ranks_per_replica
         product = f"fsdp={self.fsdp} x tp={self.tp} x pp={self.pp}"
         used = [axis for axis in AXES[1:] if getattr(self, axis) > 1]
         if self.dp:  # all axes were given
-            enough = self.dp * replica
-            what = f"dp={self.dp} x {product} needs {enough} ranks, but {shape} has {ranks}"
-            fix = f"choose axes whose product is {ranks}"
-            if ranks % replica == 0:
-                fix = f"write {self} (dp is then {ranks // replica})"
+            what = f"dp={self.dp} x {product} needs {self.dp * replica} ranks, not {ranks}"
         else:
-            enough = -(-ranks // replica) * replica
             what = f"{product} takes {replica} ranks per replica, which does not divide {ranks}"
-            fix = f"choose axes whose product divides {ranks}"
-            if len(used) == 1:
-                divisors = _divisors(ranks)
-                near = [size for size in divisors if size < replica][-1:]
-                near += [size for size in divisors if size > replica][:1]
-                names = [f"{shape}:{used[0]}={size}" if size > 1 else shape for size in near]
-                fix = f"write {' or '.join(names)}"
-        raise AllranksError(
-            f"layout {shape}{self._axes_text()}: {what}", fix=f"{fix}, or ask for {enough} ranks"
-        )
+        near = [self._axes_text()] if ranks % replica == 0 else []
+        if len(used) == 1:
+            divisors = _divisors(ranks)
+            sizes = [size for size in divisors if 1 < size < replica][-1:]
+            sizes += [size for size in divisors if size > replica][:1]
+            near += [f":{used[0]}={size}" for size in sizes if not near]
+        raise whole._refused(f"layout {whole}{self._axes_text()}: {what}", *near)
+
+    def _divided(self, text: str, axes: str) -> Layout:
+        """This layout with the axes that follow the colon in `text`."""
+        sizes: dict[str, int] = {}
+        for part in axes.split(",") if axes.strip() else []:
+            axis, _, digits = (piece.strip() for piece in part.partition("="))
+            if axis not in AXES:
+                close = difflib.get_close_matches(axis, AXES, n=1)
+                known = f"{AXES[0]}, {', '.join(AXES[1:-1])} and {AXES[-1]}"
+                what = f'layout "{text}" has no axis "{axis}"; the axes are {known}'
+                raise self._refused(what, *(f":{name}={digits}" for name in close))
+            if axis in sizes:
+                raise self._refused(f'layout "{text}" gives {axis} twice', f":{axis}={digits}")
+            if not re.fullmatch(r"[0-9]+", digits) or not digits.strip("0"):
+                what = f'layout "{text}": {axis} must be a positive integer, not "{digits}"'
+                raise self._refused(what)
+            sizes[axis] = _bounded_int(digits)
+        if not sizes:
+            raise self._refused(f'layout "{text}" names no axis after ":"')
+        return Layout(self.nodes, self.gpus, **sizes)
+
+    def _refused(self, what: str, *axes: str) -> AllranksError:
+        """The error for other axes: its fix names those that these ranks can be divided by."""
+        possible = [f"{self}{one}" for one in axes if _is_layout(f"{self}{one}")]
+        fix = f"write {self}, with a copy of the model on every rank"
+        if possible:
+            fix += f"; for a script that divides its model, {' or '.join(possible)}"
+        return AllranksError(what, fix=fix)
+
+
+def _near(shape: str) -> str:
+    """What someone may have meant who did not write NODESxGPUS."""
+    if _is_layout(shape.partition("@")[0]):  # how --race names a type of GPU
+        return f"--race {shape}, or the type as slurm.gpu=TYPE"
+    if shape.endswith("x") and _is_layout(f"{shape}1"):
+        return f"{shape}1, or another number of GPUs per node"
+    if _is_layout(f"1x{shape}"):
+        return f"1x{shape} for {shape} ranks on one node"
+    return "2x4 for 2 nodes of 4 GPUs each"
+
+
+def _is_layout(text: str) -> bool:
+    try:
+        return bool(re.fullmatch(PATTERN, text) and Layout.parse(text))
+    except AllranksError:
+        return False
 
 
 def _divisors(number: int) -> list[int]:
@@ -122,28 +147,3 @@ def _divisors(number: int) -> list[int]:
 def _bounded_int(digits: str) -> int:
     # Python refuses to convert thousands of digits; 12 are over every limit anyway.
     return int(digits[:12]) if len(digits) > 12 else int(digits)
-
-
-def _parse_axes(text: str, shape: str, axes: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in axes.split(","):
-        axis, _, digits = (piece.strip() for piece in part.partition("="))
-        if axis not in AXES:
-            close = difflib.get_close_matches(axis, AXES, n=1)
-            known = f"{AXES[0]}, {', '.join(AXES[1:-1])} and {AXES[-1]}"
-            example = f"{shape}:{close[0]}={digits or 2}" if close else f"for example {shape}:tp=2"
-            raise AllranksError(
-                f'layout "{text}" has no axis "{axis}"; the axes are {known}',
-                fix=f"write {example}",
-            )
-        if axis in sizes:
-            raise AllranksError(
-                f'layout "{text}" gives {axis} twice', fix=f"write {axis} once, as in {shape}:tp=2"
-            )
-        if not re.fullmatch(r"[0-9]+", digits) or not digits.strip("0"):
-            raise AllranksError(
-                f'layout "{text}": {axis} must be a positive integer, not "{digits}"',
-                fix=f"write {axis}=N, for example {shape}:tp=2",
-            )
-        sizes[axis] = _bounded_int(digits)
-    return sizes

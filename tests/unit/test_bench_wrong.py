@@ -34,8 +34,6 @@ LARGE = ("task=spiral", "batch_size=16384")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["bench", "scaling", "train.py"], "write it after --, as -- python train.py"),
-        (["bench", "scaling", "python", "a.py"], "write it after --, as -- python a.py"),
         (["bench", "scaling", "--price", "cpu=abc"], "abc is not a price"),
         (
             ["bench", "scaling", *LARGE, "--layouts", "1x1,8x1024"],

@@ -256,6 +256,38 @@ WITHOUT_EFFECT = {
 }
 
 
+# what is typed, and what to type instead
+WITHOUT_DASHES = {
+    "run train.py": "run -- python train.py",
+    "run python3 train.py lr=0.1": "run -- python3 train.py lr=0.1",
+    "run --layout 1x2 --json train.py --lr 0.1 -v": (
+        "run --layout 1x2 --json -- python train.py --lr 0.1 -v"
+    ),
+    "run train.py --layout 1x4": (
+        "run -- python train.py --layout 1x4 (--layout before -- if meant for allranks)"
+    ),
+    "run no-such-launcher --gpus 2 train.py": "run -- no-such-launcher --gpus 2 train.py",
+    "submit --race=1x2 python3 train.py": "submit --race=1x2 -- python3 train.py",
+    "bench scaling --steps 9 train.py": "bench scaling --steps 9 -- python train.py",
+    "bench data train.py --steps 9": (
+        "bench data -- python train.py --steps 9 (--steps before -- if meant for allranks)"
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", WITHOUT_DASHES)
+def test_a_script_without_dashes_is_answered_with_the_command_to_type(typed: str) -> None:
+    with pytest.raises(AllranksError, match="not a job file") as refused:
+        app(typed.split(), prog_name="allranks", standalone_mode=False)
+    assert refused.value.fix == f"write allranks {WITHOUT_DASHES[typed]}"
+    assert refused.value.exit_code == 2
+
+
+def test_an_override_that_names_a_script_is_an_override() -> None:
+    with pytest.raises(AllranksError, match="task: "):
+        app(["run", "task=train.py"], prog_name="allranks", standalone_mode=False)
+
+
 @pytest.mark.parametrize("typed", WITHOUT_EFFECT)
 def test_an_option_without_effect_is_refused(typed: str) -> None:
     with pytest.raises(AllranksError, match="no effect with") as refused:

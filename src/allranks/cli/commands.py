@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -97,6 +98,28 @@ def refuse(options: Sequence[str], where: str, *, fix: str = "") -> None:
         raise AllranksError(f"{shown} {has} no effect {where}", fix=", or ".join(fixes))
 
 
+def refuse_script(ctx: Any, words: Sequence[str], params: Sequence[Any]) -> None:
+    """Refuse a script where a job file is expected, with the command to type instead."""
+    is_flag = {opt: getattr(param, "is_flag", True) for param in params for opt in param.opts}
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        place += 1 if is_flag.get(words[place], True) else 2
+    first, *rest = words[place:] or [""]
+    is_script, *others = (word.endswith(".py") and "=" not in word for word in (first, *rest))
+    is_program = shutil.which(first) or (any(others) and not os.path.splitext(first)[1])
+    if not is_script and (not is_program or os.path.exists(first)):
+        return
+    from allranks.errors import AllranksError
+
+    command = [*words[:place], "--", *(["python"] if is_script else []), first, *rest]
+    ours = [word for word in rest if word.partition("=")[0] in is_flag]
+    raise AllranksError(
+        f"{first} is a {'script' if is_script else 'program'}, not a job file",
+        fix=f"write {ctx.command_path} {shlex.join(command)}"
+        + (f" ({' '.join(ours)} before -- if meant for allranks)" if ours else ""),
+    )
+
+
 def keep_typed(words: list[str], script: list[str] | None) -> None:
     """What was typed: before a lone `--`, and after it, if there was one."""
     _typed[:] = words
@@ -128,7 +151,12 @@ class Page:
 
 
 class Command(Page, TyperCommand):
-    """A command that refuses options without effect."""
+    """A command that refuses options without effect, and a script that no `--` stands before."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if hasattr(self.callback, "takes_script") and not _script:
+            refuse_script(ctx, args, self.params)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         names = {param.name: name_of(param).removesuffix("...") for param in self.params}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
-from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,15 +78,6 @@ def split_job(job: str | None, overrides: list[str]) -> tuple[Path | None, list[
         return None, overrides
     if "=" in job and not Path(job).exists():
         return None, [job, *overrides]
-    is_script, is_program = Path(job).suffix == ".py", not Path(job).exists() and which(job)
-    if is_script or is_program:
-        from allranks.errors import AllranksError
-
-        command = shlex.join([*(["python"] if is_script else []), job, *overrides])
-        raise AllranksError(
-            f"{job} is a {'script' if is_script else 'program'}, not a job file",
-            fix=f"write it after --, as -- {command}",
-        )
     return Path(job), overrides
 
 
