@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from allranks.show.numbers import number, percent, ratio
+from allranks.show.numbers import percent, ratio
 from allranks.timing.comparison import Compared, relative_error
 
-ALIKE = 2 / 3  # of the fastest repeat, which the slowest must reach
 UNSURE = 0.1  # half the 95% interval of a serial fraction; with more, it says nothing
 FAR = 0.1  # of a measured speedup, beyond its interval: a law that misses by more does not fit
 SHOWN = 0.0005  # anything less is shown as 0.0%
@@ -86,15 +85,14 @@ def _half(contention: float, coherence: float) -> float | None:
 
 def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
     """The law that these speedups follow; or None, and why no law can be fitted."""
+    if doubt := next((row.doubt for row in rows if row.doubt), None):
+        return None, doubt
     measured = [row for row in rows if row.speedup]
     fit = fit_of(measured)
     if fit is None:
         return None, "it takes layouts with different numbers of ranks"
     base = next(row for row in measured if row.layout == row.baseline)
     larger = [row for row in measured if row.ranks > base.ranks]
-    for row in (base, *larger):
-        if differs := differ_too_much(row):
-            return None, differs
     best, top = max(larger, key=lambda row: row.speedup or 0.0), larger[-1]
     assert fit.serial_fraction is not None and best.speedup is not None
     if best.speedup <= 1 + SHOWN:
@@ -135,17 +133,6 @@ def is_far(speedup: float, row: Compared, base: Compared) -> bool:
     assert row.speedup is not None
     error = math.hypot(relative_error(row), relative_error(base))
     return abs(speedup / row.speedup - 1) > FAR + error
-
-
-def differ_too_much(row: Compared) -> str | None:
-    """Says that a layout's repeats differ too much to compare it; None if they do not."""
-    paces = row.samples_per_second
-    if paces is None or paces.min >= ALIKE * paces.max:
-        return None
-    return (
-        f"the repeats of {row.layout} differ too much to compare it with anything "
-        f"({number(paces.min)} to {number(paces.max)} samples/s)"
-    )
 
 
 def serial_error(base: Compared, larger: Sequence[Compared]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench.laws import Fit, differ_too_much, law_of
+from allranks.bench.laws import Fit, law_of
 from allranks.bench.measure import Ended, Result, Series
 from allranks.errors import AllranksError
 from allranks.job.job import Job
@@ -26,14 +26,13 @@ from allranks.timing.comparison import (
     CPU,
     MODES,
     SCALING,
-    SUSPICIOUS,
     Compared,
     compare,
     device_name,
     gpu_memory,
     mode_of,
 )
-from allranks.timing.samples_seen import APART, remarks
+from allranks.timing.remarks import Remark, on_comparison, remarks
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 
 ENDLESS_STEPS = 10_000_000  # the probe ends the run long before that
@@ -165,7 +164,7 @@ class Repeat:
     timing: Timing | None
     problem: str | None = None
     samples_per_epoch: int | None = None
-    remarks: Sequence[str] = ()  # on what its ranks read, and whether they exchange anything
+    remarks: Sequence[Remark] = ()
     state: str = "finished"
     device: str = ""  # unknown for a run that never began
     device_memory: int | None = None
@@ -243,7 +242,6 @@ def as_json(
     repeats = [one if one.device else replace(one, device=usual) for one in repeats]
     rows = compare(repeats)
     judged = most_measured(rows)
-    top = [row for row in judged if row.pace][-1:]
     fit, no_fit = law_of(judged)
     return {
         "mode": mode_of(judged),
@@ -251,7 +249,7 @@ def as_json(
         "fit": fit and {"predicted": True, **asdict(fit)},
         "fit_problem": no_fit,
         **(more or {}),
-        "verdict": verdict(judged, fit, problems_of(repeats), remarks_of(top, repeats)),
+        "verdict": verdict(judged, fit, problems_of(repeats)),
     }
 
 
@@ -285,6 +283,7 @@ def row_object(
                 "run": one.run,
                 "samples_per_second": one.samples_per_second,
                 **({"problem": one.problem} if one.problem else {}),
+                **({"remarks": [said.as_json() for said in one.remarks]} if one.remarks else {}),
             }
             for one in own
         ],
@@ -300,7 +299,8 @@ def row_object(
         "hours_per_epoch": hours,
         "cost_per_epoch": None if hours is None or price is None else hours * price,
         "problem": next((one.problem for one in own if one.problem), None),
-        "remarks": remarks_of([row], repeats),
+        "doubt": row.doubt,
+        "remarks": remarks_of(own),
     }
 
 
@@ -309,9 +309,12 @@ def problems_of(repeats: Sequence[Repeat]) -> dict[str, str]:
     return {one.layout: one.problem for one in reversed(repeats) if one.problem}
 
 
-def remarks_of(rows: Sequence[Compared], repeats: Sequence[Repeat]) -> list[str]:
-    runs = {run for row in rows for run in row.runs}
-    return [*dict.fromkeys(remark for one in repeats if one.run in runs for remark in one.remarks)]
+def remarks_of(repeats: Sequence[Repeat]) -> list[str]:
+    """What is doubtful in the repeats of a layout, each kind once."""
+    by_kind = {
+        said.kind: said.text for one in reversed(repeats) for said in on_comparison(one.remarks)
+    }
+    return [*by_kind.values()]
 
 
 def hours_per_epoch(row: Compared, repeats: Sequence[Repeat]) -> float | None:
@@ -331,17 +334,12 @@ NEXT = {
 }
 
 
-def verdict(
-    rows: Sequence[Compared],
-    fit: Fit | None,
-    problems: Mapping[str, str],
-    seen: Sequence[str] = (),
-) -> str:
+def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, str]) -> str:
     """The result in a sentence or two, and the next thing to try.
 
-    `problems`: of layouts, by name; `seen`: remarks on the largest.
+    `problems`: of layouts, by name.
     """
-    measured = [row for row in rows if row.efficiency is not None]
+    measured = [row for row in rows if row.pace]
     if not measured:
         why = next(iter(problems.values()), "no step was made")
         return f"nothing could be measured: {why}"
@@ -351,21 +349,13 @@ def verdict(
         others = ", ".join(problems)
         said = f"{top.layout} makes {number(top.pace)} samples/s; "
         return said + (f"{others} could not be measured" if others else "name more layouts")
-    for row in (base, top):
-        if differs := differ_too_much(row):
-            return f"{differs}: measure again when nothing else runs, with more --steps"
+    if top.doubt:
+        return f"no speedup can be stated. {top.doubt}"
     assert top.efficiency is not None and top.speedup is not None
     said = (
         f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
         f"({percent(top.efficiency)} efficient, measured)"
     )
-    if any(remark.startswith(APART) for remark in seen):
-        return f"{said}, but {APART}: each may be training alone"
-    if top.efficiency > SUSPICIOUS:
-        return (
-            f"{said}: more than {top.ranks} ranks should reach; before you trust it, find out "
-            f"what slowed {base.layout} down (threads, a busy machine), and measure again"
-        )
     if top.efficiency >= 0.95:
         return f"{said}: it scales; try more ranks{_beyond(fit, top)}"
     if not top.lost:
@@ -403,7 +393,7 @@ def _beyond(fit: Fit | None, top: Compared) -> str:
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
     """What `as_json` made."""
-    rows = [row for row in found["rows"] if row["efficiency"] is not None]
+    rows = [row for row in found["rows"] if row["samples_per_second"]]
     for table in tables(found, rows):
         console.print()
         show_table(console, table)
@@ -496,7 +486,7 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
     """The law and what it predicts beyond the measured layouts; or why there is none."""
     fit = found["fit"]
     if fit is None:
-        layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
+        layouts = {row["ranks"] for row in found["rows"] if row["samples_per_second"]}
         return f"no law fits: {found['fit_problem']}" if len(layouts) > 1 else ""
     if fit["serial_fraction"] is not None:
         error = fit["serial_fraction_error"]

@@ -27,7 +27,8 @@ from allranks.report.costs import (
 from allranks.report.facts import RunFacts
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
-from allranks.timing.comparison import SUSPICIOUS, bench_of, is_comparable, is_compared, mode_of
+from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
+from allranks.timing.remarks import on_comparison
 
 VERSION = 1
 
@@ -105,7 +106,11 @@ def run_object(run: RunFacts) -> dict[str, Any]:
         *("run", "run_dir", "layout", "device", "state", "steps", "samples", "seconds"),
         *("samples_per_second", "problem"),
     )
-    return {key: getattr(run, key) for key in keys} | {"bench": dict(run.bench) or None}
+    said = [remark.as_json() for remark in run.remarks]
+    return {key: getattr(run, key) for key in keys} | {
+        "bench": dict(run.bench) or None,
+        "remarks": said,
+    }
 
 
 def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> list[str]:
@@ -117,11 +122,6 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
             notes.append(
                 f"no run with one rank was measured on {row.device}: speedup, efficiency and extra "
                 f"hours are relative to {row.layout}"
-            )
-        if row.efficiency and row.efficiency > SUSPICIOUS:
-            notes.append(
-                f"{row.layout} is faster than {row.ranks} ranks should be: before you trust its "
-                f"speedup, look at what slowed {row.baseline} down (threads, a busy machine)"
             )
         if not row.is_steady:
             notes.append(f"{row.layout}: its steps never became steady; all but the first count")
@@ -148,8 +148,18 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         )
     if not paced and rows:
         notes.append("no layout was measured: there is nothing to compare yet")
-    told = (f"{run.layout}: {remark}" for run in runs for remark in run.remarks)
-    notes += dict.fromkeys(told)
+    doubts = dict.fromkeys(row.doubt for row in rows if row.doubt)
+    notes = [*doubts, *notes]
+    told = {
+        (run.layout, said.kind): said.text
+        for run in reversed(runs)
+        for said in on_comparison(run.remarks)
+    }
+    notes += [
+        f"{layout}: {text}"
+        for (layout, _), text in told.items()
+        if f"{layout}: {text}" not in doubts
+    ]
     notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]
     return notes
 

@@ -59,7 +59,7 @@ def rows_of(runs: Sequence[RunFacts], prices: Sequence[Price] = ()) -> list[Row]
         row = with_metrics(with_seconds(row_of(layout, own), own, work), own)
         rows.append(with_price(row, find_price(row.device, memory[row.device], prices)))
     for device in {row.device for row in rows}:
-        paced = [row for row in rows if row.device == device and row.pace]
+        paced = [row for row in rows if row.device == device and row.efficiency]
         costs, hours = costs_of(paced, work)
         rows = [with_extra(row, paced, costs, hours) if row in paced else row for row in rows]
     return rows
@@ -160,7 +160,7 @@ def what_differs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 GOOD, BELOW, DIMINISHING = "good", "below target", "diminishing returns"
-BASELINE, UNKNOWN = "baseline", "not measured"
+BASELINE, UNKNOWN, DOUBTFUL = "baseline", "not measured", "doubtful"
 LOSSES = {
     "comm": "communication",
     "straggler": "waiting for slower ranks",
@@ -185,6 +185,8 @@ Choice = dict[str, str]  # a layout to choose, its device, and why
 
 def verdict(row: Row, targets: Targets) -> tuple[list[str], str]:
     """What to think of a row: a word or two, and a sentence with its numbers."""
+    if row.doubt:
+        return [DOUBTFUL], row.doubt
     if row.efficiency is None:
         return [UNKNOWN], "no pace was measured"
     if row.layout == row.baseline:
@@ -213,7 +215,8 @@ def headline(rows: Sequence[Row]) -> str | None:
     larger = [row for row in rows if row.speedup is not None and row.layout != row.baseline]
     best = max(larger, key=lambda row: row.pace or 0, default=None)
     if best is None or best.speedup is None or best.efficiency is None:
-        return None
+        doubt = next((row.doubt for row in reversed(rows) if row.doubt), None)
+        return doubt and f"No speedup can be stated. {doubt}."
     times = ratio(best.speedup)
     text = f"{best.layout} is {times} as fast as {best.baseline}"
     text += f" on {best.device}, at " if len({row.device for row in rows}) > 1 else ", at "
@@ -228,7 +231,7 @@ def headline(rows: Sequence[Row]) -> str | None:
 
 def recommended(rows: Sequence[Row], targets: Targets) -> dict[str, Choice | None]:
     """The layout to choose by time, by cost, and as the best of both; None if not known."""
-    paced = [row for row in rows if row.pace]
+    paced = [row for row in rows if row.pace and not row.doubt]
     if len(paced) < 2:
         return {"time": None, "cost": None, "both": None}
     return {"time": by_time(paced), "cost": by_cost(paced), "both": by_both(paced, targets)}

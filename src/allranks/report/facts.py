@@ -14,7 +14,7 @@ from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, newest_window, outcome, read_ranks, samples_per_epoch
 from allranks.run.run_state import KILLED, NEVER_STARTED, unreadable
 from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
-from allranks.timing.samples_seen import remarks
+from allranks.timing.remarks import Remark, remarks
 from allranks.timing.steps import Timing, timing, why_no_pace
 
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
@@ -53,7 +53,7 @@ class RunFacts:
     seconds: float | None = None  # of training; None if layouts changed on the way
     timing: Timing | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # on what its ranks read, and whether they exchange anything
+    remarks: tuple[Remark, ...] = ()
     loss: Curve | None = None  # by step
     utilization: Curve | None = None  # by seconds: percent of a GPU, or CPUs of a rank
 

@@ -6,11 +6,17 @@ These are `bench scaling`, `report`, `watch`, `status` and `submit --ladder`. Th
   scaling benchmark are compared with each other (`is_compared`), each kind of device separately.
 - A layout's pace is the median of its repeats. Its 95% interval is Student's of their mean, widened
   to hold the median; of a single run it comes from the spread of its steps.
-- A failed run counts only if its layout has no other run with a pace. A stopped run and one that
-  is still running count.
+- A run that failed, or that must not be compared (`remarks.py`: its ranks train alone, it is too
+  short), counts only if its layout has no other run with a pace. A stopped run and one that is
+  still running count.
 - The base is the layout with the fewest ranks that has a pace; of several, the fastest.
 - Speedup is a layout's pace over the base's, efficiency is that over how many times more ranks.
   A layout without a pace has neither.
+- A layout has a `doubt` instead of a speedup if its runs must not be compared, if half of its 95%
+  interval is more than a quarter of its pace (`WIDE`), or if the base has a doubt. The base has
+  one, too, if any layout is more than 110% efficient (`SUSPICIOUS`): ranks cannot do that, so it
+  is the base that was held back. Without a speedup there is no efficiency, verdict, recommendation,
+  law or prediction.
 - Where a step's time goes is taken from the median repeat (from two if their number is even), as
   shares of the median step.
 - Scaling is `strong` if all layouts train the same batch, `weak` if all ranks do, to 2%; `mixed` if
@@ -28,6 +34,8 @@ from typing import Any, Protocol, TypeVar
 
 from allranks.layout import Layout
 from allranks.run.folder import RunDir
+from allranks.show.numbers import between, number, percent
+from allranks.timing.remarks import SPEEDUP, Remark, forbidding
 from allranks.timing.steps import PARTS, Timing
 
 SAME_JOB = (
@@ -44,6 +52,7 @@ MODES = {
 }
 SAME = 0.02  # relative difference up to which two batches, or two amounts of work, are the same
 SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
+WIDE = 0.25  # of a pace: half of its 95% interval, if its repeats are to be compared
 # A layout's state is the first of these that one of its runs has.
 STATES = ("finished", "running", "stopped", "queued", "failed")
 
@@ -70,6 +79,8 @@ class Measured(Protocol):
     def samples_per_second(self) -> float | None: ...
     @property
     def timing(self) -> Timing | None: ...
+    @property
+    def remarks(self) -> Sequence[Remark]: ...
 
 
 M = TypeVar("M", bound=Measured)
@@ -85,6 +96,7 @@ class Pace:
     state: str = "finished"
     device: str = CPU
     timing: Timing | None = None
+    remarks: Sequence[Remark] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,7 @@ class Compared:
     speedup_ci95: tuple[float, float] | None = None
     efficiency: float | None = None
     lost: dict[str, float] = field(default_factory=dict)  # efficiency that each part costs
+    doubt: str | None = None  # why it has a pace and no speedup
 
     @property
     def pace(self) -> float | None:
@@ -135,9 +148,10 @@ class Compared:
     def ci95(self) -> tuple[float, float] | None:
         return self.samples_per_second.ci95 if self.samples_per_second else None
 
-    def ratio(self, ranks: int, pace: float) -> tuple[float, float]:
+    def ratio(self, ranks: int, pace: float) -> tuple[float, float] | tuple[None, None]:
         """Speedup and efficiency of `ranks` ranks at a pace, with this layout as the base."""
-        assert self.pace
+        if not self.pace or self.doubt:
+            return None, None
         return pace / self.pace, pace / self.pace * self.ranks / ranks
 
 
@@ -149,7 +163,7 @@ def compare(runs: Iterable[Measured]) -> list[Compared]:
             by_layout.setdefault((run.device, run.layout), []).append(run)
     rows = [layout_row(those) for those in by_layout.values()]
     rows.sort(key=lambda row: (row.device, row.ranks, row.nodes, row.layout))
-    bases = {device: base_of(rows, device) for device, _ in by_layout}
+    bases = {device: judged_base(rows, device) for device, _ in by_layout}
     return [compared_with(row, bases[row.device]) for row in rows]
 
 
@@ -174,6 +188,7 @@ def layout_row(runs: Sequence[Measured]) -> Compared:
         is_steady=all(timing.steady for timing in timings),
         samples_per_second=pace_of(those),
     )
+    row = replace(row, doubt=doubt_of(row, those))
     known = [timing for timing in middle if timing is not None]
     if row.pace and known and len(known) == len(middle):
         batch = statistics.fmean(timing.samples / timing.num_steps for timing in known)
@@ -189,7 +204,24 @@ def layout_row(runs: Sequence[Measured]) -> Compared:
 def counted(runs: Iterable[M]) -> list[M]:
     """The runs of a layout that its pace comes from."""
     paced = [run for run in runs if run.samples_per_second]
-    return [run for run in paced if run.state != "failed"] or paced
+    whole = [run for run in paced if run.state != "failed"] or paced
+    return [run for run in whole if not forbidding(SPEEDUP, run.remarks)] or whole
+
+
+def doubt_of(row: Compared, runs: Sequence[Measured]) -> str | None:
+    """Why a layout cannot be compared, by its own runs."""
+    said = forbidding(SPEEDUP, (remark for run in runs for remark in run.remarks))
+    if said is not None:
+        return f"{row.layout}: {said.text}"
+    error = relative_error(row)
+    if error <= WIDE:
+        return None
+    what = f"its {len(runs)} repeats differ" if len(runs) > 1 else "its steps differ"
+    return (
+        f"{row.layout}: {what} too much to be compared: {number(row.pace)} samples/s, 95% interval "
+        f"{between(row.ci95)} (±{percent(error, 0)}, the limit is ±{percent(WIDE, 0)}); measure "
+        "again while nothing else runs, with more repeats or longer runs"
+    )
 
 
 def pace_of(runs: Sequence[Measured]) -> Spread | None:
@@ -250,6 +282,24 @@ def base_of(rows: Iterable[Compared], device: str) -> Compared | None:
     return min(paced, key=lambda row: (row.ranks, -(row.pace or 0.0)), default=None)
 
 
+def judged_base(rows: Sequence[Compared], device: str) -> Compared | None:
+    """The base of a device, with a doubt if a layout is faster than its ranks could make it."""
+    base = base_of(rows, device)
+    if base is None or base.doubt:
+        return base
+    own = [row for row in rows if row.device == device and row.pace and not row.doubt]
+    best = max(own, key=lambda row: (row.pace or 0.0) / row.ranks)
+    _, efficiency = base.ratio(best.ranks, best.pace or 0.0)
+    if efficiency is None or efficiency <= SUSPICIOUS:
+        return base
+    return replace(
+        base,
+        doubt=f"{best.layout} is {percent(efficiency)} efficient against {base.layout}, and ranks "
+        f"cannot do that: something held {base.layout} back (threads, other work on the machine); "
+        "measure it again",
+    )
+
+
 def compared_with(row: Compared, base: Compared | None) -> Compared:
     """The row with its speedup and efficiency, and how much of it each part costs.
 
@@ -258,6 +308,10 @@ def compared_with(row: Compared, base: Compared | None) -> Compared:
     """
     if base is None or not row.pace:
         return row
+    row = replace(row, baseline=base.layout, doubt=row.doubt or base.doubt)
+    if row.doubt:
+        return row
+    assert row.pace
     speedup, efficiency = base.ratio(row.ranks, row.pace)
     lost = {}
     if row.parts and base.parts and row.batch and base.batch:
@@ -267,9 +321,8 @@ def compared_with(row: Compared, base: Compared | None) -> Compared:
             lost[part] = (row.parts[part] / row.batch - ideal) / cost
     return replace(
         row,
-        baseline=base.layout,
         speedup=speedup,
-        speedup_ci95=None if row is base else ratio_interval(row, base),
+        speedup_ci95=None if row.layout == base.layout else ratio_interval(row, base),
         efficiency=efficiency,
         lost=lost,
     )

@@ -27,6 +27,7 @@ from allranks.timing.comparison import (
     is_comparable,
     same_job,
 )
+from allranks.timing.remarks import Remark, remarks
 from allranks.timing.steps import AFFORDABLE_BYTES, Timing, affordable_timing, event_bytes
 from allranks.watch.reader import RunReader
 from allranks.watch.views import ACTIVE, RunView
@@ -60,6 +61,7 @@ class Followed:
     comparison: Comparison | None = None
     is_measured: bool = False  # it has ended and its pace is known
     measured: Timing | None = None
+    remarks: list[Remark] = field(default_factory=list)
     pace: float | None = None
     status: RunState = field(default_factory=RunState)
     view: RunView | None = None
@@ -161,26 +163,27 @@ class ComparableRuns:
         return self._found[key, layout]
 
     def _compare(self, layouts: dict[str, list[Followed]], wanted: str) -> Comparison | None:
-        """Search for a baseline from few ranks to many, so that nothing is read needlessly."""
-        known = {name: ranks for name in layouts if (ranks := ranks_of(name)) is not None}
-        for ranks in sorted(set(known.values())):
-            rows = self._rows(layouts, [name for name in known if known[name] == ranks])
-            if rows is None:
-                return None
-            base = next((row for row in rows if row.layout == row.baseline), None)
-            if base is not None:
-                rows = self._rows(layouts, [base.layout, wanted])
-                row = next((row for row in rows or () if row.layout == wanted), None)
-                return Comparison(row, base) if row is not None else None
-        return None
+        """Compare all layouts: one that is faster than ranks can be makes the base doubtful."""
+        names = [name for name in layouts if ranks_of(name) is not None]
+        rows = self._rows(layouts, names) or []
+        row = next((row for row in rows if row.layout == wanted), None)
+        base = next((one for one in rows if row and one.layout == row.baseline), None)
+        return Comparison(row, base) if row is not None and base is not None else None
 
     def _rows(self, layouts: dict[str, list[Followed]], names: list[str]) -> list[Compared] | None:
         """Compare these layouts; None if not all of their runs could be read in time."""
-        runs = [one for name in dict.fromkeys(names) for one in layouts[name]]
+        runs = [one for name in names for one in layouts[name]]
         if not all([self.measure(one) for one in runs]):
             return None
         return compare(
-            Pace(one.run.name, one.layout, one.compared_pace, one.status.state, timing=one.measured)
+            Pace(
+                one.run.name,
+                one.layout,
+                one.compared_pace,
+                one.status.state,
+                timing=one.measured,
+                remarks=one.remarks,
+            )
             for one in runs
         )
 
@@ -199,6 +202,7 @@ class ComparableRuns:
             return True
         one.measured = affordable_timing(one.run, self._max_bytes)
         one.pace = one.measured.samples_per_second or None if one.measured else None
+        one.remarks = remarks(one.run, one.measured)
         return True
 
 

@@ -1,0 +1,281 @@
+"""What makes the numbers of a run doubtful: the one place that says so, for every command.
+
+`remarks` says it of one run; what makes a comparison of runs doubtful is in `comparison.py`. Every
+remark names the conclusions that it forbids, so that no command needs a rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from allranks.run.folder import RunDir
+from allranks.run.record import (
+    EARLY_EVENTS,
+    RankRecord,
+    lead_rank,
+    newest_window,
+    read_ends,
+    read_ranks,
+)
+from allranks.show.numbers import count, duration, number, percent, ranks_in_words
+from allranks.timing.steps import Timing, affordable_timing, timing
+
+Conclusion = Literal["pace", "speedup", "cause"]
+PACE: Conclusion = "pace"  # no samples/s is shown
+SPEEDUP: Conclusion = "speedup"  # it is not compared with other runs
+CAUSE: Conclusion = "cause"  # nothing is said to limit it, and not that nothing is wrong
+
+MOST_EVENTS = 32_000  # that are read, of all ranks together: a second
+MOST_BYTES = 8 << 20  # of events that are read whole, to see where the time goes: a second
+FEWEST_BATCHES = 2  # that must be equal for it not to be chance
+UNEVEN = 0.02  # of the samples of a step
+LEAST_EXCHANGED = 1e-5  # of a step
+JUDGED_STEPS, JUDGED_SECONDS = 10, 10.0  # with fewer steps in less time, nothing is compared
+LATE = 0.1  # of a step, in which the others wait for one rank
+WARM_UP = 0.1  # of the steady pace, by which the pace over everything is lower
+APART = "no exchange between its ranks was seen"
+
+Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something that makes the numbers of a run doubtful, in a sentence with what to do."""
+
+    kind: str
+    text: str
+    forbids: tuple[Conclusion, ...] = ()
+
+    def as_json(self) -> dict[str, str]:
+        return {"kind": self.kind, "text": self.text}
+
+
+def forbidding(what: Conclusion, said: Iterable[Remark]) -> Remark | None:
+    """The first remark that forbids a conclusion."""
+    return next((remark for remark in said if what in remark.forbids), None)
+
+
+def on_comparison(said: Iterable[Remark]) -> list[Remark]:
+    """Those that matter where runs are compared, and nobody asks what limits one of them."""
+    return [remark for remark in said if remark.forbids != (CAUSE,)]
+
+
+def remarks(
+    run: RunDir,
+    measured: Timing | None = None,
+    records: Mapping[int, RankRecord] | None = None,
+) -> list[Remark]:
+    """Everything that makes a run's numbers doubtful, the worst first. Takes two seconds at most.
+
+    `measured`: as the caller shows it; by default that of the whole run, or of its first steps if
+    they are many. `records`: of its last attempt, from the first event on, if they were read.
+    """
+    attempts = run.attempts()
+    if not attempts:
+        return []
+    ranks = run.ranks(attempts[-1])
+    if records is None:
+        most = min(EARLY_EVENTS, MOST_EVENTS // max(1, len(ranks)))
+        records = read_ranks(run, attempts[-1], most)
+    if measured is None:
+        measured = affordable_timing(run, MOST_BYTES) or timing(run, records=records)
+    window = newest_window(records.values())  # a benchmark has warmed it up, and ends it
+    found = [
+        *(of_ranks(records, measured) if len(records) > 1 else ()),
+        *of_length(measured),
+        *(of_warm_up(records, measured) if window is None else ()),
+        *(of_end(run, attempts) if window is None else ()),
+        *of_attempts(run, attempts),
+    ]
+    return sorted(found, key=lambda remark: ORDER.index(remark.kind))
+
+
+# The worst first.
+ORDER = (
+    *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
+    *("warm-up", "early-end", "resumed-script", "about-samples", "same-order"),
+)
+
+
+def of_ranks(records: Mapping[int, RankRecord], timing: Timing | None) -> Iterable[Remark]:
+    """What the ranks read, and whether they train together."""
+    seen = {rank: fingerprints(record) for rank, record in records.items()}
+    if timing is not None and not exchanges(timing):
+        yield Remark(
+            "alone",
+            f"{APART}: each trains a copy of its own, and their samples/s only add up; to train "
+            "one model: allranks run --ddp, or DistributedDataParallel in the script",
+            (SPEEDUP,),
+        )
+    if alike := same_samples(seen):
+        yield Remark(
+            "same-samples",
+            f"{ranks_in_words(alike)} read the same samples, and samples/s counts each of "
+            "them: give the loader a DistributedSampler",
+            (SPEEDUP,),
+        )
+    if same_order(seen):
+        said = "every epoch has the same order: call sampler.set_epoch(epoch)"
+        yield Remark("same-order", said)
+    yield from of_shares(samples_by_rank(records), records)
+
+
+def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -> Iterable[Remark]:
+    """Ranks without samples, or with fewer than others."""
+    if not samples or not max(samples.values()):
+        return
+    idle = sorted(rank for rank in samples if not samples[rank])
+    if idle:
+        batch = records[min(records)].start.get("global_batch")
+        who = f"{ranks_in_words(idle)} {'has' if len(idle) == 1 else 'have'}"
+        why = "the others do all the work; give every rank a share of the data"
+        if batch is not None and batch < len(samples):
+            why = (
+                f"the batch of {count(batch, 'sample')} is smaller than {len(samples)} ranks; use "
+                f"{count(batch, 'rank')} at most, or a larger batch_size"
+            )
+        yield Remark("idle-rank", f"{who} no samples: {why}")
+        return
+    least, most = (choose(samples, key=lambda rank: samples[rank]) for choose in (min, max))
+    if samples[most] - samples[least] > UNEVEN * samples[most]:
+        yield Remark(
+            "uneven-ranks",
+            f"rank {most} trains on {samples[most]:,.1f} samples a step, rank {least} on "
+            f"{samples[least]:,.1f}: give every rank as many",
+        )
+
+
+def of_length(timing: Timing | None) -> Iterable[Remark]:
+    """A run that is too short to judge, and what it looks like so far."""
+    if timing is None or timing.seconds >= JUDGED_SECONDS:
+        return
+    said = f"{count(timing.num_steps, 'step')} in {duration(timing.seconds)} count"
+    if timing.num_steps < JUDGED_STEPS:
+        text = f"too short to judge: only {said}; let it run longer"
+        yield Remark("too-short", text, (SPEEDUP, CAUSE))
+        return
+    looks = ""
+    if timing.parts is not None and timing.step_seconds:
+        part = max(WAITING, key=lambda name: (timing.parts or {})[name])
+        share = timing.parts[part] / timing.step_seconds
+        looks = f"; it looks like {percent(share, 0)} {WAITING[part]}" if share >= LATE else ""
+    text = f"too short to judge what limits it: {said}{looks}; let it run for 10 s or more"
+    yield Remark("too-short", text, (CAUSE,))
+
+
+WAITING = {
+    "comm": "communication",
+    "straggler": "waiting for slower ranks",
+    "data": "waiting for data",
+    "other": "outside of training",
+}
+
+
+def of_warm_up(records: Mapping[int, RankRecord], timing: Timing | None) -> Iterable[Remark]:
+    """Steps before the steady ones, if they took so long that the run's own pace is another."""
+    if timing is None or not timing.samples:
+        return
+    before = {
+        rank: [e for n, e in record.timed_steps.items() if n < timing.first_step]
+        for rank, record in records.items()
+    }
+    seconds = sum(event["seconds"] for event in before[min(before)])
+    samples = sum(event.get("samples", 0) for events in before.values() for event in events)
+    overall = (samples + timing.samples) / (seconds + timing.seconds)
+    if overall >= (1 - WARM_UP) * timing.samples_per_second:
+        return
+    yield Remark(
+        "warm-up",
+        f"{number(timing.samples_per_second)} samples/s once it was warm, {number(overall)} over "
+        f"everything: its first {count(len(before[min(before)]), 'step')} took "
+        f"{duration(seconds)} (compiling, filling caches)",
+    )
+
+
+def of_end(run: RunDir, attempts: Sequence[int]) -> Iterable[Remark]:
+    """A run that ended before its last step."""
+    state, lead = run.state(), read_ends(run, attempts[-1], lead_rank(run, attempts[-1]))
+    made, planned = lead.steps_made, lead.start.get("steps")
+    if state in ("stopped", "failed") and made and made != planned:
+        of = f" of {count(planned)}" if planned else ""
+        ended = "was stopped" if state == "stopped" else "failed"
+        text = f"it {ended} after step {count(made)}{of}: its numbers are of that part"
+        yield Remark("early-end", text)
+
+
+def of_attempts(run: RunDir, attempts: Sequence[int]) -> Iterable[Remark]:
+    """A script that was resumed, and counts its steps anew in every attempt."""
+    if len(attempts) < 2 or not run.job().get("command"):
+        return
+    made = [read_ends(run, n, lead_rank(run, n)).last_step or 0 for n in attempts]
+    if made[-1] and made[-1] < sum(made):
+        yield Remark(
+            "resumed-script",
+            f"a resumed script counts its steps from 1: its last attempt made {count(made[-1])} "
+            f"of {count(sum(made))} steps, and its pace is that attempt's",
+        )
+
+
+def fingerprints(record: RankRecord) -> Fingerprints:
+    """The fingerprints of the loader that a rank trains on; none if it is not clear which."""
+    seen = [event for event in record.others["batch"] if event.get("trained", True)]
+    loader = min((e["loader"] for e in seen if "loader" in e), default=None)
+    found: Fingerprints = {}
+    for event in seen:
+        if event.get("loader") == loader:
+            key = (int(event["epoch"]), int(event["batch"]))
+            if key in found:
+                return {}
+            found[key] = dict(event)
+    return found
+
+
+def same_samples(seen: Mapping[int, Fingerprints]) -> list[int]:
+    """The ranks that begin with the same batches; empty if none do."""
+    by_content: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for rank, prints in seen.items():
+        first = [prints.get((1, batch), {}).get("content") for batch in range(FEWEST_BATCHES)]
+        if all(value is not None for value in first) and len(set(first)) == len(first):
+            by_content[tuple(first)].append(rank)
+    return next((ranks for ranks in by_content.values() if len(ranks) > 1), [])
+
+
+def same_order(seen: Mapping[int, Fingerprints]) -> bool:
+    """Whether two epochs have the same shuffled order on every one of several ranks."""
+    alike = []
+    for prints in seen.values():
+        pairs = [
+            (prints[1, batch], prints[2, batch])
+            for batch in range(64)
+            if (1, batch) in prints and (2, batch) in prints
+        ]
+        same = [
+            one
+            for one, other in pairs
+            if one.get("indices") is not None and one["indices"] == other.get("indices")
+        ]
+        shuffled = any(one.get("sorted") is False for one in same)
+        alike.append(len(pairs) >= FEWEST_BATCHES and len(same) == len(pairs) and shuffled)
+    return len(alike) > 1 and all(alike)
+
+
+def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
+    """Average samples of a step, over the steps that all ranks have made."""
+    steps = {
+        rank: {event["step"]: event["samples"] for event in record.steps if "samples" in event}
+        for rank, record in records.items()
+    }
+    common = set.intersection(*map(set, steps.values())) if steps else set()
+    if not common:
+        return {}
+    return {rank: sum(own[step] for step in common) / len(common) for rank, own in steps.items()}
+
+
+def exchanges(timing: Timing) -> bool:
+    """Whether its ranks were seen to wait for each other at all."""
+    if timing.ranks < 2 or timing.parts is None:
+        return True
+    return timing.parts["comm"] + timing.parts["straggler"] > LEAST_EXCHANGED * timing.step_seconds
