@@ -56,6 +56,19 @@ def test_an_example_is_recognised(cause: Cause, example: str, tmp_path: Path) ->
         assert cause.match(example) is not None or "\n" in example
 
 
+def test_every_pattern_matches_an_example_of_its_cause() -> None:
+    """A pattern that no real line is known for is a guess, and matches what it should not."""
+    done = ("allranks", "checkpoint", "collectives", "cuda", "ddp", "disk")
+    guesses = [
+        (cause.slug, pattern.text)
+        for cause in CAUSES
+        if cause.family in done
+        for pattern in cause.patterns
+        if not any(pattern.search(line) for text in cause.examples for line in text.split("\n"))
+    ]
+    assert not guesses
+
+
 def test_every_finding_has_two_examples_a_cause_and_a_fix() -> None:
     for cause in known_findings():
         is_of_lines = bool(cause.patterns)
