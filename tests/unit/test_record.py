@@ -83,13 +83,6 @@ def test_of_ranks_that_never_meet_the_last_window_counts() -> None:
     assert newest_window([RankRecord(0)]) is None
 
 
-def test_time_of_a_step_by_the_clock_has_what_lies_between_steps_in_it() -> None:
-    apart = [{"event": "step", "t": 10.0 * n, "step": n, "seconds": 0.5} for n in range(1, 5)]
-    assert RankRecord(0, apart).clock_seconds() == 10.0
-    assert RankRecord(0, apart[:2]).clock_seconds() == 0.5  # too short a time to tell
-    assert RankRecord(0).clock_seconds() is None
-
-
 def test_where_a_rank_was_last_seen(run: RunDir) -> None:
     append_event(run.events(0, 0), "place", step=0, at=["train.py", 3, "main"])
     append_event(run.events(0, 0), "device", step=1, at=["train.py", 9, "f"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from allranks.job.job import Job, parse_job
-from allranks.launch.screen import Screen, batch_product
+from allranks.launch.screen import Bar, Screen, batch_product
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 
@@ -160,6 +163,32 @@ def test_a_run_is_followed_from_its_folder(tmp_path: Path) -> None:
     screen.finish(0)
     assert "a line of the task's own" in text.getvalue()
     assert "32 x 4 x 1 = 128" in text.getvalue()
+
+
+def test_lines_of_progress_count_down_through_slow_evaluations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A line every ten seconds; 55 steps of 50 ms, then 8 s of evaluation: 5.1 steps a second."""
+    now, text = 1000.0, io.StringIO()
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    monkeypatch.setattr("allranks.launch.screen.time", clock)
+    start = {"v": 1, "t": now, "event": "start", **START}
+    bar = Bar(Console(file=text, width=100), start, job(epochs=20))
+    events, moment = [], now
+    for step in range(1, 1101):
+        moment += 0.05
+        made = {"step": step, "epoch": 1 + (step - 1) // 55, "seconds": 0.05, "loss": 0.5}
+        events.append({"v": 1, "t": moment, "event": "step", **made})
+        moment += 8.0 if step % 55 == 0 else 0.0
+    while now < moment:
+        now += 0.5
+        bar.show([event for event in events if event["t"] <= now][-130:])
+    lines = text.getvalue().splitlines()[2:]
+    assert len(lines) == 19
+    assert all("5.12 it/s  2,560 samples/s while training" in line for line in lines[-10:])
+    minutes = (re.search(r"(?:(\d+)m)?(\d+)s left$", line) for line in lines)
+    left = [60 * int(found[1] or 0) + int(found[2]) for found in minutes if found]
+    assert [before - after for before, after in pairwise(left)] == pytest.approx([10] * 18, abs=2)
 
 
 def test_a_restart_is_remarked_on_and_shown_anew(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without a step, before the user of a benchmark is told
 FIRST_NOTE_SECONDS = 30.0  # until the second note on a wait; then twice as long each time
+SHOWN_STEPS = 128  # over which samples/s is shown
+PAUSES_MATTER = 1.1  # a step with its share of evaluations and saves, to one without
 LIST_COLUMNS = ("run", "state", "layout", "job", "step", "left")
 
 
@@ -330,8 +332,7 @@ class Bar:
         self._start = start
         self._epochs = job.epochs
         self._loss: float | None = None
-        self._seen: tuple[int, float] = (start["step"], start["t"])
-        self._rate = 0.0
+        self._record = RankRecord(0, [start], most=SHOWN_STEPS)
         self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
         self._progress: NotedProgress | None = None
         if console.is_terminal:
@@ -348,14 +349,14 @@ class Bar:
             self._progress.start()
 
     def show(self, events: list[dict[str, Any]]) -> None:
-        steps = RankRecord(0, events).steps
-        if not steps:
+        for event in RankRecord(0, events).steps:
+            if event["step"] > (self._record.last_step or 0):
+                self._record.take(event)
+                self._loss = event["loss"] if event.get("loss") is not None else self._loss
+        if not self._record.steps:
             return
-        losses = [event["loss"] for event in steps if event.get("loss") is not None]
-        self._loss = losses[-1] if losses else self._loss
-        last = steps[-1]
-        self._measure(last)
-        where, numbers = self._words(last)
+        last = self._record.steps[-1]
+        where, numbers = self._words(last, time.time())
         if self._progress is not None:
             room = self._console.width - len(where) - (24 if self._console.width >= 90 else 12)
             # A narrow terminal keeps the loss and the time left longest.
@@ -378,24 +379,19 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def _measure(self, last: dict[str, Any]) -> None:
-        step, t = self._seen
-        if last["step"] <= step or last["t"] <= t:
-            return
-        rate = (last["step"] - step) / (last["t"] - t)
-        self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
-        self._seen = (last["step"], last["t"])
-
-    def _words(self, last: dict[str, Any]) -> tuple[str, list[str]]:
-        epochs = self._epochs or -(-self._start["steps"] // self._start["steps_per_epoch"])
+    def _words(self, last: dict[str, Any], now: float) -> tuple[str, list[str]]:
+        start, clock = self._start, self._record.clock
+        epochs = self._epochs or -(-start["steps"] // start["steps_per_epoch"])
         numbers = []
         if self._loss is not None:
             numbers.append(f"loss {metric(self._loss)}")
-        if self._rate > 0:
-            left = (self._start["steps"] - last["step"]) / self._rate
+        pace = self._record.samples_per_second(start["world_size"])
+        if pace is not None and clock.seconds_per_step and clock.step_seconds:
+            pauses = clock.seconds_per_step > PAUSES_MATTER * clock.step_seconds
+            left = clock.seconds_left(start["steps"], now)
             numbers += [
-                f"{number(self._rate)} it/s",
-                f"{number(self._rate * self._start['global_batch'])} samples/s",
+                f"{number(1 / clock.seconds_per_step)} it/s",
+                f"{number(pace)} samples/s{' while training' if pauses else ''}",
                 f"{duration(left, whole=True)} left",
             ]
         return f"epoch {last['epoch']}/{epochs}", numbers

@@ -14,11 +14,11 @@ from typing import Any
 
 from allranks.run.events import read_events, read_last_events
 from allranks.run.folder import HEAD_BYTES, RunDir, State
+from allranks.run.time_left import StepClock
 
 Event = dict[str, Any]
 
 LAST_BYTES = 1 << 15
-MIN_CLOCK_SECONDS = 20.0  # in less, the steps' own times are more accurate
 EARLY_EVENTS = 4000  # of a rank: its first batches and steps
 FIRST_EVENTS = 200  # of a rank: everything that is written once
 LOSS_BYTES = 1 << 20  # enough for any log_every that people set
@@ -38,6 +38,7 @@ class RankRecord:
         self.end: Event | None = None
         self.window: Event | None = None  # the steps that a benchmark counts
         self.steps: deque[Event] = deque(maxlen=most)
+        self.clock = StepClock()
         self.devices: deque[Event] = deque(maxlen=most)
         self.checkpoints: deque[Event] = deque(maxlen=most)
         self.metrics: dict[str, float] = {}  # the last value of each
@@ -81,10 +82,14 @@ class RankRecord:
 
     def take_start(self, event: Event) -> None:
         self.start = event
+        # Evaluations come at the ends of epochs, so the first one of a resumed run comes early.
+        made = event.get("step", 0)
+        self.clock = StepClock(made - made % event.get("steps_per_epoch", 1))
 
     def take_step(self, event: Event) -> None:
         if self.began is None:
             self.began = event["t"] - event.get("seconds", 0.0)
+        self.clock.take(event["step"], event["t"], event.get("seconds"))
         self.steps.append(event)
 
     def take_device(self, event: Event) -> None:
@@ -136,17 +141,18 @@ class RankRecord:
         values = [event[field] for event in events if event.get(field) is not None]
         return statistics.fmean(values) if values else None
 
-    def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
-        """Seconds of a step by the clock, including what happens between steps, as validation does.
-
-        `since`: a time and the step made then; by default those of the first step that is kept.
-        """
-        if not self.steps:
+    def samples_per_second(self, world_size: int | None) -> float | None:
+        """Of all ranks, over its last steps; evaluations and saves are not in it."""
+        # The first step compiles, opens files and fills caches: it counts only if it is alone.
+        is_alone = len(self.steps) == 1
+        counted = [e for e in self.steps if "seconds" in e and (e["step"] > 1 or is_alone)]
+        seconds = sum(event["seconds"] for event in counted)
+        if not seconds:
             return None
-        begin, first = since or (self.steps[0]["t"], self.steps[0]["step"])
-        passed, made = self.steps[-1]["t"] - begin, self.steps[-1]["step"] - first
-        enough = made > 0 and passed >= MIN_CLOCK_SECONDS
-        return passed / made if enough else self.mean("seconds")
+        if batch := self.start.get("global_batch"):
+            return float(batch * len(counted) / seconds)
+        samples = sum(event.get("samples", 0) for event in counted)
+        return samples * world_size / seconds if samples and world_size else None
 
     @property
     def seconds(self) -> float:
@@ -179,7 +185,7 @@ def read_ends(run: RunDir, attempt: int, rank: int, num_bytes: int = LAST_BYTES)
         if head.steps:
             break
     record = RankRecord(rank, [head.start] if head.start else [])
-    record.first_time, record.began = head.first_time, head.began
+    record.first_time, record.began, record.clock = head.first_time, head.began, head.clock
     for event in read_last_events(path, num_bytes):
         record.take(event)
     if record.end is None:  # a long error may be in the way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from allranks.run import claims
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
-from allranks.run.record import RankRecord, final_step, read_lead
+from allranks.run.record import final_step, read_lead
 from allranks.show.text import plain
 
 KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
@@ -103,6 +104,7 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     lead = read_lead(run)
     is_measured = "bench" in info and lead.start
     steps = final_step(lead.start, info, run.window(run.attempts()[-1]) if is_measured else None)
+    left = lead.clock.seconds_left(steps, time.time()) if now.state == "running" else None
     return {
         "run": run.name,
         "run_dir": str(run.path),
@@ -112,7 +114,7 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
         "reason": now.reason,
         "step": lead.steps_made,
         "steps": steps,
-        "seconds_left": seconds_left(lead, steps) if now.state == "running" else None,
+        "seconds_left": None if left is None else round(left, 1),
         "expected_start": now.expected_start,
         "job": holder.job or None if holder is not None else None,  # of the newest attempt
         "nodes": [*now.nodes],
@@ -204,11 +206,3 @@ def _will_stop(run: RunDir) -> str | None:
     if stop is None:
         return None
     return f"{stop['why']} after a checkpoint" if stop["moves"] else "was asked to stop"
-
-
-def seconds_left(lead: RankRecord, steps: int | None) -> float | None:
-    """How long the remaining steps take, at the speed of the last ones."""
-    made, recent = lead.last_step, lead.clock_seconds()
-    if made is None or steps is None or recent is None:
-        return None
-    return round((steps - made) * recent, 1)

@@ -214,7 +214,6 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     world = lead.start.get("world_size") or ranks_of(layout)
     step, steps = lead.steps_made, final_step(lead.start, one.info, lead.window)
     newest = lead.steps[-1] if lead.steps else {}
-    by_clock = lead.clock_seconds()
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
     speedup, efficiency = ratios_of(one, world, pace)
@@ -251,9 +250,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         baseline_layout=base.layout if base else None,
         baseline_runs=base.counted if base else (),
         baseline_samples_per_second=base.pace if base else None,
-        seconds_left=max(0, steps - step) * by_clock
-        if is_running and not silence and steps and step and by_clock
-        else None,
+        seconds_left=lead.clock.seconds_left(steps, now) if is_running and not silence else None,
         rank_hours=reader.rank_hours(now if is_running else None),
         checkpoint=reader.checkpoint,
         started=lead.first_time,

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from array import array
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +19,6 @@ from allranks.watch.views import History, Parts, RankView
 MAX_BUCKETS = 256
 MAX_POINTS = 512
 RECENT_STEPS = 32
-MOMENTS, MOMENT_SECONDS = 120, 5.0  # ten minutes, from which the time left is estimated
 MIN_ROWS = 4  # steps needed to tell a slow rank from chance
 WORTH_A_MARK = 0.02  # share of a step
 CLEARLY = 4.0  # standard errors: the slowest of 64 equal ranks is rarely that far off
@@ -128,7 +126,6 @@ class RankReader(RankRecord):
         self.losses_of_run: Points | None = None  # where the lead rank's losses go
         self.curves: dict[str, Series] = {}
         self.network: Mapping[str, float] = {}
-        self.moments: deque[tuple[float, int]] = deque(maxlen=MOMENTS)
         self.longest_pause = 0.0  # seconds between two steps
         self._past: Iterator[list[Event]] | None = None  # samples from before the first look
 
@@ -179,8 +176,6 @@ class RankReader(RankRecord):
         if event["step"] - before.get("step", event["step"]) == 1:
             self.longest_pause = max(self.longest_pause, event["t"] - before["t"])
         super().take_step(event)
-        if not self.moments or event["t"] - self.moments[-1][0] >= MOMENT_SECONDS:
-            self.moments.append((event["t"], event["step"]))
         self._draw(event["step"], event)
         if self.losses_of_run is not None and "loss" in event:
             self.losses_of_run.add(event["step"], event["loss"])
@@ -192,10 +187,6 @@ class RankReader(RankRecord):
                 if key not in self.curves:
                     self.curves[key] = Series()
                 self.curves[key].add(step, value)
-
-    def clock_seconds(self, since: tuple[float, int] | None = None) -> float | None:
-        """Wall-clock seconds per step over the last ten minutes."""
-        return super().clock_seconds(since or (self.moments[0] if self.moments else None))
 
     def view(self, *, slowest: bool) -> RankView:
         return RankView(
@@ -307,18 +298,8 @@ class RunReader:
 
     def samples_per_second(self, world_size: int | None) -> float | None:
         """Of all ranks: as reported at the end, else over the lead rank's last steps."""
-        if (said := self._said_pace()) is not None:
-            return said
-        steps = self.lead.steps
-        # The first step compiles, opens files and fills caches: it counts only if it is alone.
-        counted = [e for e in steps if "seconds" in e and (e["step"] > 1 or len(steps) == 1)]
-        seconds = sum(event["seconds"] for event in counted)
-        if not seconds:
-            return None
-        if batch := self.lead.start.get("global_batch"):
-            return float(batch * len(counted) / seconds)
-        samples = sum(event.get("samples", 0) for event in counted)
-        return samples * world_size / seconds if samples and world_size else None
+        said = self._said_pace()
+        return said if said is not None else self.lead.samples_per_second(world_size)
 
     def steady_pace(self, world_size: int) -> float | None:
         """Samples per second of all ranks over the whole attempt except its beginning."""

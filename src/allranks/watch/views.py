@@ -44,7 +44,7 @@ class RunView:
     baseline_layout: str | None = None
     baseline_runs: tuple[str, ...] = ()  # the runs whose median pace is the baseline's
     baseline_samples_per_second: float | None = None
-    seconds_left: float | None = None  # judging by the last ten minutes of wall-clock time
+    seconds_left: float | None = None  # by the clock, with evaluations and saves
     rank_hours: float = 0.0  # GPU-hours where ranks use GPUs; all attempts
     checkpoint: int | None = None  # step of the newest checkpoint
     started: float | None = None  # UNIX time; newest attempt
