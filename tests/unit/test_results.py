@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from allranks.launch.screen import throughput
 from allranks.run.events import append_event
 from allranks.run.failures import failure
 from allranks.run.folder import RunDir
-from allranks.run.record import outcome, steps_by_rank
+from allranks.run.record import outcome, samples_per_epoch, steps_by_rank
 from allranks.timing.steps import result, timing
 
 START = {
@@ -84,12 +85,47 @@ def test_the_pace_is_that_of_the_steps_that_every_command_measures(run: RunDir) 
 def test_epochs_of_a_script_are_those_that_it_has_completed(run: RunDir) -> None:
     append_event(run.events(0, 0), "step", step=80, epoch=2, samples=16, seconds=0.1)
     assert result(run)["epochs"] == 1  # it may be in the middle of the second
+    append_event(run.events(0, 0), "epoch", epoch=2, step=80, samples=640)
     append_event(run.events(0, 0), "end", state="finished", exit=0)
     assert result(run)["epochs"] == 2
     with run.held():  # by who has seen it end
         assert result(run)["state"] == "running"
         known = result(run, "finished")
     assert (known["state"], known["epochs"]) == ("finished", 2)
+
+
+def test_what_is_not_known_is_not_shown(run: RunDir) -> None:
+    """The least that any rank knows is what is known about the run."""
+    for rank in range(2):
+        for number in range(1, 41):
+            fields = {"samples": 50, "seconds": 0.1, "epoch": 1, "evaluation": 1.0 * (number > 39)}
+            append_event(run.events(0, rank), "step", step=number, **fields)
+    found = result(run)
+    assert found["counted"] == {"samples": "measured", "epochs": "measured", "why": None}
+    assert throughput(found) == "1,000 samples/s (measured), 744 with evaluation (26% of the time)"
+    append_event(run.events(0, 0), "counted", samples="measured", epochs="unknown", why="left")
+    assert (result(run)["epochs"], result(run)["samples_per_second"]) == (None, 1000.0)
+    append_event(run.events(0, 1), "counted", samples="about", epochs="measured", why="a guess")
+    about = result(run)
+    assert about["counted"] == {"samples": "about", "epochs": "unknown", "why": "a guess"}
+    assert (throughput(about) or "").startswith("about 1,000 samples/s (a guess), 744 with")
+    append_event(run.events(0, 1), "counted", samples="unknown", epochs="unknown", why="no loader")
+    unknown = result(run)
+    assert unknown["samples_per_second"] is None
+    assert throughput(unknown) == "not known: no loader"
+
+
+def test_an_epoch_is_what_all_ranks_read_in_it(run: RunDir) -> None:
+    for rank, (said, read) in enumerate(((40, 20), (40, 17))):
+        append_event(run.events(0, rank), "dataset", rank_samples=said)
+        append_event(run.events(0, rank), "step", step=1, samples=4, seconds=0.1, epoch=1)
+        if rank:
+            assert samples_per_epoch(run) == 60  # one has read its part, one says what it has
+        append_event(run.events(0, rank), "epoch", epoch=1, step=1, samples=read)
+        append_event(run.events(0, rank), "epoch", epoch=2, step=2, samples=9)
+    assert samples_per_epoch(run) == 37
+    append_event(run.events(0, 2), "step", step=1, samples=4, seconds=0.1)
+    assert samples_per_epoch(run) is None
 
 
 @pytest.mark.parametrize(("steps", "samples"), [(0, 0), (1, 97), (10, 970), (11, 1000), (12, 1097)])

@@ -21,7 +21,7 @@ from allranks.launch.rank_output import Echo
 from allranks.run.events import read_events, read_last_events
 from allranks.run.failures import failed_ranks, failure_in_words
 from allranks.run.folder import RunDir
-from allranks.run.record import RankRecord, steps_by_rank
+from allranks.run.record import Counted, RankRecord, steps_by_rank
 from allranks.show.numbers import (
     NOTHING,
     count,
@@ -472,11 +472,24 @@ def summary_table(result: dict[str, Any]) -> Table:
     if result["steps"] is not None:
         epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
         rows.append(("steps", f"{count(result['steps'])}{epochs}"))
-    if result["samples_per_second"]:
-        rows.append(("throughput", f"{number(result['samples_per_second'])} samples/s (measured)"))
+    if pace := throughput(result):
+        rows.append(("throughput", pace))
     rows.append(("time", duration(result["seconds"])))
     values = result["metrics"].items()
     return facts([*rows, *((name, metric(value)) for name, value in values if value is not None)])
+
+
+def throughput(result: Mapping[str, Any]) -> str | None:
+    """Samples a second as far as they are known, and what evaluation makes of them."""
+    counted, pace = Counted(**result.get("counted", {})), result["samples_per_second"]
+    if not pace and counted.samples != "unknown":
+        return None
+    text = counted.words(f"{number(pace)} samples/s")
+    if pace and result.get("evaluation_seconds"):
+        whole = result["samples_per_second_with_evaluation"]
+        share = percent(1 - whole / pace, 0)
+        text += f", {number(whole)} with evaluation ({share} of the time)"
+    return text
 
 
 def show_runs(

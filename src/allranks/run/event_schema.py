@@ -45,6 +45,9 @@ KINDS = {
     "state": Kind(
         "`finished`, `stopped` or `failed`", files.one_of("finished", "stopped", "failed")
     ),
+    "certainty": Kind(
+        "`measured`, `about` or `unknown`", files.one_of("measured", "about", "unknown")
+    ),
     "counts": Kind("list of counts", lambda value: is_count(value) or list_of(is_count)(value)),
     "processes": Kind("list of process ids", list_of(is_count)),
     "list of seconds": Kind("list of seconds", list_of(is_number)),

@@ -10,20 +10,53 @@ import itertools
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from allranks.run.events import read_events, read_last_events
 from allranks.run.folder import HEAD_BYTES, RunDir, State
 from allranks.run.time_left import StepClock
 
 Event = dict[str, Any]
+Certainty = Literal["measured", "about", "unknown"]
 
 LAST_BYTES = 1 << 15
 EARLY_EVENTS = 4000  # of a rank: its first batches and steps
 FIRST_EVENTS = 200  # of a rank: everything that is written once
+EARLY_BYTES = 1 << 16  # which hold these events
+EPOCH_ENDED = b'"event":"epoch"'  # every step has an epoch
 LOSS_BYTES = 1 << 20  # enough for any log_every that people set
 # Events that show progress.
 PROGRESS = ("start", "step", "metric", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How surely samples and epochs were counted, and why not all of it was measured."""
+
+    samples: Certainty = "measured"
+    epochs: Certainty = "measured"
+    why: str | None = None
+
+    @classmethod
+    def worst(cls, records: Iterable[RankRecord]) -> Counted:
+        """What is known about the counts of all these ranks together."""
+        found = [MEASURED, *(record.counted for record in records)]
+        samples = max((one.samples for one in found), key=_CERTAINTIES.index)
+        epochs = max((one.epochs for one in found), key=_CERTAINTIES.index)
+        found.sort(key=lambda one: _CERTAINTIES.index(one.samples), reverse=True)
+        return cls(samples, epochs, next((one.why for one in found if one.why), None))
+
+    def words(self, figure: str) -> str:
+        """A figure that depends on samples, as people read it; without it if it is not known."""
+        if self.samples == "measured":
+            return f"{figure} (measured)"
+        is_known = self.samples == "about"
+        return f"about {figure} ({self.why})" if is_known else f"not known: {self.why}"
+
+
+MEASURED = Counted()
+_CERTAINTIES: tuple[Certainty, ...] = ("measured", "about", "unknown")
 
 
 class RankRecord:
@@ -88,7 +121,8 @@ class RankRecord:
 
     def take_step(self, event: Event) -> None:
         if self.began is None:
-            self.began = event["t"] - event.get("seconds", 0.0)
+            took = event.get("seconds", 0.0) + event.get("evaluation", 0.0)
+            self.began = event["t"] - took
         self.clock.take(event["step"], event["t"], event.get("seconds"))
         self.steps.append(event)
 
@@ -118,6 +152,21 @@ class RankRecord:
         if self.end is not None and "step" in self.end:
             return int(self.end["step"])
         return self.start.get("step") if self.last_step is None else self.last_step
+
+    @property
+    def counted(self) -> Counted:
+        """How surely it counts, as it last said."""
+        if not self.others["counted"]:
+            return Counted()
+        said = self.others["counted"][-1]
+        return Counted(said["samples"], said["epochs"], said.get("why"))
+
+    @property
+    def epochs_completed(self) -> int | None:
+        """Epochs of a script that it has completed; None if it has said nothing of epochs."""
+        ended = [event["epoch"] for event in self.others["epoch"]]
+        under_way = self.steps[-1].get("epoch") if self.steps else None
+        return max([*ended, *([] if not under_way else [under_way - 1])], default=None)
 
     @property
     def place(self) -> list[Any] | None:
@@ -238,6 +287,7 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
     attempts = run.attempts()
     lead = read_lead(run)
     start, end, steps = lead.start, lead.end or {}, lead.steps_made
+    counted = counted_of(run)
     has_loss, loss = _last_loss(run, attempts, steps)
     is_lost = has_loss and loss is None
     return {
@@ -248,8 +298,9 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
         "world_size": start.get("world_size"),
         "attempt": attempts[-1] if attempts else 0,
         "steps": steps,
-        "epochs": end.get("epoch", _epochs(lead, state)),
+        "epochs": None if counted.epochs == "unknown" else end.get("epoch", _epochs(lead, state)),
         "samples": end.get("samples", _samples(lead)),
+        "counted": asdict(counted),
         "seconds": round(seconds_of(run), 3),
         "samples_per_second": end.get("samples_per_second"),
         "global_batch": start.get("global_batch"),
@@ -269,12 +320,34 @@ def steps_by_rank(run: RunDir) -> dict[int, int]:
     return {rank: read_ends(run, attempt, rank).last_step or 0 for rank in run.ranks(attempt)}
 
 
+def counted_of(run: RunDir) -> Counted:
+    """How surely the last attempt was counted, by the last events of all its ranks."""
+    attempt = max(run.attempts(), default=0)
+    return Counted.worst(read_ends(run, attempt, rank) for rank in run.ranks(attempt))
+
+
 def samples_per_epoch(run: RunDir) -> int | None:
-    """Samples in the data set of a run; for a script, as its probe found it."""
+    """Samples that all ranks read in an epoch; None if a script's ranks have not shown it."""
     attempt = max(run.attempts(), default=0)
     lead = read_rank(run, attempt, lead_rank(run, attempt), FIRST_EVENTS)
-    said = lead.others["dataset"][-1] if lead.others["dataset"] else lead.start
+    if "samples_per_epoch" in lead.start:
+        return int(lead.start["samples_per_epoch"])
+    of_ranks = [_samples_in_epoch(run, attempt, rank) for rank in run.ranks(attempt)]
+    known = [samples for samples in of_ranks if samples]
+    if known:
+        return sum(known) if len(known) == len(of_ranks) else None
+    said = lead.others["dataset"][-1] if lead.others["dataset"] else {}
     return said.get("samples_per_epoch")
+
+
+def _samples_in_epoch(run: RunDir, attempt: int, rank: int) -> int | None:
+    """What a script's rank read in its first epoch; before its end, what its loader says."""
+    path = run.events(attempt, rank)
+    first = next(read_events(path, kind="epoch", word=EPOCH_ENDED), None)
+    if first is not None:
+        return int(first.get("samples", 0)) or None
+    said = next(read_events(path, EARLY_BYTES, kind="dataset"), {})
+    return said.get("rank_samples")
 
 
 def _last_loss(run: RunDir, attempts: list[int], steps: int | None) -> tuple[bool, float | None]:
@@ -310,10 +383,10 @@ def _epochs(lead: RankRecord, state: State) -> int | None:
     steps = lead.steps_made
     if steps is not None and lead.start.get("steps_per_epoch"):
         return steps // int(lead.start["steps_per_epoch"])
-    if lead.steps and lead.steps[-1].get("epoch"):
-        # The probe counts a script's epochs from 1, including the one in progress.
-        return int(lead.steps[-1]["epoch"]) - (state != "finished")
-    return None if steps is None else 0
+    completed = lead.epochs_completed
+    if completed is not None and state == "finished" and not lead.others["epoch"]:
+        return completed + 1
+    return completed
 
 
 def _samples(lead: RankRecord) -> int | None:

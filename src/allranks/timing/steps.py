@@ -13,11 +13,19 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allranks.run.folder import RunDir, State
-from allranks.run.record import RankRecord, newest_window, outcome, read_ranks, steps_by_rank
+from allranks.run.record import (
+    MEASURED,
+    Counted,
+    RankRecord,
+    newest_window,
+    outcome,
+    read_ranks,
+    steps_by_rank,
+)
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of them, and how far their medians may differ
@@ -53,10 +61,24 @@ class Timing:
     slowest_rank: int | None  # the one that the others wait for; None where none is slower
     slowest_share: float  # of the steps in which they do
     slowest_part: str | None  # what it does longer than the others: a phase, or comm
+    evaluation_seconds: float = 0.0  # between these steps, by the clock of rank 0; not in `seconds`
+    counted: Counted = MEASURED  # how sure `samples` are
 
     @property
     def samples_per_second(self) -> float:
+        """The pace of the steps, without evaluations and saves between them."""
         return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def samples_per_second_with_evaluation(self) -> float:
+        whole = self.seconds + self.evaluation_seconds
+        return self.samples / whole if whole else 0.0
+
+    @property
+    def evaluation_share(self) -> float:
+        """Of the time of steps and evaluations."""
+        whole = self.seconds + self.evaluation_seconds
+        return self.evaluation_seconds / whole if whole else 0.0
 
     @property
     def num_steps(self) -> int:
@@ -80,11 +102,14 @@ def timing(
         return None  # the script started ranks itself: nobody knows how many trainings these are
     layout = str(run.info().get("layout", ""))
     steps = {rank: record.timed_steps for rank, record in records.items()}
-    return timing_of(steps, newest_window(records.values()), one_clock=layout.startswith("1x"))
+    found = timing_of(steps, newest_window(records.values()), one_clock=layout.startswith("1x"))
+    return found and replace(found, counted=Counted.worst(records.values()))
 
 
 def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
     """Why a run that has not failed has no samples a second; None if it has."""
+    if measured is not None and measured.counted.samples == "unknown":
+        return measured.counted.why
     if measured is not None and measured.samples:
         return None
     state, steps = run.state(), steps_by_rank(run)
@@ -121,9 +146,14 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     found = outcome(run, state)
     is_told = found["samples_per_second"] is not None  # only a task reports it itself
     measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
-    if measured is not None and measured.samples:
+    if found["counted"]["samples"] == "unknown":
+        found["samples_per_second"] = None
+    elif measured is not None and measured.samples:
         # Of the same steps as in every other command: a task itself counts all of its steps.
         found["samples_per_second"] = round(measured.samples_per_second, 3)
+        found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
+        whole = measured.samples_per_second_with_evaluation
+        found["samples_per_second_with_evaluation"] = round(whole, 3)
     return found
 
 
@@ -162,6 +192,7 @@ def timing_of(
         ranks=len(steps),
         steady=is_steady,
         seconds=sum(seconds),
+        evaluation_seconds=math.fsum(row[0].get("evaluation", 0.0) for row in rows),
         samples=sum(int(event.get("samples", 0)) for row in rows for event in row),
         step_seconds=mean,
         step_deviation=statistics.pstdev(seconds),

@@ -5,6 +5,7 @@ build.py makes the parts that it uses.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -214,11 +215,13 @@ def evaluate_and_record(t: Training, split: str) -> None:
     """Evaluate on `val` or `test` if the task has it, and write the metrics. Collective."""
     if split not in t.evaluations:
         return
+    began = time.perf_counter()
     for name, value in evaluate(t, split).items():
         record = {"step": t.progress.step, "name": f"{split}_{name}", "value": value}
         t.metrics.append(record)
         if t.meter.rank == 0:
             t.meter.log.write("metric", **record)
+    t.meter.evaluated(time.perf_counter() - began)
     t.meter.begin_step()
 
 

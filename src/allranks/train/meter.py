@@ -32,6 +32,7 @@ class Meter:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.step_seconds = 0.0  # sum over this attempt
+        self._evaluation = 0.0  # seconds since the last step
         self._waiting: list[tuple[_LateLoss, Tensor]] = []
         self._waiting_step = 0  # the last of their steps
         self.own = OwnLosses(log)
@@ -44,6 +45,10 @@ class Meter:
     def begin_step(self) -> None:
         """Start a step's clock here, because something else was done since the last step."""
         self._timeline.restart()
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation has taken so long; it is not part of the next step."""
+        self._evaluation += seconds
 
     def end_step(self, progress: Progress, batch: Batch, loss: Tensor | None) -> None:
         step = self._timeline.close()
@@ -58,6 +63,8 @@ class Meter:
             "samples": batch.num_samples,
             "seconds": round(seconds, 7),
         }
+        if self._evaluation:
+            event["evaluation"], self._evaluation = round(self._evaluation, 7), 0.0
         if self._has_phases:
             event["phases"] = step
         if loss is not None:
