@@ -132,7 +132,7 @@ def test_where_the_time_goes_in_words() -> None:
     seconds = {"compute": 0.09, "comm": 0.01, "straggler": 0.0, "data": 0.0, "other": 0.0}
     line = page_data.parts_line(Parts(seconds=seconds, steps=9, slowest_rank=2, slowest_share=0.5))
     assert line is not None and line["shares"]["comm"] == [0.1, "comm 10.0%"]
-    assert line["slowest"] == "slowest: rank 2, last in 50% of 9 steps"
+    assert line["slowest"] == "slowest: rank 2, last in 50% of the last 9 steps"
 
 
 def test_sixty_four_ranks_of_a_long_run_fit_in_a_message(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_screen_at_80_columns() -> None:
         "── digits-20261115-142301-3f9a " + 49 * "─",
         "running  94.0% efficiency  1x4  NVIDIA H100 80GB HBM3  checkpoint 100  1.25 GPU…",
         "step 106ms: compute 75%  comm 11%  waiting 8%  data 4%  other 2%",
-        "slowest: rank 3, last in 94% of 16 steps, slower in backward",
+        "slowest: rank 3, last in 94% of the last 16 steps, slower in backward",
         "   rank node    gpu%  memory power  °C   took   data   wait  cpu  seen",
         "      0 node1    97+   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
         "      1 node1    75!   68Gi+ 640W+  66  106ms 2.00ms 12.0ms  1.0    1s",
@@ -154,7 +154,7 @@ def test_marks_have_signs_and_the_slowest_a_word() -> None:
     assert [line.endswith("< slowest") for line in rows] == [False, False, False, True]
     told = next(line for line in lines if line.startswith("step 106ms"))
     assert "compute 75%" in told
-    assert "slowest: rank 3, last in 94% of 16 steps, slower in backward" in told
+    assert "slowest: rank 3, last in 94% of the last 16 steps, slower in backward" in told
 
 
 def test_the_slowest_of_many_ranks_is_always_in_sight() -> None:
@@ -284,7 +284,7 @@ def test_ranks_that_take_turns_have_no_slowest_among_them() -> None:
     seconds = {"compute": 0.08, "comm": 0.0, "straggler": 0.02, "data": 0.0, "other": 0.0}
     shares, turns = parts_lines(Parts(seconds=seconds, steps=32))
     assert shares.plain == "step 100ms: compute 80%  waiting 20%"
-    assert turns.plain == "no single slowest rank: they take turns"
+    assert turns.plain == "no rank is slower than the others in the last 32 steps: they take turns"
     calm = parts_lines(Parts(seconds=seconds | {"straggler": 0.002}, steps=32))
     assert calm[1].plain == ""
 

@@ -252,10 +252,8 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
         return
     words, slowest = percent(share, 0), timing.slowest_rank
     shown = facts.by_rank(slowest) if slowest is not None else facts.ranks[0]
-    last = f"rank {slowest} comes last in {percent(timing.slowest_share, 0)} of the steps"
     text = f"waiting for slower ranks takes {words} of a step of {duration(timing.step_seconds)}; "
-    text += last if slowest is not None else "no rank is slower than the others"
-    text += f", {_window(facts)}"
+    text += timing.slowest_words
     if slowest is None or timing.slowest_share < limits.slowest:
         title = f"ranks spend {words} of each step waiting for whichever is slowest"
         fix = (

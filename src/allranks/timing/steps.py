@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allranks.run.folder import RunDir, State
@@ -26,6 +26,7 @@ from allranks.run.record import (
     read_ranks,
     steps_by_rank,
 )
+from allranks.show.numbers import percent
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WAIT
 
 STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of them, and how far their medians may differ
@@ -63,6 +64,8 @@ class Timing:
     slowest_part: str | None  # what it does longer than the others: a phase, or comm
     evaluation_seconds: float = 0.0  # between these steps, by the clock of rank 0; not in `seconds`
     counted: Counted = MEASURED  # how sure `samples` are
+    late_seconds: float = 0.0  # how long the others wait for the slowest rank
+    data_seconds: Mapping[int, float] = field(default_factory=dict)  # waiting for data, by rank
 
     @property
     def samples_per_second(self) -> float:
@@ -83,6 +86,27 @@ class Timing:
     @property
     def num_steps(self) -> int:
         return self.last_step - self.first_step + 1
+
+    @property
+    def window(self) -> str:
+        return f"steps {self.first_step} to {self.last_step}"
+
+    @property
+    def slowest_words(self) -> str:
+        return slowest_in_words(
+            self.slowest_rank, self.slowest_share, self.slowest_part, self.window
+        )
+
+
+def slowest_in_words(rank: int | None, share: float, part: str | None, window: str) -> str:
+    """Which rank the others wait for, and in which steps: the same words on every screen.
+
+    The last steps may say something else than all of them, so the window is always named.
+    """
+    if rank is None:
+        return f"no rank is slower than the others in {window}"
+    by = f", slower in {part}" if part else ""
+    return f"rank {rank}, last in {percent(share, 0)} of {window}{by}"
 
 
 def timing(
@@ -200,6 +224,12 @@ def timing_of(
         slowest_rank=sorted(steps)[slowest] if slowest is not None else None,
         slowest_share=split.slowest_share if split else 0.0,
         slowest_part=split.slowest_part if split else None,
+        late_seconds=split.late_seconds if split else 0.0,
+        data_seconds={
+            rank: statistics.fmean(row[at][DATA] for row in rows)
+            for at, rank in enumerate(sorted(steps))
+            if split
+        },
     )
 
 
@@ -234,6 +264,7 @@ class Split:
     slowest: int | None  # None where no rank is slower than the others
     slowest_share: float  # of the steps in which it came last
     slowest_part: str | None
+    late_seconds: float = 0.0  # how long the middle one of the others waits for it
 
 
 def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> Split:
@@ -273,13 +304,19 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
     late = [one[middle] - one[slowest] for one in waits]
     held = held_longest(rows, max(least, statistics.fmean(late))) if one_clock else None
     if held is not None:
-        return Split(parts, *held, "comm")
+        return Split(parts, *held, "comm", max(0.0, statistics.fmean(late)))
     if not is_longer(late, least):
         return Split(parts, None, 0.0, None)
     came_last = [min(ranks, key=lambda r: one[r]) for one in waits]
     part = max(excess, key=lambda phase: excess[phase])
     is_part = excess[part] >= LEAST_PART * statistics.fmean(late)
-    return Split(parts, slowest, came_last.count(slowest) / len(rows), part if is_part else None)
+    return Split(
+        parts,
+        slowest,
+        came_last.count(slowest) / len(rows),
+        part if is_part else None,
+        statistics.fmean(late),
+    )
 
 
 def is_longer(differences: Sequence[float], least: float) -> bool:

@@ -25,6 +25,7 @@ from allranks.show.numbers import (
 )
 from allranks.show.tables import STATE_STYLES, Column
 from allranks.show.text import clean, shortened
+from allranks.timing.steps import slowest_in_words
 from allranks.watch.views import Parts, RankView, RunView
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -139,12 +140,16 @@ def is_alarming(run: RunView) -> bool:
 
 def slowest_words(parts: Parts) -> str:
     """Which rank the others wait for, if one stands out or they lose much time."""
+    words = slowest_in_words(
+        parts.slowest_rank,
+        parts.slowest_share,
+        parts.slowest_part,
+        f"the last {count(parts.steps, 'step')}",
+    )
     if parts.slowest_rank is not None:
-        by = f", slower in {parts.slowest_part}" if parts.slowest_part else ""
-        often = f"last in {percent(parts.slowest_share, 0)} of {parts.steps} steps"
-        return f"slowest: rank {parts.slowest_rank}, {often}{by}"
+        return f"slowest: {words}"
     if parts.seconds["straggler"] >= TAKING_TURNS * (sum(parts.seconds.values()) or 1.0):
-        return "no single slowest rank: they take turns"
+        return f"{words}: they take turns"
     return ""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from allranks.run.folder import RunDir
 from allranks.run.record import Event, RankRecord
-from allranks.timing.steps import split_waits
+from allranks.timing.steps import LEAST_LATE, is_longer, split_waits
 from allranks.timing.timeline import DATA, PHASES, WAIT
 from allranks.watch.tail import EventTail
 from allranks.watch.views import History, Parts, RankView
@@ -19,9 +19,6 @@ from allranks.watch.views import History, Parts, RankView
 MAX_BUCKETS = 256
 MAX_POINTS = 512
 RECENT_STEPS = 32
-MIN_ROWS = 4  # steps needed to tell a slow rank from chance
-WORTH_A_MARK = 0.02  # share of a step
-CLEARLY = 4.0  # standard errors: the slowest of 64 equal ranks is rarely that far off
 CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
 DEVICE_KEYS = (
     *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
@@ -324,7 +321,8 @@ class RunReader:
         longest = max(means, key=lambda rank: means[rank])
         usual = statistics.median(mean for rank, mean in means.items() if rank != longest)
         steps = [e["seconds"] for e in self.ranks[longest].steps if "seconds" in e]
-        return longest if stands_out([took - usual for took in steps], usual) else None
+        late = [took - usual for took in steps]
+        return longest if is_longer(late, LEAST_LATE * usual) else None
 
     def parts(self) -> Parts | None:
         """Where the last steps' time went; None unless all ranks' phases are known."""
@@ -339,7 +337,7 @@ class RunReader:
             return None
         split = split_waits(rows)
         last = split.slowest
-        if last is None or not stands_out(lateness(rows, last), math.fsum(split.parts.values())):
+        if last is None:
             return Parts(seconds=split.parts, steps=len(rows))
         return Parts(
             seconds=split.parts,
@@ -372,26 +370,6 @@ class RunReader:
             ),
             ranks={key: of_ranks for key, of_ranks in rows.items() if of_ranks},
         )
-
-
-def lateness(rows: Sequence[Sequence[Event]], last: int) -> list[float]:
-    """How much longer the others wait in each step than the rank that is last."""
-    return [
-        statistics.median(event[WAIT] for r, event in enumerate(row) if r != last) - row[last][WAIT]
-        for row in rows
-    ]
-
-
-def stands_out(differences: Sequence[float], whole: float) -> bool:
-    """Whether a rank's steps differ by an amount that matters and is not just chance.
-
-    Even among equal ranks one is last most often, and should not be called the slowest.
-    """
-    mean = statistics.fmean(differences)
-    if len(differences) < MIN_ROWS or mean < WORTH_A_MARK * whole:
-        return False
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return mean > CLEARLY * error
 
 
 def common_rows(ranks: Sequence[Sequence[Event]]) -> list[list[Event]]:
