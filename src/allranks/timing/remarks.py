@@ -6,6 +6,7 @@ remark names the conclusions that it forbids, so that no command needs a rule of
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from allranks.run.record import (
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
 from allranks.timing.steps import Timing, affordable_timing, timing
+from allranks.timing.timeline import DATA
 
 Conclusion = Literal["pace", "speedup", "cause"]
 PACE: Conclusion = "pace"  # no samples/s is shown
@@ -35,8 +37,16 @@ UNEVEN = 0.02  # of the samples of a step
 LEAST_EXCHANGED = 1e-5  # of a step
 JUDGED_STEPS, JUDGED_SECONDS = 10, 10.0  # with fewer steps in less time, nothing is compared
 LATE = 0.1  # of a step, in which the others wait for one rank
-WARM_UP = 0.1  # of the steady pace, by which the pace over everything is lower
+# The pace over everything is lower than the steady one by this share, and slow steps took as long.
+WARM_UP, WARM_UP_SECONDS = 0.1, 1.0
+SLOW = 1.5  # times the usual step
 APART = "no exchange between its ranks was seen"
+
+# The worst first.
+ORDER = (
+    *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
+    *("warm-up", "early-end", "resumed-script", "about-samples", "same-order"),
+)
 
 Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
 
@@ -73,9 +83,19 @@ def remarks(
     `measured`: as the caller shows it; by default that of the whole run, or of its first steps if
     they are many. `records`: of its last attempt, from the first event on, if they were read.
     """
+    try:
+        found = [*found_in(run, measured, records)]
+    except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
+        return []
+    return sorted(found, key=lambda remark: ORDER.index(remark.kind))
+
+
+def found_in(
+    run: RunDir, measured: Timing | None, records: Mapping[int, RankRecord] | None
+) -> Iterable[Remark]:
     attempts = run.attempts()
     if not attempts:
-        return []
+        return
     ranks = run.ranks(attempts[-1])
     if records is None:
         most = min(EARLY_EVENTS, MOST_EVENTS // max(1, len(ranks)))
@@ -83,27 +103,29 @@ def remarks(
     if measured is None:
         measured = affordable_timing(run, MOST_BYTES) or timing(run, records=records)
     window = newest_window(records.values())  # a benchmark has warmed it up, and ends it
-    found = [
-        *(of_ranks(records, measured) if len(records) > 1 else ()),
-        *of_length(measured),
-        *(of_warm_up(records, measured) if window is None else ()),
-        *(of_end(run, attempts) if window is None else ()),
-        *of_attempts(run, attempts),
-    ]
-    return sorted(found, key=lambda remark: ORDER.index(remark.kind))
+    if measured is not None:
+        yield from of_samples(measured)
+        yield from of_length(measured)
+        if len(records) > 1:
+            yield from of_ranks(records, measured)
+        if window is None:
+            yield from of_warm_up(records, measured)
+    if window is None:
+        yield from of_end(run, attempts)
+    yield from of_attempts(run, attempts)
 
 
-# The worst first.
-ORDER = (
-    *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
-    *("warm-up", "early-end", "resumed-script", "about-samples", "same-order"),
-)
+def of_samples(timing: Timing) -> Iterable[Remark]:
+    """What is not known about its samples."""
+    if not timing.samples:
+        text = "no samples were seen: the batches have no length, so there are no samples/s"
+        yield Remark("unknown-samples", text, (PACE, SPEEDUP))
 
 
-def of_ranks(records: Mapping[int, RankRecord], timing: Timing | None) -> Iterable[Remark]:
+def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
     """What the ranks read, and whether they train together."""
     seen = {rank: fingerprints(record) for rank, record in records.items()}
-    if timing is not None and not exchanges(timing):
+    if not exchanges(timing):
         yield Remark(
             "alone",
             f"{APART}: each trains a copy of its own, and their samples/s only add up; to train "
@@ -120,7 +142,7 @@ def of_ranks(records: Mapping[int, RankRecord], timing: Timing | None) -> Iterab
     if same_order(seen):
         said = "every epoch has the same order: call sampler.set_epoch(epoch)"
         yield Remark("same-order", said)
-    yield from of_shares(samples_by_rank(records), records)
+    yield from [*of_shares(samples_by_rank(records), records), *of_slow_rank(timing)][:1]
 
 
 def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -> Iterable[Remark]:
@@ -148,9 +170,28 @@ def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -
         )
 
 
-def of_length(timing: Timing | None) -> Iterable[Remark]:
+def of_slow_rank(timing: Timing) -> Iterable[Remark]:
+    """A rank that the others wait for."""
+    if timing.slowest_rank is None or timing.late_seconds < LATE * timing.step_seconds:
+        return
+    look = "look for other work on its node"
+    if timing.slowest_part == DATA:
+        own = timing.data_seconds[timing.slowest_rank]
+        others = [took for rank, took in timing.data_seconds.items() if rank != timing.slowest_rank]
+        look = (
+            f"it waits {duration(own)} for its data, the others up to {duration(max(others))}: "
+            "look at its node's disk, its CPUs and its part of the data"
+        )
+    yield Remark(
+        "uneven-ranks",
+        f"the others wait {duration(timing.late_seconds)} of each step of "
+        f"{duration(timing.step_seconds)} for {timing.slowest_words}; {look}",
+    )
+
+
+def of_length(timing: Timing) -> Iterable[Remark]:
     """A run that is too short to judge, and what it looks like so far."""
-    if timing is None or timing.seconds >= JUDGED_SECONDS:
+    if timing.seconds >= JUDGED_SECONDS:
         return
     said = f"{count(timing.num_steps, 'step')} in {duration(timing.seconds)} count"
     if timing.num_steps < JUDGED_STEPS:
@@ -174,24 +215,27 @@ WAITING = {
 }
 
 
-def of_warm_up(records: Mapping[int, RankRecord], timing: Timing | None) -> Iterable[Remark]:
-    """Steps before the steady ones, if they took so long that the run's own pace is another."""
-    if timing is None or not timing.samples:
+def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
+    """Slow steps, as while compiling: two paces then, of the usual step and over everything."""
+    if not timing.samples:
         return
-    before = {
-        rank: [e for n, e in record.timed_steps.items() if n < timing.first_step]
-        for rank, record in records.items()
-    }
-    seconds = sum(event["seconds"] for event in before[min(before)])
-    samples = sum(event.get("samples", 0) for events in before.values() for event in events)
-    overall = (samples + timing.samples) / (seconds + timing.seconds)
-    if overall >= (1 - WARM_UP) * timing.samples_per_second:
+    steps = {rank: record.timed_steps for rank, record in records.items()}
+    lead = {number: event["seconds"] for number, event in steps[min(steps)].items()}
+    counted = [took for number, took in lead.items() if number >= timing.first_step]
+    usual, pace = statistics.median(counted or [timing.step_seconds]), timing.samples_per_second
+    steady = pace if timing.steady else pace * timing.step_seconds / usual
+    before = [event for of in steps.values() for n, event in of.items() if n < timing.first_step]
+    early = sum(took for number, took in lead.items() if number < timing.first_step)
+    overall = sum(event.get("samples", 0) for event in before) + timing.samples
+    overall /= early + timing.seconds
+    slow = [took for took in lead.values() if took > SLOW * usual]
+    if overall >= (1 - WARM_UP) * steady or sum(slow) < WARM_UP_SECONDS:
         return
     yield Remark(
         "warm-up",
-        f"{number(timing.samples_per_second)} samples/s once it was warm, {number(overall)} over "
-        f"everything: its first {count(len(before[min(before)]), 'step')} took "
-        f"{duration(seconds)} (compiling, filling caches)",
+        f"{number(steady)} samples/s at its usual step, {number(overall)} over everything: "
+        f"{count(len(slow), 'step')} took {duration(sum(slow))} together, as while compiling",
+        (SPEEDUP,) if pace < (1 - 2 * WARM_UP) * steady else (),
     )
 
 
