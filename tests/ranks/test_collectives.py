@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from tests.commandline import Allranks
 from tests.ranks import run_ranks
 
-from allranks.bench.comm_counts import COLLECTIVES, counted_bytes
+from allranks.bench.comm_counts import COLLECTIVES, FAR, counted_bytes
 
 pytestmark = pytest.mark.ranks
 
@@ -167,10 +166,10 @@ def test_two_ranks_measure_all_collectives(allranks: Allranks, tmp_path: Path) -
     assert run_dir == tmp_path / "runs" / found["run"]
     assert json.loads((run_dir / "comm.json").read_text()) == found
     for fit in found["fits"]:
-        assert fit["latency_us"] >= 0 and math.isfinite(fit["error"])
+        assert fit["latency_us"] >= 0 and fit["error"] <= FAR
     shown = allranks("bench", "comm", "--from", "last")
     assert shown.returncode == 0
-    assert "fit of all sizes" in shown.stdout
+    assert "off by up to" in shown.stdout or "no line fits" in shown.stdout
 
 
 @pytest.mark.soak

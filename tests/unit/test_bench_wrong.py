@@ -241,7 +241,9 @@ def test_collectives_that_were_measured_until_a_ctrl_c_are_shown(
 ) -> None:
     run = GrowingRun(tmp_path, "1x2").run
     if measured:
-        (run.path / "comm.json").write_text(json.dumps({"complete": False}))
+        (run.path / "comm.json").write_text(
+            json.dumps({"complete": False, "rows": [], "peak_GBps": {}})
+        )
         found = comm.result_of(Ended("comm", run), is_interrupted=True)
         assert found.is_interrupted and found.found["complete"] is False
         return

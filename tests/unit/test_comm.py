@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import random
 import socket
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from allranks.bench import comm_counts as comm
 from allranks.bench import comm_ranks
 from allranks.bench.comm_counts import COLLECTIVES
 from allranks.errors import AllranksError
 from allranks.machine.gpus import find_gpu
+
+Point = tuple[int, float]  # bytes and seconds
 
 # nccl-tests, doc/PERFORMANCE.md and GetBw in src/*.cu, worked out by hand for 2, 4 and 8 ranks.
 BUS_FACTORS = {
@@ -136,52 +141,89 @@ def test_buffers_must_fit() -> None:
 # The fit.
 
 
-def points(latency: float, bandwidth: float) -> list[tuple[int, float]]:
-    sizes = comm.sizes_between(1 << 10, 1 << 30)
+SIZES = comm.sizes_between(1 << 10, 1 << 30)
+
+
+def points(latency: float, bandwidth: float, sizes: Sequence[int] = SIZES) -> list[Point]:
     return [(size, latency + size / bandwidth) for size in sizes]
 
 
-def test_the_fit_gives_back_an_exact_line() -> None:
-    line = comm.fit_line(points(20e-6, 10e9))
-    assert line is not None and line.bandwidth is not None
-    assert line.latency == pytest.approx(20e-6, rel=1e-6)
-    assert line.bandwidth == pytest.approx(10e9, rel=1e-6)
-    assert line.error < 1e-6
+def check_lines(measured: Sequence[Point]) -> list[comm.Line]:
+    """The lines through what was measured, each of which says nothing that is not so."""
+    lines = comm.fit_lines(measured)
+    for line in lines:
+        own = [(size, seconds) for size, seconds in measured if line.first <= size <= line.last]
+        per_byte = 1 / line.bandwidth if line.bandwidth else 0.0
+        misses = [abs((line.latency + size * per_byte) / seconds - 1) for size, seconds in own]
+        assert max(misses) <= line.error + 1e-9 and line.error <= comm.FAR
+        assert line.sizes == len(own) >= 3
+        best = max(size / seconds for size, seconds in own)
+        assert line.is_extrapolated == (line.bandwidth is not None and line.bandwidth > best)
+        assert line.latency >= 0 and line.best == best
+    assert all(one.last < other.first for one, other in pairwise(lines))
+    return lines
 
 
-@pytest.mark.parametrize("outlier", range(11))
-def test_one_outlier_does_not_move_the_fit(outlier: int) -> None:
+latencies = st.floats(1e-6, 1e-3)
+bandwidths = st.floats(1e7, 1e12)
+
+
+@given(latencies, bandwidths, st.integers(3, 11))
+def test_one_line_gives_back_what_it_was_made_of(
+    latency: float, bandwidth: float, count: int
+) -> None:
+    (line,) = check_lines(points(latency, bandwidth, SIZES[:count]))
+    assert (line.first, line.last) == (SIZES[0], SIZES[count - 1])
+    if latency * bandwidth > SIZES[0]:  # in larger messages it is lost
+        assert line.latency == pytest.approx(latency, rel=0.02)
+    if SIZES[count - 1] > latency * bandwidth:
+        assert line.bandwidth == pytest.approx(bandwidth, rel=0.02)
+
+
+@given(latencies, st.integers(0, 99))
+def test_noise_below_the_tolerance_leaves_one_line(latency: float, seed: int) -> None:
+    noise = random.Random(seed)
+    measured = [(size, s * noise.uniform(0.95, 1.05)) for size, s in points(latency, 1e9)]
+    (line,) = check_lines(measured)
+    assert line.bandwidth == pytest.approx(1e9, rel=0.15)
+
+
+@given(st.integers(3, 6), st.floats(3.0, 30.0), st.floats(1.0, 10.0))
+def test_a_switch_of_protocol_begins_another_line(at: int, slower: float, faster: float) -> None:
+    """Larger messages begin later: with a handshake, say."""
+    small = points(20e-6, 1e9, SIZES[:at])
+    large = points(20e-6 + slower * small[-1][1], faster * 1e9, SIZES[at:])
+    lines = check_lines([*small, *large])
+    covered = {size for line in lines for size in SIZES if line.first <= size <= line.last}
+    assert len(covered) >= len(SIZES) - 2 and lines[-1].last == SIZES[-1]
+    assert lines[-1].bandwidth == pytest.approx(faster * 1e9, rel=comm.FAR)
+
+
+@given(st.integers(4, 8), st.floats(2.0, 20.0))
+def test_large_messages_that_are_slower_have_their_own_bandwidth(at: int, times: float) -> None:
+    """As where they outgrow a cache."""
+    measured = [*points(20e-6, 2e9, SIZES[:at]), *points(20e-6, 2e9 / times, SIZES[at:])]
+    lines = check_lines(measured)
+    assert lines[-1].last == SIZES[-1] and not lines[-1].is_extrapolated
+    assert lines[-1].bandwidth == pytest.approx(2e9 / times, rel=comm.FAR)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=0, max_size=11))
+def test_no_curve_gets_a_line_that_misses_it(seconds: list[float]) -> None:
+    check_lines([*zip(SIZES, seconds, strict=False)])
+
+
+def test_one_slow_size_is_on_no_line() -> None:
     measured = points(20e-6, 10e9)
-    size, seconds = measured[outlier]
-    measured[outlier] = (size, 10 * seconds)
-    line = comm.fit_line(measured)
-    assert line is not None and line.bandwidth is not None
-    assert line.latency == pytest.approx(20e-6, rel=0.05)
-    assert line.bandwidth == pytest.approx(10e9, rel=0.05)
+    measured[5] = (SIZES[5], 10 * measured[5][1])
+    assert [(line.first, line.last) for line in check_lines(measured)] == [
+        (SIZES[0], SIZES[4]),
+        (SIZES[6], SIZES[10]),
+    ]
 
 
-def test_the_fit_bears_noise() -> None:
-    noise = random.Random(0)
-    measured = [(size, s * math.exp(noise.gauss(0, 0.05))) for size, s in points(50e-6, 2e9)]
-    line = comm.fit_line(measured)
-    assert line is not None and line.bandwidth is not None
-    assert line.latency == pytest.approx(50e-6, rel=0.1)
-    assert line.bandwidth == pytest.approx(2e9, rel=0.1)
-    assert 0.005 < line.error < 0.1
-
-
-def test_no_part_of_a_fit_is_negative() -> None:
-    falling = comm.fit_line([(1024, 3e-5), (4096, 2e-5), (16384, 1e-5)])
-    assert falling is not None and falling.bandwidth is None
-    assert 1e-5 <= falling.latency <= 3e-5
-    steep = comm.fit_line([(1024, 1e-6), (4096, 5e-6), (16384, 30e-6)])
-    assert steep is not None and steep.latency == 0.0
-    assert steep.bandwidth is not None and 16384 / 30e-6 <= steep.bandwidth <= 1024 / 1e-6
-
-
-def test_a_fit_needs_two_sizes() -> None:
-    assert comm.fit_line([]) is None
-    assert comm.fit_line([(1024, 1e-5), (1024, 2e-5)]) is None
+def test_two_sizes_are_always_on_a_line_which_says_nothing() -> None:
+    assert comm.fit_lines(points(20e-6, 10e9, SIZES[:2])) == comm.fit_lines([]) == []
 
 
 def test_fits_are_by_scope_and_know_the_peak() -> None:
@@ -199,6 +241,20 @@ def test_fits_are_by_scope_and_know_the_peak() -> None:
     assert nodes["busbw_GBps"] == pytest.approx(15, rel=0.01)
     assert nodes["of_peak"] is None
     assert node["latency_us"] == pytest.approx(10, rel=0.01)
+    assert (node["first_bytes"], node["last_bytes"], node["sizes"]) == (1 << 10, 1 << 30, 11)
+    assert not node["extrapolated"]
+    assert node["busbw_GBps"] <= node["measured_busbw_GBps"]
+
+
+def test_an_extrapolated_bandwidth_has_no_share_of_the_peak() -> None:
+    rows = [
+        comm.row("broadcast", size, 2, "node", median=100e-6 + size / 1e9, p99=1.0)
+        for size in SIZES[:6]  # to 1 MiB, which takes 1,149 µs
+    ]
+    (fit,) = comm.fits(rows, {"node": 2.0})
+    assert fit["busbw_GBps"] == pytest.approx(1.0, rel=0.01)
+    assert fit["extrapolated"] and fit["of_peak"] is None
+    assert fit["measured_busbw_GBps"] == pytest.approx(1.048576e-3 / 1148.576e-6, rel=1e-3)
 
 
 def test_the_peak_is_that_of_the_link_in_use() -> None:

@@ -73,7 +73,32 @@ def test_the_numbers_shown_are_those_of_the_rows() -> None:
     ]
     # 12 µs + 1 GiB / 200 GB/s = 5.381 ms; 1.5 times as much on the bus of 4 ranks; of 450 GB/s.
     assert lines[start + 11].split() == [*("1", "GiB", "5.38ms", "8.07ms", "200", "299", "67%")]
-    assert any(line.split()[:2] == ["all_reduce", "12.0µs"] for line in lines)  # the fit's latency
+    fit = [line for line in shown(made_up(), width=100).splitlines() if "1 KiB to 1 GiB" in line]
+    assert fit[0].split() == [
+        *("all_reduce", "1", "KiB", "to", "1", "GiB", "12.0µs", "299", "299", "0%", "67%")
+    ]
+
+
+def test_a_fit_shows_no_number_that_the_table_contradicts() -> None:
+    """From 4 MiB on it is slower; the last size of all is on no line."""
+    seconds = {size: 50e-6 + size / 2e9 for size in comm.sizes_between(1 << 10, 1 << 20)}
+    seconds |= {size: 1e-3 + size / 1e9 for size in comm.sizes_between(1 << 22, 1 << 26)}
+    seconds[1 << 28] = 1.0
+    rows = [
+        {**comm.row("broadcast", size, 2, "node", median=took, p99=took), "of_peak": None}
+        for size, took in seconds.items()
+    ]
+    fitted = comm.fits(rows, {})
+    text = shown(made_up(rows=rows, fits=fitted, peak_GBps={}), width=100)
+    small, large = (line for line in text.splitlines() if " to " in line)
+    assert small.split() == ["broadcast", *"1 KiB to 1 MiB  50.0µs  1.83  0%".split()]
+    assert large.split() == ["broadcast", *"4 MiB to 64 MiB  -  0.985  0%".split()]
+    assert "bus GB/s  measured" not in text  # no line has a bandwidth that other sizes bear out
+    assert "no line fits broadcast at 256 MiB" in text
+    rows.pop()
+    text = shown(made_up(rows=rows, fits=comm.fits(rows, {}), peak_GBps={}), width=100)
+    assert "64 MiB        -     1.00*     0.985" in text
+    assert "* extrapolated: more than was measured" in text
 
 
 def test_what_is_missing_is_said() -> None:
@@ -162,4 +187,4 @@ def test_an_earlier_run_is_shown(allranks: Allranks, tmp_path: Path) -> None:
     assert done.returncode == 0
     written = json.loads((folder / "comm.json").read_text())
     assert json.loads(done.stdout) == {**written, "run_dir": str(folder)}  # where it is now
-    assert "fit of all sizes" in done.stderr and "comm.json" in done.stderr
+    assert "off by up to" in done.stderr and "comm.json" in done.stderr

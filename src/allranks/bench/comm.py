@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench.comm_counts import SCOPES, parse_collectives, parse_sizes
+from allranks.bench.comm_counts import FAR, SCOPES, fits, on_no_line, parse_collectives, parse_sizes
 from allranks.bench.measure import Ended, Result, Series, stopped_early
 from allranks.errors import AllranksError
 from allranks.launch.prepare import Prepared, Request, prepare
@@ -19,7 +19,7 @@ from allranks.machine.gpus import local_gpus
 from allranks.run.failures import failure
 from allranks.run.files import read_mapping
 from allranks.run.folder import RunDir, find_run, list_runs
-from allranks.show.numbers import duration, number, percent, size
+from allranks.show.numbers import NOTHING, duration, number, percent, size
 from allranks.show.tables import Table, show_table, without_empty
 from allranks.timing.comparison import bench_of
 
@@ -119,7 +119,8 @@ def found_in(run: RunDir) -> dict[str, Any]:
             f"run {run.name} has measured no collectives (yet): it is {run.state()}",
             fix=f"see allranks ls {run.name}, or measure: allranks bench comm --layout 1x2",
         )
-    return found | {"run_dir": str(run.path)}  # it may have been copied
+    fitted = fits(found["rows"], found["peak_GBps"])  # an older version fitted them otherwise
+    return found | {"run_dir": str(run.path), "fits": fitted}  # it may have been copied
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -136,10 +137,15 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
         for name in dict.fromkeys(row["collective"] for row in rows):
             console.print()
             show_table(console, sizes_table([r for r in rows if r["collective"] == name]))
-        fits = [fit for fit in found["fits"] if fit["scope"] == scope]
-        if fits:
-            console.print()
-            show_table(console, fits_table(fits))
+        fitted = [fit for fit in found["fits"] if fit["scope"] == scope]
+        console.print()
+        if fitted:
+            table = fits_table(fitted, rows)
+            show_table(console, table)
+            if any("*" in cell for row in table.rows for cell in row):
+                console.print("* extrapolated: more than was measured at any size")
+        for name, sizes in on_no_line(rows, fitted).items():
+            console.print(Text(f"no line fits {name} at {', '.join(map(size, sizes))}"))
     console.print()
     for line in remarks(found):
         console.print(Text(line, style="dim"))
@@ -173,19 +179,36 @@ def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return without_empty(Table("", columns, cells))
 
 
-def fits_table(fits: Sequence[Mapping[str, Any]]) -> Table:
-    """time = latency + size / bandwidth, fitted to what was measured."""
-    cells = [
-        (
-            fit["collective"],
-            duration(fit["latency_us"] / 1e6),
-            number(fit["busbw_GBps"]),
-            percent(fit["error"], 0),
-            percent(fit["of_peak"], 0),
+def fits_table(fitted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """time = latency + size / bandwidth, for the sizes that this describes.
+
+    A latency or a bandwidth is shown where it is most of the time of the smallest or the largest of
+    these sizes, unless what was measured at other sizes contradicts it.
+    """
+    times = {row["collective"]: row["median_us"] for row in reversed(rows)}  # of the smallest size
+    largest = {row["collective"]: row["bytes"] for row in rows}
+    cells = []
+    for fit in fitted:
+        name, latency = fit["collective"], fit["latency_us"]
+        bandwidth: str | None = number(fit["busbw_GBps"])
+        per_byte = 1e-3 / fit["algbw_GBps"] if fit["algbw_GBps"] else 0.0  # µs
+        if fit["extrapolated"]:
+            is_most = per_byte * fit["last_bytes"] > latency
+            bandwidth = f"{bandwidth}*" if is_most and fit["last_bytes"] == largest[name] else None
+        is_most = latency >= per_byte * fit["first_bytes"]
+        has_latency = is_most and latency <= (1 + FAR) * times[name]
+        cells.append(
+            (
+                name,
+                f"{size(fit['first_bytes'])} to {size(fit['last_bytes'])}",
+                duration(latency / 1e6) if has_latency else NOTHING,
+                bandwidth or NOTHING,
+                number(fit["measured_busbw_GBps"]),
+                percent(fit["error"], 0),
+                percent(fit["of_peak"], 0),
+            )
         )
-        for fit in fits
-    ]
-    columns = ("fit of all sizes", "latency", "bus GB/s", "off by", "peak")
+    columns = ("fit", "sizes", "latency", "bus GB/s", "measured", "off by up to", "peak")
     return without_empty(Table("", columns, cells))
 
 

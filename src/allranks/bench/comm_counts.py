@@ -24,6 +24,9 @@ ELEMENT_BYTES = 4  # everything is measured in fp32
 ALIGNMENT = 16  # bytes to which nccl-tests rounds each rank's part down
 STEP_FACTOR = 4  # from one size to the next
 DEFAULT_SIZES = "1KiB-1GiB"
+LEAST_SIZES = 3  # two are always on a line
+FAR = 0.2  # of the measured time: a line that misses a size by more does not describe it
+SAME = 1.01  # a fitted bandwidth of up to so many times the best measured one is taken to be it
 SCOPES: Mapping[Scope, str] = {
     "node": "within a node",
     "nodes": "across nodes, one rank each",
@@ -156,58 +159,100 @@ def significant(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """seconds = latency + bytes / bandwidth; `bandwidth` is None if size did not matter."""
+    """seconds = latency + bytes / bandwidth, for the sizes from `first` to `last`."""
 
     latency: float
-    bandwidth: float | None
-    error: float  # median over the sizes of |fit / measured - 1|
+    bandwidth: float | None  # None if size did not matter
+    best: float  # the highest bandwidth measured at these sizes
+    error: float  # the highest |fit / measured - 1| over these sizes
+    first: int  # bytes
+    last: int
+    sizes: int  # how many
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Whether the bandwidth is that of larger sizes than were measured."""
+        return self.bandwidth is not None and self.bandwidth > self.best
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> Line | None:
-    """A fit by least absolute relative deviations: every size counts the same, an outlier little.
+Points = Sequence[tuple[int, float]]  # bytes and seconds
 
-    None for fewer than two sizes. Neither latency nor bandwidth is ever negative.
+
+def fit_lines(points: Points) -> list[Line]:
+    """The widest range of sizes that a line describes, then those among the sizes around it.
+
+    A line describes sizes if it misses none of them by more than FAR. Where the library changes its
+    protocol, or messages outgrow a cache, there are several; sizes may be on none.
     """
-    if len({num_bytes for num_bytes, _ in points}) < 2:
-        return None
-    deviations = [1.0] * len(points)
-    for _ in range(50):  # reweighted least squares; converges in about ten
-        # A floor on the deviation: without it, a point that is met exactly would decide alone.
-        weights = [max(deviation, 1e-3) ** -0.5 for deviation in deviations]
-        terms = [(w / y, w * x / y, w) for w, (x, y) in zip(weights, points, strict=True)]
-        latency, slope = nonnegative_fit(terms)
-        deviations = [abs((latency + slope * x) / y - 1) for x, y in points]
-    return Line(latency, 1 / slope if slope > 0 else None, statistics.median(deviations))
+    for count in range(len(points), LEAST_SIZES - 1, -1):
+        for start in range(len(points) - count, -1, -1):  # of equally wide ones, the largest sizes
+            end = start + count
+            line = fit_line(points[start:end])
+            if line.error <= FAR:
+                return [*fit_lines(points[:start]), line, *fit_lines(points[end:])]
+    return []
+
+
+def fit_line(points: Points) -> Line:
+    """Least squares of the relative misses: every size counts the same, nothing is negative."""
+    latency, slope = nonnegative_fit([(1 / y, x / y, 1.0) for x, y in points])
+    best = max(x / y for x, y in points)
+    if 1 / SAME <= slope * best < 1:
+        slope = 1 / best
+    return Line(
+        latency,
+        1 / slope if slope > 0 else None,
+        best,
+        error=max(abs((latency + slope * x) / y - 1) for x, y in points),
+        first=points[0][0],
+        last=points[-1][0],
+        sizes=len(points),
+    )
 
 
 def fits(rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, float | None]) -> list[Any]:
-    """One line fitted to each collective of each scope; `peaks`: GB/s of a link, by scope."""
+    """The lines of each collective in each scope; `peaks`: GB/s of a link, by scope."""
     series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for each in rows:
         series.setdefault((each["scope"], each["collective"]), []).append(each)
     found = []
     for (scope, collective), measured in series.items():
-        line = fit_line([(each["bytes"], each["median_us"] * 1e-6) for each in measured])
-        if line is None:
-            continue
-        ranks = measured[0]["ranks"]
-        algorithm = line.bandwidth / 1e9 if line.bandwidth else None
-        bus = algorithm * COLLECTIVES[collective].bus_factor(ranks) if algorithm else None
-        peak = peaks.get(scope)
-        found.append(
-            {
-                "collective": collective,
-                "scope": scope,
-                "ranks": ranks,
-                "latency_us": round(line.latency * 1e6, 3),
-                "algbw_GBps": significant(algorithm) if algorithm else None,
-                "busbw_GBps": significant(bus) if bus else None,
-                "of_peak": significant(bus / peak) if bus and peak else None,
-                "error": round(line.error, 4),
-                "sizes": len(measured),
-            }
-        )
+        ranks, peak = measured[0]["ranks"], peaks.get(scope)
+        bus_factor = COLLECTIVES[collective].bus_factor(ranks)
+        for line in fit_lines([(each["bytes"], each["median_us"] * 1e-6) for each in measured]):
+            algorithm = line.bandwidth / 1e9 if line.bandwidth else None
+            bus = algorithm * bus_factor if algorithm else None
+            share = bus / peak if bus and peak and not line.is_extrapolated else None
+            found.append(
+                {
+                    "collective": collective,
+                    "scope": scope,
+                    "ranks": ranks,
+                    "first_bytes": line.first,
+                    "last_bytes": line.last,
+                    "latency_us": round(line.latency * 1e6, 3),
+                    "algbw_GBps": significant(algorithm) if algorithm else None,
+                    "busbw_GBps": significant(bus) if bus else None,
+                    "extrapolated": line.is_extrapolated,
+                    "measured_busbw_GBps": significant(line.best / 1e9 * bus_factor),
+                    "of_peak": significant(share) if share else None,
+                    "error": round(line.error, 4),
+                    "sizes": line.sizes,
+                }
+            )
     return found
+
+
+def on_no_line(
+    rows: Sequence[Mapping[str, Any]], fitted: Sequence[Mapping[str, Any]]
+) -> dict[str, list[int]]:
+    """The sizes of each collective that none of its lines describes; rows of one scope."""
+    left: dict[str, list[int]] = {}
+    for row in rows:
+        own = [fit for fit in fitted if fit["collective"] == row["collective"]]
+        if not any(fit["first_bytes"] <= row["bytes"] <= fit["last_bytes"] for fit in own):
+            left.setdefault(row["collective"], []).append(row["bytes"])
+    return left
 
 
 def link_peak(gpu: GPU | None, link: str) -> float | None:
