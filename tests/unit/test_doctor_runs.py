@@ -113,7 +113,7 @@ def test_a_finished_run_has_no_finding_whatever_it_printed(tmp_path: Path) -> No
     run = make_run(tmp_path)
     done = {"event": "end", "state": "finished", "exit": 0}
     for rank in range(2):
-        write_rank(run, rank, [STEP, done], "OSError: [Errno 98] Address already in use\n")
+        write_rank(run, rank, [STEP, done], "RuntimeError: Address already in use\n")
     assert diagnose_run(run) == []
 
 
@@ -177,13 +177,13 @@ def test_findings_fit_into_80_columns() -> None:
 
 def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    log.write_text("OSError: [Errno 98] Address already in use\n")
+    log.write_text("RuntimeError: Address already in use\n")
     done = allranks("doctor", log, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert list(found[0]) == ["cause", "title", "rank", "node", "confidence", "evidence", "fix"]
     assert found[0]["evidence"] == [
-        {"file": "job.log", "line": 1, "text": "OSError: [Errno 98] Address already in use"}
+        {"file": "job.log", "line": 1, "text": "RuntimeError: Address already in use"}
     ]
     log.write_text("all is well\n")
     assert json.loads(allranks("doctor", log, "--json").stdout) == []

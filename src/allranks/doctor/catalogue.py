@@ -10,8 +10,11 @@ Each cause in a family's file has
                      echo: what ranks print because another rank is in trouble; never a finding
                      mark: a fact that the reasoning needs; never a finding
     patterns         regular expressions, one of which must match a line; case is ignored.
-                     Named groups are fields for title and fix; rank, node, pid say whose line it is
+                     Named groups are fields for title and fix; rank, node, pid say whose it is.
+                     `- slurm: …` counts only where that speaker is heard (speakers.py)
+    speaker          of all patterns that name none
     unless           expressions that must not match the line
+    until            expressions of a later line that takes it back
     raised           tracebacks that show it: `exception` (type and message) and `within`, the files
                      and functions of its frames, as expressions
     where            comparisons of sizes that were captured: "unused + free >= tried and …"
@@ -28,7 +31,7 @@ Each cause in a family's file has
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -55,6 +58,7 @@ class Pattern:
 
     word: str
     text: str
+    speaker: str = ""  # who must be heard nearby; empty: nobody else says this
 
     def search(self, line: str) -> re.Match[str] | None:
         return _compiled(self.text).search(line)
@@ -87,8 +91,10 @@ class Cause:
     title: str
     kind: Kind = "root"
     patterns: tuple[Pattern, ...] = ()
+    speaker: str = ""
     raised: tuple[Exceptional, ...] = ()
     unless: tuple[str, ...] = ()
+    until: tuple[str, ...] = ()
     where: str = ""
     culprit: str | int = "line"
     on_warning: bool = False
@@ -116,6 +122,15 @@ class Cause:
         if fields is None or any(_compiled(text).search(line) for text in self.unless):
             return None
         return fields if not self.where or holds(self.where, fields) else None
+
+    def speakers(self, line: str) -> frozenset[str]:
+        """Who may have said a line that matches; empty if it is unmistakable."""
+        found = {pattern.speaker for pattern in self.patterns if pattern.search(line) is not None}
+        return frozenset() if "" in found else frozenset(found)
+
+    def is_withdrawn(self, later: str) -> bool:
+        """Whether what was printed after a line takes it back."""
+        return any(_compiled(text).search(later) for text in self.until)
 
     def confidence_of(self, lines: Sequence[str]) -> Confidence:
         """How sure these lines make it: as sure as the surest of them."""
@@ -200,9 +215,17 @@ def _parse(entry: Mapping[str, Any], family: str) -> Cause:
     """One entry of a family's file. Raises TypeError for an unknown key."""
     lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
     texts = {key: " ".join(str(entry.get(key, "")).split()) for key in ("title", "cause", "fix")}
-    lists["patterns"] = tuple(Pattern(required_word(one), one) for one in lists.get("patterns", ()))
+    speaker = entry.get("speaker", "")
+    lists["patterns"] = tuple(_pattern(one, speaker) for one in lists.get("patterns", ()))
     lists["raised"] = tuple(Exceptional(**one) for one in lists.get("raised", ()))
     return Cause(**{"family": family, **entry, **lists, **texts})
+
+
+def _pattern(one: str | Mapping[str, str], speaker: str) -> Pattern:
+    """`expression`, or `speaker: expression`."""
+    if not isinstance(one, str):
+        [(speaker, one)] = one.items()
+    return Pattern(required_word(one), one, speaker)
 
 
 def known_findings() -> list[Cause]:
@@ -251,7 +274,7 @@ def required_word(pattern: str) -> str:
     differ from line to line.
     """
     runs = [""]
-    for operation, value in _parser.parse(pattern):
+    for operation, value in _outside_groups(_parser.parse(pattern)):
         is_repeated = str(operation) == "MAX_REPEAT" and value[0] > 0  # at least once
         if is_repeated and len(value[2]) == 1:
             operation, value = value[2][0]
@@ -264,6 +287,15 @@ def required_word(pattern: str) -> str:
     if not words:
         raise ValueError(f"no word of {SHORTEST} plain characters outside of groups in {pattern!r}")
     return max(words, key=_worth)
+
+
+def _outside_groups(parsed: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """The operations of an expression, with those of its plain groups, which repeat nothing."""
+    for operation, value in parsed:
+        if str(operation) == "SUBPATTERN":
+            yield from _outside_groups(value[3])
+        else:
+            yield operation, value
 
 
 def _worth(word: str) -> tuple[int, float]:

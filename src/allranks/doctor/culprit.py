@@ -40,13 +40,14 @@ class Candidate:
     level: int = LEVELS["generic"]
     extra: tuple[Evidence, ...] = ()
     order: int = 0
+    is_passed: bool = False  # the work went on after it
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> tuple[bool, int, int, int]:
         """Candidates are sorted by this, the most likely first cause first."""
         is_generic = self.slug in GENERIC and self.level == LEVELS["generic"]
         place = GENERIC.index(self.slug) if is_generic else len(GENERIC)
-        return self.level, place, self.order
+        return self.is_passed, self.level, place, self.order
 
 
 def suspect(facts: FailureFacts) -> Candidate | None:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from allranks.doctor.catalogue import load
-from allranks.doctor.log_search import Hit, Scanned
-from allranks.doctor.tracebacks import Raised, has_progress, tracebacks
+from allranks.doctor.log_search import Hit, Scanned, read_around
+from allranks.doctor.speakers import is_near, spoken
+from allranks.doctor.tracebacks import Raised, ends_well, has_gone_on, has_progress, tracebacks
 
 GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
+LATER_BYTES = 1 << 16
 OUTSIDE = ("slurm", "kernel")  # their messages are not part of a rank's output
 MAX_RANKS = 4096  # that are listed one by one
-NEAR_LINES = 8  # a message may have several lines
 
 # Ranks by node and process; None for a process that is not a rank, such as a launcher.
 Processes = dict[tuple[str | None, int], int | None]
@@ -62,13 +63,17 @@ class FailureFacts:
         ranks = {rank for (_, pid), rank in self.processes.items() if pid == int(number)}
         return ranks.pop() if len(ranks) == 1 else None
 
+    def is_passed(self, hit: Hit) -> bool:
+        """Whether the work went on after this line."""
+        return (id(hit.source), hit.number) in self.passed_by
+
     def is_final(self, hit: Hit) -> bool:
         """Whether the run may have ended at this line, rather than gone on after it."""
         if any(one.goes_on and is_near(hit, one) for one in self.raised):
             return False
         if self.has_failed or hit.cause.on_warning or hit.cause.kind == "soft":
             return True
-        if (id(hit.source), hit.number) in self.passed_by:
+        if self.is_passed(hit):
             return False
         lines = next(one.num_lines for one in self.scanned if one.source is hit.source)
         return lines - hit.number <= GOES_ON_LINES
@@ -87,6 +92,8 @@ def gather(
     order = {id(one.source): index for index, one in enumerate(scanned)}
     hits = [hit for one in scanned for hit in one.hits]
     raised = [one for each in scanned for one in tracebacks(each)]
+    hits = spoken(hits, raised, scanned, of_ranks=bool(ends or world or processes))
+    hits = [hit for hit in hits if not _is_withdrawn(hit)]
     hits += [hit for one in raised for hit in _told_by(one)]
     hits.sort(key=lambda hit: (order[id(hit.source)], hit.number))
     of_processes = _ranks_of_processes(hits)
@@ -109,12 +116,26 @@ def gather(
 
 
 def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
-    """Lines of errors that are followed by more steps, in logs without a failure."""
+    """Lines of errors after which the work went on: more steps follow, or a good end."""
+    sizes = {id(one.source): one.num_bytes for one in facts.scanned}
     told = [hit for hit in facts.hits if hit.cause.kind not in ("mark", "soft")]
-    for hit in [*told, *(one.mark for one in facts.raised)] if not facts.has_failed else ():
-        of_ranks = not hit.cause.on_warning and hit.cause.family not in OUTSIDE
-        if of_ranks and has_progress(hit):
+    for hit in [*told, *(one.mark for one in facts.raised if not facts.has_failed)]:
+        if hit.cause.on_warning or hit.cause.family in OUTSIDE:
+            continue
+        if facts.has_failed:
+            is_passed = not hit.line.is_prefixed and has_gone_on(hit)
+        else:
+            is_passed = has_progress(hit) or ends_well(hit, sizes[id(hit.source)])
+        if is_passed:
             yield id(hit.source), hit.number
+
+
+def _is_withdrawn(hit: Hit) -> bool:
+    """Whether a later line takes back what a hit says."""
+    if not hit.cause.until:
+        return False
+    later = read_around(hit.source, hit.offset, LATER_BYTES).partition("\n")[2]
+    return hit.cause.is_withdrawn(later)
 
 
 def _told_by(raised: Raised) -> Iterator[Hit]:
@@ -172,15 +193,6 @@ def _situations(hits: Sequence[Hit]) -> list[str]:
     if any(word in text for word in ("SLURM", "slurmstepd", "srun:", "sbatch:", "JobState")):
         found.append("slurm")
     return found
-
-
-def is_near(hit: Hit, raised: Raised) -> bool:
-    """Whether a hit is part of a traceback or of the message after it."""
-    return (
-        hit.source is raised.mark.source
-        and (not raised.mark.line.is_prefixed or hit.rank == raised.rank)
-        and raised.mark.number <= hit.number <= raised.number + NEAR_LINES
-    )
 
 
 SENT_BY_LAUNCHER = ("SIGTERM", "SIGCONT", "SIGINT")

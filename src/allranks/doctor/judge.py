@@ -16,10 +16,11 @@ from allranks.doctor.culprit import (
     own_ends,
     suspect,
 )
-from allranks.doctor.failure_facts import OUTSIDE, FailureFacts, is_near, signal_name
+from allranks.doctor.failure_facts import OUTSIDE, FailureFacts, signal_name
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.log_search import Hit
 from allranks.doctor.run_evidence import event_in_words
+from allranks.doctor.speakers import is_near
 from allranks.doctor.tracebacks import Raised
 from allranks.show.numbers import size
 from allranks.show.secrets import redact
@@ -77,7 +78,10 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
         rank = culprit(cause, shown, facts)
         # Of two lines with the same field, the first wins.
         fields = {key: value for hit in reversed(shown) for key, value in hit.fields.items()}
-        found.append(Candidate(slug, rank, sure, shown, fields, level, order=order))
+        is_passed = all(facts.is_passed(hit) for hit in shown)
+        found.append(
+            Candidate(slug, rank, sure, shown, fields, level, order=order, is_passed=is_passed)
+        )
     return found
 
 
@@ -170,6 +174,7 @@ def _raised_alone(facts: FailureFacts) -> bool:
 def _unexplained(facts: FailureFacts) -> list[Raised]:
     """Tracebacks that no cause or echo explains, nor the exceptions they were raised from."""
     told = [hit for hit in facts.hits if hit.cause.kind != "mark" and hit.cause.slug not in AROUND]
+    told = [hit for hit in told if hit.cause.family not in OUTSIDE]
     stopped = facts.hits_of("terminated-by-signal")  # exceptions after it follow from it
     found = [
         one.chain[0]

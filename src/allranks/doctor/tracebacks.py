@@ -7,16 +7,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from allranks.doctor.log_search import Hit, Scanned, parse, read_around
-from allranks.run.tracebacks import RAISED, is_type, read_traceback
+from allranks.run.tracebacks import RAISED, PrintedException, is_type, read_traceback
 
 READ_BYTES = 1 << 16
 CONTEXT_BYTES = 300
+LAST_BYTES = 1000  # of a log, which tell how it ended
 MOST_FOREIGN = 4  # lines of other processes in the middle of a traceback
 ENOUGH_PROGRESS = 4  # lines; other ranks may print one or two before they notice
 MAX_TRACEBACKS = 400  # of a file; many ranks say the same thing
 _PROGRESS = re.compile(
     r"\b(?:epoch|step|iter(?:ation)?|batch|loss|it/s)\b\W{0,4}[\w/ ]{0,12}\d|\d(?:it/s|s/it)", re.I
 )
+_WELL = re.compile(
+    r"""\b(?:train\w*|job|run|fit\w*|script|everything|all)\b.{0,30}
+        \b(?:complete[d]?|finished|done|succeeded|successful\w*)\b
+    | \b(?-i:COMPLETED)\b | exit(?:ed)?\ (?:with\ )?(?:code|status):?\ 0\b
+    | Trainer\.fit`?\ stopped | train_runtime
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_COUNTED = re.compile(r"\b(?:epoch|step|iter(?:ation)?)s?\W{0,4}(\d{1,9})", re.I)
 _RAISES = re.compile(r"\b(?:raise|assert)\b")
 _CHAINED = re.compile(
     r"direct cause of the following exception|During handling of the above exception"
@@ -30,12 +40,11 @@ OF_LAUNCHERS = {
     "SignalException",
     "KeyboardInterrupt",
     "SystemExit",
-    "CalledProcessError",
     "ProcessRaisedException",
     "ProcessExitedException",
     "GeneratorExit",
-    "BrokenPipeError",
 }
+_STARTED = re.compile(r"python|\.py\b|torchrun|deepspeed")  # by a launcher, as its command
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,20 @@ def has_progress(hit: Hit, num_lines: int = 1) -> bool:
     return sum(_PROGRESS.search(line[:400]) is not None for line in lines) >= ENOUGH_PROGRESS
 
 
+def has_gone_on(hit: Hit) -> bool:
+    """Whether a rank counts several more steps after a hit: others may only end their own."""
+    lines = read_around(hit.source, hit.offset, READ_BYTES).split("\n")[1:]
+    counted = {found[1] for line in lines if (found := _COUNTED.search(line[:400])) is not None}
+    return len(counted) >= ENOUGH_PROGRESS
+
+
+def ends_well(hit: Hit, num_bytes: int) -> bool:
+    """Whether one of the last lines of a log, after a hit, says that all is done."""
+    start = max(hit.offset, num_bytes - LAST_BYTES)
+    lines = read_around(hit.source, start, LAST_BYTES).split("\n")
+    return any(_WELL.search(line[:400]) for line in lines[1 if start == hit.offset else 0 :])
+
+
 def _is_in_block(mark: Hit) -> bool:
     """Whether it is in torchrun's list of failures, of a script whose main records its error."""
     return mark.line.text.lstrip().startswith("traceback :")
@@ -143,9 +166,14 @@ def _read(mark: Hit) -> Raised | None:
         f"{place.file}:{place.line}" if place is not None else "",
         tuple(f"{frame.file} {frame.function}" for frame in frames),
         mark.rank,
-        is_launchers or printed.name in OF_LAUNCHERS,
+        is_launchers or printed.name in OF_LAUNCHERS or _is_of_command(printed),
         bool(own) and own[-1] is frames[-1] and bool(_RAISES.search(frames[-1].source)),
     )
+
+
+def _is_of_command(printed: PrintedException) -> bool:
+    """Whether a launcher tells that the script it had started failed."""
+    return printed.name == "CalledProcessError" and bool(_STARTED.search(printed.message))
 
 
 def _own_lines(mark: Hit) -> Iterator[tuple[int, str]]:
