@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,8 @@ from allranks.launch.checks import (
     check_supported,
     settle_precision,
 )
-from allranks.launch.node import Place, describe_failure
+from allranks.launch.follow import exit_code_of
+from allranks.launch.node import Place, describe_failure, outcome_of
 from allranks.launch.prepare import (
     Prepared,
     Request,
@@ -40,6 +42,7 @@ from allranks.launch.prepare import (
 from allranks.layout import Layout
 from allranks.machine import allotted
 from allranks.machine.gpus import LocalGPU
+from allranks.machine.processes import Signals
 from allranks.run import claims, commits
 from allranks.run.claims import Claim
 from allranks.run.commits import seal, writing_folder
@@ -102,6 +105,35 @@ def test_a_script_that_failed_can_go_on_only_from_where_it_says_that_it_saves() 
     assert "--resume" not in failed(run, prepared).fix
     Path(f"{run.name}.pt").touch()
     assert f"continue with {run.resume_command}" in failed(run, prepared).fix
+
+
+@pytest.mark.parametrize(
+    ("end", "overrides", "sent", "code"),
+    [
+        ({"exit": 0}, (), signal.SIGTERM, 75),  # it says that it was stopped as it wanted to be
+        ({"exit": -15, "signal": "SIGTERM"}, ("last=job.yaml",), signal.SIGTERM, 75),
+        ({"exit": -15, "signal": "SIGTERM"}, ("last=none.pt",), signal.SIGTERM, 1),
+        ({"exit": -2, "signal": "SIGINT"}, (), signal.SIGINT, 130),
+    ],
+)
+def test_who_started_a_script_and_who_waited_for_it_end_with_the_same_code(
+    end: dict[str, Any], overrides: Sequence[str], sent: signal.Signals, code: int
+) -> None:
+    prepared = prepare(Request(command=("python", "train.py"), overrides=overrides))
+    run = open_run(prepared)
+    append_event(run.events(0, 0), "end", state="stopped", **end)
+    signals = Signals()
+    signals.note(sent, None)
+    assert outcome_of(run, prepared, Place(), signals, "stopped").exit_code == code
+    assert exit_code_of(run, "stopped") == code
+
+
+def test_a_stopped_task_can_always_go_on() -> None:
+    run = started()
+    append_event(run.events(0, 0), "end", state="stopped", exit=75)
+    assert [exit_code_of(run, state) for state in ("finished", "failed", "stopped")] == [0, 1, 75]
+    run.job_file.unlink()
+    assert exit_code_of(run, "stopped") == 75
 
 
 # --- A new run ----------------------------------------------------------------------------------

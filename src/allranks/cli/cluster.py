@@ -25,7 +25,7 @@ from allranks.cli.options import (
     print_json,
     typed_request,
 )
-from allranks.errors import STOPPED_AT_ONCE
+from allranks.errors import STOPPED_AT_CHECKPOINT, STOPPED_AT_ONCE
 from allranks.launch.backends import TABLE as BACKENDS
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
     """Wait for the end of a run, and exit with its code."""
     import time
 
-    from allranks.launch.follow import EXIT_CODES, wait_for_result
+    from allranks.launch.follow import exit_code_of, wait_for_result
     from allranks.launch.screen import Screen
 
     def say(text: str) -> None:
@@ -319,13 +319,14 @@ def wait_and_tell(run: RunDir, *, as_json: bool) -> NoReturn:
             file=sys.stderr,
         )
         raise typer.Exit(STOPPED_AT_ONCE) from None
+    code = exit_code_of(run, result["state"])
     if error is not None:
         print_error(error, as_json=as_json, more=result)
     elif as_json:
         print_json(result)
     else:
-        Screen(people_console()).summary(result)
-    raise typer.Exit(EXIT_CODES[result["state"]])
+        Screen(people_console()).summary(result, can_go_on=code == STOPPED_AT_CHECKPOINT)
+    raise typer.Exit(code)
 
 
 def show_draft(drafted: Any, *, as_json: bool) -> None:

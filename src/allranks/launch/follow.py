@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allranks.errors import STOPPED_AT_CHECKPOINT, STOPPED_AT_ONCE, AllranksError
+from allranks.job.job import Job
 from allranks.launch import backends
+from allranks.launch.prepare import has_checkpoint, load_resolved
 from allranks.layout import Layout
 from allranks.machine.nodelist import compress
 from allranks.run import claims, run_state
 from allranks.run.failures import failure, failure_in_words, missing_in_words
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, State
 from allranks.run.logs import LogTail
 from allranks.timing.steps import result
 
@@ -25,7 +28,7 @@ MOST_WAITING = 100_000  # lines
 FIRST_PAUSE, LAST_PAUSE = 1.0, 20.0  # seconds between questions to a queue
 SAVING_SECONDS = 300.0  # for ranks of other nodes that were told to stop as well
 ENDING_SECONDS = 15.0  # for what other nodes' launchers write at the end
-EXIT_CODES = {"finished": 0, "failed": 1, "stopped": STOPPED_AT_CHECKPOINT}
+ENDED = ("finished", "failed", "stopped")
 
 
 @dataclass(slots=True)
@@ -161,7 +164,7 @@ def show_logs(
             # Asked before the logs are read: all that was written before the end is shown.
             if follow and time.monotonic() >= next_question:
                 now = run_state.describe(run, backends.look([run]))
-                has_ended = now["state"] in EXIT_CODES
+                has_ended = now["state"] in ENDED
                 why = now["reason"] or "not started yet"
                 if now["state"] == "queued" and why != waits:
                     say(f"{run.name} waits: {why}")
@@ -191,7 +194,7 @@ def show_logs(
         return 0, remarks
     if now["state"] != "finished":
         remarks.append(f"{run.name} {in_words(now)}")
-    return EXIT_CODES[now["state"]], remarks
+    return exit_code_of(run, now["state"]), remarks
 
 
 def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
@@ -202,7 +205,7 @@ def wait_for_end(run: RunDir, say: Callable[[str], None]) -> dict[str, Any]:
         now = run_state.describe(run, backends.look([run]))
         now["attempt"] = attempt_of_job(run)
         words = in_words(now)
-        is_over = now["state"] in EXIT_CODES
+        is_over = now["state"] in ENDED
         if not told.startswith(words) and (not is_over or had_ended):
             say(words)
             told, pause = words, FIRST_PAUSE
@@ -222,6 +225,32 @@ def wait_for_result(
     ended = {**result(run, now["state"]), "jobs": run.info().get("jobs", [])}
     ended["reason"] = now["reason"]
     return ended, why_failed(run, now) if now["state"] == "failed" else None
+
+
+def exit_code_of(run: RunDir, state: State) -> int:
+    """The exit code of a command that has waited for a run: that of the one that started it."""
+    if state != "stopped":
+        return 0 if state == "finished" else 1
+    with suppress(AllranksError):  # its job file may be gone
+        attempt = max(run.attempts(), default=0)
+        ends = [run.end(attempt, rank) or {} for rank in run.ranks(attempt)]
+        is_interrupted = any(end.get("signal") == "SIGINT" for end in ends)
+        return stopped_code(run, load_resolved(run), is_interrupted=is_interrupted)
+    return STOPPED_AT_CHECKPOINT
+
+
+def stopped_code(run: RunDir, job: Job, *, is_interrupted: bool) -> int:
+    """The exit code of a stopped run: 75 if it can resume from where it stopped.
+
+    `is_interrupted`: by a Ctrl-C.
+    """
+    attempt = max(run.attempts(), default=0)
+    ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
+    if job.command is None or all(end and end["exit"] == 0 for end in ends):
+        return STOPPED_AT_CHECKPOINT
+    if has_checkpoint(job, run):
+        return STOPPED_AT_CHECKPOINT
+    return STOPPED_AT_ONCE if is_interrupted else 1
 
 
 def attempt_of_job(run: RunDir) -> int | None:
@@ -283,4 +312,4 @@ def why_failed(run: RunDir, now: Mapping[str, Any]) -> AllranksError:
     if seen.get("attempt") == max(run.attempts(), default=0):
         _, fix = missing_in_words(seen)
     what = f"run {run.name} failed{': ' + now['reason'] if now['reason'] else ''}"
-    return AllranksError(what, fix=fix, exit_code=EXIT_CODES["failed"])
+    return AllranksError(what, fix=fix, exit_code=1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import STOPPED_AT_CHECKPOINT, STOPPED_AT_ONCE, AllranksError, disk_error
 from allranks.launch import meeting, prepare
-from allranks.launch.follow import ENDING_SECONDS, SAVING_SECONDS, wait_for_ranks
+from allranks.launch.follow import ENDING_SECONDS, SAVING_SECONDS, stopped_code, wait_for_ranks
 from allranks.launch.launchers import OwnRanksWatch
 from allranks.launch.prepare import Prepared
 from allranks.launch.screen import Screen
@@ -88,7 +88,7 @@ class Launch:
             self.prepared.job,
             self.first_rank,
             makes_steps=screen.makes_steps,
-            has_checkpoint=lambda: prepare.has_checkpoint(self.prepared, self.run),
+            has_checkpoint=lambda: prepare.has_checkpoint(self.prepared.job, self.run),
         )
         self._twice = OwnRanksWatch(self.run, self.prepared.job)
         self._memory_kills = memory_kills() or 0
@@ -321,23 +321,16 @@ def outcome_of(
     if state == "finished" and not signals.at_once:
         return Outcome(run, outcome, 0)
     if state == "stopped" or signals.at_once:
-        code = STOPPED_AT_ONCE if signals.at_once else stopped_code(run, prepared, attempt, signals)
+        code = STOPPED_AT_ONCE
+        if not signals.at_once:
+            is_interrupted = signal.SIGINT in signals.received
+            code = stopped_code(run, prepared.job, is_interrupted=is_interrupted)
         if why := ended_for(run, attempt):
             outcome["reason"] = why
-        can_go_on = prepare.has_checkpoint(prepared, run) or code == STOPPED_AT_CHECKPOINT
+        can_go_on = prepare.has_checkpoint(prepared.job, run) or code == STOPPED_AT_CHECKPOINT
         return Outcome(run, outcome, code, can_go_on=can_go_on)
     error = error or describe_failure(run, prepared, place)
     return Outcome(run, outcome, error.exit_code, error)
-
-
-def stopped_code(run: RunDir, prepared: Prepared, attempt: int, signals: Signals) -> int:
-    """The exit code of a stopped run: 75 if it can resume from where it stopped."""
-    ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]
-    if prepared.job.command is None or all(end and end["exit"] == 0 for end in ends):
-        return STOPPED_AT_CHECKPOINT
-    if prepare.has_checkpoint(prepared, run):
-        return STOPPED_AT_CHECKPOINT
-    return STOPPED_AT_ONCE if signal.SIGINT in signals.received else 1
 
 
 def run_beside(prepared: Prepared, place: Place, signals: Signals) -> int:
@@ -390,7 +383,7 @@ def describe_failure(run: RunDir, prepared: Prepared, place: Place) -> AllranksE
     if error is not None and error["fix"]:
         return AllranksError(what, fix=error["fix"], exit_code=failed["exit"], **facts)
     fix = f"allranks doctor {run.reference} shows why; the rank's output is in {failed['log']}"
-    if prepare.has_checkpoint(prepared, run):  # else there is nothing to go on from
+    if prepare.has_checkpoint(prepared.job, run):  # else there is nothing to go on from
         fix += f"; continue with {run.resume_command}"
     if "signal" in failed and not max_restarts(prepared, place):
         fix += "; --max-restarts N would restart it automatically"

@@ -383,10 +383,10 @@ def last_of(job: Job, run: RunDir) -> str:
     return _fill(job.last or "", _placeholders(job.layout, run))
 
 
-def has_checkpoint(prepared: Prepared, run: RunDir) -> bool:
+def has_checkpoint(job: Job, run: RunDir) -> bool:
     """Whether a later attempt would have a checkpoint to resume from."""
     saved = commits.commits(run.checkpoints)
-    return bool(saved) if prepared.job.command is None else bool(last_change(run, prepared.job))
+    return bool(saved) if job.command is None else bool(last_change(run, job))
 
 
 def last_change(run: RunDir, job: Job) -> float | None:
