@@ -69,7 +69,7 @@ def test_a_further_layout_can_join_while_the_run_waits(cluster: Cluster, tmp_pat
     options = ["slurm.time=10m", "preflight=false", "launcher=srun"]
     sent = send(cluster, tmp_path, "--layout", "2x1", *options, "--", "python", "train.py")
     cluster.wait(lambda: sent.listed()["reason"], 60, "a reason of waiting")
-    told = sent.allranks("ls", sent.run.name)
+    told = run_allranks("ls", sent.run.name, cwd=tmp_path).stderr
     assert f"allranks race {sent.run.name} 1x2" in told
     sent.allranks("race", sent.run.name, "1x2")
     line = sent.wait_for_end(150)

@@ -174,7 +174,8 @@ def test_lines_of_progress_count_down_through_slow_evaluations(
     monkeypatch.setattr("allranks.launch.screen.time", clock)
     start = {"v": 1, "t": now, "event": "start", **START}
     bar = Bar(Console(file=text, width=100), start, job(epochs=20))
-    events, moment = [], now
+    events: list[dict[str, Any]] = []
+    moment = now
     for step in range(1, 1101):
         moment += 0.05
         made = {"step": step, "epoch": 1 + (step - 1) // 55, "seconds": 0.05, "loss": 0.5}

@@ -687,12 +687,31 @@ def test_a_layout_that_would_start_earlier_is_suggested(slurm: FakeSlurm) -> Non
 @pytest.mark.parametrize("width", [60, 100])
 def test_a_list_is_whole_at_any_width(slurm: FakeSlurm, width: int) -> None:
     runs = [send("1x4", "4x1").run for _ in range(2)]
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    show_runs(console, [look(run) for run in runs], [])
+    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=True)
+    show_runs(console, console, [look(run) for run in runs], [])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]  # a StringIO
     for run, sent in zip(runs, ("100,101", "102,103"), strict=True):
         (named, *_) = [number for number, line in enumerate(lines) if line.startswith(run.name)]
         assert sent in "".join(lines[named : named + 2])
+
+
+def test_a_list_in_a_pipe_is_one_line_a_run_with_the_same_columns(slurm: FakeSlurm) -> None:
+    def listed(runs: list[RunDir]) -> list[list[str]]:
+        console = Console(width=40, file=io.StringIO())
+        aside = Console(file=io.StringIO())
+        show_runs(console, aside, [look(run) for run in runs], ["try this"])
+        assert "try this" in aside.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        return [re.split("  +", line) for line in lines]
+
+    head = ["run", "state", "layout", "job", "step", "left", "why"]
+    assert listed([]) == [head]
+    runs = [send("1x4", "4x1").run, send("1x1").run]
+    assert [row[:2] for row in listed(runs)] == [head[:2], *([run.name, "queued"] for run in runs)]
+    begin(runs[1], slurm, "102", "1x1")
+    rows = listed(runs)
+    assert rows[0] == head and [len(row) for row in rows] == [len(head)] * 3
+    assert rows[2][1:5] == ["running", "1x1", "102", "2/200"] and rows[2][-1] == "-"
 
 
 # --- The command line ---------------------------------------------------------------------------

@@ -38,12 +38,13 @@ from allranks.watch.status import (
     gather,
     job_setting,
     next_steps,
+    place_of,
     resource_lines,
     resources,
     shown_override,
     status_page,
 )
-from allranks.watch.views import Parts, RunView
+from allranks.watch.views import Parts, RankView, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
 BEGIN = 1_794_750_000.0
@@ -175,6 +176,17 @@ def test_the_status_page(tmp_path: Path) -> None:
     if os.environ.get("ALLRANKS_WRITE_GOLDEN"):
         GOLDEN.write_text(page)
     assert page == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "where"),
+    [(2, "a0, a1 (CPU)"), (12, "a0, a1, a2, a3, a4, a5, a6, a7, … (12 nodes) (CPU)")],
+)
+def test_a_run_is_on_all_its_nodes(num_nodes: int, where: str) -> None:
+    ranks = [RankView(rank=n, node=f"a{n // 2}") for n in range(2 * num_nodes)]
+    view = RunView(run="r", run_dir="r", job="r", state="finished", device="CPU")
+    info = {"hardware": {"host": "a0"}}  # of the first node's launcher
+    assert place_of(RunStatus(view=view, info=info, ranks=ranks)) == where
 
 
 def test_what_was_ended_by_a_benchmark_or_cannot_go_on_is_not_to_be_resumed() -> None:

@@ -200,7 +200,9 @@ def ls(
         return
     place = backends.named(backends.of(found[0])) if run else None
     suggestions = place.suggestions(found[0], described[0]) if place else []
-    show_runs(people_console(), described[::-1], suggestions)  # the newest last: in sight
+    console = people_console()
+    aside = console if console.is_terminal else people_console(as_json=True)  # stderr
+    show_runs(console, aside, described[::-1], suggestions)  # the newest last: in sight
 
 
 @never_with("as_json", "raw")

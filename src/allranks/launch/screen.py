@@ -32,7 +32,7 @@ from allranks.show.numbers import (
     percent,
     progress,
 )
-from allranks.show.tables import STATE_STYLES, Cell, Table, facts, show_table
+from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, facts, show_table
 from allranks.show.text import clean
 
 PLAIN_LINE_SECONDS = 10.0
@@ -493,22 +493,35 @@ def throughput(result: Mapping[str, Any]) -> str | None:
 
 
 def show_runs(
-    console: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
+    console: Console, aside: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
 ) -> None:
-    """One line per run, more if that is too wide; the reasons below."""
-    if not runs:
-        console.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
-        return
+    """On a terminal, a table that fits, and the reasons below; elsewhere one line per run, always.
+
+    `aside`: where suggestions go, if they should not be among the lines.
+    """
     rows = [list_row(run) for run in runs]
-    show_table(console, Table("", LIST_COLUMNS, rows, texts=LIST_COLUMNS))
-    for run in runs:
-        name = f"{run['run']}: " if len(runs) > 1 else ""
-        if run["reason"]:
-            console.print(Text(clean(f"{name}{run['reason']}")), soft_wrap=True)
-        if run["problem"]:
-            console.print(Text(clean(f"{name}{run['problem']}"), style="yellow"), soft_wrap=True)
+    if not console.is_terminal:
+        why = [Text(clean(why_of(run) or NOTHING)) for run in runs]
+        columns = (*LIST_COLUMNS, "why")
+        cells = [[*row, said] for row, said in zip(rows, why, strict=True)]
+        for line in aligned(Table("", columns, cells, texts=columns)):
+            console.print(line, soft_wrap=True)
+    elif runs:
+        show_table(console, Table("", LIST_COLUMNS, rows, texts=LIST_COLUMNS))
+        for run in runs:
+            name = f"{run['run']}: " if len(runs) > 1 else ""
+            if said := why_of(run):
+                style = "yellow" if run["problem"] else ""
+                console.print(Text(clean(f"{name}{said}"), style=style), soft_wrap=True)
+    if not runs:
+        aside.print("no runs here: allranks run job.yaml starts one, allranks submit queues one")
     for line in suggestions:
-        console.print(Text(line, style="yellow"), soft_wrap=True)
+        aside.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def why_of(run: Mapping[str, Any]) -> str:
+    """Why a run waits or has ended, and what is wrong with its folder."""
+    return "; ".join(filter(None, [run["reason"], run["problem"]]))
 
 
 def list_row(run: Mapping[str, Any]) -> list[Text]:

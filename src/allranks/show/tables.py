@@ -91,6 +91,21 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(in_markdown(cell.replace("\n", "; ")) for cell in cells) + " |"
 
 
+def aligned(table: Table) -> list[str]:
+    """The head and the rows, one line each, however wide: for other programs to read."""
+    widths = [_width(table, i) for i in range(len(table.columns))]
+    rows = [table.columns, *table.rows]
+    return [
+        (" " * PADDING)
+        .join(
+            str(cell) + " " * (width - cell_len(str(cell)))
+            for cell, width in zip(row, widths, strict=True)
+        )
+        .rstrip()
+        for row in rows
+    ]
+
+
 def show_table(console: Console, table: Table, *, styled: Callable[[str], Text] = Text) -> None:
     """Print it, folded where it is wider than the terminal; `styled` colours cells of plain text.
 

@@ -36,6 +36,7 @@ from allranks.watch.live import Watcher
 from allranks.watch.views import Parts, RankView, RunView
 
 DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look
+MOST_NODES = 8  # that a run's line names
 SHOWN_SETTINGS = (
     *("task", "command", "launcher", "options", "batch_size", "batch_size_per_rank"),
     *("micro_batch_size", "epochs", "steps", "seed", "precision", "compile"),
@@ -192,8 +193,12 @@ def run_table(runs: Sequence[RunStatus], now: float) -> list[str]:
 
 
 def place_of(one: RunStatus) -> str:
-    """Where a run runs: its machines, and the device of a rank."""
-    host = ", ".join(one.view.nodes) or str((one.info.get("hardware") or {}).get("host", ""))
+    """Where a run runs or has run: its machines, and the device of a rank."""
+    nodes = list(dict.fromkeys(rank.node for rank in one.ranks if rank.node)) or one.view.nodes
+    said = ", ".join(nodes[:MOST_NODES])
+    if len(nodes) > MOST_NODES:
+        said += f", … ({len(nodes)} nodes)"
+    host = said or str((one.info.get("hardware") or {}).get("host", ""))
     return f"{host} ({one.view.device})" if one.view.device and host else host
 
 

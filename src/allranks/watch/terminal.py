@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[2J"
-LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
+# Without line wrapping: a character that is wider than expected must not spoil the next line.
+ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
+LEAVE_SCREEN = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 BEGIN_UPDATE, END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"  # drawn in one go, where supported
 
 KEYS = {
@@ -41,7 +42,7 @@ SEQUENCE_SECONDS = 0.05  # for the rest of an arrow key to arrive, even over a s
 GUARD = r"""
 read -r word && exit
 stty "$1" <&1 2>/dev/null
-printf '\033[?25h\033[?1049l' >&2
+printf '\033[?7h\033[?25h\033[?1049l' >&2
 """
 
 
@@ -113,7 +114,8 @@ class Terminal:
             for row, line in enumerate(lines[:height])
         ]
         changes = [
-            f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+            # Cleared first: at the end of a full line, it would take the last character with it.
+            f"\x1b[{row};1H\x1b[2K{line}\x1b[0m"
             for row, line in enumerate(drawn, start=1)
             if row > len(self._drawn) or self._drawn[row - 1] != line
         ]
