@@ -96,9 +96,12 @@ def test_waiting_for_data_and_what_the_workers_have_to_do_with_it(
     assert "40.0ms of a step of 100ms" in one.evidence[0].text
 
 
-def test_one_rank_that_waits_for_its_data_is_named() -> None:
-    (one,) = found(timed(data=0.04), ranks({}, {"data_seconds": 0.04, "node": "n2"}))
-    assert (one.cause, one.rank, one.node) == ("data-bound", 1, "n2")
+def test_one_rank_that_waits_for_its_data_differs_from_the_others() -> None:
+    slow_one = ranks({"data_seconds": 0.0005}, {"data_seconds": 0.08, "num_workers": 0})
+    [one] = found(timed(data=0.08), slow_one)
+    assert (one.cause, one.rank, one.confidence) == ("data-bound", 1, "high")
+    assert "num_workers" not in one.fix and "disk" in one.fix  # the others have as many workers
+    assert "80.0ms of a step of 100ms on rank 1, at most 500µs on others" in one.evidence[0].text
 
 
 def test_a_script_s_settings_are_those_of_its_loader() -> None:
@@ -170,7 +173,9 @@ def test_the_most_expensive_comes_first_and_general_words_only_alone() -> None:
 def test_thresholds_can_be_others() -> None:
     facts = SlowFacts(timing=timed(data=0.04), ranks=ranks({}, {}))
     assert slow(facts, Thresholds.parse(["data=0.5"])) == []
-    assert slow(facts, Thresholds.parse(["least_seconds=60"])) == []
+    [found] = slow(facts, Thresholds.parse(["least_seconds=60"]))
+    assert found.cause == "too-short-to-judge" and found.confidence == "low"
+    assert "10.0s of steps, in which ranks spend 40%" in found.title
     assert len(slow(facts, Thresholds.parse(["data=0.3"]))) == 1
     for wrong in ("dat=0.1", "data=much", "data=-1", "data"):
         with pytest.raises(AllranksError, match="not a threshold"):

@@ -25,7 +25,7 @@ from allranks.run.events import to_json
 from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
 from allranks.run.record import EARLY_EVENTS, read_ranks
-from allranks.timing.remarks import fingerprints, same_order, same_samples
+from allranks.timing.remarks import fingerprints, remarks, same_order, same_samples
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
@@ -289,6 +289,38 @@ def data_findings(run: RunDir, attempt: int) -> list[Finding]:
     return found
 
 
+# Remarks on a run that are findings, and the causes of others that say the same.
+FROM_REMARKS = {"alone": "ranks-train-alone", "idle-rank": "idle-rank"}
+SAME_AS_REMARKS = {kind: (cause,) for kind, cause in FROM_REMARKS.items()} | {
+    "same-samples": ("ranks-read-same-data",),
+    "same-order": ("missing-set-epoch",),
+    "too-short": ("too-short-to-judge",),
+    "uneven-ranks": ("data-bound", "slow-rank", "unbalanced-data", "uneven-steps"),
+}
+
+
+def remark_findings(run: RunDir) -> list[Finding]:
+    """What makes a run's numbers doubtful and can be put right."""
+    path = shown_path(run.path)
+    return [
+        finding(FROM_REMARKS[one.kind], [Evidence(path, 0, one.text)])
+        for one in remarks(run)
+        if one.kind in FROM_REMARKS
+    ]
+
+
+def doubts(runs: Path, subjects: Sequence[str], found: Sequence[Finding]) -> list[str]:
+    """What else makes the numbers of the named runs doubtful."""
+    causes = {one.cause for one in found}
+    named = [find_run(runs, one) for one in subjects if not is_log(one)]
+    return [
+        f"{run.name}: {one.text}" if len(named) > 1 else one.text
+        for run in named
+        for one in remarks(run)
+        if causes.isdisjoint(SAME_AS_REMARKS.get(one.kind, ()))
+    ]
+
+
 def compare(runs: Sequence[RunDir]) -> list[Finding]:
     """Why the results of runs of one job may differ: batch and seed."""
     known = [(run, facts) for run in runs if (facts := _step_facts(run))]
@@ -347,7 +379,16 @@ def diagnosis_of(
     state = run_state.describe(run, backends.look([run]))["state"]
     stalls = stalled(run, state, after=stalled_after)
     slowness = slowed(run, state, limits) if not stalls else []
-    return [*together(diagnose_run(run), stalls, slowness), *odd_folder(run)]
+    found = together(diagnose_run(run), stalls, slowness)
+    doubtful = remark_findings(run)
+    found = [*found, *doubtful] if state == "failed" else [*doubtful, *found]
+    return [*found, *odd_folder(run)]
+
+
+def is_log(subject: str) -> bool:
+    """Whether this names logs; anything else names a run."""
+    path = Path(subject).expanduser()
+    return path.exists() and not (path / "run.json").is_file()
 
 
 def diagnosis(
@@ -357,7 +398,7 @@ def diagnosis(
     logs, references = [], []
     for one in subjects:
         path = Path(one).expanduser()
-        if path.exists() and not (path / "run.json").is_file():
+        if is_log(one):
             logs += log_files(path)
         elif path.suffix in LOG_SUFFIXES:
             raise AllranksError(

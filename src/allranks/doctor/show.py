@@ -25,8 +25,12 @@ MAX_EVIDENCE = 3
 MAX_SHOWN = 220  # characters of a line: the file has the rest
 
 
-def show_findings(console: Console, findings: Sequence[Finding], subject: str) -> None:
-    """Everything about the first finding; title and fix of the others."""
+def show_findings(
+    console: Console, findings: Sequence[Finding], subject: str, doubts: Sequence[str] = ()
+) -> None:
+    """Everything about the first finding; title and fix of the others; what is doubtful."""
+    for doubt in doubts:
+        console.print(Text(plain(f"note: {doubt}"), style="yellow"), soft_wrap=True)
     if not findings:
         console.print(Text(f"{plain(subject)}: the doctor found nothing wrong", style="green"))
         return

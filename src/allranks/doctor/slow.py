@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from allranks.doctor.catalogue import finding
 from allranks.doctor.finding import Confidence, Evidence, Finding
 from allranks.doctor.log_search import num_lines
 from allranks.errors import AllranksError
@@ -173,12 +174,21 @@ def slow(facts: SlowFacts, limits: Thresholds | None = None) -> list[Finding]:
     """The reasons, the most expensive first; empty for a run that is as fast as it can be."""
     limits = limits or Thresholds()
     if facts.timing.seconds < limits.least_seconds:
-        return []
+        likely = slow(facts, dataclasses.replace(limits, least_seconds=0.0))
+        return [too_short(facts, likely[0])] if likely else []
     rules = (waiting_for_data, unbalanced, slow_rank, throttled, sockets, communication, idle)
     found = [reason for rule in rules for reason in rule(facts, limits)]
     # The general word only where no particular one was found.
     particular = [one for one in found if one[1].cause not in GENERAL]
     return [finding for _, finding in sorted(particular or found, key=lambda one: -one[0])]
+
+
+def too_short(facts: SlowFacts, likely: Finding) -> Finding:
+    """What a run looks like that has not been measured long enough to be sure."""
+    seconds = duration(facts.timing.seconds)
+    looks = f"{seconds} of steps, in which {likely.title}"
+    found = finding("too-short-to-judge", likely.evidence, looks=looks, fix=likely.fix)
+    return dataclasses.replace(found, rank=likely.rank, node=likely.node)
 
 
 def share_of(facts: SlowFacts, part: str, limits: Thresholds) -> float:
@@ -193,17 +203,25 @@ def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Reasons:
     share = share_of(facts, "data", limits)
     if share < limits.data:
         return
-    waits = [rank.data_seconds for rank in facts.ranks]
     worst = max(facts.ranks, key=lambda rank: rank.data_seconds)
-    # One rank is to blame only if it waits much longer than the others.
-    is_one = len(waits) > 1 and max(waits) > 2 * min(waits) + limits.least_ms / 1e3
-    cause, why, fix = _loader(facts, worst, limits)
+    others = [rank.data_seconds for rank in facts.ranks if rank is not worst]
+    # One rank is to blame only if it waits much longer than every other.
+    is_one = bool(others) and worst.data_seconds > 2 * max(others) + limits.least_ms / 1e3
+    cause, why, fix = _one_loader(facts, worst) if is_one else _loader(facts, worst, limits)
     who = f"rank {worst.rank} spends" if is_one else "ranks spend"
     title = f"{who} {percent(share, 0)} of each step waiting for data{why}"
-    usual = duration(statistics.median(waits))
-    text = f"data {_of_step(facts, max(waits))} (median rank {usual}), {_window(facts)}"
+    beside = f" on rank {worst.rank}, at most {duration(max(others))} on others" if others else ""
+    text = f"data {_of_step(facts, worst.data_seconds)}{beside}, {_window(facts)}"
     sure = _sure(share, limits.data)
     yield share, _finding(cause, title, fix, text, worst, sure, blames=is_one)
+
+
+def _one_loader(facts: SlowFacts, rank: RankFacts) -> tuple[str, str, str]:
+    """All ranks run the same script: what differs is this rank's disk, CPUs or data."""
+    node = f" of {rank.node}" if rank.node and facts.num_nodes > 1 else ""
+    why = ", the others hardly any: it runs the same script, so its disk, CPUs or data differ"
+    fix = f"look at the disk and the CPUs{node} (iostat -x 1, top), and at the files of its shard"
+    return "data-bound", why, fix
 
 
 def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str, str, str]:

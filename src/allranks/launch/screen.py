@@ -179,6 +179,11 @@ class Screen:
         run, say = RunDir(Path(result["run_dir"])), partial(self.console.print, soft_wrap=True)
         with suppress(OSError):
             say(Text(result["run"], style="bold"))
+            for remark in result.get("remarks", ()):
+                word, style = (
+                    ("warning", "bold yellow") if remark["forbids"] else ("note", "yellow")
+                )
+                say(Text(f"{word}: {remark['text']}", style=style))
             show_table(self.console, summary_table(result))
             say(Text(result["run_dir"]))
             if since := result.get("nonfinite_since"):

@@ -281,7 +281,7 @@ def final_step(
 def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
     """A run's result as one mapping; `state`: if the caller knows it.
 
-    Its speed is what its first rank says; `timing.steps.result` measures it.
+    Its speed is what its first rank says; `timing.remarks.result` measures it.
     """
     state = state or run.state()
     attempts = run.attempts()

@@ -7,22 +7,24 @@ remark names the conclusions that it forbids, so that no command needs a rule of
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from allranks.run.folder import RunDir
+from allranks.run.folder import RunDir, State
 from allranks.run.record import (
     EARLY_EVENTS,
     RankRecord,
     lead_rank,
     newest_window,
+    outcome,
     read_ends,
     read_ranks,
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
-from allranks.timing.steps import Timing, affordable_timing, timing
+from allranks.timing.steps import AFFORDABLE_BYTES, Timing, affordable_timing, timing
 from allranks.timing.timeline import DATA
 
 Conclusion = Literal["pace", "speedup", "cause"]
@@ -42,6 +44,7 @@ WARM_UP, WARM_UP_SECONDS = 0.1, 1.0
 SLOW = 1.5  # times the usual step
 APART = "no exchange between its ranks was seen"
 
+OF_A_WHOLE_RUN = ("too-short", "warm-up", "early-end")  # kinds of remarks
 # The worst first.
 ORDER = (
     *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
@@ -59,8 +62,8 @@ class Remark:
     text: str
     forbids: tuple[Conclusion, ...] = ()
 
-    def as_json(self) -> dict[str, str]:
-        return {"kind": self.kind, "text": self.text}
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def forbidding(what: Conclusion, said: Iterable[Remark]) -> Remark | None:
@@ -77,16 +80,21 @@ def remarks(
     run: RunDir,
     measured: Timing | None = None,
     records: Mapping[int, RankRecord] | None = None,
+    *,
+    so_far: bool = False,
 ) -> list[Remark]:
     """Everything that makes a run's numbers doubtful, the worst first. Takes two seconds at most.
 
     `measured`: as the caller shows it; by default that of the whole run, or of its first steps if
     they are many. `records`: of its last attempt, from the first event on, if they were read.
+    `so_far`: only what its first steps show, of a run that goes on.
     """
     try:
         found = [*found_in(run, measured, records)]
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
         return []
+    if so_far:
+        found = [remark for remark in found if remark.kind not in OF_A_WHOLE_RUN]
     return sorted(found, key=lambda remark: ORDER.index(remark.kind))
 
 
@@ -117,9 +125,12 @@ def found_in(
 
 def of_samples(timing: Timing) -> Iterable[Remark]:
     """What is not known about its samples."""
-    if not timing.samples:
-        text = "no samples were seen: the batches have no length, so there are no samples/s"
-        yield Remark("unknown-samples", text, (PACE, SPEEDUP))
+    counted, why = timing.counted.samples, timing.counted.why
+    if counted == "unknown" or not timing.samples:
+        why = why or "no samples were seen, as the batches have no length"
+        yield Remark("unknown-samples", f"samples/s are not known: {why}", (PACE, SPEEDUP))
+    elif counted == "about":
+        yield Remark("about-samples", f"samples/s are a guess: {why}", (SPEEDUP,))
 
 
 def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
@@ -129,7 +140,7 @@ def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Rema
         yield Remark(
             "alone",
             f"{APART}: each trains a copy of its own, and their samples/s only add up; to train "
-            "one model: allranks run --ddp, or DistributedDataParallel in the script",
+            "one model, wrap it in DistributedDataParallel after init_process_group",
             (SPEEDUP,),
         )
     if alike := same_samples(seen):
@@ -323,3 +334,20 @@ def exchanges(timing: Timing) -> bool:
     if timing.ranks < 2 or timing.parts is None:
         return True
     return timing.parts["comm"] + timing.parts["straggler"] > LEAST_EXCHANGED * timing.step_seconds
+
+
+def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
+    """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
+    found = outcome(run, state)
+    is_told = found["samples_per_second"] is not None  # only a task reports it itself
+    measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
+    if found["counted"]["samples"] == "unknown":
+        found["samples_per_second"] = None
+    elif measured is not None and measured.samples:
+        # Of the same steps as in every other command: a task itself counts all of its steps.
+        found["samples_per_second"] = round(measured.samples_per_second, 3)
+        found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
+        whole = measured.samples_per_second_with_evaluation
+        found["samples_per_second_with_evaluation"] = round(whole, 3)
+    found["remarks"] = [remark.as_json() for remark in remarks(run, measured)]
+    return found

@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from allranks.run.folder import RunDir, State
+from allranks.run.folder import RunDir
 from allranks.run.record import (
     MEASURED,
     Counted,
     RankRecord,
     newest_window,
-    outcome,
     read_ranks,
     steps_by_rank,
 )
@@ -163,22 +161,6 @@ def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing 
         return timing(run)
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
         return None
-
-
-def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
-    """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
-    found = outcome(run, state)
-    is_told = found["samples_per_second"] is not None  # only a task reports it itself
-    measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
-    if found["counted"]["samples"] == "unknown":
-        found["samples_per_second"] = None
-    elif measured is not None and measured.samples:
-        # Of the same steps as in every other command: a task itself counts all of its steps.
-        found["samples_per_second"] = round(measured.samples_per_second, 3)
-        found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
-        whole = measured.samples_per_second_with_evaluation
-        found["samples_per_second_with_evaluation"] = round(whole, 3)
-    return found
 
 
 def event_bytes(run: RunDir) -> int:

@@ -87,7 +87,7 @@ def run_cells(run: RunView, now: float) -> dict[str, Text]:
         "pace": known(short, run.samples_per_second or None),
         "efficiency": known(percent, run.efficiency if run.is_compared else None),
         "hours": known(number, run.rank_hours or None),
-        "why": Text(reason(run, now), style="dim"),
+        "why": Text("; ".join([*filter(None, [reason(run, now)]), *doubts(run)[:1]]), style="dim"),
     }
 
 
@@ -114,6 +114,13 @@ def reason(run: RunView, now: float) -> str:
     if run.expected_start:
         said.append(f"expected to start {moment(run.expected_start, now)}")
     return "; ".join(said)
+
+
+def doubts(run: RunView) -> list[str]:
+    """What makes its numbers doubtful, the worst first, and why it is not compared."""
+    said = [remark.text for remark in run.remarks]
+    is_new = run.doubt is not None and not any(run.doubt.endswith(text) for text in said)
+    return [clean(text) for text in [*said, *([run.doubt] if is_new and run.doubt else [])]]
 
 
 def base_words(run: RunView, width: int = 99) -> str:

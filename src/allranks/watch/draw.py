@@ -19,6 +19,7 @@ from allranks.watch.cells import (
     UNDER_REASON,
     Mark,
     base_words,
+    doubts,
     facts_of,
     is_alarming,
     mark_in_words,
@@ -155,6 +156,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     lines = [rule, Text("  ".join(facts))]
     if said := reason(run, scene.now):
         lines.append(Text(said, style=STATE_STYLES.get(word, "")))
+    lines += [Text(doubt, style="yellow") for doubt in doubts(run)]
     if is_alarming(run):
         lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
     if scene.parts is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.run.folder import RunDir
-from allranks.run.record import Event, final_step
+from allranks.run.record import Event, final_step, read_ranks
 from allranks.run.run_state import RunState
 from allranks.run.stalls import patience
 from allranks.show.numbers import duration
@@ -28,12 +28,20 @@ from allranks.timing.comparison import (
     same_job,
 )
 from allranks.timing.remarks import Remark, remarks
-from allranks.timing.steps import AFFORDABLE_BYTES, Timing, affordable_timing, event_bytes
+from allranks.timing.steps import (
+    AFFORDABLE_BYTES,
+    Timing,
+    affordable_timing,
+    event_bytes,
+    timing,
+)
 from allranks.watch.reader import RunReader
 from allranks.watch.views import ACTIVE, RunView
 
 SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
 MIN_STEPS = 10  # a running run must have made before others are compared with it
+# The step from which a running run gets remarks, and how many of each rank's events they are from.
+FIRST_REMARKS, REMARKED_EVENTS = 20, 400
 # If a run has more events than this, its pace is taken from its first rank alone. Small, because a
 # live screen takes no keys while it reads.
 LIVE_BYTES = 2 << 20
@@ -62,6 +70,7 @@ class Followed:
     is_measured: bool = False  # it has ended and its pace is known
     measured: Timing | None = None
     remarks: list[Remark] = field(default_factory=list)
+    remarked: tuple[int | None, int] = (None, 0)  # the attempt and step of a running run's
     pace: float | None = None
     status: RunState = field(default_factory=RunState)
     view: RunView | None = None
@@ -117,6 +126,17 @@ class Followed:
         """What a rank computes on: as it reports or, for a user's script, as its machine has it."""
         uses_gpu = self.reader.lead.device.get("utilization") is not None
         return device_name(self.start, self.info, uses_gpu=uses_gpu)
+
+    def look_for_remarks(self) -> None:
+        """Judge a running run by its first steps, again whenever it has made twice as many."""
+        step, attempt = self.reader.lead.last_step or 0, self.reader.attempt
+        last = self.remarked[1] if self.remarked[0] == attempt else 0
+        if attempt is None or step < max(FIRST_REMARKS, 2 * last):
+            return
+        self.remarked = attempt, step
+        records = read_ranks(self.run, attempt, REMARKED_EVENTS)
+        measured = timing(self.run, attempt, records)
+        self.remarks = remarks(self.run, measured, records, so_far=True)
 
     def find_sets(self) -> None:
         """Find the sets of comparable runs that it belongs to."""
@@ -245,6 +265,8 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         samples_per_second=pace,
         speedup=speedup,
         efficiency=efficiency,
+        doubt=one.comparison.row.doubt if one.comparison else None,
+        remarks=tuple(one.remarks),
         repeats=len(one.comparison.row.counted) if one.comparison and not one.is_active else 0,
         baseline=base.counted[0] if base else None,
         baseline_layout=base.layout if base else None,

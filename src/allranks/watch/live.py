@@ -242,6 +242,8 @@ class Watcher:
         is_wanted = all_ranks or not one.is_hidden
         if is_wanted and (is_changed or was_active or all_ranks or not one.is_settled):
             is_changed |= one.reader.look(all_ranks=all_ranks, seconds=budget)
+        if is_wanted and one.is_active:
+            one.look_for_remarks()
         one.is_read = True
         if is_changed or was_active:
             one.is_measured = False

@@ -14,6 +14,7 @@ from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     Mark,
     base_words,
+    doubts,
     facts_of,
     is_alarming,
     judged,
@@ -73,7 +74,8 @@ def list_words(view: RunView, share: float, now: float) -> str:
 
 def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
     """The chosen run in words; `silence`: why SLURM does not answer."""
-    warnings = [reason(view, now), f"SLURM does not answer: {silence}" if silence else ""]
+    slurm = f"SLURM does not answer: {silence}" if silence else ""
+    warnings = [reason(view, now), *doubts(view), slurm]
     pace = view.samples_per_second
     return {
         "facts": [*facts_of(view), *([", ".join(view.nodes)] if view.nodes else [])],

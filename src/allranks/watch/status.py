@@ -31,7 +31,8 @@ from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
 from allranks.timing.comparison import bench_of
-from allranks.watch.cells import Mark, judged, reason, state_word
+from allranks.timing.remarks import CAUSE, SPEEDUP, forbidding
+from allranks.watch.cells import Mark, doubts, judged, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.views import Parts, RankView, RunView
 
@@ -216,7 +217,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     """Predicted and measured speed, where a smaller layout of the same job was also measured."""
     measured = [one for one in runs if one.view.samples_per_second]
     if not measured:
-        return ["Nothing has been measured yet."]
+        return [*doubt_lines(runs), "Nothing has been measured yet."]
     titles = (
         *("run", "layout", "predicted samples/s", "measured samples/s", "efficiency", "step"),
         *("waits for data", "waits for ranks", "GPU use", "hours", "loss"),
@@ -254,7 +255,16 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         )
     else:
         notes.append("No prediction: no smaller layout of these jobs has been measured.")
-    return [*markdown(without_empty(Table("", titles, rows, texts=("layout",)))), *notes]
+    table = markdown(without_empty(Table("", titles, rows, texts=("layout",))))
+    return [*doubt_lines(runs), *table, *notes]
+
+
+def doubt_lines(runs: Sequence[RunStatus]) -> list[str]:
+    """What makes numbers doubtful, before anybody reads them."""
+    lines = [
+        f"- {in_markdown(f'{one.view.run}: {text}')}" for one in runs for text in doubts(one.view)
+    ]
+    return [*lines, ""] if lines else []
 
 
 def predicted(view: RunView) -> str:
@@ -307,7 +317,7 @@ def next_steps(one: RunStatus) -> list[str]:
     if view.state == "queued":
         return [f"{name} is queued: {typed['ls']} shows layouts that would start earlier."]
     found = []
-    if one.parts is not None:
+    if one.parts is not None and forbidding(CAUSE, view.remarks) is None:
         whole = sum(one.parts.seconds.values()) or 1.0
         if one.parts.seconds["data"] > DATA_BOUND * whole:
             share = percent(one.parts.seconds["data"] / whole, 0)
@@ -320,7 +330,8 @@ def next_steps(one: RunStatus) -> list[str]:
             rank = one.parts.slowest_rank
             whom = f"rank {rank}" if rank is not None else "slower ranks, which take turns"
             found.append(f"{said} {whom}: try {typed['doctor']}.")
-    if (view.world_size or 1) > 1 and not view.is_compared and view.step:
+    is_comparable = not view.doubt and forbidding(SPEEDUP, view.remarks) is None
+    if (view.world_size or 1) > 1 and not view.is_compared and view.step and is_comparable:
         found.append(f"{name} has no baseline: also run its job with `--layout 1x1`.")
     return found
 

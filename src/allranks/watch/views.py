@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from allranks.timing.remarks import Remark
+
 ACTIVE = ("queued", "running")
 
 
@@ -40,6 +42,8 @@ class RunView:
     speedup: float | None = None
     efficiency: float | None = None
     repeats: int = 0  # runs behind these two numbers
+    doubt: str | None = None  # why it is not compared, though it has a pace
+    remarks: tuple[Remark, ...] = ()  # what makes its numbers doubtful, the worst first
     baseline: str | None = None  # the newest run of the baseline
     baseline_layout: str | None = None
     baseline_runs: tuple[str, ...] = ()  # the runs whose median pace is the baseline's
