@@ -23,13 +23,13 @@ from allranks.launch.checks import (
     check_machine,
     check_supported,
     settle_precision,
+    warnings,
 )
 from allranks.launch.follow import exit_code_of
 from allranks.launch.node import Place, describe_failure, outcome_of
 from allranks.launch.prepare import (
     Prepared,
     Request,
-    environment_warnings,
     fill_command,
     find_python,
     hold_run,
@@ -555,13 +555,33 @@ def test_the_timeout_and_whether_it_was_set() -> None:
 
 @pytest.mark.parametrize("where", ["exported", "job"])
 def test_nccl_timeout_is_warned_of(clean: pytest.MonkeyPatch, where: str) -> None:
-    assert environment_warnings(prepare(typed()).job) == []
+    assert warnings(prepare(typed()).job) == []
     if where == "exported":
         clean.setenv("NCCL_TIMEOUT", "60")
     job = prepare(typed(*(["env.NCCL_TIMEOUT=60"] if where == "job" else []))).job
-    (warning,) = environment_warnings(job)
+    (warning,) = warnings(job)
     assert "NCCL_TIMEOUT" in warning
     assert "`timeout`" in warning
+
+
+@pytest.mark.parametrize(
+    ("batch", "layout", "said"),
+    [
+        (3, "1x4", "1 rank will have no samples in any step; write --layout 1x3, or batch_size=4"),
+        (5, "4x2", "3 ranks will have no samples in any step; write --layout 4x1, or batch_size=8"),
+        (1, "2x2", "3 ranks will have no samples in any step; write --layout 1x1, or batch_size=4"),
+        (4, "1x4", None),
+    ],
+)
+@pytest.mark.usefixtures("clean")
+def test_a_batch_smaller_than_the_ranks_is_warned_of(
+    batch: int, layout: str, said: str | None
+) -> None:
+    warned = warnings(prepare(typed(f"batch_size={batch}", layout=layout)).job)
+    assert len(warned) == bool(said)
+    assert not said or said in warned[0]
+    smaller = re.findall(r"--layout (\S+),", " ".join(warned))
+    assert not any(warnings(prepare(typed(f"batch_size={batch}", layout=x)).job) for x in smaller)
 
 
 # --- What the machine can hold ------------------------------------------------------------------

@@ -81,12 +81,12 @@ class Series:
         """
         for _, one in self.planned:
             local.ranks_here(one, node.Place())  # refuses all before the first has run
+        remarks = [said for _, one in self.planned for said in checks.warnings(one.job)]
         if not oversubscribe:
-            remarks: list[str] = []
             for _, one in self.planned:
                 remarks += checks.check_machine(one.layout, here=one.layout.ranks, is_measured=True)
-            for remark in dict.fromkeys(remarks) if shown is None else ():
-                self.console.print(f"note: {remark}", highlight=False)
+        for remark in dict.fromkeys(remarks) if shown is None else ():
+            self.console.print(f"note: {remark}", highlight=False)
         place = node.Place(oversubscribe=oversubscribe)
         done: list[T] = []
         with listening() as signals:  # a signal between two runs ends the next one

@@ -1,4 +1,4 @@
-"""What is refused before anything is written or started, because it could not run here."""
+"""What is refused or warned of before anything is written or started."""
 
 from __future__ import annotations
 
@@ -109,6 +109,25 @@ def settle_precision(prepared: Prepared) -> list[str]:
     prepared.variables = {**prepared.variables, ONEDNN_LIMIT: limit}
     prepared.settings = [Setting(ONEDNN_LIMIT, limit, dies)]
     return [f"{ONEDNN_LIMIT}={limit}: {dies}"]
+
+
+def warnings(job: Job) -> list[str]:
+    """What a job says that does not do what people expect."""
+    said = []
+    layout, batch = job.layout, job.batch_size
+    if job.command is None and batch is not None and batch < layout.ranks:
+        nodes = min(layout.nodes, batch)
+        said.append(
+            f"batch_size {batch} is less than the {layout.ranks} ranks of layout {layout}: "
+            f"{count(layout.ranks - batch, 'rank')} will have no samples in any step; write "
+            f"--layout {Layout(nodes, batch // nodes)}, or batch_size={layout.ranks} or more"
+        )
+    if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
+        said.append(
+            "NCCL_TIMEOUT is set, but NCCL does not read it: "
+            f"the job's key `timeout` ({job.timeout}) is what counts"
+        )
+    return said
 
 
 def check_supported(job: Job) -> None:

@@ -451,13 +451,3 @@ def ranks_environment(
     env |= {key: value for key, value in defaults.items() if key not in given}
     own = {k: v for k, v in job.env.items() if v != BUILT_IN["env"].get(k) or k not in given}
     return prepared.variables | env | own
-
-
-def environment_warnings(job: Job) -> list[str]:
-    """Warnings about variables that do not do what people set them for."""
-    if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
-        return [
-            "NCCL_TIMEOUT is set, but NCCL does not read it: "
-            f"the job's key `timeout` ({job.timeout}) is what counts"
-        ]
-    return []

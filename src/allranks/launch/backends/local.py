@@ -94,7 +94,7 @@ def run_here(
         remarks.append(
             f"all {prepared.layout.nodes} nodes of the layout are simulated on this machine"
         )
-    remarks += prepare.environment_warnings(prepared.job)
+    remarks += checks.warnings(prepared.job)
     if (done := finished(prepared, screen)) is not None:
         return done
     checks.check_command(prepared.job)

@@ -102,7 +102,7 @@ def start(prepared: Prepared, options: Options) -> Outcome:
         prepared = prepare.hold_run(prepared, held)
         run = prepare.open_run(prepared, backend="ssh")
         run.update_info(lambda info: info.update(hosts=[*names]))
-        for remark in prepared.remarks:
+        for remark in [*checks.warnings(prepared.job), *prepared.remarks]:
             options.screen.remark(remark)
         return Head(prepared, run, hosts, place, options.screen, options.signals).run_to_end()
 

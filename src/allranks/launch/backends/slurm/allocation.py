@@ -25,7 +25,7 @@ from pathlib import Path
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
-from allranks.launch import prepare
+from allranks.launch import checks, prepare
 from allranks.launch.backends.slurm import ladder, node_gate, submit
 from allranks.launch.backends.slurm.in_job import (
     SlurmNodes,
@@ -369,7 +369,7 @@ class Allocation:
         """Write the attempt into the run's folder."""
         prepared = prepared or self._prepare()
         prepare.open_run(prepared, backend="slurm")
-        for remark in [*prepared.remarks, *prepare.environment_warnings(prepared.job)]:
+        for remark in [*prepared.remarks, *checks.warnings(prepared.job)]:
             say(remark)
         return prepared
 

@@ -83,7 +83,9 @@ def submit(
     if climb is not None:
         ladder.write(run, climb)
     done = send_all(prepared.job, racers, run, claim=0, after=after)
-    done.remarks = [*remarks, *done.remarks, *hopeless(done.jobs)]
+    for racer in racers:
+        remarks += checks.warnings(with_layout(prepared.job, racer))
+    done.remarks = [*dict.fromkeys(remarks), *done.remarks, *hopeless(done.jobs)]
     return done
 
 
