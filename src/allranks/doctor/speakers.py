@@ -52,7 +52,7 @@ SPEAKERS = {
     "cuda": Speaker(r"CUDA|\bcuda|NVIDIA|nvidia|\bGPU"),
     "slurm": Speaker(
         r"\b(?:s(?:batch|run|alloc|queue|control|acct|info)|slurm\w*(?:-[\w.-]+)?|run\.json): "
-        r"|JobId=|StepId=|BatchFlag=|JobState=|\bslurm_\w+|slurm(?:ctld|stepd|d)\b"
+        r"|JobId=|StepId=|BatchFlag=|JobState=|\bslurm_\w+|[Ss]lurm(?:ctld|stepd|d)\b"
         r"|\*\*\* (?:JOB|STEP) \d|NODELIST|JobID .*State"
     ),
     "environment": Speaker(r"\bos\.py \w|environ"),
