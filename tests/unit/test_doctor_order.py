@@ -142,8 +142,29 @@ def test_ranks_in_different_places_had_uneven_batches(log: Path) -> None:
     assert first(log, text) == ("uneven-inputs", 1, "medium")
 
 
-def test_a_silent_rank_without_a_launcher(log: Path) -> None:
-    assert first(log, traceback(1, LOST)) == ("rank-died", 0, "medium")
+@pytest.mark.parametrize(
+    ("rank", "error", "cause"),
+    [
+        (1, LOST, "rank-died"),
+        (0, LOST, "rank-died"),
+        (6, WAITED, "rank-missing-from-collective"),
+        (0, WAITED, "rank-missing-from-collective"),
+    ],
+)
+def test_the_log_of_one_rank_names_no_other(log: Path, rank: int, error: str, cause: str) -> None:
+    assert first(log, traceback(rank, error)) == (cause, None, "medium")
+
+
+def test_an_exception_whose_end_a_thread_turns_into_an_abort(log: Path) -> None:
+    text = traceback(1, "ValueError: no label").replace("[rank1]: ", "")
+    text += "terminate called without an active exception\nFatal Python error: Aborted\n"
+    assert first(log, text + block(1, -6, (0,)))[:2] == ("rank-raised", 1)
+
+
+def test_a_copied_log_is_given_no_interface_of_this_machine(log: Path) -> None:
+    text = "RuntimeError: [../gloo/transport/tcp/device.cc:84] Unable to find address for: ib7\n"
+    (found,) = diagnose(log, text)
+    assert "GLOO_SOCKET_IFNAME=eth0" in found.fix
 
 
 def test_an_exit_code_without_a_word(log: Path) -> None:
@@ -271,6 +292,9 @@ def test_whose_line_it_is(prefix: str, log: Path) -> None:
         ("slurm-77.out", None),
         ("attempt_0/2/stderr.log", 2),
         ("franka-4.log", None),
+        ("lora_rank_16.log", None),
+        ("node7.rank_3.log", 3),
+        ("slurm-77_rank_2.out", 2),
     ],
 )
 def test_a_file_of_one_rank(name: str, rank: int | None) -> None:

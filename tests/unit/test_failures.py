@@ -218,6 +218,22 @@ def test_a_crash_in_c_is_told_by_the_handler_in_c(run: RunDir) -> None:
     assert said.index("in main") < said.rindex("in step")
 
 
+def test_an_exception_whose_end_a_thread_turns_into_an_abort(run: RunDir) -> None:
+    start(run, ranks=1)
+    run.log(0, 0).write_text(
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 4, in step\n'
+        "    raise ValueError(name)\nValueError: no label\n"
+        "terminate called without an active exception\nFatal Python error: Aborted\n\n"
+        + "Thread 0x00007f (most recent call first):\n  <no Python frame>\n\n"
+        * 40
+    )
+    end(run, 0, -6, signal="SIGABRT")
+    assert (
+        in_words(run).splitlines()[0]
+        == "rank 0 failed: ValueError: no label  (/home/me/train.py:4 in step)"
+    )
+
+
 def test_the_last_words_of_a_rank_that_failed(run: RunDir) -> None:
     log = run.log(0, 0)
     log.parent.mkdir(parents=True)

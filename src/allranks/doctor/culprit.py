@@ -212,12 +212,15 @@ def collectives_of(facts: FailureFacts) -> dict[int, str]:
 
 
 def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
-    """Ranks that do not complain; if all known ranks do, there must be one more."""
+    """Ranks that do not complain; if all that a launcher tells of do, there must be one more."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
-    silent = sorted(rank for rank in facts.ranks if rank not in spoke) if spoke else []
-    if spoke and not silent and facts.world is None and (not facts.ends or _num_closed(facts) == 1):
-        return [max(spoke) + 1]
-    return silent
+    has_launcher = bool(facts.ends or facts.hits_of("agent-block"))
+    # One rank's own log tells nothing of how many others there are.
+    if not spoke or (len(facts.heard) == 1 and facts.world is None and not has_launcher):
+        return []
+    silent = sorted(rank for rank in facts.ranks if rank not in spoke)
+    is_one_more = has_launcher and (not facts.ends or _num_closed(facts) == 1)
+    return [max(spoke) + 1] if not silent and facts.world is None and is_one_more else silent
 
 
 def _num_closed(facts: FailureFacts) -> int:

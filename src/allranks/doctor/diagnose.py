@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,11 @@ from allranks.timing.remarks import fingerprints, remarks, same_order, same_samp
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 MAX_FILES = 10_000
-_NAMED_RANK = re.compile(r"(?:.*[._-])?rank[-_]?(\d+)(?:[._-]\w+)*")
+# Only words that name a process or a log may be before it: lora_rank_16.log is of no rank.
+_NAMED_RANK = re.compile(
+    r"(?:(?:global|workers?|train\w*|jobs?|runs?|logs?|nodes?|proc\w*|out\w*|err\w*|std\w+|slurm"
+    r"|torch\w*|\w*\d)[._-])*rank[-_]?(\d+)(?:[._-]\w+)*"
+)
 _LOG_DIR = re.compile(r"attempt_\d+/(\d+)/std(?:err|out)\.log$")  # torchrun --log-dir
 _ERROR_FILE = re.compile(r"error_file: (?P<path>/\S+)")
 
@@ -167,8 +173,18 @@ def read_attempt(
         situations=_situations(run),
         world=next((one["world_size"] for one in starts.values() if "world_size" in one), None),
         processes=processes,
+        interfaces=_interfaces(starts),
     )
     return facts, said
+
+
+def _interfaces(starts: Starts) -> tuple[str, ...]:
+    """The network interfaces of this machine, if the ranks ran on it."""
+    if socket.gethostname() not in {start.get("host") for start in starts.values()}:
+        return ()
+    with suppress(OSError):
+        return tuple(name for _, name in socket.if_nameindex())
+    return ()
 
 
 def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.EndedJob]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import signal
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -39,16 +38,21 @@ class FailureFacts:
     processes: Processes = field(default_factory=dict)
     has_failed: bool = False
     passed_by: frozenset[tuple[int, int]] = frozenset()  # errors that did not end the work
-    interfaces: tuple[str, ...] = ()  # of this machine's network
+    interfaces: tuple[str, ...] = ()  # of the network, for a run of this machine
 
     def hits_of(self, slug: str) -> list[Hit]:
         return [hit for hit in self.hits if hit.cause.slug == slug]
 
     @property
+    def heard(self) -> set[int]:
+        """The ranks that printed anything, or that a launcher tells of."""
+        seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
+        return seen | {one.source.rank for one in self.scanned if one.source.rank is not None}
+
+    @property
     def ranks(self) -> set[int]:
         """All ranks, as far as the logs show."""
-        seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
-        seen |= {one.source.rank for one in self.scanned if one.source.rank is not None}
+        seen = self.heard
         top = max([self.world or 0, *(rank + 1 for rank in seen)], default=0)
         return set(range(top)) if top <= MAX_RANKS else seen
 
@@ -87,6 +91,7 @@ def gather(
     situations: Iterable[str] = (),
     world: int | None = None,
     processes: Processes | None = None,
+    interfaces: tuple[str, ...] = (),
 ) -> FailureFacts:
     """Put together what was found in all files of one failure."""
     order = {id(one.source): index for index, one in enumerate(scanned)}
@@ -107,11 +112,10 @@ def gather(
         known or {},
         (*situations, *_situations(hits)),
         processes or {},
+        interfaces=interfaces,
     )
     facts.has_failed = _has_failed(facts)
     facts.passed_by = frozenset(_passed_by(facts))
-    with suppress(OSError):
-        facts.interfaces = tuple(name for _, name in socket.if_nameindex())
     return facts
 
 

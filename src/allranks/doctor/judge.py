@@ -26,7 +26,11 @@ from allranks.show.numbers import size
 from allranks.show.secrets import redact
 from allranks.show.text import plain
 
-AROUND = ("cause-in-another-log", "terminated-by-signal")  # they do not explain an exception
+AROUND = (
+    "cause-in-another-log",
+    "terminated-by-signal",
+    "rank-died",
+)  # they do not explain an exception
 MAX_FINDINGS = 5
 MAX_EVIDENCE = 4
 MAX_TEXT = 400  # characters of a line of evidence

@@ -24,6 +24,8 @@ MAX_ROWS, COLUMNS = 12, 80  # of a traceback
 MESSAGE_ROWS = 3  # below its first line
 REASON_LINES = 20  # the last ones of a log, which contain the reason for its end
 _THREAD = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")
+# What a thread that still runs makes of the end that an exception brings about.
+_NO_EXCEPTION = "terminate called without an active exception"
 _OF_CPP = re.compile(r"(?m)^\s*what\(\):\s*(.+)$")  # an uncaught exception
 
 
@@ -261,12 +263,15 @@ def _from_log(log: Path, end: dict[str, Any]) -> dict[str, Any] | None:
     """What the end of a log shows without an event: after a crash in C, or with another hook."""
     lines = [clean(line) for line in tail(log, LOG_BYTES)]
     text = "\n".join(lines)
-    if "signal" in end:
+    before, aborted, _ = text.rpartition(_NO_EXCEPTION)
+    printed = read_tracebacks(before if aborted else text)
+    if "signal" in end and not (aborted and printed):
         before, fatal, dump = text.rpartition("Fatal Python error:")
         said = _OF_CPP.findall(before or text)
         frames = _dumped(dump) if fatal else []
         return _as_event("", said[-1] if said else "", frames) if said or frames else None
-    told = [one for one in read_tracebacks(text) if len(lines) - one.last_line < FEW_LINES]
+    num_lines = before.count("\n") if aborted else len(lines)
+    told = [one for one in printed if num_lines - one.last_line < FEW_LINES]
     if not told:
         return None
     last = told[-1]
