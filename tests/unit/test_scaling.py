@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from allranks.bench.laws import fit_of
+from allranks.bench.laws import law_of, laws_of
 from allranks.bench.scaling import Repeat, as_json, plan_runs, show
 from allranks.errors import AllranksError
 from allranks.job.job import parse_job
@@ -70,7 +70,7 @@ def test_what_the_parts_cost_sums_to_what_is_missing(
     rows = compare([repeat("1x1", base), repeat("1x4", step, samples=100 * growth, **parts)])
     efficiency = rows[1].efficiency
     if efficiency is None:
-        assert rows[1].doubt is not None and "something held 1x1 back" in rows[1].doubt
+        assert rows[1].doubt is not None and "1x1 was held back" in rows[1].doubt
         return
     assert sum(rows[1].lost.values()) == pytest.approx(1 - efficiency, abs=1e-9)
 
@@ -138,8 +138,8 @@ def test_the_laws_find_their_own_parameters(contention: float, coherence: float)
         repeat(f"1x{n}", 0.1 * (1 + contention * (n - 1) + coherence * n * (n - 1)) / n)
         for n in (1, 2, 4, 8)
     ]
-    fit = fit_of(compare(repeats))
-    assert fit is not None
+    base, *larger = compare(repeats)
+    _, fit = laws_of(base, larger)
     assert fit.contention == pytest.approx(contention, abs=1e-6)
     assert fit.coherence == pytest.approx(coherence, abs=1e-7)
     if fit.half_efficient_at_ranks is not None and fit.half_efficient_at_ranks < 1e6:
@@ -153,16 +153,37 @@ def test_the_laws_find_their_own_parameters(contention: float, coherence: float)
 
 def test_a_baseline_of_two_ranks_predicts_for_ranks_too() -> None:
     steps = {2: 0.2, 4: 0.2 / 1.9, 8: 0.2 / 3.5}
-    fit = fit_of(compare([repeat(f"1x{n}", seconds) for n, seconds in steps.items()]))
+    fit, _ = law_of(compare([repeat(f"1x{n}", seconds) for n, seconds in steps.items()]))
     assert fit is not None
     assert fit.speedup(8) == pytest.approx(3.5, rel=0.02)
     assert 3.5 < fit.speedup(16) < 7
 
 
 def test_amdahls_serial_fraction() -> None:
-    fit = fit_of(compare([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
+    fit, _ = law_of(compare([repeat("1x1", 1.0), repeat("1x4", 0.2 + 0.8 / 4)]))
     assert fit is not None and fit.serial_fraction == pytest.approx(0.2)
-    assert fit_of(compare([repeat("1x1", 1.0)])) is None
+    said = fit.prediction(8)
+    assert said["speedup"] == pytest.approx(1 / (0.2 + 0.8 / 8)) and said["law"] == "Amdahl's law"
+    assert said["range"][0] < said["speedup"] < said["range"][1]
+
+
+def test_a_law_that_misses_a_layout_is_none_and_nothing_is_predicted() -> None:
+    """Speedups of 1.45 and 1.32 were once called 64.5% ± 7.3% serial."""
+    found = scaled({"1x1": [1.0, 1.01, 0.99], "1x2": [1.45] * 3, "1x4": [1.32] * 3})
+    assert found["fit"] is None
+    assert found["fit_problem"].startswith("Amdahl's law misses 1x2 (1.21x by the law, 1.45x")
+    assert "Predicted" not in found["verdict"]
+    printed = shown(found, 200)
+    assert "no law fits: Amdahl's law misses" in printed and "serial fraction" not in printed
+
+
+def test_the_error_of_a_serial_fraction_has_what_the_law_misses() -> None:
+    exact = scaled({"1x1": [1.0] * 3, "1x2": [1 / 0.6] * 3, "1x4": [1 / 0.4] * 3})["fit"]
+    bent = scaled({"1x1": [1.0] * 3, "1x2": [1.7] * 3, "1x4": [2.45] * 3})["fit"]
+    assert exact["serial_fraction"] == pytest.approx(0.2)
+    assert exact["serial_fraction_error"] is None or exact["serial_fraction_error"] < 1e-6
+    alone = 2 / 1.7 - 1  # the serial fraction of two ranks
+    assert bent["serial_fraction_error"] == pytest.approx(bent["serial_fraction"] - alone)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +201,7 @@ def test_the_verdict_names_the_greatest_loss_and_what_to_try(
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.08, **parts)])  # type: ignore[arg-type]
     assert "1x2 is 1.25x as fast as 1x1 (62.5% efficient, measured)" in found["verdict"]
     assert words in found["verdict"]
-    assert "Predicted for 4 ranks: " in found["verdict"]
+    assert "Predicted for 4 ranks by Amdahl's law: " in found["verdict"]
 
 
 def test_parts_have_the_words_of_the_report() -> None:
@@ -210,7 +231,7 @@ def test_what_scales_is_said_to_scale() -> None:
 
 def test_what_is_too_good_is_questioned() -> None:
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.02)])
-    assert "something held 1x1 back" in found["verdict"]
+    assert "1x1 was held back" in found["verdict"]
     assert "it scales" not in found["verdict"]
 
 
@@ -307,7 +328,7 @@ def scaled(speeds: dict[str, list[float]]) -> dict[str, Any]:
         ({"1x1": [1.0, 1.0], "1x2": [2.1, 2.1]}, "nothing is lost"),
         ({"1x1": [1.0, 1.0], "1x2": [1.0, 1.8]}, "1x2: its 2 repeats differ too much"),
         ({"1x1": [0.9, 1.0, 1.1], "1x2": [1.4, 1.5, 1.6]}, "too noisy: their 95% intervals"),
-        ({"1x1": [1.0] * 3, "1x2": [1.1] * 3, "1x4": [3.4] * 3}, "the closest law misses 1x2"),
+        ({"1x1": [1.0] * 3, "1x2": [1.1] * 3, "1x4": [3.4] * 3}, "Amdahl's law misses 1x2"),
     ],
 )
 def test_no_law_is_told_where_none_fits(speeds: dict[str, list[float]], words: str) -> None:
@@ -335,7 +356,7 @@ def test_ranks_that_hinder_each_other_have_no_serial_fraction() -> None:
     speeds = {1: 1.0, 2: 1.6, 4: 1.9, 8: 1.4}
     found = scaled({f"1x{n}": [speed] * 3 for n, speed in speeds.items()})
     assert found["fit"]["serial_fraction"] is None and found["fit"]["coherence"] > 0
-    assert "Universal Scalability Law, fitted" in shown(found, 200)
+    assert "Universal Scalability Law fits: contention" in shown(found, 200)
 
 
 # --- Which runs -------------------------------------------------------------------------------

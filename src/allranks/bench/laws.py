@@ -1,59 +1,85 @@
-"""Whether Amdahl's or the Universal Scalability Law fits measured speedups; what it predicts."""
+"""Whether Amdahl's or the Universal Scalability Law fits measured speedups; what it predicts.
+
+A law fits if it misses no layout by more than that layout's 95% interval, or by more than `FAR`
+where that is wider. Amdahl's, which has one number, is preferred; the other, which has two, needs
+three layouts beyond the base, as it goes through any two of them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from allranks.show.numbers import percent, ratio
 from allranks.timing.comparison import Compared, relative_error
 
+AMDAHL, USL = "Amdahl's law", "Universal Scalability Law"
 UNSURE = 0.1  # half the 95% interval of a serial fraction; with more, it says nothing
-FAR = 0.1  # of a measured speedup, beyond its interval: a law that misses by more does not fit
+FAR = 0.05  # of a measured speedup
 SHOWN = 0.0005  # anything less is shown as 0.0%
+USL_POINTS = 3  # layouts beyond the base
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Both laws, fitted to the measured speedups; beyond those they predict."""
+    """The law that fits the measured speedups; beyond those it predicts."""
 
-    serial_fraction: float | None  # Amdahl's, which more ranks do not speed up; None: no fit
-    contention: float  # USL: waiting for each other
-    coherence: float  # USL: everyone talking to everyone
-    fastest_at_ranks: float | None  # where USL's speedup is highest; None if it never falls
-    half_efficient_at_ranks: float | None  # where USL's efficiency falls below a half
+    law: str
+    serial_fraction: float | None  # Amdahl's, which more ranks do not speed up; None: another law
+    contention: float  # waiting for each other; by Amdahl's law, the serial fraction
+    coherence: float  # everyone talking to everyone; by Amdahl's law, 0
+    fastest_at_ranks: float | None  # where the speedup is highest; None if it never falls
+    half_efficient_at_ranks: float | None  # where the efficiency falls below a half
     base_ranks: int = 1  # what the speedups are against
-    serial_fraction_error: float | None = None  # half of its 95% interval, if known
+    serial_fraction_error: float | None = None  # half of its 95% interval, with what it misses
+    error: float = 0.0  # relative, of a predicted speedup
 
     def speedup(self, ranks: float) -> float:
         n = ranks / self.base_ranks
         return n / (1 + self.contention * (n - 1) + self.coherence * n * (n - 1))
 
+    def prediction(self, ranks: int) -> dict[str, Any]:
+        """What the law says of a layout that was not measured, with its range."""
+        speedup = self.speedup(ranks)
+        low, high = speedup * (1 - self.error), speedup * (1 + self.error)
+        if self.serial_fraction is not None and self.serial_fraction_error:
+            n, error = ranks / self.base_ranks, self.serial_fraction_error
+            most, fewest = min(1.0, self.contention + error), max(0.0, self.contention - error)
+            low, high = (n / (1 + serial * (n - 1)) for serial in (most, fewest))
+        return {"ranks": ranks, "speedup": speedup, "range": [low, high], "law": self.law}
 
-def fit_of(rows: Sequence[Compared]) -> Fit | None:
-    """Least squares through n/speedup - 1; None if all layouts have the same number of ranks."""
-    base = next((row for row in rows if row.speedup), None)
-    points = [
-        (row.ranks / base.ranks, row.speedup)
-        for row in rows
-        if base is not None and row.speedup and row.ranks > base.ranks
-    ]
-    if base is None or not points:
-        return None
+
+def laws_of(base: Compared, larger: Sequence[Compared]) -> list[Fit]:
+    """Both laws, by least squares through n/speedup - 1; the simpler one first."""
+    points = [(row.ranks / base.ranks, row.speedup or 1.0) for row in larger]
     excess = [(n, n / speedup - 1) for n, speedup in points]
     serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
     contention, coherence = nonnegative_fit([(n - 1, n * (n - 1), y) for n, y in excess])
     peak = math.sqrt((1 - contention) / coherence) if coherence > 0 and contention < 1 else None
     half = _half(contention, coherence)
-    return Fit(
+    amdahl = Fit(
+        law=AMDAHL,
         serial_fraction=serial,
+        contention=serial,
+        coherence=0.0,
+        fastest_at_ranks=None,
+        half_efficient_at_ranks=base.ranks * (1 + 1 / serial) if serial > 0 else None,
+        base_ranks=base.ranks,
+        serial_fraction_error=serial_error(base, larger, serial) or None,
+    )
+    usl = Fit(
+        law=USL,
+        serial_fraction=None,
         contention=contention,
         coherence=coherence,
         fastest_at_ranks=peak * base.ranks if peak is not None else None,
         half_efficient_at_ranks=half * base.ranks if half is not None else None,
         base_ranks=base.ranks,
     )
+    usl = replace(usl, error=max(math.hypot(error_of(r, base), miss(usl, r)) for r in larger))
+    return [amdahl, usl] if len(larger) >= USL_POINTS else [amdahl]
 
 
 def nonnegative_fit(terms: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -88,58 +114,66 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
     if doubt := next((row.doubt for row in rows if row.doubt), None):
         return None, doubt
     measured = [row for row in rows if row.speedup]
-    fit = fit_of(measured)
-    if fit is None:
+    base = next((row for row in measured if row.layout == row.baseline), None)
+    larger = [row for row in measured if base is not None and row.ranks > base.ranks]
+    if base is None or not larger:
         return None, "it takes layouts with different numbers of ranks"
-    base = next(row for row in measured if row.layout == row.baseline)
-    larger = [row for row in measured if row.ranks > base.ranks]
     best, top = max(larger, key=lambda row: row.speedup or 0.0), larger[-1]
-    assert fit.serial_fraction is not None and best.speedup is not None
+    assert best.speedup is not None
     if best.speedup <= 1 + SHOWN:
         return None, f"no larger layout is faster than {base.layout}"
-    if fit.speedup(top.ranks) >= (1 - SHOWN) * top.ranks / base.ranks:
+    laws = laws_of(base, larger)
+    if all(fit.contention + fit.coherence * top.ranks <= SHOWN for fit in laws):
         return None, (
             f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout}: nothing is lost, so "
             "there is no loss to extrapolate"
         )
-    error = serial_error(base, larger)
-    if error > UNSURE:
-        low, high = max(0.0, fit.serial_fraction - error), min(1.0, fit.serial_fraction + error)
+    fit = next((fit for fit in laws if not missed(fit, larger, base)), None)
+    if fit is None:
+        return None, "; ".join(
+            f"{fit.law} misses {', '.join(missed(fit, larger, base))}" for fit in laws
+        )
+    serial, error = fit.serial_fraction, fit.serial_fraction_error or 0.0
+    if serial is not None and error > UNSURE:
+        low, high = max(0.0, serial - error), min(1.0, serial + error)
         return None, (
             f"the measurements are too noisy: their 95% intervals allow for {percent(low, 0)} to "
             f"{percent(high, 0)} of the work to be serial"
         )
-    fit = replace(fit, serial_fraction_error=error or None)
-    missed = next((row for row in larger if is_far(fit.speedup(row.ranks), row, base)), None)
-    if missed is not None:
-        return None, (
-            f"the closest law misses {missed.layout}: {ratio(fit.speedup(missed.ranks))} by the "
-            f"law, {ratio(missed.speedup)} measured"
-        )
-    if not is_amdahl(fit, larger, base):
-        fit = replace(fit, serial_fraction=None, serial_fraction_error=None)
     return fit, None
 
 
-def is_amdahl(fit: Fit, larger: Sequence[Compared], base: Compared) -> bool:
-    """Whether a serial fraction alone explains the speedups."""
-    if fit.serial_fraction is None or not SHOWN < fit.serial_fraction < 1 - SHOWN:
-        return False
-    amdahl = replace(fit, contention=fit.serial_fraction, coherence=0.0)
-    return not any(is_far(amdahl.speedup(row.ranks), row, base) for row in larger)
+def missed(fit: Fit, larger: Sequence[Compared], base: Compared) -> list[str]:
+    """The layouts that a law misses, each with its speedup by the law and as measured."""
+    if fit.serial_fraction is not None and not 0.0 <= fit.serial_fraction < 1 - SHOWN:
+        return [f"all layouts with a serial fraction of {percent(fit.serial_fraction)}"]
+    return [
+        f"{row.layout} ({ratio(fit.speedup(row.ranks))} by the law, {ratio(row.speedup)} measured)"
+        for row in larger
+        if miss(fit, row) > max(FAR, error_of(row, base))
+    ]
 
 
-def is_far(speedup: float, row: Compared, base: Compared) -> bool:
-    assert row.speedup is not None
-    error = math.hypot(relative_error(row), relative_error(base))
-    return abs(speedup / row.speedup - 1) > FAR + error
+def miss(fit: Fit, row: Compared) -> float:
+    """By how much a law misses a measured speedup, relative to it."""
+    return abs(fit.speedup(row.ranks) / (row.speedup or 1.0) - 1)
 
 
-def serial_error(base: Compared, larger: Sequence[Compared]) -> float:
-    """Half of the serial fraction's 95% interval: the errors of the paces, propagated."""
+def error_of(row: Compared, base: Compared) -> float:
+    """Half of the 95% interval of a speedup, relative to it."""
+    return math.hypot(relative_error(row), relative_error(base))
+
+
+def serial_error(base: Compared, larger: Sequence[Compared], serial: float) -> float:
+    """Half of the serial fraction's 95% interval: the errors of the paces, and what it misses.
+
+    It misses the serial fraction of a single layout by as much as the two differ.
+    """
     weights = [(row.ranks / base.ranks - 1, row) for row in larger]
     squares = sum(weight**2 for weight, _ in weights)
     shares = [weight * (weight + 1) / (row.speedup or 1.0) / squares for weight, row in weights]
     own = [share * relative_error(row) for share, (_, row) in zip(shares, weights, strict=True)]
+    single = [((weight + 1) / (row.speedup or 1.0) - 1) / weight for weight, row in weights]
+    misses = max(abs(each - serial) for each in single)
     # The base's error is the same in all of them.
-    return math.hypot(*own, sum(shares) * relative_error(base))
+    return math.hypot(*own, sum(shares) * relative_error(base), misses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,8 +18,7 @@ from allranks.launch.backends import named
 from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
-from allranks.run.events import read_events
-from allranks.run.record import samples_per_epoch
+from allranks.run.record import RankRecord, read_ranks, samples_per_epoch
 from allranks.show.numbers import between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
@@ -27,7 +26,9 @@ from allranks.timing.comparison import (
     MODES,
     SCALING,
     Compared,
+    CpuUse,
     compare,
+    cpu_use,
     device_name,
     gpu_memory,
     mode_of,
@@ -168,10 +169,11 @@ class Repeat:
     state: str = "finished"
     device: str = ""  # unknown for a run that never began
     device_memory: int | None = None
+    cpus: CpuUse = field(default_factory=CpuUse)
 
     @property
     def samples_per_second(self) -> float | None:
-        return self.timing.samples_per_second or None if self.timing else None
+        return self.timing.pace if self.timing else None
 
 
 def repeat_of(ended: Ended) -> Repeat:
@@ -179,23 +181,24 @@ def repeat_of(ended: Ended) -> Repeat:
     run = ended.run
     if run is None:
         return Repeat("", ended.name, None, ended.problem(None), state="failed")
-    measured = timing(run)
-    kept = measured if measured is not None and measured.samples else None
     info, attempts = run.info(), run.attempts()
-    start = (run.start(attempts[-1]) if attempts else None) or {}
-    seen = read_events(run.events(attempts[-1], 0), kind="device") if attempts else ()
-    uses_gpu = any(event.get("utilization") is not None for event in seen)
-    device = device_name(start, info, uses_gpu=uses_gpu)
+    records = read_ranks(run, attempts[-1]) if attempts else {}
+    measured = timing(run, records=records)
+    kept = measured if measured is not None and measured.pace else None
+    lead = records[min(records)] if records else RankRecord(0)
+    uses_gpu = any(event.get("utilization") is not None for event in lead.devices)
+    device = device_name(lead.start, info, uses_gpu=uses_gpu)
     return Repeat(
         run=run.name,
         layout=ended.name,
         timing=kept,
         problem=ended.problem(measured),
         samples_per_epoch=samples_per_epoch(run),
-        remarks=remarks(run, kept),
+        remarks=remarks(run, measured, records),
         state=run.state(),
         device=device,
         device_memory=gpu_memory(info).get(device),
+        cpus=cpu_use(records.values()),
     )
 
 
@@ -246,7 +249,7 @@ def as_json(
     return {
         "mode": mode_of(judged),
         "rows": [row_object(row, repeats, added, price_of) for row in rows],
-        "fit": fit and {"predicted": True, **asdict(fit)},
+        "fit": fit and {"predicted": True, **asdict(fit), "prediction": beyond(fit, judged)},
         "fit_problem": no_fit,
         **(more or {}),
         "verdict": verdict(judged, fit, problems_of(repeats)),
@@ -357,9 +360,9 @@ def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, st
         f"({percent(top.efficiency)} efficient, measured)"
     )
     if top.efficiency >= 0.95:
-        return f"{said}: it scales; try more ranks{_beyond(fit, top)}"
+        return f"{said}: it scales; try more ranks{_beyond(fit, measured)}"
     if not top.lost:
-        return f"{said}{_beyond(fit, top)}"
+        return f"{said}{_beyond(fit, measured)}"
     part = max(top.lost, key=lambda name: top.lost[name])
     where = " for slower ranks" if part == "straggler" else ""
     if top.slowest_rank is not None:
@@ -371,7 +374,7 @@ def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, st
             where = f" (longest on rank {top.slowest_rank})"
     return (
         f"{said}; {percent(top.lost[part])} is lost to {WORDS[part]}{where}: "
-        f"{NEXT[part]}{_beyond(fit, top)}"
+        f"{NEXT[part]}{_beyond(fit, measured)}"
     )
 
 
@@ -384,11 +387,18 @@ WORDS = {
 }
 
 
-def _beyond(fit: Fit | None, top: Compared) -> str:
-    if fit is None or top.ranks < 2:
+def beyond(fit: Fit, rows: Sequence[Compared]) -> dict[str, Any]:
+    """What the law predicts for twice as many ranks as were measured."""
+    return fit.prediction(2 * max(row.ranks for row in rows if row.speedup))
+
+
+def _beyond(fit: Fit | None, rows: Sequence[Compared]) -> str:
+    if fit is None:
         return ""
-    twice = 2 * top.ranks
-    return f". Predicted for {twice} ranks: {ratio(fit.speedup(twice))}"
+    said = beyond(fit, rows)
+    low, high = map(ratio, said["range"])
+    margin = f" ({low} to {high})" if low != high else ""
+    return f". Predicted for {said['ranks']} ranks by {fit.law}: {ratio(said['speedup'])}{margin}"
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
@@ -491,14 +501,14 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
     if fit["serial_fraction"] is not None:
         error = fit["serial_fraction_error"]
         margin = f" ± {percent(error)}" if error else ""
-        words = [f"serial fraction {percent(fit['serial_fraction'])}{margin} (Amdahl, fitted)"]
+        words = [f"{fit['law']} fits: serial fraction {percent(fit['serial_fraction'])}{margin}"]
     else:
         words = [
-            f"contention {percent(fit['contention'])}, coherence {percent(fit['coherence'], 2)} "
-            "(Universal Scalability Law, fitted)"
+            f"{fit['law']} fits: contention {percent(fit['contention'])}, coherence "
+            f"{percent(fit['coherence'], 2)}"
         ]
     limits = {"fastest_at_ranks": "no faster than", "half_efficient_at_ranks": "half efficient"}
     for key, what in limits.items():
         if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
-            words.append(f"predicted: {what} at {count(fit[key])} ranks")
+            words.append(f"predicted by it: {what} at {count(fit[key])} ranks")
     return "; ".join(words)

@@ -84,7 +84,7 @@ def section(
         "mode": mode,
         "unit": "GPU" if all(row.is_gpu for row in rows) and rows else "rank",
         "devices": list(dict.fromkeys(row.device for row in rows)),
-        "batch": rows[0].batch if rows and mode != "weak" else None,
+        "batch": batch_of(rows) if mode in ("strong", "one layout") else None,
         "samples": work_of(runs),
         "headline": headline(rows),
         "notes": list(section_notes(runs, rows, mode)),
@@ -93,6 +93,10 @@ def section(
         "curves": {name: curves(runs, name) for name in ("loss", "utilization")},
         "runs": [run_object(run) for run in runs],
     }
+
+
+def batch_of(rows: Sequence[Row]) -> float | None:
+    return next((row.batch for row in rows if row.batch), None)
 
 
 def row_object(row: Row, targets: Targets) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def curves(runs: Sequence[RunFacts], name: str) -> list[dict[str, Any]]:
             "device": run.device,
             "is_gpu": run.is_gpu,
             "run": run.run,
-            "batch": run.timing.samples / run.timing.num_steps if run.timing else None,
+            "batch": run.timing.samples_per_step if run.timing else None,
             **asdict(getattr(run, name)),
         }
         for _, run in sorted(chosen.items(), key=lambda item: item[0])

@@ -11,7 +11,15 @@ from typing import Any
 from allranks.machine.prices import Price, find_price
 from allranks.report.facts import RunFacts
 from allranks.show.numbers import dollars, number, percent, ratio
-from allranks.timing.comparison import Compared, Spread, compare, identity, is_same, spread
+from allranks.timing.comparison import (
+    Compared,
+    Spread,
+    compare,
+    identity,
+    is_same,
+    relative_error,
+    spread,
+)
 
 MEASURED, PREDICTED = "measured", "predicted"
 
@@ -33,11 +41,23 @@ class Row(Compared):
     usd_per_hour: float | None = None  # of one GPU
     usd: float | None = None
     usd_per_million_samples: float | None = None
+    samples: int | None = None  # of the whole job, which the hours are for
     metrics: Mapping[str, Spread] | None = None
     metrics_kind: str | None = None  # final, or so far
 
     @property
     def hours_per_sample(self) -> float | None:
+        """Of the whole job where its hours are known, evaluations and saves included if measured.
+
+        Otherwise of steps alone.
+        """
+        if self.gpu_hours is not None and self.samples:
+            return self.gpu_hours / self.samples
+        return self.step_hours_per_sample
+
+    @property
+    def step_hours_per_sample(self) -> float | None:
+        """By the pace of steps: what layouts are compared by, unless all have finished."""
         return self.ranks / self.pace / 3600 if self.pace else None
 
 
@@ -56,7 +76,9 @@ def rows_of(runs: Sequence[RunFacts], prices: Sequence[Price] = ()) -> list[Row]
     rows = []
     for layout in compare(runs):
         own = [run for run in runs if (run.device, run.layout) == (layout.device, layout.layout)]
-        row = with_metrics(with_seconds(row_of(layout, own), own, work), own)
+        row = with_metrics(with_seconds(row_of(layout, own[0]), own, work), own, work)
+        size = max((run.samples_per_epoch or 0 for run in own), default=0)
+        row = replace(row, gpu_hours_per_epoch=size * (row.hours_per_sample or 0.0) or None)
         rows.append(with_price(row, find_price(row.device, memory[row.device], prices)))
     for device in {row.device for row in rows}:
         paced = [row for row in rows if row.device == device and row.efficiency]
@@ -65,11 +87,9 @@ def rows_of(runs: Sequence[RunFacts], prices: Sequence[Price] = ()) -> list[Row]
     return rows
 
 
-def row_of(layout: Compared, runs: Sequence[RunFacts]) -> Row:
+def row_of(layout: Compared, run: RunFacts) -> Row:
     known = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    row = Row(**known, is_gpu=runs[0].is_gpu)
-    size = max((run.samples_per_epoch or 0 for run in runs), default=0)
-    return replace(row, gpu_hours_per_epoch=size * (row.hours_per_sample or 0.0) or None)
+    return Row(**known, is_gpu=run.is_gpu)
 
 
 def work_of(runs: Sequence[RunFacts]) -> int | None:
@@ -91,18 +111,26 @@ def with_seconds(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
         row = replace(row, seconds=times.median, seconds_kind=MEASURED, seconds_spread=times)
     elif work and row.pace:
         row = replace(row, seconds=work / row.pace, seconds_kind=PREDICTED)
-    return replace(row, gpu_hours=row.seconds * row.ranks / 3600) if row.seconds else row
+    if row.seconds is None:
+        return row
+    return replace(row, gpu_hours=row.seconds * row.ranks / 3600, samples=work)
 
 
-def with_metrics(row: Row, runs: Sequence[RunFacts]) -> Row:
-    """With the metrics of complete runs; if there are none, of any that have some."""
-    complete = [run for run in runs if run.is_complete and run.metrics]
-    known = complete or [run for run in runs if run.metrics]
+def with_metrics(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
+    """With the metrics of the runs that have trained longest: others are not averaged with them.
+
+    They are final if these runs are complete, and have trained all of the job.
+    """
+    having = [run for run in runs if run.metrics]
+    known = [run for run in having if run.is_complete] or having
+    longest = max((run.samples or 0 for run in known), default=0)
+    known = [run for run in known if is_same(run.samples or 0, longest)]
     names = list(dict.fromkeys(name for run in known for name in run.metrics))
     metrics = {
         name: spread([run.metrics[name] for run in known if name in run.metrics]) for name in names
     }
-    kind = "final" if complete else "so far"
+    is_whole = is_same(longest, work or longest) and all(run.is_complete for run in known)
+    kind = "final" if is_whole else "so far"
     return replace(row, metrics=metrics, metrics_kind=kind) if metrics else row
 
 
@@ -126,7 +154,7 @@ def costs_of(rows: Sequence[Row], work: int | None) -> tuple[dict[str, float], f
     """
     if all(row.seconds_kind == MEASURED for row in rows):
         return {row.layout: row.gpu_hours or 0.0 for row in rows}, 1.0
-    return {row.layout: row.hours_per_sample or 0.0 for row in rows}, work
+    return {row.layout: row.step_hours_per_sample or 0.0 for row in rows}, work
 
 
 def with_extra(
@@ -198,6 +226,10 @@ def verdict(row: Row, targets: Targets) -> tuple[list[str], str]:
     is_reached = row.efficiency >= target
     verb = "meets" if is_reached else "is below"
     text = f"{percent(row.efficiency)} efficiency {verb} {percent(target)} {where}"
+    if row.speedup_ci95 and row.speedup:
+        low, high = (row.efficiency * bound / row.speedup for bound in row.speedup_ci95)
+        if low < target < high:
+            text += f" (not surely: 95% interval {percent(low)} to {percent(high)})"
     words = [] if is_reached else [BELOW]
     if row.doubling_share is not None and row.doubling_share > targets.doubling:
         words.append(DIMINISHING)
@@ -242,30 +274,56 @@ def choice(row: Row, why: str) -> Choice:
 
 
 def by_time(rows: Sequence[Row]) -> Choice:
-    best, second, *_ = sorted(rows, key=lambda row: (-(row.pace or 0), row.ranks))
-    why = f"{number(best.pace)} samples/s, the most"
-    one, other = best.ci95, second.ci95
-    if one and other and one[0] <= other[1] and other[0] <= one[1]:
-        why += f"; perhaps no faster than {second.layout}: their 95% intervals overlap"
-    return choice(best, why)
+    chosen, fastest = least([(1 / (row.pace or 1.0), row) for row in rows])
+    why = f"{number(chosen.pace)} samples/s, the most"
+    if chosen is not fastest:
+        why = (
+            f"{number(chosen.pace)} samples/s; whether {fastest.layout} is faster is not known: "
+            "their 95% intervals overlap"
+        )
+    return choice(chosen, why)
 
 
 def by_cost(rows: Sequence[Row]) -> Choice | None:
-    """By dollars if prices are known; else by GPU-hours, if all layouts are on the same device."""
-    priced = [row for row in rows if row.usd_per_million_samples is not None]
+    """By dollars if prices are known; else by GPU-hours, if all layouts are on the same device.
+
+    Of the whole job if all layouts have finished it, else of steps alone.
+    """
+    priced = [row for row in rows if row.usd_per_hour is not None]
     devices = {row.device for row in rows}
-    if len(priced) == len(rows) or (priced and len(devices) > 1):
-        best = min(priced, key=lambda row: (row.usd_per_million_samples or 0, row.ranks))
-        why = f"{dollars(best.usd_per_million_samples)} for a million samples, the least"
-        if len(priced) < len(rows):
-            why += " where a price is known"
-        return choice(best, why)
-    if len(devices) > 1:
+    is_priced = len(priced) == len(rows) or (bool(priced) and len(devices) > 1)
+    if not is_priced and len(devices) > 1:
         return None
-    best = min(rows, key=lambda row: (row.hours_per_sample or 0, row.ranks))
-    hours = number((best.hours_per_sample or 0) * 1e6)
-    why = f"{hours} {hours_name(best)} for a million samples, the fewest (no price is known)"
-    return choice(best, why)
+    compared = priced if is_priced else rows
+    is_whole = all(row.seconds_kind == MEASURED for row in compared)
+
+    def cost(row: Row) -> float:
+        hours = row.hours_per_sample if is_whole else row.step_hours_per_sample
+        return (hours or 0.0) * 1e6 * ((row.usd_per_hour or 0.0) if is_priced else 1.0)
+
+    chosen, cheapest = least([(cost(row), row) for row in compared])
+    what = dollars(cost(chosen)) if is_priced else f"{number(cost(chosen))} {hours_name(chosen)}"
+    why = f"{what} for a million samples{'' if is_whole else ', counting steps alone'}"
+    if chosen is cheapest:
+        why += ", the least" if is_priced else ", the fewest"
+    else:
+        why += f"; whether {cheapest.layout} needs less is not known: their 95% intervals overlap"
+    if not is_priced:
+        why += " (no price is known)"
+    elif len(priced) < len(rows):
+        why += " where a price is known"
+    return choice(chosen, why)
+
+
+def least(costs: Sequence[tuple[float, Row]]) -> tuple[Row, Row]:
+    """The row with the fewest ranks among those that noise alone sets apart from the least cost.
+
+    And the row with the least cost.
+    """
+    lowest, best = min(costs, key=lambda one: (one[0], one[1].ranks))
+    highest = lowest * (1 + relative_error(best))
+    near = [(cost, row) for cost, row in costs if cost * (1 - relative_error(row)) <= highest]
+    return min(near, key=lambda one: (one[1].ranks, one[0]))[1], best
 
 
 def by_both(rows: Sequence[Row], targets: Targets) -> Choice:

@@ -13,7 +13,15 @@ from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, newest_window, outcome, read_ranks, samples_per_epoch
 from allranks.run.run_state import KILLED, NEVER_STARTED, unreadable
-from allranks.timing.comparison import CPU, bench_of, device_name, gpu_memory, same_job
+from allranks.timing.comparison import (
+    CPU,
+    CpuUse,
+    bench_of,
+    cpu_use,
+    device_name,
+    gpu_memory,
+    same_job,
+)
 from allranks.timing.remarks import Remark, remarks
 from allranks.timing.steps import Timing, timing, why_no_pace
 
@@ -54,12 +62,13 @@ class RunFacts:
     timing: Timing | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     remarks: tuple[Remark, ...] = ()
+    cpus: CpuUse = field(default_factory=CpuUse)
     loss: Curve | None = None  # by step
     utilization: Curve | None = None  # by seconds: percent of a GPU, or CPUs of a rank
 
     @property
     def samples_per_second(self) -> float | None:
-        return self.timing.samples_per_second or None if self.timing else None
+        return self.timing.pace if self.timing else None
 
     @property
     def is_gpu(self) -> bool:
@@ -117,6 +126,7 @@ def _read_run(run: RunDir) -> RunFacts:
         seconds=found["seconds"] or None if len(layouts) <= 1 else None,
         timing=measured,
         remarks=tuple(odd),
+        cpus=cpu_use(seen.last.values()),
         metrics=said | seen.metrics | said,
         loss=thinned([(step, loss) for step, loss in sorted(seen.losses.items())]),
         utilization=seen.utilization(),

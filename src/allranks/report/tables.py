@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from allranks.report.costs import MEASURED
 from allranks.show.numbers import (
     NOTHING,
     between,
@@ -28,7 +29,8 @@ Record = Mapping[str, Any]
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
 READING = (
     "Speedup and efficiency follow from the samples/s of steady steps. Time to finish is from the "
-    "first step to the last, with evaluations and saves."
+    "first step to the last, with evaluations and saves where it is measured; hours and costs are "
+    "of that time. Predicted times, hours and costs are of steps alone."
 )
 
 
@@ -98,18 +100,21 @@ def hours(section: Record) -> Table:
                 dollars(row["usd_per_million_samples"]),
             )
         )
+    kinds = {row["seconds_kind"] for row in section["rows"] if row["usd_per_million_samples"]}
+    of = ", with evaluation" if kinds == {MEASURED} else ", steps alone" if len(kinds) == 1 else ""
     columns = (
         *("layout", "time to finish", "", unit, f"{unit}/epoch", f"extra {unit}"),
-        *("last doubling", "cost", "per M samples"),
+        *("last doubling", "cost", f"per M samples{of}"),
     )
     return Table("Time and cost", columns, cells, texts=("",))
 
 
 def parts(rows: Sequence[Record], section: Record) -> Table:
-    columns = ("layout", "step", *PART_WORDS.values(), "slowest rank")
+    columns = ("layout", "batch", "step", *PART_WORDS.values(), "slowest rank")
     cells = [
         (
             name_of(row, section),
+            count(row["batch"]),
             duration(row["step_seconds"]),
             *(percent(row["parts"][part] / row["step_seconds"]) for part in PARTS),
             count(row["slowest_rank"]),
@@ -215,7 +220,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 def show_choices(console: Console, section: Mapping[str, Any]) -> None:
     choices = list(recommendation(section))
     if not choices:
-        console.print(Text("nothing to recommend: that takes at least two measured layouts"))
+        console.print(Text("nothing to recommend: that takes two layouts that can be compared"))
     for name, layout, why in choices:
         line = Text(f"{name}: ") + Text(layout, style="bold") + Text(f"  {why}", style="dim")
         console.print(line, soft_wrap=console.width >= 100)

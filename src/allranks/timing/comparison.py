@@ -34,7 +34,8 @@ from typing import Any, Protocol, TypeVar
 
 from allranks.layout import Layout
 from allranks.run.folder import RunDir
-from allranks.show.numbers import between, number, percent
+from allranks.run.record import RankRecord
+from allranks.show.numbers import between, count, number, percent
 from allranks.timing.remarks import SPEEDUP, Remark, forbidding
 from allranks.timing.steps import PARTS, Timing
 
@@ -64,6 +65,21 @@ T_975 = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """What a rank computes with on average. None: not known."""
+
+    threads: int | None = None  # of torch
+    cpus: float | None = None  # in use
+
+    @property
+    def words(self) -> str:
+        """Such as: 2 threads, 0.87 CPUs in use."""
+        threads = count(self.threads, "thread") if self.threads else ""
+        in_use = f"{number(self.cpus, 2)} CPUs in use" if self.cpus is not None else ""
+        return ", ".join(filter(None, [threads, in_use]))
+
+
 class Measured(Protocol):
     """What the comparison needs to know about a run."""
 
@@ -81,6 +97,8 @@ class Measured(Protocol):
     def timing(self) -> Timing | None: ...
     @property
     def remarks(self) -> Sequence[Remark]: ...
+    @property
+    def cpus(self) -> CpuUse: ...
 
 
 M = TypeVar("M", bound=Measured)
@@ -97,6 +115,7 @@ class Pace:
     device: str = CPU
     timing: Timing | None = None
     remarks: Sequence[Remark] = ()
+    cpus: CpuUse = CpuUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +158,7 @@ class Compared:
     efficiency: float | None = None
     lost: dict[str, float] = field(default_factory=dict)  # efficiency that each part costs
     doubt: str | None = None  # why it has a pace and no speedup
+    cpus: CpuUse = CpuUse()  # of its first run
 
     @property
     def pace(self) -> float | None:
@@ -187,11 +207,12 @@ def layout_row(runs: Sequence[Measured]) -> Compared:
         num_failed=sum(run.state == "failed" for run in runs),
         is_steady=all(timing.steady for timing in timings),
         samples_per_second=pace_of(those),
+        cpus=those[0].cpus if those else CpuUse(),
     )
     row = replace(row, doubt=doubt_of(row, those))
     known = [timing for timing in middle if timing is not None]
     if row.pace and known and len(known) == len(middle):
-        batch = statistics.fmean(timing.samples / timing.num_steps for timing in known)
+        batch = statistics.fmean(timing.samples_per_step for timing in known)
         step = batch / row.pace
         row = replace(row, batch=batch, step_seconds=step, parts=parts_of(known, step))
     if timings:
@@ -292,11 +313,14 @@ def judged_base(rows: Sequence[Compared], device: str) -> Compared | None:
     _, efficiency = base.ratio(best.ranks, best.pace or 0.0)
     if efficiency is None or efficiency <= SUSPICIOUS:
         return base
+    used = [f"{row.layout}: {row.cpus.words}" for row in (base, best) if row.cpus.words]
+    seen = f" (each rank of {'; '.join(used)})" if used else ""
+    threads = ", or with the same OMP_NUM_THREADS on every layout" if device == CPU else ""
     return replace(
         base,
         doubt=f"{best.layout} is {percent(efficiency)} efficient against {base.layout}, and ranks "
-        f"cannot do that: something held {base.layout} back (threads, other work on the machine); "
-        "measure it again",
+        f"cannot do that: {base.layout} was held back, by {'its threads or ' if threads else ''}"
+        f"other work on its machine{seen}; measure it again while nothing else runs{threads}",
     )
 
 
@@ -397,6 +421,14 @@ def device_name(start: Mapping[str, Any], info: Mapping[str, Any], *, uses_gpu: 
         return str(start["device"])
     names = list(gpu_memory(info))
     return names[0] if names else "GPU" if uses_gpu else CPU
+
+
+def cpu_use(records: Iterable[RankRecord]) -> CpuUse:
+    """The threads of a rank and the CPUs that it uses, by the events of its run."""
+    of_run = list(records)
+    used = [used for one in of_run if (used := one.mean("cpu", of=one.devices)) is not None]
+    threads = next((one.start["threads"] for one in of_run if one.start.get("threads")), None)
+    return CpuUse(threads, statistics.fmean(used) if used else None)
 
 
 def gpu_memory(info: Mapping[str, Any]) -> dict[str, Any]:

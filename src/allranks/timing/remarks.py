@@ -124,9 +124,9 @@ def found_in(
 
 
 def of_samples(timing: Timing) -> Iterable[Remark]:
-    """What is not known about its samples."""
+    """What is not known about its samples, or not exactly."""
     counted, why = timing.counted.samples, timing.counted.why
-    if counted == "unknown" or not timing.samples:
+    if timing.pace is None:
         why = why or "no samples were seen, as the batches have no length"
         yield Remark("unknown-samples", f"samples/s are not known: {why}", (PACE, SPEEDUP))
     elif counted == "about":
@@ -228,7 +228,7 @@ WAITING = {
 
 def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
     """Slow steps, as while compiling: two paces then, of the usual step and over everything."""
-    if not timing.samples:
+    if timing.pace is None:
         return
     steps = {rank: record.timed_steps for rank, record in records.items()}
     lead = {number: event["seconds"] for number, event in steps[min(steps)].items()}

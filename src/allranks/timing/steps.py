@@ -82,6 +82,16 @@ class Timing:
         return self.evaluation_seconds / whole if whole else 0.0
 
     @property
+    def pace(self) -> float | None:
+        """Samples/s as far as they are known: what is shown and compared."""
+        return None if self.counted.samples == "unknown" else self.samples_per_second or None
+
+    @property
+    def samples_per_step(self) -> float:
+        """Of all ranks: what its step time times its samples/s is."""
+        return self.samples_per_second * self.step_seconds
+
+    @property
     def num_steps(self) -> int:
         return self.last_step - self.first_step + 1
 

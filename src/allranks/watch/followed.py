@@ -22,6 +22,7 @@ from allranks.timing.comparison import (
     Pace,
     bench_of,
     compare,
+    cpu_use,
     device_name,
     identity,
     is_comparable,
@@ -203,6 +204,7 @@ class ComparableRuns:
                 one.status.state,
                 timing=one.measured,
                 remarks=one.remarks,
+                cpus=cpu_use([one.reader.lead]),
             )
             for one in runs
         )
@@ -221,7 +223,7 @@ class ComparableRuns:
             one.pace = one.reader.steady_pace(ranks_of(one.layout) or 1)
             return True
         one.measured = affordable_timing(one.run, self._max_bytes)
-        one.pace = one.measured.samples_per_second or None if one.measured else None
+        one.pace = one.measured.pace if one.measured else None
         one.remarks = remarks(one.run, one.measured)
         return True
 
