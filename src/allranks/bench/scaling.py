@@ -323,7 +323,9 @@ def remarks_of(repeats: Sequence[Repeat]) -> list[str]:
 def hours_per_epoch(row: Compared, repeats: Sequence[Repeat]) -> float | None:
     """Rank-hours (GPU-hours, where a rank has a GPU) for one pass over the data."""
     sizes = [one.samples_per_epoch for one in repeats if one.samples_per_epoch]
-    return row.ranks * sizes[0] / row.pace / 3600 if sizes and row.pace else None
+    if not sizes or not row.pace or row.doubt:
+        return None
+    return row.ranks * sizes[0] / row.pace / 3600
 
 
 NEXT = {
@@ -460,9 +462,12 @@ def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is unusual in a row, and why a column is empty."""
     lines = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
-    if all(row["hours_per_epoch"] is None for row in rows):
+    sure = [row for row in rows if not row["doubt"]]
+    if not sure:
+        return lines
+    if all(row["hours_per_epoch"] is None for row in sure):
         lines.append("no hours and no cost: the number of samples in an epoch is not known")
-    elif all(row["cost_per_epoch"] is None for row in rows):
+    elif all(row["cost_per_epoch"] is None for row in sure):
         device = str(found.get("device") or "the device")
         name = f"name one with --price '{device.lower()}=DOLLARS'"
         lines.append(f"no price is known for {device}: {name}")

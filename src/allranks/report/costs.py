@@ -58,7 +58,7 @@ class Row(Compared):
     @property
     def step_hours_per_sample(self) -> float | None:
         """By the pace of steps: what layouts are compared by, unless all have finished."""
-        return self.ranks / self.pace / 3600 if self.pace else None
+        return self.ranks / self.pace / 3600 if self.pace and not self.doubt else None
 
 
 def groups(runs: Iterable[RunFacts]) -> list[list[RunFacts]]:
@@ -109,7 +109,7 @@ def with_seconds(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
     if whole:
         times = spread(whole, lowest=0.0)
         row = replace(row, seconds=times.median, seconds_kind=MEASURED, seconds_spread=times)
-    elif work and row.pace:
+    elif work and row.pace and not row.doubt:
         row = replace(row, seconds=work / row.pace, seconds_kind=PREDICTED)
     if row.seconds is None:
         return row

@@ -16,7 +16,7 @@ from allranks.run.events import to_json
 from allranks.run.folder import write_atomically
 from allranks.show import PALETTE
 from allranks.show import tables as show
-from allranks.show.numbers import duration, percent, ratio
+from allranks.show.numbers import duration, listed, percent, ratio
 from allranks.show.tables import as_cells
 from allranks.show.text import in_markdown, printable
 from allranks.timing.steps import PART_WORDS
@@ -195,10 +195,11 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
         intervals = [row["speedup_ci95"] or (row["speedup"], row["speedup"]) for row in rows]
         below = [value - scale * low for value, (low, _) in zip(y, intervals, strict=True)]
         above = [scale * high - value for value, (_, high) in zip(y, intervals, strict=True)]
-        style: dict[str, Any] = {"marker": "o", "markersize": 6, "linewidth": 2, "capsize": 4}
+        style: dict[str, Any] = {"marker": "o", "markersize": 6, "linewidth": 2}
+        style |= {"capsize": 4, "elinewidth": 1}
         label = name.replace("$", r"\$") if len(lines) > 1 else "measured"
         axes.errorbar(x, y, yerr=(below, above), color=colour, label=label, **style)
-        highest = max(highest, *y)
+        highest = max(highest, *(scale * high for _, high in intervals))
         for row, value in zip(rows, y, strict=True) if len(lines) == 1 else ():
             axes.annotate(
                 percent(row["efficiency"]),
@@ -209,6 +210,9 @@ def scaling_png(report: Mapping[str, Any], path: Path) -> None:
                 color=colour,
             )
     style_axes(axes, ranks, math.ceil(highest))
+    if doubtful := doubtful_names(report):
+        said = f"not shown, as their numbers are doubtful: {listed(doubtful)}"
+        axes.set_title(said.replace("$", r"\$"), fontsize=9, color=QUIET, loc="left")
     figure.set_canvas(FigureCanvasAgg(figure))
     figure.savefig(path)
 
@@ -223,6 +227,16 @@ def scaling_lines(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]
             if best:
                 lines[f"{section['job']}, {device}"] = [best[ranks] for ranks in sorted(best)]
     return lines
+
+
+def doubtful_names(report: Mapping[str, Any]) -> list[str]:
+    """The layouts that have a pace and no speedup."""
+    return [
+        tables.name_of(row, section)
+        for section in report["sections"]
+        for row in section["rows"]
+        if row["doubt"]
+    ]
 
 
 def style_axes(axes: Any, ranks: Sequence[int], top: int) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from allranks.launch.backends.slurm.sbatch import Racer
 from allranks.run.folder import RunDir
-from allranks.timing.comparison import Pace, compare
+from allranks.timing.comparison import Compared, Pace, compare
+from allranks.timing.remarks import SPEEDUP, Remark, forbidding, remarks
 from allranks.timing.steps import timing
 
 DEFAULT_STEPS = 200
@@ -26,6 +27,7 @@ class Ladder:
     min_efficiency: float
     steps: int = DEFAULT_STEPS
     speeds: dict[str, float] = field(default_factory=dict)  # samples/s of the rungs so far
+    doubts: dict[str, str] = field(default_factory=dict)  # why a rung's must not be compared
     chosen: str | None = None  # the one to train on, once it is known
 
     @property
@@ -33,31 +35,46 @@ class Ladder:
         """The layout that comes next: the next to be measured, or the chosen one."""
         return self.chosen or next(one for one in self.layouts if one not in self.speeds)
 
-    def efficiency(self, layout: str) -> float | None:
-        """None if it is not measured yet, or no samples could be counted."""
-        rows = compare(Pace("", rung, pace) for rung, pace in self.speeds.items())
-        return next((row.efficiency for row in rows if row.layout == layout), None)
+    def compared(self, rung: str) -> Compared:
+        """A rung that was measured against the smallest one."""
+        runs = [
+            Pace("", one, pace, remarks=[Remark("", self.doubts[one], (SPEEDUP,))])
+            if one in self.doubts
+            else Pace("", one, pace)
+            for one, pace in self.speeds.items()
+        ]
+        return next(row for row in compare(runs) if row.layout == rung)
 
-    def after(self, samples_per_second: float) -> Ladder:
+    def after(self, samples_per_second: float, doubt: str | None = None) -> Ladder:
         """The ladder once its rung was measured: one higher, or settled.
 
-        Where no samples could be counted nothing can be compared: it climbs no higher.
+        `doubt`: why that must not be compared. Where nothing can be compared it climbs no higher:
+        it trains on the rung below, or on this one if it is faster than ranks can be.
         """
-        rung = self.rung
-        climbed = replace(self, speeds={**self.speeds, rung: samples_per_second})
-        efficiency, place = climbed.efficiency(rung), self.layouts.index(rung)
-        if efficiency is None or efficiency < self.min_efficiency:
-            return replace(climbed, chosen=self.layouts[max(0, place - 1)])
+        rung, place = self.rung, self.layouts.index(self.rung)
+        climbed = replace(
+            self,
+            speeds={**self.speeds, rung: samples_per_second},
+            doubts={**self.doubts, **({rung: doubt} if doubt else {})},
+        )
+        row, below = climbed.compared(rung), self.layouts[max(0, place - 1)]
+        if row.efficiency is None:
+            is_too_fast = bool(row.doubt) and not climbed.doubts
+            return replace(climbed, chosen=rung if is_too_fast else below)
+        if row.efficiency < self.min_efficiency:
+            return replace(climbed, chosen=below)
         return replace(climbed, chosen=rung) if rung == self.layouts[-1] else climbed
 
     def in_words(self, rung: str) -> str:
         """What was measured on a rung, and what comes next."""
-        speed, efficiency = self.speeds[rung], self.efficiency(rung)
-        said = f"ladder: {rung} makes {speed:,.1f} samples/s"
-        if efficiency is None:
-            said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
+        row = self.compared(rung)
+        said = f"ladder: {rung} makes {self.speeds[rung]:,.1f} samples/s"
+        if row.efficiency is not None:
+            said += f" ({row.efficiency:.0%} efficient, measured)"
+        elif row.doubt:
+            said += f", which cannot be compared ({row.doubt})"
         else:
-            said += f" ({efficiency:.0%} efficient, measured)"
+            said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
         return f"{said}; " + (f"trains on {self.chosen}" if self.chosen else f"next is {self.rung}")
 
 
@@ -95,7 +112,8 @@ def measured(run: RunDir, racer: Racer) -> tuple[str, Ladder] | None:
     found = timing(run)
     if window is None or found is None or found.last_step < window["last"]:
         return None
-    climbed = ladder.after(found.samples_per_second)
+    said = forbidding(SPEEDUP, remarks(run, found))
+    climbed = ladder.after(found.pace or 0.0, said.text if said else None)
     write(run, climbed)
     return ladder.rung, climbed
 
