@@ -290,7 +290,7 @@ def _agent_ends(marks: list[Hit], closed: set[int], closed_all: bool) -> Iterato
     """`failed (exitcode: -11) local_rank: 1`: on a single node the local rank is the rank."""
     for hit in marks:
         if hit.cause.slug == "agent-block" and {"local", "code"} <= hit.fields.keys():
-            sent = closed_all or int(hit.fields["pid"]) in closed
+            sent = closed_all or int(hit.fields.get("pid", -1)) in closed
             yield _end(int(hit.fields["local"]), hit, None, sent=sent, is_first=True)
 
 

@@ -32,6 +32,7 @@ AROUND = (
     "rank-died",
 )  # they do not explain an exception
 MAX_FINDINGS = 5
+LAST_LINES = 3
 MAX_EVIDENCE = 4
 MAX_TEXT = 400  # characters of a line of evidence
 
@@ -71,7 +72,7 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
         final = [hit for hit in facts.hits_of(slug) if facts.is_final(hit)]
         hits = [hit for hit in final if not _is_sruns(hit, facts)]
         plain = [hit for hit in hits if cause.on_warning or not hit.line.is_warning]
-        if not plain and not (hits and facts.has_failed):
+        if not plain and not (hits and (facts.has_failed or _is_last(hits, facts))):
             continue
         shown = plain or hits
         sure = cause.confidence_of([hit.line.text for hit in shown]) if plain else "low"
@@ -87,6 +88,13 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
             Candidate(slug, rank, sure, shown, fields, level, order=order, is_passed=is_passed)
         )
     return found
+
+
+def _is_last(hits: Sequence[Hit], facts: FailureFacts) -> bool:
+    """Whether a warning is said again and again, up to the end of the log."""
+    last = hits[-1]
+    lines = next(one.num_lines for one in facts.scanned if one.source is last.source)
+    return len(hits) > 1 and lines - last.number <= LAST_LINES
 
 
 def _is_sruns(hit: Hit, facts: FailureFacts) -> bool:

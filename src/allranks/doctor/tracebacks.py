@@ -158,6 +158,7 @@ def _read(mark: Hit) -> Raised | None:
     own = [frame for frame in frames if frame.is_own]
     place = next(reversed(own or frames), None)
     is_launchers = any("torch/distributed/run.py" in frame.file for frame in frames)
+    is_launchers |= bool(frames) and frames[-1].file.endswith("torch/multiprocessing/spawn.py")
     return Raised(
         mark,
         printed.last_line,
