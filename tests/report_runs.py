@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,12 @@ def make_run(
     comm: float = 0.0,
     info: Mapping[str, Any] | None = None,
     job: Mapping[str, Any] | None = None,
+    edit: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda rank, event: event,
 ) -> RunDir:
-    """One run of `steps` steps; `comm`: seconds of a step that are communication."""
+    """One run of `steps` steps; `comm`: seconds of a step that are communication.
+
+    `edit`: takes a rank and each of its events, and returns the event as it is written.
+    """
     run = RunDir(runs / f"{name}-20260921-1200{number:02}-{number:04x}")
     nodes, per_node = map(int, layout.split("x"))
     ranks = nodes * per_node
@@ -55,7 +59,8 @@ def make_run(
     world = _World(layout, ranks, batch, steps, step_seconds, comm, gpu, phases, number)
     world.is_script = bool((job or {}).get("command"))
     for rank in range(ranks):
-        lines = [json.dumps({"v": 1, **event}) for event in world.events(rank, state)]
+        events = [edit(rank, event) for event in world.events(rank, state)]
+        lines = [json.dumps({"v": 1, **event}) for event in events]
         run.events(0, rank).write_text("\n".join(lines) + "\n")
     return run
 

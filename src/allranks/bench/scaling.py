@@ -461,7 +461,7 @@ def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is unusual in a row, and why a column is empty."""
-    lines = [f"{row['layout']}: {remark}" for row in rows for remark in row.get("remarks", ())]
+    lines = [f"{row['layout']}: {said}" for row in found["rows"] for said in row["remarks"]]
     sure = [row for row in rows if not row["doubt"]]
     if not sure:
         return lines

@@ -32,7 +32,8 @@ def show_findings(
     for doubt in doubts:
         console.print(Text(plain(f"note: {doubt}"), style="yellow"), soft_wrap=True)
     if not findings:
-        console.print(Text(f"{plain(subject)}: the doctor found nothing wrong", style="green"))
+        nothing, style = ("nothing else", "") if doubts else ("nothing wrong", "green")
+        console.print(Text(f"{plain(subject)}: the doctor found {nothing}", style=style))
         return
     console.print(first_finding(findings[0]))
     if findings[1:]:

@@ -1,0 +1,295 @@
+"""Situations in which numbers mislead: every screen says the same, and concludes as little.
+
+A screen is a function from runs to what it shows of them, in `SCREENS`. A situation is a row of
+`SITUATIONS`: runs, the last of which is the odd one, and what has to be said.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.report_runs import make_run
+
+from allranks.bench.measure import Ended
+from allranks.bench.scaling import as_json, repeat_of, show
+from allranks.doctor.diagnose import diagnosis, doubts
+from allranks.doctor.show import show_findings
+from allranks.doctor.slow import Thresholds
+from allranks.launch.screen import Screen
+from allranks.report.build import build
+from allranks.report.facts import read_run
+from allranks.report.tables import show_report
+from allranks.run.events import append_event
+from allranks.run.folder import RunDir
+from allranks.timing.remarks import result
+from allranks.watch import page_data
+from allranks.watch.draw import Scene, about_run
+from allranks.watch.live import Watcher
+from allranks.watch.status import gather, status_page
+
+Event = dict[str, Any]
+
+
+# --- Situations ----------------------------------------------------------------------------------
+
+
+def runs_of(folder: Path, *, odd: dict[str, Any], base: float = 0.4, repeats: int = 1) -> None:
+    """A run with one rank and one with two, of which the second is odd."""
+    number = len([*folder.iterdir()])
+    for _ in range(repeats):
+        make_run(folder, "1x1", step_seconds=base, number=number, gpu=None, comm=0.0)
+        number += 1
+    make_run(
+        folder, "1x2", **{"step_seconds": 0.22, "comm": 0.01, "gpu": None} | odd, number=number
+    )
+
+
+def edited(kind: str, change: Callable[[int, Event], Event]) -> dict[str, Any]:
+    """A run in whose events of one kind some fields are different."""
+
+    def edit(rank: int, event: Event) -> Event:
+        return {**event, **change(rank, event)} if event["event"] == kind else event
+
+    return {"edit": edit}
+
+
+def alone(folder: Path) -> None:
+    runs_of(folder, odd=edited("step", lambda _, e: {"wait": 0.0, "other": e["other"] + e["wait"]}))
+
+
+def noisy(folder: Path) -> None:
+    for number, seconds in enumerate((0.4, 0.404, 0.396)):
+        make_run(folder, "1x1", step_seconds=seconds, number=number, gpu=None)
+    for number, seconds in enumerate((0.22, 0.1, 0.5), start=3):
+        make_run(folder, "1x2", step_seconds=seconds, number=number, gpu=None, comm=0.01)
+
+
+def too_short(folder: Path) -> None:
+    runs_of(folder, odd={"steps": 6})
+
+
+def idle(folder: Path) -> None:
+    def edit(rank: int, event: Event) -> Event:
+        if event["event"] == "start":
+            return {**event, "global_batch": 1, "rank_batch": [1, 0]}
+        return {**event, "samples": 1 - rank} if event["event"] == "step" else event
+
+    runs_of(folder, odd={"edit": edit})
+
+
+def uneven_samples(folder: Path) -> None:
+    runs_of(folder, odd=edited("step", lambda rank, _: {"samples": (192, 64)[rank]}))
+
+
+def slow_loader(folder: Path) -> None:
+    """Rank 1 waits 80 ms for its data, rank 0 half a millisecond."""
+
+    def change(rank: int, event: Event) -> Event:
+        data, wait = ((0.0005, 0.0895), (0.08, 0.01))[rank]
+        return {"data": data, "wait": wait, "other": 0.0, "forward": event["seconds"] - 0.11}
+
+    runs_of(
+        folder,
+        odd=edited("step", lambda r, e: {"backward": 0.02, "optimizer": 0.0, **change(r, e)}),
+    )
+
+
+def contended(folder: Path) -> None:
+    def edit(rank: int, event: Event) -> Event:
+        more: dict[str, Event] = {"start": {"threads": 2}, "device": {"cpu": 0.51}}
+        return {**event, **more.get(event["event"], {})}
+
+    make_run(folder, "1x1", step_seconds=0.4, gpu=None, edit=edit)
+    faster = edited("start", lambda *_: {"threads": 1})
+    make_run(
+        folder, "1x2", step_seconds=0.4 / 6.834, number=1, steps=300, gpu=None, comm=0.002, **faster
+    )
+
+
+def compiling(folder: Path) -> None:
+    def change(_: int, event: Event) -> Event:
+        more = 6.0 if event["step"] <= 3 else 0.0
+        return {"seconds": event["seconds"] + more, "forward": event["forward"] + more}
+
+    runs_of(folder, odd=edited("step", change))
+
+
+def ended_early(folder: Path) -> None:
+    more = edited("start", lambda *_: {"steps": 1000})
+    runs_of(folder, odd={"state": "stopped", "job": {"steps": 1000}, **more})
+
+
+def resumed(folder: Path) -> None:
+    command = {"task": None, "command": "python train.py", "steps": None}
+    make_run(folder, "1x1", step_seconds=0.4, gpu=None, job=command)
+    run = make_run(folder, "1x2", step_seconds=0.22, number=1, gpu=None, comm=0.01, job=command)
+    shutil.copytree(run.attempt(0), run.attempt(1))
+    attempts = [{"attempt": number, "layout": "1x2"} for number in (0, 1)]
+    run.update_info(lambda info: info.update(attempts=attempts))
+
+
+def unknown(folder: Path) -> None:
+    command = {"task": None, "command": "python train.py", "steps": None}
+    make_run(folder, "1x1", step_seconds=0.4, gpu=None, job=command)
+    run = make_run(folder, "1x2", step_seconds=0.22, number=1, gpu=None, comm=0.01, job=command)
+    for rank in range(2):
+        why = "its batches are lists of lists"
+        append_event(run.events(0, rank), "counted", samples="unknown", epochs="measured", why=why)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Runs, what every screen says of them, and whether a speedup follows from them."""
+
+    make: Callable[[Path], None]
+    says: tuple[str, ...]
+    has_speedup: bool
+    of_one_run: bool = True  # else of a comparison, which a screen of one run cannot know
+
+
+SITUATIONS = {
+    "copies that train alone": Situation(alone, ("no exchange between its ranks was seen",), False),
+    "noisy repeats": Situation(
+        noisy, ("1x2: its 3 repeats differ too much to be compared: 1,1",), False, of_one_run=False
+    ),
+    "too short": Situation(too_short, ("too short to judge: only ",), False),
+    "idle rank": Situation(
+        idle, ("rank 1 has no samples: the batch of 1 sample is smaller than 2 ranks",), True
+    ),
+    "uneven samples": Situation(
+        uneven_samples, ("rank 0 trains on 192.0 samples a step, rank 1 on 64.0",), True
+    ),
+    "slow loader": Situation(slow_loader, ("rank 1", " 80.0ms ", " 500µs", "disk", "data"), True),
+    "contended baseline": Situation(
+        contended,
+        (
+            " efficient against 1x1, and ranks cannot do that: 1x1 was held back",
+            "1x1: 2 threads, 0.51 CPUs in use; 1x2: 1 thread, 0.92 CPUs in use",
+        ),
+        False,
+        of_one_run=False,
+    ),
+    "compile time": Situation(
+        compiling, ("1,164 samples/s at its usual step, ", " over everything: 3 steps took "), True
+    ),
+    "early end": Situation(ended_early, ("it was stopped after step 60 of 1,000",), True),
+    "resumed script": Situation(resumed, ("its last attempt made 60 of 120 steps",), True),
+    "unknown samples": Situation(
+        unknown, ("samples/s are not known: its batches are lists of lists",), False
+    ),
+}
+
+
+# --- Screens -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shown:
+    text: str
+    speedups: Sequence[float | None] = ()  # of 1x2
+    conclusions: Sequence[object] = ()  # verdicts, choices, laws and predictions, if any is drawn
+
+
+def on_console(show: Callable[[Console], None]) -> str:
+    console = Console(width=4000, file=io.StringIO(), color_system=None)
+    show(console)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]  # a StringIO
+
+
+def bench_scaling(runs: Sequence[RunDir]) -> Shown:
+    found = as_json([repeat_of(Ended(run.info()["layout"], run)) for run in runs])
+    rows = [row for row in found["rows"] if row["layout"] == "1x2"]
+    text = on_console(lambda console: show(console, found)) + found["verdict"]
+    is_drawn = "as fast as" in found["verdict"] or "it scales" in found["verdict"]
+    return Shown(text, [row["speedup"] for row in rows], [found["fit"], is_drawn or None])
+
+
+def report(runs: Sequence[RunDir]) -> Shown:
+    found = build([read_run(run) for run in runs], created=0.0)
+    (section,) = found["sections"]
+    rows = [row for row in section["rows"] if row["layout"] == "1x2"]
+    verdicts = {"good", "below target", "diminishing returns"}
+    drawn = [word for row in rows for word in verdicts if word in row["verdict"]]
+    text = on_console(lambda console: show_report(console, found))
+    choices = [choice for choice in section["recommended"].values() if choice]
+    return Shown(text, [row["speedup"] for row in rows], [*choices, *drawn])
+
+
+def run(runs: Sequence[RunDir]) -> Shown:
+    return Shown(on_console(lambda console: Screen(console).summary(result(runs[-1]))))
+
+
+def doctor(runs: Sequence[RunDir]) -> Shown:
+    folder, name = runs[-1].path.parent, runs[-1].name
+    found = diagnosis(folder, [name], Thresholds())
+    notes = doubts(folder, [name], found)
+    return Shown(on_console(lambda console: show_findings(console, found, name, notes)))
+
+
+def watched(runs: Sequence[RunDir], show: Callable[[Any], str]) -> Shown:
+    """By the watcher, of all runs; `show`: from the status of one to its text."""
+    watcher = Watcher(runs[-1].path.parent, old=True)
+    found = {one.view.run: one for one in gather(watcher)}
+    watcher.close()
+    odd = [found[one.name] for one in runs if one.info()["layout"] == "1x2"]
+    return Shown("\n".join(map(show, odd)), [one.view.speedup for one in odd])
+
+
+def status(runs: Sequence[RunDir]) -> Shown:
+    machine: dict[str, Any] = {"slurm": None, "machine": {}, "notes": []}
+    return watched(runs, lambda one: status_page([one], machine, {}, time.time()))
+
+
+def watch(runs: Sequence[RunDir]) -> Shown:
+    def lines(one: Any) -> str:
+        return "\n".join(line.plain for line in about_run(one.view, Scene(runs=[one.view]), 4000))
+
+    return watched(runs, lines)
+
+
+def page(runs: Sequence[RunDir]) -> Shown:
+    def words(one: Any) -> str:
+        head = page_data.head(one.view, None, time.time())
+        return "\n".join([*head["warnings"], str(head["tiles"])])
+
+    return watched(runs, words)
+
+
+SCREENS = (bench_scaling, report, run, doctor, status, watch, page)
+OF_ONE_RUN = (run, doctor)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunDir]]:
+    """The runs of every situation, made once."""
+    found = {}
+    for name, situation in SITUATIONS.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        situation.make(folder)
+        found[name] = [RunDir(path) for path in sorted(folder.iterdir())]
+    return found
+
+
+@pytest.mark.parametrize("screen", SCREENS, ids=lambda screen: screen.__name__)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_every_screen_says_the_same_and_concludes_no_more(
+    made: dict[str, list[RunDir]], name: str, screen: Callable[[Sequence[RunDir]], Shown]
+) -> None:
+    situation = SITUATIONS[name]
+    if screen in OF_ONE_RUN and not situation.of_one_run:
+        return
+    shown = screen(made[name])
+    for words in situation.says:
+        assert words in shown.text, shown.text
+    assert all((speedup is not None) == situation.has_speedup for speedup in shown.speedups)
+    if not situation.has_speedup:
+        assert not any(shown.conclusions), shown.conclusions
+        assert "nothing wrong" not in shown.text
