@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from allranks.doctor.catalogue import (
     FOLDER,
@@ -19,9 +21,19 @@ from allranks.doctor.catalogue import (
     load,
     required_word,
 )
-from allranks.doctor.diagnose import diagnose_logs
+from allranks.doctor.diagnose import diagnose_logs, read_logs
+from allranks.doctor.failure_facts import gather
+from allranks.doctor.judge import judge
+from allranks.doctor.log_search import Source
 
 CAUSES = list(load().values())
+GOLDEN = Path(__file__).with_name("golden") / "doctor.md"
+HEAD = """\
+# Every title of the doctor, and its fix
+
+First with nothing known, then as the examples fill them. Made by:
+ALLRANKS_GOLDEN=1 pytest -n0 tests/unit/test_doctor_causes.py -k reads_well
+"""
 EXAMPLES = [
     pytest.param(cause, example, id=f"{cause.slug}-{number}")
     for cause in CAUSES
@@ -65,6 +77,27 @@ def test_every_pattern_matches_an_example_of_its_cause() -> None:
         if not any(pattern.search(line) for text in cause.examples for line in text.split("\n"))
     ]
     assert not guesses
+
+
+def test_what_is_said_of_every_example_reads_well(tmp_path: Path) -> None:
+    """The golden file is what people read: look at it whenever it changes."""
+    said = "".join(said_of(cause, tmp_path / "job.log") for cause in known_findings())
+    if "ALLRANKS_GOLDEN" in os.environ:
+        GOLDEN.write_text(HEAD + said)
+    assert HEAD + said == GOLDEN.read_text()
+
+
+def said_of(cause: Cause, log: Path) -> str:
+    """Titles and fixes of a cause: with nothing known, as --list has them, and of its examples."""
+    titles, fixes = [cause.words({})], [cause.advice({})]
+    for example in cause.examples:
+        log.write_text(f"an ordinary line\n{example}\n")
+        for situation in ("", *cause.fix_for):
+            found = judge(gather(read_logs([Source(log, log.name)]), situations=(situation,)))[0]
+            titles.append(found.title)
+            fixes.append(found.fix)
+    shown = [*dict.fromkeys(titles), *(f"- {fix}" for fix in dict.fromkeys(fixes))]
+    return "\n".join(("", f"## {cause.slug}", *shown, ""))
 
 
 def test_every_finding_has_two_examples_a_cause_and_a_fix() -> None:
@@ -125,6 +158,21 @@ def test_a_pattern_without_a_word_is_refused(pattern: str) -> None:
 
 def test_fields_fill_a_text_or_leave_what_stands_behind_the_bar() -> None:
     assert fill("port {port|29500} on {host|the master}", {"port": "1"}) == "port 1 on the master"
+
+
+@pytest.mark.parametrize(
+    ("title", "unfilled"),
+    [
+        ("port {prot|unknown}", "prot"),
+        ("a port[: {prot}]", "prot"),
+        ("a port[: {port}] of {port}", "port"),  # the second is no place: it stays as it is
+    ],
+)
+def test_a_field_that_nothing_fills_is_refused(title: str, unfilled: str, tmp_path: Path) -> None:
+    entry = {"slug": "odd", "title": title, "patterns": [r"port (?P<port>\d+) is taken"]}
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump([entry]))
+    with pytest.raises(ValueError, match=f"nothing fills {unfilled} in the texts of odd"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ Each cause in a family's file has
 
     slug, title      its permanent name, and one line. {field|otherwise} is filled from the log;
                      [a part with a {field}] is left out if the field is unknown
+    given            fields of title and fix that a rule in Python works out; others are groups of
+                     the patterns, or known of every finding (KNOWN)
     kind             root: explains a failure by itself; the first root found wins (the default)
                      soft: wrong, but does not end a run at once
                      generic: true of many failures; reported if nothing better is known
@@ -48,6 +50,8 @@ Kind = Literal["root", "soft", "generic", "echo", "mark"]
 _REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]")
 _AT_MOST = {"*": "{0,1000}", "+": "{1,1000}"}
 _FIELD = re.compile(r"\{(\w+)\}")
+# What a finding may know without a line that says it.
+KNOWN = frozenset({"rank", "rank_word", "node", "job", "half_micro_batch", "lower_lr"})
 # {field|otherwise}, or [a part that {field} is needed for]
 _PLACE = re.compile(r"\{(?P<field>\w+)\|(?P<otherwise>[^{}]*)\}|\[(?P<part>[^][]*?\{\w+\}[^][]*)\]")
 
@@ -104,6 +108,7 @@ class Cause:
     cause: str = ""
     fix: str = ""
     fix_for: Mapping[str, str] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
 
@@ -202,7 +207,7 @@ def bounded(text: str) -> str:
 
 @cache
 def load(folder: Path = FOLDER) -> Mapping[str, Cause]:
-    """Every cause of every family, by its slug."""
+    """Every cause of every family, by its slug. Raises ValueError for a text with a gap."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return {
         entry["slug"]: _parse(entry, path.stem)
@@ -218,7 +223,19 @@ def _parse(entry: Mapping[str, Any], family: str) -> Cause:
     speaker = entry.get("speaker", "")
     lists["patterns"] = tuple(_pattern(one, speaker) for one in lists.get("patterns", ()))
     lists["raised"] = tuple(Exceptional(**one) for one in lists.get("raised", ()))
-    return Cause(**{"family": family, **entry, **lists, **texts})
+    cause = Cause(**{"family": family, **entry, **lists, **texts})
+    if unfilled := _unfilled(cause):
+        names = ", ".join(sorted(unfilled))
+        raise ValueError(f"nothing fills {names} in the texts of {cause.slug}")
+    return cause
+
+
+def _unfilled(cause: Cause) -> set[str]:
+    """Fields of its texts that are never known, or whose braces would be shown as they are."""
+    texts = "\n".join((cause.title, cause.fix, *cause.fix_for.values()))
+    groups = (name for one in cause.patterns for name in re.findall(r"\(\?P<(\w+)>", one.text))
+    needed = set(re.findall(r"\{(\w+)[|}]", texts))
+    return needed - {*KNOWN, *cause.given, *groups} | set(_FIELD.findall(_PLACE.sub("", texts)))
 
 
 def _pattern(one: str | Mapping[str, str], speaker: str) -> Pattern:
