@@ -90,7 +90,7 @@ def test_an_exception_counts_not_the_lost_connections(log: Path) -> None:
 
 def test_in_a_hang_the_silent_rank_counts_though_torchrun_names_another(log: Path) -> None:
     text = traceback(0, WAITED) + traceback(1, LOST) + traceback(3, LOST) + block(0, 1, (1, 2, 3))
-    assert first(log, text) == ("rank-missing-from-collective", 2, "high")
+    assert first(log, text) == ("rank-missing-from-collective", 2, "medium")
 
 
 @pytest.mark.parametrize(
@@ -332,3 +332,26 @@ def test_a_rank_that_waited_less_long_for_a_third_one_is_not_the_missing_one(log
     text = ready + traceback(0, WAITED) + traceback(1, LOST) + block(0, 1, (1, 2))
     found = diagnose(log, text)[0]
     assert (found.cause, found.rank) == ("rank-missing-from-collective", 2)
+
+
+FULL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+STEPS = "".join(f"step {number} loss 0.5\n" for number in range(20, 30))
+OTHER = "Traceback (most recent call last):\n  File \"/home/u/a.py\", line 7, in f\nKeyError: 'x'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "confidence"),
+    [
+        (traceback(0, FULL), "cuda-out-of-memory", "high"),
+        (f"{FULL}\n", "cuda-out-of-memory", "high"),  # the log ends with it
+        (f"it said {FULL}\n", "cuda-out-of-memory", "medium"),  # somebody writes about it
+        (f"{FULL}\n" + "still here\n" * 100, "cuda-out-of-memory", "medium"),
+        (traceback(0, FULL) + "\n" * 9 + OTHER, "cuda-out-of-memory", "medium"),
+        (f"{FULL}\n{STEPS}{OTHER}", "rank-raised", "medium"),  # it was overcome
+        (traceback(1, "ValueError: no label"), "rank-raised", "medium"),
+        (traceback(1, "ValueError: no label") + traceback(0, LOST), "rank-raised", "high"),
+        (traceback(1, "ValueError: no label") + block(1, 1, (0,)), "rank-raised", "high"),
+    ],
+)
+def test_what_earns_high_confidence(log: Path, text: str, cause: str, confidence: str) -> None:
+    assert first(log, text)[::2] == (cause, confidence)

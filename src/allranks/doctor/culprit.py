@@ -43,11 +43,11 @@ class Candidate:
     is_passed: bool = False  # the work went on after it
 
     @property
-    def key(self) -> tuple[bool, int, int, int]:
+    def key(self) -> tuple[int, int, int]:
         """Candidates are sorted by this, the most likely first cause first."""
         is_generic = self.slug in GENERIC and self.level == LEVELS["generic"]
         place = GENERIC.index(self.slug) if is_generic else len(GENERIC)
-        return self.is_passed, self.level, place, self.order
+        return self.level, place, self.order
 
 
 def suspect(facts: FailureFacts) -> Candidate | None:
@@ -104,11 +104,7 @@ def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]
     if left is not None:
         return Candidate("uneven-inputs", left, "medium", tellers, fields)
     rank = silent[0] if len(silent) == 1 or (silent and facts.ends) else None
-    is_seen = len(silent) == 1 and silent[0] in facts.ranks
-    # A rank that reached its end had nothing more to do: perhaps another rank's call differs.
-    is_gone = bool({hit.rank for hit in facts.hits_of("program-ended")} & set(silent))
-    sure = "high" if is_seen and not is_gone else "medium"
-    return Candidate("rank-missing-from-collective", rank, sure, tellers, fields)
+    return Candidate("rank-missing-from-collective", rank, "medium", tellers, fields)
 
 
 def _late(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> int | None:

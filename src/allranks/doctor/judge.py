@@ -33,6 +33,7 @@ AROUND = (
 )  # they do not explain an exception
 MAX_FINDINGS = 5
 LAST_LINES = 3
+END_LINES = 60  # after the error that ended it, a log has no more than these
 MAX_EVIDENCE = 4
 MAX_TEXT = 400  # characters of a line of evidence
 
@@ -40,21 +41,27 @@ MAX_TEXT = 400  # characters of a line of evidence
 def judge(facts: FailureFacts, extra: Sequence[Candidate] = ()) -> list[Finding]:
     """All findings, the first cause first. Reads nothing: `gather` has."""
     found = _joined([*_stated(facts), *_derived(facts), *extra])
+    found = [one for one in found if not one.is_passed] or found
     explained = _explained(found)
     left = [one for one in found if one.slug not in explained]
     left.sort(key=lambda one: one.key)
     roots = [one for one in left if one.level == LEVELS["root"]]
     if len(roots) > 1 and roots[0].confidence == "high":
         roots[0].confidence = "medium"  # the first of several is likely, not certain
-    if left and left[0].confidence == "high" and _has_other_crash(left[0], facts):
+    if left and left[0].confidence == "high" and _has_rival(left[0], facts):
         left[0].confidence = "medium"
     # What is true of many failures is reported once, and only if nothing better is known.
     left = [one for one in left if one.level < LEVELS["generic"]] or left[:1]
     return [finding_of(one, facts) for one in left[:MAX_FINDINGS]]
 
 
-def _has_other_crash(first: Candidate, facts: FailureFacts) -> bool:
-    """Whether another rank crashed silently, so that this finding may only follow from it."""
+def _has_rival(first: Candidate, facts: FailureFacts) -> bool:
+    """Whether this finding may only follow from something else that went wrong.
+
+    Another rank crashed silently, or there is an exception that no cause explains.
+    """
+    if first.slug != "rank-raised" and _unexplained(facts):
+        return True
     said = {hit.rank for hit in facts.hits if hit.cause.kind != "mark"}
     said |= {one.rank for one in facts.raised}
     return first.rank is not None and any(
@@ -76,6 +83,8 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
             continue
         shown = plain or hits
         sure = cause.confidence_of([hit.line.text for hit in shown]) if plain else "low"
+        if sure == "high" and not any(_is_earned(hit, facts) for hit in shown):
+            sure = "medium"
         level = LEVELS[cause.kind] if plain else LEVELS["generic"]
         if cause.kind == "soft" and any(_is_raised(hit, facts) for hit in shown):
             level = LEVELS["root"]  # it ended the rank
@@ -95,6 +104,27 @@ def _is_last(hits: Sequence[Hit], facts: FailureFacts) -> bool:
     last = hits[-1]
     lines = next(one.num_lines for one in facts.scanned if one.source is last.source)
     return len(hits) > 1 and lines - last.number <= LAST_LINES
+
+
+# An error in the words of the program that has it, rather than of somebody who writes about one.
+_ERROR = re.compile(
+    r"^(?:\w+\.)*\w*(?:Error|Exception)\b: | NCCL WARN |^\[?[EF]\d{4} |^\[E \w|^ERROR\b|\berror: "
+    r"|^terminate called|^\s+what\(\): "
+)
+
+
+def _is_earned(hit: Hit, facts: FailureFacts) -> bool:
+    """Whether a line may make a finding certain: an error at which a rank or the log ended."""
+    if hit.source.content is not None or hit.source.path.suffix == ".jsonl":
+        return True  # an event, the kernel or the accounts
+    if facts.is_passed(hit) or "ranks" in hit.cause.speakers(hit.line.text):
+        return False
+    if any(is_near(hit, one) and not one.goes_on for one in facts.raised):
+        return True
+    lines = next(one.num_lines for one in facts.scanned if one.source is hit.source)
+    is_end = facts.has_failed or lines - hit.number <= END_LINES
+    is_error = hit.cause.family in OUTSIDE or _ERROR.search(hit.line.text) is not None
+    return is_end and is_error
 
 
 def _is_sruns(hit: Hit, facts: FailureFacts) -> bool:
@@ -218,7 +248,10 @@ def _of_exception(one: Raised, facts: FailureFacts) -> Candidate:
     if one.where:
         lines.append(Evidence(name, one.mark.number, f"at {one.where}"))
     # A library raises because of its input; what the user's own code raises is the cause itself.
-    sure: Confidence = "high" if facts.has_failed and one.is_own_code else "medium"
+    # Its launcher says so too, or other ranks that lost it.
+    is_told = any(end.is_own and end.rank == rank for end in facts.ends.values())
+    is_told |= any(hit.rank != rank for hit in echoes_of(facts))
+    sure: Confidence = "high" if is_told and one.is_own_code else "medium"
     return Candidate("rank-raised", rank, sure, fields=fields, extra=tuple(lines))
 
 
