@@ -34,6 +34,7 @@ from allranks.show.numbers import (
 )
 from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, facts, show_table
 from allranks.show.text import clean
+from allranks.timing.remarks import SPEEDUP
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -180,10 +181,8 @@ class Screen:
         with suppress(OSError):
             say(Text(result["run"], style="bold"))
             for remark in result.get("remarks", ()):
-                word, style = (
-                    ("warning", "bold yellow") if remark["forbids"] else ("note", "yellow")
-                )
-                say(Text(f"{word}: {remark['text']}", style=style))
+                word = "warning" if SPEEDUP in remark["forbids"] else "note"
+                say(Text(f"{word}: {remark['text']}", style="yellow"))
             show_table(self.console, summary_table(result))
             say(Text(result["run_dir"]))
             if since := result.get("nonfinite_since"):
