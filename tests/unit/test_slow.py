@@ -211,7 +211,7 @@ def test_facts_are_read_from_a_run_s_folder(tmp_path: Path) -> None:
     (one,) = slow(facts)
     assert (one.cause, one.rank) == ("too-few-workers", None)
     assert read_slow_facts(RunDir(tmp_path / "none")) is None
-    assert nccl_lines([tmp_path / "none.log"]) == []
+    assert nccl_lines([tmp_path / "none.log"]) == ()
 
 
 def finding(cause: str, rank: int | None = None, confidence: Any = "high") -> Finding:

@@ -199,6 +199,15 @@ def test_a_search_goes_through_all_of_it_and_keeps_the_last(log: Path) -> None:
     assert more["lines"] == [[100_002, "step 100002 nan"]]
 
 
+def test_a_search_that_is_given_up_reads_no_further(log: Path) -> None:
+    line = b"y" * 99 + b"\n"
+    log.write_bytes(line * 60_000)
+    answers = iter([False, True])
+    read = logs.read_lines(log, query="y", given_up=lambda: next(answers))
+    assert read["found"] * len(line) == read["offset"] <= 2 * logs.CHUNK_BYTES
+    assert logs.read_lines(log, given_up=lambda: True)["line"] < 60_000  # not even counted
+
+
 def test_a_search_finds_letters_beyond_ascii(log: Path) -> None:
     log.write_text("eins\nÄRGER\nzwei\n")
     assert texts(logs.read_lines(log, query="ärger")) == ["ÄRGER"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import importlib.metadata
+import io
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,14 +27,18 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 from starlette.testclient import TestClient
 from tests.page_runs import LiveRun, held
+from tests.watch_runs import GrowingRun
 
+from allranks.doctor.diagnose import diagnosis_of
 from allranks.errors import AllranksError
+from allranks.run import files
 from allranks.run.folder import RunDir
 from allranks.show import PALETTE
 from allranks.watch import app, server
 from allranks.watch.app import FOLDER, ServerHead, make_app
 from allranks.watch.hub import Hub
 from allranks.watch.live import Watcher
+from allranks.watch.modes import patient_doctor
 from allranks.watch.page_data import Wish
 from allranks.watch.server import PLOT_FILES, impatient_protocol, plot_file
 from allranks.watch.views import RunView
@@ -357,6 +363,67 @@ def test_others_are_told_with_or_without_a_browser(
     assert "running" in seen
 
 
+def test_a_page_left_open_reads_each_log_once(
+    live: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor is asked again and again about a run that goes on."""
+    monkeypatch.setattr("allranks.watch.hub.DIAGNOSE_SECONDS", 0.0)
+    monkeypatch.setattr("allranks.watch.hub.TIMES_ITS_ANSWER", 0)
+    monkeypatch.setattr("allranks.doctor.slow.LOG_BYTES", 64)
+    num_read = dict.fromkeys(range(live.ranks), 0)
+
+    class Counted(io.BufferedReader):
+        def read(self, *args: Any) -> bytes:
+            found = super().read(*args)
+            num_read[int(str(self.name).rpartition("-")[2].removesuffix(".log"))] += len(found)
+            return found
+
+    def open_counted(path: Path) -> Any:
+        return Counted(io.FileIO(path)) if path.suffix == ".log" else opened(path)
+
+    opened = files.open_file
+    monkeypatch.setattr(files, "open_file", open_counted)
+    for rank in range(live.ranks):
+        live.log(rank, "a line\n" * 50_000)
+    doctor, asked = patient_doctor(), 0
+
+    def diagnose(run: RunDir) -> list[dict[str, Any]]:
+        nonlocal asked
+        asked += 1
+        for rank in range(live.ranks):
+            live.log(rank, "loss: nan" if asked == 3 else "more")
+        return doctor(run)
+
+    hub = Hub(Watcher(live.run.path.parent, stalled=1e9), diagnose=diagnose)
+    told = follow(hub, Wish(), lambda *_: asked >= 5)
+    hub.close()
+    hub.join(60)
+    assert "nan-loss" in json.dumps(told)
+    for rank, read in num_read.items():
+        assert read < live.run.log(0, rank).stat().st_size + 5 * 4096
+
+
+def test_a_page_sends_no_signals_to_ranks_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def take(able: dict[int, int]) -> dict[int, Any]:
+        asked.append(able)
+        return {}
+
+    monkeypatch.setattr("allranks.run.stacks.processes_of", lambda *_: {0: os.getpid()})
+    monkeypatch.setattr("allranks.run.stacks.take", take)
+    run = GrowingRun(tmp_path, "1x1", begin=time.time() - 4000)
+    run.begin()
+    run.steps(30)
+    with run.live():
+        found = patient_doctor()(run.run)
+        assert [one["cause"] for one in found][:1] == ["no-progress"] and not asked
+        diagnosis_of(run.run)  # as `allranks doctor` does
+    assert asked == [{0: os.getpid()}]
+
+
 def test_a_doctor_that_fails_is_told_of(live: LiveRun) -> None:
     def diagnose(run: RunDir) -> list[dict[str, Any]]:
         raise ZeroDivisionError("no rules")
@@ -482,34 +549,128 @@ def test_no_thread_is_left(hub: Hub) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
 
 
-def test_strangers_who_send_no_request_are_shown_the_door(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def serving(app_: Any, *, seconds: float, most: int) -> Iterator[int]:
+    """The port of a server with these limits."""
     uvicorn = pytest.importorskip("uvicorn")
-    app_ = make_app(hub, TOKEN, ServerHead("me", "here", "runs"))
-    protocol = impatient_protocol(seconds=1.0, most=8)
+    protocol = impatient_protocol(seconds, most)
     listener = server.listen(0)
-    port = listener.getsockname()[1]
     config = uvicorn.Config(app_, http=protocol, ws="none", log_level="critical", loop="asyncio")
-    serving = uvicorn.Server(config)
-    thread = threading.Thread(target=serving.run, kwargs={"sockets": [listener]})
+    config.timeout_graceful_shutdown = 1
+    here = uvicorn.Server(config)
+    thread = threading.Thread(target=here.run, kwargs={"sockets": [listener]})
     thread.start()
-    strangers = []
     try:
-        strangers = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(20)]
-        for one in strangers[:10]:
-            with contextlib.suppress(OSError):
-                one.sendall(b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n")  # and no more
-        line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        line.request("GET", f"/static/page.js?token={TOKEN}")
-        assert line.getresponse().status == 200  # there is room for who asks for something
-        line.close()
-        for one in strangers:
-            with contextlib.suppress(ConnectionResetError):
-                assert one.recv(10) == b""
+        yield listener.getsockname()[1]
     finally:
-        for one in strangers:
-            one.close()
-        serving.should_exit = True
+        here.should_exit = True
         thread.join(60)
         listener.close()
+
+
+@contextlib.contextmanager
+def asked(port: int, path: str) -> Iterator[http.client.HTTPResponse]:
+    """The answer, on a connection that is closed in the end."""
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(line):
+        line.request("GET", f"{path}?token={TOKEN}")
+        with line.getresponse() as answer:
+            yield answer
+
+
+def status_of(port: int, path: str) -> int:
+    with asked(port, path) as answer:
+        return answer.status
+
+
+def test_strangers_who_send_no_request_are_shown_the_door(hub: Hub) -> None:
+    strangers = []
+    with serving(make_gate(hub), seconds=1.0, most=8) as port:
+        try:
+            strangers = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(20)]
+            for one in strangers[:10]:
+                with contextlib.suppress(OSError):
+                    one.sendall(b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n")  # and no more
+            # There is room for who asks for something.
+            with asked(port, "/static/page.js") as answer:
+                assert answer.status == 200
+            for one in strangers:
+                with contextlib.suppress(ConnectionResetError):
+                    assert one.recv(10) == b""
+        finally:
+            for one in strangers:
+                one.close()
+
+
+def test_when_all_connections_are_taken_the_next_is_told_so(hub: Hub) -> None:
+    with serving(make_gate(hub), seconds=60.0, most=4) as port, contextlib.ExitStack() as open_:
+        pages = [open_.enter_context(asked(port, "/events")) for _ in range(3)]
+        with asked(port, "/events") as fourth:
+            assert [page.status for page in (*pages, fourth)] == [200] * 4
+            with asked(port, "/") as refused:
+                assert refused.status == 503 and refused.getheader("retry-after") == "10"
+                assert refused.read().decode() == server.NO_ROOM
+        until(lambda: status_of(port, "/") == 200)
+        for page in pages:
+            wait_for_line(page, b"event: ")  # they are served as before
+
+
+def test_pages_leave_room_for_files_and_logs(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_PAGES", 1)
+    with serving(make_gate(hub), seconds=60.0, most=64) as port:
+        with asked(port, "/events") as page:
+            wait_for_line(page, b"event: ")
+            with asked(port, "/events") as refused:
+                assert (refused.status, refused.read().decode()) == (503, server.NO_ROOM)
+            assert status_of(port, "/") == 200
+        until(lambda: status_of(port, "/events") == 200)
+
+
+def test_a_search_ends_when_nobody_waits_for_it(
+    hub: Hub, live: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def search(path: Path, *, given_up: Callable[[], bool], **_: Any) -> dict[str, Any]:
+        begun.set()
+        until(given_up)
+        ended.set()
+        return {}
+
+    monkeypatch.setattr("allranks.watch.logs.read_lines", search)
+    hub.watcher.poll()
+    words = urlencode({"run": live.run.name, "file": "attempts/0/rank-0.log", "token": TOKEN})
+    with serving(make_gate(hub), seconds=60.0, most=64) as port:
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        line.request("GET", f"/api/log?{words}")
+        assert begun.wait(60) and not ended.wait(0.1)
+        line.close()
+        assert ended.wait(60)
+
+
+def test_who_does_not_read_its_answer_is_cut_off() -> None:
+    is_over = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        leaving = asyncio.ensure_future(receive_until_gone(receive))
+        while not leaving.done():
+            more = {"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True}
+            await send(more)
+        is_over.set()
+
+    async def receive_until_gone(receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with serving(endless, seconds=0.1, most=64) as port, asked(port, "/"):
+        assert is_over.wait(60)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

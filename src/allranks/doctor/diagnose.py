@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from allranks.timing.remarks import fingerprints, remarks, same_order, same_samp
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 MAX_FILES = 10_000
+Scan = Callable[[Source], Scanned]
 # Only words that name a process or a log may be before it: lora_rank_16.log is of no rank.
 _NAMED_RANK = re.compile(
     r"(?:(?:global|workers?|train\w*|jobs?|runs?|logs?|nodes?|proc\w*|out\w*|err\w*|std\w+|slurm"
@@ -74,9 +75,9 @@ def log_files(path: Path) -> list[Path]:
     return found[:MAX_FILES]
 
 
-def read_logs(sources: Sequence[Source]) -> list[Scanned]:
+def read_logs(sources: Sequence[Source], scan: Scan = scan) -> list[Scanned]:
     """Read every file, and the error files that they name and that still exist."""
-    scanned = [_scan(source) for source in sources]
+    scanned = [_scan(source, scan) for source in sources]
     named = {
         Path(match["path"])
         for one in scanned
@@ -87,7 +88,7 @@ def read_logs(sources: Sequence[Source]) -> list[Scanned]:
     return scanned + [scan(source) for source in files]
 
 
-def _scan(source: Source) -> Scanned:
+def _scan(source: Source, scan: Scan) -> Scanned:
     """Read one file; the rank in its name counts only if its lines name no other."""
     found = scan(source)
     if source.rank is not None and found.ranks - {source.rank}:
@@ -116,7 +117,7 @@ BY_USER = "stopped by its user"
 STOPPERS = ("slurm-time-limit", "slurm-preempted", "slurm-node-failure", "job-cancelled")
 
 
-def diagnose_run(run: RunDir) -> list[Finding]:
+def diagnose_run(run: RunDir, scan: Scan = scan) -> list[Finding]:
     """What is wrong with a run; nothing if it is running or finished well."""
     queue = backends.look([run])
     row = run_state.describe(run, queue)
@@ -126,13 +127,15 @@ def diagnose_run(run: RunDir) -> list[Finding]:
     if not attempts:
         return _never_started(run)
     attempt = attempts[-1]
-    facts, said = read_attempt(run, attempt, queue)
     about_data = data_findings(run, attempt)
     if row["state"] == "stopped" and (by_slurm := _stopped_by_slurm(run, queue)):
         return [*by_slurm, *about_data]
+    starts = run_evidence.starts_of(run, attempt)
+    scanned = read_logs(sources_of(run, attempt, queue, starts), scan)
     if row["state"] in ("finished", "running", "stopped"):
         # Errors in the log of a run that is still going, or went well, did not end it.
-        return [*_judge_only(SOFT, facts), *about_data]
+        return [*_judge_only(SOFT, run, scanned, starts), *about_data]
+    facts, said = read_failure(run, attempt, scanned, starts)
     curves = list(out_of_memory.memory_curves(run, attempt))
     extra = out_of_memory.memory_candidates(run, attempt, facts, curves, said)
     found = on_which_nodes(run, attempt, judge(facts, extra))
@@ -154,15 +157,17 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     return [known.with_evidence(line), *(one for one in found if one not in same)]
 
 
-def read_attempt(
-    run: RunDir, attempt: int, queue: run_state.Queue
+def sources_of(run: RunDir, attempt: int, queue: run_state.Queue, starts: Starts) -> list[Source]:
+    """What an attempt's ranks and its job have printed and recorded."""
+    dumps = [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
+    accounting = run_evidence.accounting(_of_last_job(run, queue))
+    return [*run_evidence.logs_of(run, attempt, starts), *dumps, *accounting]
+
+
+def read_failure(
+    run: RunDir, attempt: int, scanned: Sequence[Scanned], starts: Starts
 ) -> tuple[FailureFacts, KernelLog]:
     """Everything that an attempt left behind, and the kernel's messages about it."""
-    starts = run_evidence.starts_of(run, attempt)
-    sources = run_evidence.logs_of(run, attempt, starts)
-    sources += [one for path in run.path.rglob("*trace_rank_*") if (one := flight_source(path))]
-    sources += run_evidence.accounting(_of_last_job(run, queue))
-    scanned = read_logs(sources)
     processes = run_evidence.processes_of(run, attempt, starts, scanned)
     span = run_evidence.span_of(run, attempt)
     said = run_evidence.kernel_log(starts, *span, processes)
@@ -171,7 +176,7 @@ def read_attempt(
         ends=run_evidence.ends_in_events(run, attempt, starts),
         known=_known(run, starts),
         situations=_situations(run),
-        world=next((one["world_size"] for one in starts.values() if "world_size" in one), None),
+        world=_world(starts),
         processes=processes,
         interfaces=_interfaces(starts),
     )
@@ -185,6 +190,10 @@ def _interfaces(starts: Starts) -> tuple[str, ...]:
     with suppress(OSError):
         return tuple(name for _, name in socket.if_nameindex())
     return ()
+
+
+def _world(starts: Starts) -> int | None:
+    return next((one["world_size"] for one in starts.values() if "world_size" in one), None)
 
 
 def _of_last_job(run: RunDir, queue: run_state.Queue) -> dict[str, run_state.EndedJob]:
@@ -205,14 +214,18 @@ def _stopped_by_slurm(run: RunDir, queue: run_state.Queue) -> list[Finding]:
         *run_evidence.job_logs(run),
         *_reason(run),
     ]
-    facts = gather(read_logs(sources), known=_known(run, {}), situations=_situations(run))
-    return _judge_only(STOPPERS, facts)
+    return _judge_only(STOPPERS, run, read_logs(sources), {})
 
 
-def _judge_only(slugs: Sequence[str], facts: FailureFacts) -> list[Finding]:
+def _judge_only(
+    slugs: Sequence[str], run: RunDir, scanned: Sequence[Scanned], starts: Starts
+) -> list[Finding]:
     """The findings of these causes, as if the logs said nothing else."""
-    hits = [hit for hit in facts.hits if hit.cause.slug in slugs]
-    return judge(replace(facts, hits=hits, raised=[], ends={}))
+    only = [
+        replace(one, hits=[hit for hit in one.hits if hit.cause.slug in slugs]) for one in scanned
+    ]
+    known, situations = _known(run, starts), _situations(run)
+    return judge(gather(only, known=known, situations=situations, world=_world(starts)))
 
 
 def _situations(run: RunDir) -> tuple[str, ...]:
@@ -255,13 +268,15 @@ def _reason(run: RunDir) -> list[Source]:
     return [Source(path, shown_path(path), content=str(ended).encode())] if ended else []
 
 
-def stalled(run: RunDir, state: State, *, after: float | None = None) -> list[Finding]:
+def stalled(
+    run: RunDir, state: State, *, after: float | None = None, takes_stacks: bool = True
+) -> list[Finding]:
     """Why no rank makes progress.
 
     `after`: seconds without a step that count as a stall; by default the run's own steps decide.
     """
     if state == "running":
-        return hang(run, after=after)
+        return hang(run, after=after, takes_stacks=takes_stacks)
     return hung(run) if state in ("failed", "stopped") else []
 
 
@@ -389,13 +404,21 @@ def together(
 
 
 def diagnosis_of(
-    run: RunDir, limits: Thresholds | None = None, stalled_after: float | None = None
+    run: RunDir,
+    limits: Thresholds | None = None,
+    stalled_after: float | None = None,
+    *,
+    scan: Scan = scan,
+    takes_stacks: bool = True,
 ) -> list[Finding]:
-    """What is wrong with one run: why it failed, hangs or is slow."""
+    """What is wrong with one run: why it failed, hangs or is slow.
+
+    `takes_stacks`: a hanging rank is made to write its stack, by a signal.
+    """
     state = run_state.describe(run, backends.look([run]))["state"]
-    stalls = stalled(run, state, after=stalled_after)
+    stalls = stalled(run, state, after=stalled_after, takes_stacks=takes_stacks)
     slowness = slowed(run, state, limits) if not stalls else []
-    found = together(diagnose_run(run), stalls, slowness)
+    found = together(diagnose_run(run, scan), stalls, slowness)
     doubtful = remark_findings(run)
     found = [*found, *doubtful] if state == "failed" else [*doubtful, *found]
     return [*found, *odd_folder(run)]

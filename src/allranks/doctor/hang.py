@@ -52,10 +52,11 @@ class Stall:
     sources: Mapping[Frame, str] = field(default_factory=dict)  # the lines of code that they are in
 
 
-def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
+def hang(run: RunDir, *, after: float | None = None, takes_stacks: bool = True) -> list[Finding]:
     """Why a live run makes no steps; nothing if it does, or has ended.
 
     `after`: seconds without a step that count as a stall; by default the run's own steps decide.
+    `takes_stacks`: from its processes, by a signal.
     """
     attempts = run.attempts()
     if not attempts:
@@ -67,7 +68,8 @@ def hang(run: RunDir, *, after: float | None = None) -> list[Finding]:
     seconds = silence(states, time.time())
     if seconds < usual:
         return []
-    found = with_last_lines(judge(read_stall(run, attempts[-1], states, seconds), after=after))
+    stall = read_stall(run, attempts[-1], states, seconds, takes_stacks=takes_stacks)
+    found = with_last_lines(judge(stall, after=after))
     # It may have moved on while its stacks were read.
     return found if silence(read_states(run, attempts[-1]), time.time()) >= usual else []
 
@@ -203,15 +205,22 @@ def heartbeat(state: RankState, stall: Stall, why: str | None) -> Evidence:
     return Evidence(shown_path(stall.run.events(stall.attempt, state.rank)), 0, text)
 
 
-def read_stall(run: RunDir, attempt: int, states: Sequence[RankState], seconds: float) -> Stall:
+def read_stall(
+    run: RunDir,
+    attempt: int,
+    states: Sequence[RankState],
+    seconds: float,
+    *,
+    takes_stacks: bool = True,
+) -> Stall:
     """The states with the stacks of their ranks, on this machine and on the run's other nodes."""
     processes = stacks.processes_of(run, attempt)
     more: dict[int, Stack] = {}
-    if len(processes) < len(states):
+    if takes_stacks and len(processes) < len(states):
         words = ["-m", "allranks.run.stacks", str(run.path), str(attempt)]
         backend = backends.named(backends.of(run))
         more = stacks.from_lines(backend.on_nodes(run, words, OTHER_NODES_SECONDS))
-    states = with_stacks(states, processes, more)
+    states = with_stacks(states, processes, more, takes=takes_stacks)
     stall = Stall(run=run, attempt=attempt, states=states, seconds=seconds, processes=processes)
     return with_sources(stall)
 

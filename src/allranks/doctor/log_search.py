@@ -12,14 +12,16 @@ from __future__ import annotations
 import gzip
 import io
 import math
+import os
 import re
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 import numpy as np
 
@@ -33,6 +35,7 @@ MAX_LINE_BYTES = 1 << 16
 MAX_PIPE_BYTES = 1 << 29  # of what is not a file, and may never end
 KEPT_FIRST, KEPT_LAST = 4, 2  # hits per cause, rank and file; all marks are kept
 MAX_MARKS = 20_000
+MAX_SCANS = 1024  # of files that grow
 _BLOCK = 1 << 18  # bytes looked up at once: what fits into a core's cache
 _BITS = 20
 _FACTOR = np.uint32(2654435761)  # spreads neighbouring values over the table
@@ -172,76 +175,125 @@ def _all_words() -> Words:
     return Words(list(load().values()))
 
 
+class LogScan:
+    """Every line of a file that matches a pattern; of many alike, the first and the last.
+
+    `read` goes on where it ended before: a log that grows is read once.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.found = Scanned(source)
+        self.end = 0  # of the last whole line, in bytes
+        self._number = source.first_line  # of the line there
+        self._kept: dict[tuple[str, int | None], list[Hit]] = {}
+        self._num_marks = 0
+
+    def read(self) -> Scanned:
+        """Everything that was found up to the end of the file as it is now."""
+        found = self.found
+        for hits in self._kept.values():  # a line that had not ended is read again
+            hits[:] = [hit for hit in hits if hit.offset < self.end]
+        try:
+            for number, offset, raw, causes in self._lines():
+                self._take(number, offset, raw, causes)
+            found.problem = ""
+        except (OSError, EOFError, zlib.error) as error:
+            found.problem = f"cannot be read: {error}"
+        found.hits = sorted(
+            (hit for hits in self._kept.values() for hit in hits),
+            key=lambda hit: (hit.number, hit.offset),
+        )
+        found.ranks |= {hit.rank for hit in found.hits if hit.rank is not None}
+        return found
+
+    def _take(self, number: int, offset: int, raw: str, causes: Iterable[Cause]) -> None:
+        line = parse(raw)
+        for cause in causes:
+            if cause.kind == "mark" and self._num_marks >= MAX_MARKS:
+                continue
+            if (fields := cause.match(line.text)) is None:
+                continue
+            hit = Hit(cause, self.found.source, number, offset, line, fields)
+            if cause.kind == "mark":
+                self._num_marks += 1
+                self._kept.setdefault((cause.slug, None), []).append(hit)
+            else:
+                hits = self._kept.setdefault((cause.slug, hit.rank), [])
+                if len(hits) >= KEPT_FIRST + KEPT_LAST:
+                    del hits[KEPT_FIRST]
+                hits.append(hit)
+
+    def _lines(self) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
+        """Number, offset and text of each line that may matter, and to which causes."""
+        offset, found = self.end, self.found
+        for chunk in _chunks(found.source, offset):
+            counted, number = 0, self._number
+            places = _all_words().places(chunk)
+            index = 0
+            while index < len(places):
+                place = places[index][0]
+                start = max(chunk.rfind(b"\n", 0, place) + 1, place - MAX_LINE_BYTES)
+                end = chunk.find(b"\n", place, place + MAX_LINE_BYTES)
+                end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
+                number += chunk.count(b"\n", counted, start)
+                counted = start
+                owned: dict[int, list[Owned]] = {}  # a word may occur a thousand times in a line
+                while index < len(places) and places[index][0] < end:
+                    owned[id(places[index][1])] = places[index][1]
+                    index += 1
+                text = without_escapes(chunk[start:end].decode(errors="replace"))
+                text = _LONG_NUMBER.sub(r"\1", text)
+                # Most words are in lines that are about something else.
+                causes = {
+                    cause.slug: cause
+                    for of_word in owned.values()
+                    for cause, pattern in of_word
+                    if pattern.may_match(text)
+                }
+                if causes:
+                    yield number, offset + start, text, causes.values()
+            self._number = number + chunk.count(b"\n", counted)
+            self.end = offset + chunk.rfind(b"\n") + 1
+            offset += len(chunk)
+            found.num_lines, found.num_bytes = self._number - 1, offset
+            # The first and, mostly, the last.
+            if offset == len(chunk) or len(chunk) < CHUNK_BYTES // 2:
+                found.ranks |= {int(rank) for rank in _RANKS.findall(chunk[-_BLOCK:])}
+
+
 def scan(source: Source) -> Scanned:
     """Every line of a file that matches a pattern; of many alike, the first and the last."""
-    found = Scanned(source)
-    kept: dict[tuple[str, int | None], list[Hit]] = {}
-    num_marks = 0
-    try:
-        for number, offset, raw, causes in _lines(source, found):
-            line = parse(raw)
-            for cause in causes:
-                if cause.kind == "mark" and num_marks >= MAX_MARKS:
-                    continue
-                if (fields := cause.match(line.text)) is None:
-                    continue
-                hit = Hit(cause, source, number, offset, line, fields)
-                if cause.kind == "mark":
-                    num_marks += 1
-                    kept.setdefault((cause.slug, None), []).append(hit)
-                else:
-                    hits = kept.setdefault((cause.slug, hit.rank), [])
-                    if len(hits) >= KEPT_FIRST + KEPT_LAST:
-                        del hits[KEPT_FIRST]
-                    hits.append(hit)
-    except (OSError, EOFError, zlib.error) as error:
-        found.problem = f"cannot be read: {error}"
-    found.hits = sorted(
-        (hit for hits in kept.values() for hit in hits), key=lambda hit: (hit.number, hit.offset)
-    )
-    found.ranks |= {hit.rank for hit in found.hits if hit.rank is not None}
-    return found
+    return LogScan(source).read()
 
 
-def _lines(source: Source, found: Scanned) -> Iterator[tuple[int, int, str, Iterable[Cause]]]:
-    """Number, offset and text of each line that may matter, and to which causes."""
-    first, offset = source.first_line, 0
-    for chunk in _chunks(source):
-        counted, number = 0, first
-        places = _all_words().places(chunk)
-        index = 0
-        while index < len(places):
-            place = places[index][0]
-            start = max(chunk.rfind(b"\n", 0, place) + 1, place - MAX_LINE_BYTES)
-            end = chunk.find(b"\n", place, place + MAX_LINE_BYTES)
-            end = min(len(chunk), place + MAX_LINE_BYTES) if end < 0 else end
-            number += chunk.count(b"\n", counted, start)
-            counted = start
-            owned: dict[int, list[Owned]] = {}  # a word may occur a thousand times in a line
-            while index < len(places) and places[index][0] < end:
-                owned[id(places[index][1])] = places[index][1]
-                index += 1
-            text = without_escapes(chunk[start:end].decode(errors="replace"))
-            text = _LONG_NUMBER.sub(r"\1", text)
-            # Most words are in lines that are about something else.
-            causes = {
-                cause.slug: cause
-                for of_word in owned.values()
-                for cause, pattern in of_word
-                if pattern.may_match(text)
-            }
-            if causes:
-                yield number, offset + start, text, causes.values()
-        first = number + chunk.count(b"\n", counted)
-        offset += len(chunk)
-        found.num_lines, found.num_bytes = first - 1, offset
-        if offset == len(chunk) or len(chunk) < CHUNK_BYTES // 2:  # the first and, mostly, the last
-            found.ranks |= {int(rank) for rank in _RANKS.findall(chunk[-_BLOCK:])}
+class GrowingLogs:
+    """Scans of logs that somebody asks about again and again: each part of a file is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Path, int | None], tuple[int, LogScan]] = {}
+
+    def scan(self, source: Source) -> Scanned:
+        if source.content is not None:
+            return scan(source)
+        try:
+            status = source.path.stat()
+        except OSError:
+            return scan(source)
+        key = (source.path, source.rank)
+        file, known = self._known.pop(key, (0, LogScan(source)))
+        if file != status.st_ino or status.st_size < known.end:  # it was started over
+            known = LogScan(source)
+        self._known[key] = (status.st_ino, known)
+        while len(self._known) > MAX_SCANS:
+            del self._known[next(iter(self._known))]
+        return known.read()
 
 
-def _chunks(source: Source) -> Iterator[bytes]:
+def _chunks(source: Source, begin: int = 0) -> Iterator[bytes]:
     """The file in pieces of whole lines, unless a line is longer than a piece."""
     with open_log(source) as file:
+        if begin:  # a pipe cannot
+            file.seek(begin)
         rest, num_bytes = b"", 0
         is_file = source.content is not None or source.path.is_file()
         while block := file.read(CHUNK_BYTES):
@@ -259,14 +311,43 @@ def _chunks(source: Source) -> Iterator[bytes]:
             rest = block[cut:]
         if rest:
             yield rest
+    if source.content is None and source.path.suffix == ".gz":
+        _, error = _unpacked(source.path, source.is_named)
+        if error is not None:
+            raise error
 
 
 def open_log(source: Source) -> IO[bytes]:
-    """Open a log, unpacked if it is compressed."""
+    """Open a log; a compressed one is unpacked the first time."""
     if source.content is not None:
         return io.BytesIO(source.content)
-    file = files.open_named(source.path) if source.is_named else files.open_file(source.path)
-    return cast(IO[bytes], gzip.open(file, "rb")) if source.path.suffix == ".gz" else file
+    if source.path.suffix == ".gz":
+        return _unpacked(source.path, source.is_named)[0].open("rb")
+    return files.open_named(source.path) if source.is_named else files.open_file(source.path)
+
+
+@cache
+def _unpacked(path: Path, is_named: bool) -> tuple[Path, Exception | None]:
+    """What a compressed file holds, in a file that goes with this process; and why not all of it.
+
+    Unpacked once: lines around each finding are read again from anywhere in it.
+    """
+    number, name = tempfile.mkstemp(dir=_folder().name)
+    error: Exception | None = None
+    with os.fdopen(number, "wb") as unpacked:
+        try:
+            packed = files.open_named(path) if is_named else files.open_file(path)
+            with packed, gzip.open(packed, "rb") as content:
+                while block := content.read1(1 << 16):  # as far as a torn file goes
+                    unpacked.write(block)
+        except (OSError, EOFError, zlib.error) as why:
+            error = why
+    return Path(name), error
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="allranks-logs-")
 
 
 def read_around(source: Source, offset: int, num_bytes: int) -> str:
@@ -279,13 +360,25 @@ def read_around(source: Source, offset: int, num_bytes: int) -> str:
         return ""
 
 
+_counted: dict[Path, tuple[int, int, int]] = {}  # file, bytes, lines: of files that grow
+
+
 def num_lines(path: Path, num_bytes: float = math.inf) -> int:
     """How many lines a file has, or its first bytes; 0 if it cannot be read."""
     count = 0
     with suppress(OSError), files.open_file(path) as file:
+        identity = os.fstat(file.fileno()).st_ino
+        known, place, lines = _counted.get(path, (identity, 0, 0))
+        if known == identity and place <= min(num_bytes, file.seek(0, os.SEEK_END)):
+            count, num_bytes = lines, num_bytes - place
+        else:
+            place = 0
+        file.seek(place)
         while num_bytes > 0 and (block := file.read(int(min(num_bytes, 1 << 20)))):
             count += block.count(b"\n")
             num_bytes -= len(block)
+            place += len(block)
+        _counted[path] = (identity, place, count)
     return count
 
 

@@ -10,7 +10,9 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from allranks.doctor.catalogue import finding
@@ -127,7 +129,7 @@ def read_slow_facts(run: RunDir) -> SlowFacts | None:
         ),
         cpus_allotted=(run.info().get("hardware") or {}).get("cpus_allotted"),
         is_task=any("rank_batch" in record.start for record in records.values()),
-        nccl=tuple(nccl_lines(run.log(attempt, rank) for rank in records)),
+        nccl=nccl_lines(run.log(attempt, rank) for rank in records),
     )
 
 
@@ -152,22 +154,24 @@ def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
     )
 
 
-def nccl_lines(logs: Iterable[Path]) -> list[Evidence]:
+def nccl_lines(logs: Iterable[Path]) -> tuple[Evidence, ...]:
     """What NCCL prints about its network, from the first log that has any of it."""
     for log in logs:
-        try:
-            with files.open_file(log) as file:
-                text = file.read(LOG_BYTES).decode(errors="replace")
-        except OSError:
-            continue
-        found = [
-            Evidence(str(log), number, line.strip()[:400])
-            for number, line in enumerate(text.splitlines(), start=1)
-            if NCCL_LINES.search(line)
-        ]
-        if found:
-            return found
-    return []
+        with suppress(OSError):
+            if found := _nccl_lines(log, min(LOG_BYTES, log.stat().st_size)):
+                return found
+    return ()
+
+
+@lru_cache(maxsize=1024)  # the beginning of a log does not change
+def _nccl_lines(log: Path, num_bytes: int) -> tuple[Evidence, ...]:
+    with files.open_file(log) as file:
+        text = file.read(num_bytes).decode(errors="replace")
+    return tuple(
+        Evidence(str(log), number, line.strip()[:400])
+        for number, line in enumerate(text.splitlines(), start=1)
+        if NCCL_LINES.search(line)
+    )
 
 
 def slow(facts: SlowFacts, limits: Thresholds | None = None) -> list[Finding]:

@@ -114,11 +114,16 @@ def with_stacks(
     states: Sequence[RankState],
     processes: Mapping[int, int],
     more: Mapping[int, Stack] | None = None,
+    *,
+    takes: bool = True,
 ) -> list[RankState]:
-    """The states with the stacks of the ranks on this machine (rank: process), and `more`."""
+    """The states with the stacks of the ranks on this machine (rank: process), and `more`.
+
+    `takes`: a signal makes each process write its stack; without it, only the kernel is asked.
+    """
     letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
     able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDtZ"}
-    found = {**(more or {}), **stacks.take(able)}
+    found = {**(more or {}), **(stacks.take(able) if takes else {})}
     return [
         replace(state, stack=found.get(state.rank), kernel=letters.get(state.rank, ""))
         for state in states

@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from allranks.show.secrets import redact
 from allranks.watch import logs
 from allranks.watch.hub import Hub
 from allranks.watch.page_data import METRICS, Wish
-from allranks.watch.server import PLOT_FILES, plot_file
+from allranks.watch.server import MOST_PAGES, NO_ROOM, PLOT_FILES, plot_file
 
 FOLDER = Path(__file__).parent / "page"
 SCRIPTS = (
@@ -48,6 +49,7 @@ SCRIPTS = (
 )
 STATIC = (*SCRIPTS, "page.css", PALETTE.name, *PLOT_FILES)
 MAX_BESIDE = 9
+MOST_READERS = 4  # of logs at a time
 MAX_QUERY = 200
 MAX_BODY = 4096
 BODY_SECONDS = 10.0
@@ -108,6 +110,7 @@ class Answers:
         self.hub = hub
         self._place = place
         self._stop = stop
+        self._readers = asyncio.Semaphore(MOST_READERS)
 
     async def page(self, _: Request) -> Response:
         environment = Environment(
@@ -130,6 +133,8 @@ class Answers:
         return Response(static_file(name), media_type=kind)
 
     async def events(self, request: Request) -> Response:
+        if self.hub.num_pages >= MOST_PAGES:
+            return PlainTextResponse(NO_ROOM, 503, {"retry-after": "10"})
         words = request.query_params
         metric = words.get("metric", METRICS[0])
         wish = Wish(
@@ -157,10 +162,21 @@ class Answers:
         after, line = (_count(words.get(key)) for key in ("after", "line"))
         query = words.get("query", "")[:MAX_QUERY]
 
-        def read() -> dict[str, Any]:
-            return logs.read_lines(path, query=query, after=after, line=line or 0)
+        given_up = threading.Event()  # a long log takes a while to search
 
-        return JSONResponse(await run_in_threadpool(read))
+        async def read() -> dict[str, Any]:
+            find = partial(logs.read_lines, path, query=query, given_up=given_up.is_set)
+            async with self._readers:
+                return await run_in_threadpool(find, after=after, line=line or 0)
+
+        reading, leaving = asyncio.ensure_future(read()), asyncio.ensure_future(_leaves(request))
+        try:
+            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(reading.result() if reading.done() else {})
+        finally:
+            given_up.set()
+            leaving.cancel()
+            reading.cancel()
 
     async def stop(self, request: Request) -> Response:
         """The only action on the page; the body must name the run twice."""
@@ -178,6 +194,12 @@ class Answers:
             return _problem(409, f"{error.what}; {error.fix}")
         self.hub.hurry(name)
         return JSONResponse({"run": name, "said": redact(said)})
+
+
+async def _leaves(request: Request) -> None:
+    """Returns when the client has gone, or has asked for something else instead."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request) -> dict[str, Any]:

@@ -27,8 +27,8 @@ BEAT_SECONDS = 4.0
 LONE_SECONDS = 2.0  # between looks while no browser is open
 FILES_SECONDS = 5.0
 PAST_SECONDS = 1.4
-DIAGNOSE_SECONDS = 60.0
-DIAGNOSE_STALLED_SECONDS = 600.0
+DIAGNOSE_SECONDS = 60.0  # between questions to the doctor about a run that goes on
+TIMES_ITS_ANSWER = 50  # a doctor who is slow to answer is asked less often
 
 # The state of a page without runs.
 NOTHING: dict[str, Any] = {
@@ -47,7 +47,8 @@ class Findings:
     def __init__(self, diagnose: Diagnose | None) -> None:
         self._diagnose = diagnose
         self._known: dict[str, dict[str, Any]] = {}
-        self._asked: dict[str, tuple[object, float]] = {}
+        self._asked: dict[str, object] = {}  # what the run looked like then
+        self._due: dict[str, float] = {}
         self._thread: threading.Thread | None = None
         self._has_news = False
 
@@ -75,21 +76,21 @@ class Findings:
 
     def _is_due(self, name: str, view: RunView) -> bool:
         sign = (view.state, view.attempt, view.stalled)
-        before, asked = self._asked.get(name, (None, 0.0))
-        now = time.monotonic()
-        # Diagnosing a stalled run takes stack dumps on its nodes: do that rarely.
-        pause = DIAGNOSE_STALLED_SECONDS if view.stalled else DIAGNOSE_SECONDS
-        if sign == before and (view.state != "running" or now - asked < pause):
+        is_due = view.state == "running" and time.monotonic() >= self._due.get(name, 0.0)
+        if sign == self._asked.get(name) and not is_due:
             return False
-        self._asked[name] = (sign, now)
+        self._asked[name] = sign
         return True
 
     def _ask(self, run: RunDir) -> None:
         assert self._diagnose is not None
+        begin = time.monotonic()
         try:
             found = {"list": redact_all(self._diagnose(run)), "problem": None}
         except Exception as error:  # the page works without it, and says so
             found = {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
+        now = time.monotonic()
+        self._due[run.name] = now + max(DIAGNOSE_SECONDS, TIMES_ITS_ANSWER * (now - begin))
         self._known[run.name] = found
         self._has_news = True
 
@@ -133,6 +134,11 @@ class Hub:
         self._closing.set()
         self._wake.set()
         self._tell()
+
+    @property
+    def num_pages(self) -> int:
+        """How many browsers follow now."""
+        return len(self._wishes)
 
     def join(self, seconds: float) -> None:
         if self._thread.ident is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,15 +53,21 @@ def first_log(names: Iterable[str], rank: int | None) -> str | None:
 
 
 def read_lines(
-    path: Path, *, query: str = "", after: int | None = None, line: int = 0
+    path: Path,
+    *,
+    query: str = "",
+    after: int | None = None,
+    line: int = 0,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """The last lines, or those after an offset, that contain `query`, and where to continue.
 
     `lines` are [number, text]; `rest` is an unfinished line; `found` counts all matches.
+    `given_up`: asked again and again while it reads; then it ends early.
     """
     size = _size(path)
     if after is None or after > size:  # first look, or the file was started over
-        after, line = (0, 0) if query else _tail_start(path, size)
+        after, line = (0, 0) if query else _tail_start(path, size, given_up)
     kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_LINES)
     found, rest, wanted = 0, "", query.casefold()
     for start, block in _blocks(path, after):
@@ -76,7 +82,7 @@ def read_lines(
                     kept.append((number, raw))
         after = start + len(block)
         line += block.count(b"\n")
-        if after >= size + CHUNK_BYTES:  # it grows as fast as we read
+        if after >= size + CHUNK_BYTES or given_up():  # it may grow as fast as we read
             break
     # Only now, as this is slow. A match inside a secret or a colour code does not count.
     lines = [[number, text] for number, raw in kept if wanted in (text := shown(raw)).casefold()]
@@ -122,7 +128,7 @@ def _blocks(path: Path, after: int) -> Iterator[tuple[int, bytes]]:
         yield after - len(rest), rest
 
 
-def _tail_start(path: Path, size: int) -> tuple[int, int]:
+def _tail_start(path: Path, size: int, given_up: Callable[[], bool]) -> tuple[int, int]:
     """Where the last lines begin, and how many lines come before."""
     if size <= TAIL_BYTES:
         return 0, 0
@@ -132,14 +138,14 @@ def _tail_start(path: Path, size: int) -> tuple[int, int]:
             begin = file.read(TAIL_BYTES).find(b"\n") + 1
             start = size - TAIL_BYTES + begin
             file.seek(0)
-            return start, _count_lines(file, start)
+            return start, _count_lines(file, start, given_up)
     except OSError:
         return 0, 0
 
 
-def _count_lines(file: BinaryIO, end: int) -> int:
+def _count_lines(file: BinaryIO, end: int, given_up: Callable[[], bool]) -> int:
     count = 0
-    while end > 0 and (chunk := file.read(min(CHUNK_BYTES, end))):
+    while end > 0 and not given_up() and (chunk := file.read(min(CHUNK_BYTES, end))):
         count += chunk.count(b"\n")
         end -= len(chunk)
     return count

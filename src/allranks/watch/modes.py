@@ -177,12 +177,7 @@ def follow(
 
 def serve_page(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> None:
     """Serve the page until Ctrl-C; prints its address once it can be opened."""
-    from allranks.doctor.diagnose import diagnosis_of
-    from allranks.doctor.finding import as_json
     from allranks.watch.server import Served, serve
-
-    def diagnose(run: RunDir) -> list[dict[str, Any]]:
-        return as_json(diagnosis_of(run))
 
     def announce(served: Served) -> None:
         words = to_json(asdict(served)) if wanted.as_json else "\n".join(served.lines())
@@ -195,8 +190,21 @@ def serve_page(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> N
         notify=notifier.look if notifier else None,
         port=wanted.port,
         announce=announce,
-        diagnose=diagnose,
+        diagnose=patient_doctor(),
     )
+
+
+def patient_doctor() -> Callable[[RunDir], list[dict[str, Any]]]:
+    """Says what is wrong with a run, however often it is asked: a page may be left open for days.
+
+    It reads each part of a log once, and sends no signals to ranks for their stacks.
+    """
+    from allranks.doctor.diagnose import diagnosis_of
+    from allranks.doctor.finding import as_json
+    from allranks.doctor.log_search import GrowingLogs
+
+    logs = GrowingLogs()
+    return lambda run: as_json(diagnosis_of(run, scan=logs.scan, takes_stacks=False))
 
 
 def watch_job(job: str, wanted: Wanted, *, stacks: bool) -> None:

@@ -21,9 +21,16 @@ from allranks.watch.views import RunView
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.types import Receive, Scope, Send
+
 ADDRESS = "127.0.0.1"
 HEADER_SECONDS = 10  # within which a request must be there
 MOST_CONNECTIONS = 64
+MOST_PAGES = 32  # open at a time: the other connections are for files and logs
+NO_ROOM = (
+    "Too many pages or programs are connected to this `allranks watch --web`. "
+    "Close some; a page that waits connects by itself.\n"
+)
 # uPlot's files, by the names that the page asks for. The package itself, a wrapper for notebooks,
 # is not imported.
 PLOT_FILES = {"uplot.js": "uPlot.iife.js", "uplot.css": "uPlot.min.css"}
@@ -158,24 +165,28 @@ def _uvicorn() -> Any:
 
 
 def impatient_protocol(seconds: float, most: int) -> Any:
-    """uvicorn's HTTP protocol, protected against clients that connect but hardly send anything.
+    """uvicorn's HTTP protocol, protected against clients that connect but hardly send or read.
 
-    A connection without a request is closed after that many seconds; if there are more than
-    `most`, the one that has been idle longest is closed.
+    A connection without a request is closed after that many seconds, and one whose client does not
+    read its answer after three times as many. If there are more than `most`, the one that has been
+    without a request longest is closed; if all have one, the new one is told that there is no room.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
-        waits_since = 0.0
+        waits_since = 0.0  # for a request
+        stuck_since: float | None = None  # with an answer that its client does not read
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.waits_since = self.loop.time()
-            waiting = [
-                one for one in self.connections if isinstance(one, Impatient) and one.is_idle
-            ]
             if len(self.connections) > most:
-                min(waiting, key=lambda one: one.waits_since).transport.abort()
+                others = [one for one in self.connections if isinstance(one, Impatient)]
+                waiting = [one for one in others if one.is_idle and one is not self]
+                if waiting:
+                    min(waiting, key=lambda one: one.waits_since).transport.abort()
+                else:
+                    self.app = no_room
             self.loop.call_later(seconds, self._look)
 
         @property
@@ -186,16 +197,34 @@ def impatient_protocol(seconds: float, most: int) -> Any:
             self.waits_since = self.loop.time()
             super().on_response_complete()
 
+        def pause_writing(self) -> None:
+            self.stuck_since = self.loop.time()
+            super().pause_writing()
+
+        def resume_writing(self) -> None:
+            self.stuck_since = None
+            super().resume_writing()
+
         def _look(self) -> None:
             if self.transport.is_closing():
                 return
-            left = self.waits_since + seconds - self.loop.time()
-            if self.is_idle and left <= 0:
+            now = self.loop.time()
+            left = self.waits_since + seconds - now
+            is_stuck = self.stuck_since is not None and now - self.stuck_since >= 3 * seconds
+            if is_stuck or (self.is_idle and left <= 0):
                 self.transport.abort()
             else:
                 self.loop.call_later(left if left > 0 else seconds, self._look)
 
     return Impatient
+
+
+async def no_room(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers in place of the page while there are too many connections."""
+    from starlette.responses import PlainTextResponse
+
+    headers = {"retry-after": "10", "connection": "close"}
+    await PlainTextResponse(NO_ROOM, 503, headers)(scope, receive, send)
 
 
 def plot_file(name: str) -> Path | None:

@@ -5,7 +5,7 @@ const LOOK_MS = 1000, TYPING_MS = 250, MAX_LINES = 1500;
 
 export class Logs {
   constructor() {
-    Object.assign(this, {run: null, file: "", place: null, found: 0, isBusy: false, isSeen: false, round: 0});
+    Object.assign(this, {run: null, file: "", place: null, found: 0, isBusy: false, isSeen: false, asking: new AbortController()});
     this.box = byId("log");
     byId("file").addEventListener("change", event => this.show(this.run, event.target.value));
     let typing = 0;
@@ -35,8 +35,8 @@ export class Logs {
     if (run !== this.run || file !== this.file) this.show(run, file);
   }
   show(run, file) {
-    Object.assign(this, {run, file, place: null, found: 0, isBusy: false});
-    this.round++;
+    this.asking.abort(); // the server stops searching for what nobody waits for
+    Object.assign(this, {run, file, place: null, found: 0, isBusy: false, asking: new AbortController()});
     if (file) byId("file").value = file;
     this.look();
   }
@@ -47,15 +47,16 @@ export class Logs {
     }
     if (this.isBusy || document.hidden || this.place && !this.isSeen) return;
     this.isBusy = true;
-    const round = this.round, query = byId("query").value;
+    const asking = this.asking, query = byId("query").value;
+    if (query && !this.place) say(byId("log-now"), "searching …");
     try {
       const words = new URLSearchParams({run: this.run, file: this.file, query});
       if (this.place) { words.set("after", this.place.offset); words.set("line", this.place.line); }
-      const answer = await fetch("api/log?" + words);
+      const answer = await fetch("api/log?" + words, {signal: asking.signal});
       const read = answer.ok ? await answer.json() : null;
-      if (read && round === this.round) this.take(read, query);
-    } catch { /* the top of the page already says that the server is gone */ }
-    if (round === this.round) this.isBusy = false;
+      if (read && asking === this.asking) this.take(read, query);
+    } catch { /* given up, or the top of the page already says that the server is gone */ }
+    if (asking === this.asking) this.isBusy = false;
   }
   take(read, query) {
     if (!this.place || read.offset < this.place.offset) { this.box.replaceChildren(); this.found = 0; }

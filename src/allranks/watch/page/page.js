@@ -12,7 +12,8 @@ const hash = decodeURIComponent(location.hash.slice(1));
 history.replaceState(null, "", location.pathname + location.hash);
 
 const logs = new Logs();
-const LINK = {live: "live", waiting: "reconnecting", lost: "no answer: is allranks watch --web still running?"};
+const LINK = {live: "live", waiting: "reconnecting", lost: "no answer: is allranks watch --web still running?",
+  full: "too many pages are open: close some"};
 
 const page = {
   chosen: hash || null, compared: new Set(), colours: new Map(), metric: "work", axis: "step",

@@ -60,8 +60,19 @@ export class Line {
       if (source !== this.source) return;
       const isRefused = source.readyState === EventSource.CLOSED;
       this.onLink(isRefused ? "lost" : "waiting");
-      if (isRefused) this.retry = setTimeout(() => this.open(), 4 * RETRY_MS);
+      if (!isRefused) return;
+      this.retry = setTimeout(() => this.open(), 4 * RETRY_MS);
+      this.askWhy(source);
     });
+  }
+  /** A source of events is not told why it was refused. */
+  async askWhy(source) {
+    const asking = new AbortController();
+    try {
+      const {status} = await fetch("events?" + this.query(), {signal: asking.signal});
+      if (status === 503 && source === this.source) this.onLink("full");
+    } catch { /* there is no server */ }
+    asking.abort();
   }
   /** The server's clock. */
   now() { return Date.now() / 1000 + this.skew; }
