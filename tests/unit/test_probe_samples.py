@@ -12,19 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.probe.samples import (
+from allranks.probe.batches import num_kept, num_samples, tensors
+from allranks.probe.fingerprints import (
     FINGERPRINT_EPOCHS,
     FINGERPRINTS,
     MAX_FINGERPRINTS,
-    MAX_WAITING,
-    CountedStep,
     Fingerprints,
-    Loader,
-    SampleCounter,
-    num_kept,
-    num_samples,
-    tensors,
 )
+from allranks.probe.loaders import MAX_WAITING, Loader, Pass
+from allranks.probe.samples import CountedStep, SampleCounter
+from allranks.run.record import MEASURED
 from allranks.timing.timeline import BACKWARD, FORWARD, Timeline
 
 
@@ -38,24 +35,32 @@ class Script:
     def __init__(self) -> None:
         self.counter = SampleCounter()
         self.fingerprints = Fingerprints()
+        self.passes: list[Pass] = []
 
-    def epoch(self, loader: Loader | None = None) -> Loader:
-        loader = loader or Loader()
-        loader.started()
-        self.counter.started(loader)
-        return loader
+    def epoch(self, before: Pass | None = None) -> Pass:
+        """A new pass, over the loader of a pass that does not go on if there is one."""
+        new = Pass(before.loader if before else Loader(dataset=len(self.passes)))
+        self.passes.append(new)
+        new.loader.started()
+        self.counter.started(new, [before] if before else [])
+        return new
 
-    def fetch(self, loader: Loader, *sizes: int) -> None:
+    def fetch(self, one: Pass, *sizes: int) -> None:
         for size in sizes:
-            self.give(loader, batch(size))
+            self.give(one, batch(size))
 
-    def give(self, loader: Loader, batch: Any) -> None:
-        self.counter.fetched(loader, loader.fetched(batch, self.fingerprints))
+    def give(self, one: Pass, batch: Any) -> None:
+        self.counter.fetched(one, one.loader.fetched(batch, self.fingerprints))
 
     def step(self, backwards: int = 1) -> int:
         for _ in range(backwards):
             self.counter.trained()
-        return self.counter.take()
+        return self.end()
+
+    def end(self) -> int:
+        samples = self.counter.take()
+        self.counter.clear()
+        return samples
 
 
 def train(sizes: Sequence[int], *, ahead: int, micro: int, backwards: int = 1) -> list[int]:
@@ -67,7 +72,8 @@ def train(sizes: Sequence[int], *, ahead: int, micro: int, backwards: int = 1) -
         own = sizes[first : first + micro]
         last = min(len(sizes), first + len(own) + ahead)
         script.fetch(loader, *sizes[fetched:last])
-        loader.ended = first + len(own) + ahead > len(sizes)
+        if first + len(own) + ahead > len(sizes) and loader.ended is None:
+            script.counter.ended(loader)
         fetched = last
         steps.append(script.step(backwards * len(own)))
     return steps
@@ -107,7 +113,7 @@ def test_validation_between_steps_does_not_count() -> None:
     assert script.step() == 8
     validation = script.epoch()
     script.fetch(validation, 100, 100)
-    validation.ended = True
+    script.counter.ended(validation)
     script.fetch(training, 8)
     assert script.step() == 8
 
@@ -119,7 +125,7 @@ def test_validation_before_the_first_step_does_not_count() -> None:
     training = script.epoch()
     script.fetch(training, 8)
     assert script.step() == 8
-    assert script.counter.training is training
+    assert script.counter.training is training.loader
 
 
 def test_a_last_batch_fetched_ahead_counts_after_a_validation() -> None:
@@ -127,7 +133,7 @@ def test_a_last_batch_fetched_ahead_counts_after_a_validation() -> None:
     training = script.epoch()
     script.fetch(training, 8, 5)
     assert script.step() == 8
-    training.ended = True
+    script.counter.ended(training)
     script.fetch(script.epoch(), 100)
     assert script.step() == 5
 
@@ -140,7 +146,7 @@ def test_a_batch_fetched_between_backward_and_update_counts_in_the_next_step() -
     for size in (5, 6, 7):
         script.counter.trained()
         script.fetch(loader, size)
-        steps.append(script.counter.take())
+        steps.append(script.end())
     assert steps == [4, 5, 6]
 
 
@@ -148,10 +154,10 @@ def test_a_batch_that_is_only_looked_at_is_forgotten_with_the_next_epoch() -> No
     script = Script()
     loader = script.epoch()
     script.fetch(loader, 32)
-    script.epoch(loader)
-    script.fetch(loader, 16)
+    again = script.epoch(loader)
+    script.fetch(again, 16)
     assert script.step() == 16
-    assert loader.epoch == 2
+    assert (again.epoch, script.counter.counted) == (1, MEASURED)
 
 
 def test_skipped_batches_do_not_make_later_steps_larger() -> None:
@@ -200,13 +206,13 @@ def test_batches_nobody_trains_on_are_not_kept_for_ever() -> None:
     script = Script()
     loader = script.epoch()
     script.fetch(loader, *[1] * (MAX_WAITING + 100))
-    assert len(loader.waiting) == MAX_WAITING
+    assert len(script.counter._waiting) == MAX_WAITING
 
 
 def test_indices_tell_the_size_of_a_batch_without_tensors() -> None:
     script = Script()
     loader = script.epoch()
-    loader.indices.extend([[3, 1, 2], [4, 5]])
+    loader.loader.indices.extend([[3, 1, 2], [4, 5]])
     script.give(loader, object())
     assert script.step() == 3
     script.give(loader, object())
@@ -217,9 +223,9 @@ def fingerprints(indices: list[list[int]], values: list[float]) -> list[dict[str
     script = Script()
     loader = script.epoch()
     for chosen, value in zip(indices, values, strict=True):
-        loader.indices.append(chosen)
+        loader.loader.indices.append(chosen)
         script.give(loader, torch.full((len(chosen), 2), value))
-    return script.fingerprints.take(loader)
+    return script.fingerprints.take(loader.loader)
 
 
 def test_an_index_may_be_an_array() -> None:
@@ -235,7 +241,7 @@ def test_a_batch_with_nothing_in_it_has_no_samples_whatever_its_indices() -> Non
     script = Script()
     loader = script.epoch()
     for nothing in ([torch.empty(0, 8)], {"x": torch.empty(0, 3), "y": torch.empty(0)}):
-        loader.indices.append([1, 2, 3, 4])
+        loader.loader.indices.append([1, 2, 3, 4])
         script.give(loader, nothing)
         assert script.step() == 0
     script.give(loader, [torch.empty(5, 8)])
@@ -280,9 +286,9 @@ def test_fingerprints_tell_the_loader_that_is_trained_on() -> None:
     training, validation = script.epoch(), script.epoch()
     for loader in (training, validation):
         script.give(loader, torch.ones(2, 2))
-    seen = script.fingerprints.take(training)
+    seen = script.fingerprints.take(training.loader)
     assert [(one["loader"], one["trained"]) for one in seen] == [(0, True), (1, False)]
-    assert script.fingerprints.take(training) == []
+    assert script.fingerprints.take(training.loader) == []
 
 
 def test_equal_batches_have_equal_fingerprints_and_others_do_not() -> None:
@@ -296,9 +302,9 @@ def test_equal_batches_have_equal_fingerprints_and_others_do_not() -> None:
 
 def test_only_early_batches_are_looked_at() -> None:
     script = Script()
-    loader = Loader()
+    loader = None
     for _ in range(FINGERPRINT_EPOCHS + 2):
-        script.epoch(loader)
+        loader = script.epoch(loader)
         script.fetch(loader, *[2] * (FINGERPRINTS + 3))
     assert len(script.fingerprints.seen) == FINGERPRINT_EPOCHS * FINGERPRINTS
 
@@ -372,7 +378,7 @@ def test_the_length_of_a_batch(given_batch: Any, expected: int) -> None:
 
 
 def test_steps_are_counted_when_they_are_taken() -> None:
-    counter, loader = SampleCounter(), Loader()
+    counter, loader = SampleCounter(), Pass(Loader())
     timeline = Timeline()
     timeline.restart()
     for samples in (8, 5):
@@ -381,7 +387,7 @@ def test_steps_are_counted_when_they_are_taken() -> None:
         timeline.end()
     assert counter.training is None  # nothing was done yet
     taken = [CountedStep(marks, timeline.unix, counter) for marks in timeline.take_steps()]
-    assert [(step.epoch, step.samples) for step in taken] == [(0, 8), (0, 5)]
+    assert [(step.epoch, step.samples) for step in taken] == [(1, 8), (1, 5)]
     first, second = (json.loads(step.line()) for step in taken)
     assert (first["event"], first["step"], first["samples"]) == ("step", 1, 8)
     assert first["seconds"] == pytest.approx(taken[0].host_seconds, abs=1e-6)

@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 
 # Modules of the probe that hooks call.
 PARTS = (
-    *("backward_pass", "data_loaders", "device_sampler", "hooks", "model_inputs", "recorder"),
-    *("samples", "window"),
+    *("backward_pass", "batches", "data_loaders", "device_sampler", "fingerprints", "hooks"),
+    *("loaders", "model_inputs", "recorder", "samples", "window"),
 )
 
 

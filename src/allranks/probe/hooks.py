@@ -18,6 +18,7 @@ from allranks.probe.compilers import hide_from_compilers, unless_compiled, unsee
 from allranks.probe.data_loaders import hook_loader
 from allranks.probe.model_inputs import watch_model
 from allranks.probe.recorder import Recorder
+from allranks.probe.samples import SampleCounter
 from allranks.timing.timeline import AFTER, AROUND, BACKWARD, MAX_MARKS, OPTIMIZER, OTHER, WAIT
 
 SYNCHRONOUS = (
@@ -42,6 +43,7 @@ def install(recorder: Recorder) -> Arrival:
     hook_optimizer(recorder, optimizer)
     hook_backward(recorder, arrival)
     hook_loader(recorder)
+    hook_modes(recorder)
     arrival.later.append(hook_waiting(recorder))
     hook_meeting(recorder, arrival)
     hook_groups(recorder)
@@ -97,6 +99,31 @@ def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> No
         arrival.settle(optimizer)
     if recorder.counter.training is None and not recorder.timeline.is_taken:
         watch_model(recorder, optimizer)
+
+
+def hook_modes(recorder: Recorder) -> None:
+    """Record when the script switches a model to evaluation, and back."""
+    from torch.nn import Module
+
+    switch, timeline = Module.train, recorder.timeline
+    is_inside, is_training = False, True
+
+    def timed(self: Any, mode: bool = True) -> Any:
+        nonlocal is_inside, is_training
+        # A model switches the modules in it; most scripts switch to training again and again.
+        if is_inside or not timeline.is_on or (mode and is_training):
+            return switch(self, mode)
+        is_inside = True
+        try:
+            return switch(self, mode)
+        finally:
+            is_inside = False
+            if get_ident() == timeline.thread:
+                is_training = mode
+                with recorder.guarded:
+                    timeline.mark(timeline.label, (SampleCounter.switched, mode))
+
+    Module.train = unless_compiled(switch, timed)  # type: ignore[method-assign]
 
 
 def hook_waiting(recorder: Recorder) -> Callable[[], None]:

@@ -7,9 +7,10 @@ import gc
 import weakref
 from typing import Any
 
+from allranks.probe.batches import num_samples
 from allranks.probe.compilers import Called, unseen_by_compilers
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import SampleCounter, num_samples
+from allranks.probe.samples import SampleCounter
 from allranks.timing.timeline import FORWARD
 
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # of a module, by their numbers

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,12 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from allranks.probe.samples import CountedStep, Fingerprints, SampleCounter
+from allranks.probe.fingerprints import Fingerprints
+from allranks.probe.samples import CountedStep, SampleCounter
 from allranks.run.events import EventLog, WhatIsLate, append_event, is_ready, read_events, to_json
 from allranks.run.folder import TWICE, write_atomically
-from allranks.timing.timeline import Timeline
+from allranks.run.record import MEASURED
+from allranks.timing.timeline import DATA, END, Timeline
 
-REELECT_AFTER = 10  # steps of another optimizer without one of the leader's
 EXIT_SECONDS = 5.0  # for a device to finish the last steps
 # The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
 # in one go would delay a step by milliseconds, and with it those of all other ranks.
@@ -54,9 +55,9 @@ class Recorder:
         self._log: EventLog | None = None
         self._ended: deque[CountedStep] = deque()  # steps to be written
         self._taking = threading.Lock()
-        self._leader = 0  # id of the optimizer whose steps are counted, while there is one
-        self._end_of_leader: weakref.ref[Any] | None = None
-        self._others: dict[int, int] = {}  # steps of other optimizers since the leader's last
+        self._stepped: set[int] = set()  # ids of the optimizers that made the last step
+        self._is_alone = False  # whether one of them has made the last two, without others
+        self._followed = 0  # id of the optimizer that `_follow` was called with
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
         self.peers: bool | None = None  # whether there are other ranks; None until they meet
 
@@ -80,9 +81,17 @@ class Recorder:
         return self.peers
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step. Only the leading optimizer's steps are counted."""
-        if id(optimizer) != self._leader and not self._takes_over(optimizer):
+        """An optimizer has made a step; several that take turns make one together."""
+        number = id(optimizer)
+        if self._stepped and number not in self._stepped and not self._takes_over():
+            self._stepped.add(number)
+            self._is_alone = False
             return
+        self._is_alone = self._stepped == {number}
+        self._stepped = {number}
+        if number != self._followed:
+            self._followed = number
+            self._follow(optimizer)
         timeline = self.timeline
         step = timeline.num_steps + 1
         if not timeline.is_taken:
@@ -90,27 +99,16 @@ class Recorder:
         self.step = step
         if step == 1:
             self._begin(optimizer)
-        if self._others:
-            self._others.clear()
         if self.at_step:
             for call in list(self.at_step):
                 call(step)
 
-    def _takes_over(self, optimizer: Any) -> bool:
-        """Whether this optimizer leads from now on: its steps are the training's."""
-        others = self._others.get(id(optimizer), 0) + 1
-        self._others[id(optimizer)] = others
-        if self._leader and others < REELECT_AFTER:
+    def _takes_over(self) -> bool:
+        """Whether an optimizer follows one that was alone: with a batch of its own it does."""
+        if not self._is_alone:
             return False
-        leader = self._leader = id(optimizer)
-        self._follow(optimizer)
-
-        def gone(_: object) -> None:
-            if self._leader == leader:
-                self._leader = 0
-
-        self._end_of_leader = weakref.ref(optimizer, gone)
-        return True
+        labels = (label for label, *_ in reversed(self.timeline.marks))
+        return any(label == DATA for label in itertools.takewhile(lambda one: one != END, labels))
 
     def _begin(self, optimizer: Any) -> None:
         """After the first step, record what the script trains on."""
@@ -118,8 +116,8 @@ class Recorder:
             log = self._open()
             self._take_steps()
             training = self.counter.training
-            if training is not None and training.dataset_samples is not None:
-                log.write("dataset", samples_per_epoch=training.dataset_samples)
+            if training is not None and training.pass_samples and self.counter.counted == MEASURED:
+                log.write("dataset", rank_samples=training.pass_samples)
         for call in self.at_first_step:
             call(optimizer)
 
@@ -142,10 +140,30 @@ class Recorder:
         if self._log is not None:
             for seen in self.fingerprints.take(self.counter.training):
                 self._log.write("batch", **seen)
+            self._write_counts(self._log)
+
+    def _write_counts(self, log: EventLog) -> None:
+        counter = self.counter
+        ended, counter.ended_epochs = counter.ended_epochs, []
+        changes, counter.changes = counter.changes, []
+        for epoch in ended:
+            log.write("epoch", **epoch)
+        for known in changes:
+            why = {} if known.why is None else {"why": known.why}
+            log.write("counted", samples=known.samples, epochs=known.epochs, **why)
+
+    def _finish(self) -> None:
+        """Complete the epoch that ended after the last step, if one did."""
+        self._take_steps()
+        with self._taking:
+            marks = list(self.timeline.marks)
+            self.counter.finish([note for *_, note in marks if note.__class__ is tuple])
 
     def _follow(self, optimizer: Any) -> None:
         """Take the training's thread and device from this optimizer."""
-        self.timeline.thread = threading.get_ident()
+        if self.timeline.thread != threading.get_ident():
+            self.timeline.thread = threading.get_ident()
+            self.counter.elsewhere.clear()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and parameters[0].is_cuda:
             self.device = parameters[0].device
@@ -187,6 +205,8 @@ class Recorder:
         """Write everything; steps that a hanging device never finishes lack their times."""
         if self._log is None:
             return
+        if not self.timeline.is_taken:
+            self._finish()
         self._log.flush("hold")
         deadline = time.monotonic() + EXIT_SECONDS
         while self._ended and time.monotonic() < deadline:

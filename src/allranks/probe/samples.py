@@ -1,169 +1,409 @@
-"""Counts the samples of each step, and fingerprints batches to compare ranks and epochs."""
+"""Counts the samples and epochs of a script, and says how surely.
+
+A batch that is fetched while gradients are on is trained on by the next backward pass, if only one
+such batch is there. Where there is a choice, the counter takes the likely one and keeps in mind how
+many samples the other would have made: where that is more than one in a hundred, its count is no
+measurement any more.
+"""
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from allranks.probe.loaders import MAX_WAITING, Loader, Pass
 from allranks.run.events import SCHEMA_VERSION, WhatIsLate
-from allranks.timing.timeline import Mark, Step
+from allranks.run.record import MEASURED, Certainty, Counted
+from allranks.timing.timeline import EVALUATION, Mark, Step
 
-FINGERPRINTS = 4  # batches per epoch
-FINGERPRINT_EPOCHS = 2
-MAX_FINGERPRINTS = 64  # of a rank: a script may make a new loader for every epoch
-FINGERPRINT_VALUES = 4096
 MAX_SIZES = 1000  # distinct batch sizes that are counted
-MAX_WAITING = 1024  # batches per loader that are remembered until they arrive or are trained on
+MAX_DOUBT = 0.01  # of the samples
+SAY_AGAIN_STEPS = 100  # so that who reads only the last events knows
+# Why a count is not sure.
+NO_LOADER = "it trains without a DataLoader: samples are counted by what the model is given"
+NOTHING_SEEN = "no DataLoader was seen, nor what the model is given"
+SUMMED = "several batches are fetched for one backward pass"
+OTHER_LOADER = "it is not clear which of several loaders it trains on"
+SKIPPED = "some batches are fetched and seem not to be trained on"
+KEPT = "it trains on batches that it keeps or fetched before"
+NO_GRADIENTS = "batches are fetched while gradients are off"
+THREAD = "batches are fetched in another thread"
+LEFT = "it leaves its loader before the end"
+DATA_SETS = "it trains on several data sets"
 
 
-@dataclass(slots=True)
-class Loader:
-    """One DataLoader of the script, over all its epochs."""
+@dataclass(slots=True, eq=False)
+class Fetched:
+    """A batch that may be trained on."""
 
-    dataset_samples: int | None = None  # if its data set has a length
-    number: int | None = None  # among the fingerprinted loaders
-    is_checked: bool = False  # whether its batches may be shorter than their indices
-    starts: int = 0  # how many times it was started
-    batches: int = 0  # since it was started
-    indices: deque[Any] = field(  # of batches that are being loaded
-        default_factory=lambda: deque(maxlen=MAX_WAITING)
-    )
-    # The rest belongs to the SampleCounter.
-    epoch: int = 0
-    waiting: deque[int] = field(  # sizes of batches that were not trained on yet
-        default_factory=lambda: deque(maxlen=MAX_WAITING)
-    )
-    ended: bool = False
-
-    def started(self) -> None:
-        self.starts += 1
-        self.batches = 0
-        self.indices.clear()
-
-    def fetched(self, batch: Any, fingerprints: Fingerprints) -> int:
-        """A batch has arrived; returns how many samples it has."""
-        indices = self.indices.popleft() if self.indices else None
-        # Almost always a list, and isinstance(…, Sized) takes microseconds.
-        if indices.__class__ is list:
-            samples = len(indices)
-        else:
-            samples = len(indices) if isinstance(indices, Sized) else num_samples(batch)
-        if self.is_checked and indices is not None:
-            samples = num_kept(batch, samples)
-        if self.batches < FINGERPRINTS and self.starts <= FINGERPRINT_EPOCHS:
-            if samples and is_empty(batch):
-                samples, self.indices = 0, deque(maxlen=0)  # its indices do not say what is in it
-            fingerprints.look(self, batch, indices, samples)
-        self.batches += 1
-        return samples
-
-
-class Fingerprints:
-    """Fingerprints of early batches, to be written with the next step."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Loader, dict[str, Any]]] = []
-        self._num_seen = 0
-        self._num_loaders = 0
-
-    def look(self, loader: Loader, batch: Any, indices: Any, samples: int) -> None:
-        if self._num_seen >= MAX_FINGERPRINTS:
-            return
-        self._num_seen += 1
-        if loader.number is None:
-            loader.number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        found = {"epoch": loader.starts, "batch": loader.batches, "samples": samples}
-        if indices is not None:
-            values = list(indices)[:FINGERPRINT_VALUES]
-            found["indices"] = zlib.crc32(repr(values).encode())
-            with suppress(Exception):  # an index may be anything, an array too
-                found["sorted"] = values == sorted(values)
-        tensor = next(tensors(batch), None)
-        if tensor is not None and tensor.device.type == "cpu":  # the probe never waits for a device
-            with suppress(Exception):  # not every tensor can be read as bytes
-                found["content"] = content(tensor)
-        self.seen.append((loader, found))
-
-    def take(self, training: Loader | None) -> list[dict[str, Any]]:
-        """Fingerprints since the last call; `training` is the loader that is trained on."""
-        seen, self.seen = self.seen, []
-        return [
-            {**found, "loader": loader.number, "trained": training is None or loader is training}
-            for loader, found in seen
-        ]
+    of: Pass
+    samples: int
+    at: int  # which mark of its step; -1 in a later step
 
 
 class SampleCounter:
-    """Counts a batch when a backward pass follows it, so validation batches never count.
+    """Follows the script's batches and backward passes, in the order in which they came.
 
-    Its methods are called from notes on the timeline, some time after the step.
+    Its methods are called from notes on the timeline, some time after the step; `at` is the number
+    of the mark that has the note.
     """
 
     def __init__(self, switch_off: Callable[[Exception], None] | None = None) -> None:
         self.switch_off = switch_off  # called if anything fails here
-        self.step_samples = 0
-        self.loader: Loader | None = None  # the one that gave the last batch
+        self.at = 0
+        self.total = 0  # samples so far
+        self.epochs = 0  # completed
+        self.counted = MEASURED
         self.training: Loader | None = None  # the one that gave the last trained batch
-        self._fresh = 0  # batches that may still be trained on before the step ends
-        self._last_batch = 0  # samples of the last trained batch
-        self._sizes: Counter[int] = Counter()  # number of batches of each size
-        self._has_trained = False  # whether this step had a backward pass
-        self._has_batch = False  # whether that was on a new batch, even an empty one
+        self.epoch: int | None = None  # of that batch
+        self.began = 0  # at which mark the first step begins, once it was taken
+        self.ended_epochs: list[dict[str, int]] = []  # and what is known: events to be written
+        self.changes: list[Counted] = []
+        # What other threads fetch: a method's name and its arguments.
+        self.elsewhere: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
+        self._step = 0
+        self._num_backwards = 0  # since the beginning
+        self._waiting: list[Fetched] = []  # batches that were not trained on yet
+        self._passes: list[Pass] = []  # trained on and not complete
+        self._sizes: Counter[int] = Counter()  # number of trained batches of each size
+        self._num_excess = 0  # steps in a row with more batches than backward passes
+        self._num_alone = 0  # steps that were trained on no loader's batch
+        self._data_sets: set[int] = set()
+        self._epoch_total = 0  # samples by the end of the last epoch
+        self._doubts: Counter[str] = Counter()  # samples that each reason may have made wrong
+        self._epoch_doubts: dict[str, Certainty] = {}
+        # Of the step under way:
+        self._backwards = 0
+        self._without_gradients: list[Fetched] = []
+        self._called = self._computed = 0  # samples that a model was given, and trained on
+        self._spans: list[tuple[int, int]] = []  # marks of evaluations, from and to
+        self._evaluating: int | None = None  # since which mark no gradients are wanted
+        self._in_eval_mode: int | None = None  # since which mark
 
-    def started(self, loader: Loader) -> None:
-        loader.epoch += 1
-        loader.ended = False
-        loader.waiting.clear()
+    # What happens in the script.
 
-    def ended(self, loader: Loader) -> None:
-        loader.ended = True
+    def started(self, new: Pass, left: Sequence[Pass] = (), gradients: bool = True) -> None:
+        """A pass over a loader begins; `left`: those that can no longer go on."""
+        for one in left:
+            self._leave(one)
+        for one in list(self._passes):
+            if one.is_read and one.loader.dataset == new.loader.dataset:
+                self._leave(one)
+        new.step, new.began, new.num_backwards = self._step, self.at, self._num_backwards
+        self._want_gradients(gradients, self.at)
 
-    def fetched(self, loader: Loader, samples: int) -> None:
-        """A batch has arrived."""
-        loader.waiting.append(samples)
-        self.loader = loader
-        self._fresh += 1
+    def ended(self, one: Pass) -> None:
+        """A pass has come to the end of its loader."""
+        one.ended = self.at
+        one.is_silent = one.num_backwards == self._num_backwards and one.step == self._step
+        self._want_gradients(True, self.at)
+        self._complete_if_done(one)
+
+    def fetched(self, one: Pass, samples: int, gradients: bool = True) -> None:
+        """A batch has arrived; `gradients`: whether they were on."""
+        one.batches += 1
+        new = Fetched(one, samples, self.at)
+        if self._evaluating is not None or not gradients:
+            self._want_gradients(gradients, self.at - 1)
+        if not gradients:
+            self._without_gradients.append(new)
+            return
+        self._waiting.append(new)
+        loader = one.loader
+        if loader.last_step != self._step:
+            loader.last_step = self._step
+            loader.num_steps += 1
+            if loader.first_step is None:
+                loader.first_step = self._step
+        if len(self._waiting) > MAX_WAITING:
+            del self._waiting[0]
 
     def trained(self) -> None:
-        """A backward pass begins, on the oldest batch that was not trained on.
-
-        With a loader that fetches ahead there are more; a second pass on the same batch has none.
-        """
-        self._has_trained = True
-        loader, before = self.loader, self.training
-        # The last batch, fetched ahead, may be used after a validation with another loader.
-        if before is not None and before is not loader and before.ended and before.waiting:
-            loader = before
-        if loader is None or not loader.waiting or not (self._fresh or loader.ended):
-            return
-        self.training = loader
-        self._last_batch = loader.waiting.popleft()
-        self._has_batch = True
-        self.step_samples += self._last_batch
-        if len(self._sizes) < MAX_SIZES or self._last_batch in self._sizes:
-            self._sizes[self._last_batch] += 1
-        self._fresh = max(0, self._fresh - 1)
+        """A backward pass begins."""
+        self._num_backwards += 1
+        self._backwards += 1
+        if self._evaluating is not None:
+            self._want_gradients(True, self.at)
+        self._in_eval_mode = None
+        # A model that was called several times probably was given the same samples.
+        self._computed, self._called = self._computed + self._called, 0
 
     def computed(self, samples: int) -> None:
         """A model was called; this counts only in scripts that train without a DataLoader."""
-        if self.training is None:
-            self.step_samples += samples
+        self._called = max(self._called, samples)
+
+    def switched(self, is_training: bool) -> None:
+        """A model was switched to training or to evaluation."""
+        since = self._in_eval_mode
+        if not is_training:
+            self._in_eval_mode = self.at if since is None else since
+        elif since is not None:
+            self._spans.append((since, self.at))
+            self._in_eval_mode = None
+            seen = [one for one in self._waiting if one.at > since]
+            self._drop(seen)
 
     def take(self) -> int:
         """The samples of the step that ends here."""
-        samples = self.step_samples
-        if not samples and self._has_trained and not self._has_batch:
-            # The script trains on the same batch repeatedly, or on batches that it keeps.
-            samples = max(self._sizes, key=self._sizes.__getitem__, default=self._last_batch)
-        self.step_samples, self._has_trained, self._has_batch = 0, False, False
-        # One batch may have been fetched ahead. Any more were never trained on.
-        self._fresh = min(self._fresh, 1)
+        self._step += 1
+        if self._evaluating is not None:
+            self._want_gradients(True, self.at)
+        samples = 0
+        if self._backwards:
+            chosen = self._waiting
+            if len(chosen) == 1 and chosen[0].at >= 0:
+                self._waiting = []
+            elif chosen:
+                chosen = self._choose()
+            samples = self._train(chosen) if chosen else self._train_on_nothing_new()
+        self.total += samples
+        for batch in self._waiting:
+            batch.at = -1
+        for one in list(self._passes):
+            self._complete_if_done(one)
+        if self._doubts or self._epoch_doubts or not self.total:
+            self._judge()
         return samples
+
+    def clear(self) -> None:
+        """Begin the next step."""
+        self._backwards = self._called = self._computed = 0
+        self._spans, self._evaluating, self._in_eval_mode = [], None, None
+        self.began = 0
+        if self._without_gradients:
+            self._without_gradients = []
+
+    def finish(self, notes: Iterable[Any]) -> None:
+        """The script may end here; `notes`: those since its last step."""
+        again: set[Loader] = set()
+        for note in notes:
+            if note[0] is SampleCounter.started:
+                again.add(note[1].loader)
+            elif note[0] is SampleCounter.ended and note[1].loader not in again:
+                note[1].ended = self.at
+        while self.elsewhere and self.elsewhere[0][0] is not SampleCounter.fetched:
+            method, *args = self.elsewhere.popleft()
+            method(self, *args)
+        for one in list(self._passes):
+            if one.is_read:
+                self._complete(one)
+        self._judge()
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The marks of evaluations in the step that was taken last, from and to."""
+        return self._spans
+
+    # Which batches a step was trained on.
+
+    def _choose(self) -> list[Fetched]:
+        """The batches of this step, of several that may be."""
+        candidates = self._without_evaluated(self._waiting)
+        loaders = {one.of.loader for one in candidates}
+        if len(loaders) > 1:
+            chosen = self._choose_loaders(candidates)
+        else:
+            chosen = candidates[: self._how_many(candidates)]
+        self._waiting = candidates
+        self._drop(chosen)
+        return chosen
+
+    def _without_evaluated(self, waiting: list[Fetched]) -> list[Fetched]:
+        """Without passes that came to their end in this step and before a backward pass."""
+        whole = [one for one in waiting if one.of.is_silent and one.of.step == self._step - 1]
+        if not whole:
+            return list(waiting)
+        rest = [one for one in waiting if one not in whole]
+        known = [one for one in whole if one.of.loader.num_trained]
+        if not rest and self._num_alone and self.training is None:
+            known = []  # it trains on no loader's batches
+        elif not rest:
+            rest = known or whole
+        for of in {one.of for one in whole if one not in rest}:
+            self._spans.append((of.began, of.ended or of.began))
+        return rest
+
+    def _choose_loaders(self, candidates: list[Fetched]) -> list[Fetched]:
+        """The batches of those loaders that give one in most steps."""
+        usual = [one for one in candidates if self._is_usual(one.of.loader)]
+        if usual:
+            chosen = usual
+        elif self._backwards >= len(candidates):
+            chosen = candidates
+        else:
+            chosen = [one for one in candidates if one.of.loader is candidates[-1].of.loader]
+        others = [one for one in candidates if one not in chosen]
+        self._doubts[OTHER_LOADER] += sum(one.samples for one in others)
+        self._drop(others)
+        for one in others:
+            if one.at > 0:
+                self._spans.append((one.at - 1, one.at + 1))
+            candidates.remove(one)
+        if len({one.of.loader for one in chosen}) == 1:
+            return chosen[: self._how_many(chosen)]
+        if self._backwards < len(chosen):
+            self._doubts[SUMMED] += sum(one.samples for one in chosen)
+        return chosen
+
+    def _is_usual(self, loader: Loader) -> bool:
+        """Whether it gave a batch in most steps since the first that it gave one in."""
+        now = self._step - 1
+        before = loader.num_steps - (loader.last_step == now)
+        return before > 0 and 2 * before >= now - (loader.first_step or 0)
+
+    def _how_many(self, waiting: list[Fetched]) -> int:
+        """How many of one loader's batches, the oldest first, this step was trained on."""
+        new, backwards = sum(one.at >= 0 for one in waiting), self._backwards
+        self._num_excess = self._num_excess + 1 if new > backwards else 0
+        if self._num_excess > 1:  # a loader that fetches ahead does so once
+            self._doubts[SUMMED] += sum(one.samples for one in waiting[backwards:])
+            return len(waiting)
+        if new and len(waiting) > new and waiting[0].of.ended is None:
+            return min(new, backwards)
+        return min(len(waiting), backwards)
+
+    def _train(self, chosen: list[Fetched]) -> int:
+        samples = 0
+        if self._step == 1:
+            self.began = max(0, chosen[0].at - 1)
+        for one in chosen:
+            of = one.of
+            samples += one.samples
+            if of.epoch is None:
+                of.epoch = self.epochs + 1
+                self._passes.append(of)
+            of.trained += 1
+            of.loader.num_trained += 1
+            if of.loader.doubt is not None:
+                self._doubts[of.loader.doubt] += one.samples
+            if len(self._sizes) < MAX_SIZES or one.samples in self._sizes:
+                self._sizes[one.samples] += 1
+        self.training, self.epoch = of.loader, of.epoch
+        return samples
+
+    def _train_on_nothing_new(self) -> int:
+        """Samples of a step whose backward passes had no batch that was fetched for them."""
+        if self._without_gradients:
+            return self._train_in_doubt(self._without_gradients[-1:], NO_GRADIENTS)
+        if self.elsewhere:
+            return self._train_in_doubt(self._fetched_elsewhere(), THREAD)
+        self._num_alone += 1
+        if self.training is None:
+            self._doubts[NO_LOADER] += self._computed
+            self._epoch_doubts[NO_LOADER] = "unknown"
+            return self._computed
+        # The script trains on the same batch repeatedly, or on batches that it keeps.
+        samples = max(self._sizes, key=self._sizes.__getitem__, default=0)
+        self._doubts[KEPT] += samples
+        if not self._passes:
+            self._epoch_doubts[KEPT] = "unknown"
+        return samples
+
+    def _train_in_doubt(self, chosen: list[Fetched], why: str) -> int:
+        if not chosen:
+            return 0
+        samples = self._train(chosen)
+        self._doubts[why] += samples
+        self._epoch_doubts[why] = "about"
+        return samples
+
+    def _fetched_elsewhere(self) -> list[Fetched]:
+        """The next batches that another thread has fetched, one for each backward pass."""
+        found: list[Fetched] = []
+        while self.elsewhere:
+            method, *args = self.elsewhere[0]
+            if method is SampleCounter.fetched and len(found) == self._backwards:
+                break
+            if method is SampleCounter.started and found:
+                break
+            self.elsewhere.popleft()
+            if method is SampleCounter.fetched:
+                args[0].batches += 1
+                found.append(Fetched(args[0], args[1], -1))
+            elif found:  # the end of the pass that these are of
+                args[0].ended = self.at
+            else:
+                method(self, *args)
+        return found
+
+    # Evaluations.
+
+    def _want_gradients(self, wanted: bool, at: int) -> None:
+        """From this mark on the script trains, or evaluates."""
+        if wanted and self._evaluating is not None:
+            self._spans.append((self._evaluating, at))
+            self._evaluating = None
+        elif not wanted and self._evaluating is None:
+            self._evaluating = at
+
+    def _drop(self, batches: list[Fetched]) -> None:
+        """These were not trained on."""
+        if batches:
+            self._waiting = [one for one in self._waiting if one not in batches]
+
+    # Epochs.
+
+    def _leave(self, one: Pass) -> None:
+        """This pass will not go on."""
+        rest = [each for each in self._waiting if each.of is one]
+        self._drop(rest)
+        if one.trained:
+            self._doubts[SKIPPED] += sum(each.samples for each in rest)
+        elif one.is_silent and one.step == self._step:
+            self._spans.append((one.began, one.ended or one.began))
+        if one not in self._passes:
+            return
+        if one.is_read:
+            self._complete(one)
+            return
+        self._passes.remove(one)
+        if (one.epoch or 0) > self.epochs:  # no other has come to its end beside it
+            self._epoch_doubts[LEFT] = "unknown"
+
+    def _complete_if_done(self, one: Pass) -> None:
+        """Complete a pass that has come to its end, once its last batch was trained on."""
+        if one.ended is not None and all(each.of is not one for each in self._waiting):
+            self._complete(one)
+
+    def _complete(self, one: Pass) -> None:
+        if one not in self._passes:
+            return
+        self._passes.remove(one)
+        if one.epoch is not None and one.epoch <= self.epochs:
+            # Another pass has come to its end meanwhile: this one is beside it.
+            if one.epoch < self.epochs:
+                self._epoch_doubts[OTHER_LOADER] = "about"
+            return
+        self.epochs += 1
+        self._data_sets.add(one.loader.dataset)
+        if len(self._data_sets) > 1:
+            self._epoch_doubts[DATA_SETS] = "about"
+        samples, self._epoch_total = self.total - self._epoch_total, self.total
+        ended = {"epoch": self.epochs, "step": self._step, "samples": samples}
+        self.ended_epochs.append(ended)
+
+    # How sure this is.
+
+    def _judge(self) -> None:
+        doubt = sum(self._doubts.values())
+        epochs: Certainty = "unknown" if "unknown" in self._epoch_doubts.values() else "about"
+        epochs = epochs if self._epoch_doubts else "measured"
+        if not self._step:
+            return
+        if not self.total and self._step > 2:
+            found = Counted("unknown", "unknown", NOTHING_SEEN)
+        elif doubt > MAX_DOUBT * self.total:
+            why = max(self._doubts, key=self._doubts.__getitem__)
+            found = Counted("about", epochs, why)
+        elif self._epoch_doubts:
+            found = Counted("measured", epochs, next(iter(self._epoch_doubts)))
+        else:
+            found = MEASURED
+        if found != self.counted or (found != MEASURED and self._step % SAY_AGAIN_STEPS == 0):
+            self.counted = found
+            self.changes.append(found)
 
 
 class CountedStep(Step):
@@ -176,11 +416,18 @@ class CountedStep(Step):
         self.epoch: int | None = None
         self.samples = 0
         try:
-            for _, _, _, note in marks:
+            for at, (_, _, _, note) in enumerate(marks):
                 if note.__class__ is tuple:
+                    counter.at = at
                     note[0](counter, *note[1:])
+            counter.at = len(marks) - 1
             self.samples = counter.take()
-            self.epoch = counter.training.epoch if counter.training else None
+            self.epoch = counter.epoch
+            for first, end in counter.spans:
+                for at in range(first, end):
+                    marks[at] = (EVALUATION, *marks[at][1:])
+            del marks[: counter.began]  # what comes before the first batch belongs to no step
+            counter.clear()
         except Exception as error:
             if counter.switch_off is None:
                 raise
@@ -197,60 +444,3 @@ class CountedStep(Step):
         except Exception:  # the device is lost; this is faster than contextlib.suppress
             pass
         return line + "}\n"
-
-
-def content(tensor: Any) -> int:
-    """A checksum of a tensor's first values."""
-    values = tensor.detach().reshape(-1)[:FINGERPRINT_VALUES]
-    if str(values.dtype) == "torch.bfloat16":  # NumPy does not have it
-        values = values.float()
-    return zlib.crc32(values.numpy().tobytes())
-
-
-def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; if it has none, the length of the batch."""
-    for tensor in tensors(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    try:
-        return len(batch)
-    except TypeError:
-        return 0
-
-
-def num_kept(batch: Any, samples: int) -> int:
-    """How many of `samples` a script's own collate function has put into a batch.
-
-    Fewer only if all its tensors are shorter and equally long. If there is one tensor per sample,
-    or the samples are in another dimension or concatenated, `samples` is the best answer.
-    """
-    shapes = [tensor.shape for tensor in itertools.islice(tensors(batch), samples)]
-    lengths = {shape[0] if shape else -1 for shape in shapes}
-    if len(lengths) != 1 or len(shapes) == samples or any(samples in shape for shape in shapes):
-        return samples
-    kept = int(lengths.pop())
-    return kept if kept == 0 or 1 < kept < samples else samples
-
-
-def is_empty(batch: Any) -> bool:
-    """Whether a batch has tensors and all of them are empty."""
-    found = list(tensors(batch))
-    return bool(found) and all(0 in tensor.shape for tensor in found)
-
-
-def tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
-    """The tensors in nested lists, tuples, mappings and plain objects, in order."""
-    if hasattr(batch, "shape") and hasattr(batch, "dim"):
-        yield batch
-    elif depth == 0 or isinstance(batch, str | bytes):
-        return
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors(value, depth - 1)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors(value, depth - 1)
-    elif hasattr(batch, "items") or hasattr(batch, "__dict__"):
-        values = batch.data if isinstance(getattr(batch, "data", None), Mapping) else vars(batch)
-        for value in list(values.values()):
-            yield from tensors(value, depth - 1)

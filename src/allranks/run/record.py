@@ -298,7 +298,7 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
         "world_size": start.get("world_size"),
         "attempt": attempts[-1] if attempts else 0,
         "steps": steps,
-        "epochs": None if counted.epochs == "unknown" else end.get("epoch", _epochs(lead, state)),
+        "epochs": None if counted.epochs == "unknown" else end.get("epoch", _epochs(lead)),
         "samples": end.get("samples", _samples(lead)),
         "counted": asdict(counted),
         "seconds": round(seconds_of(run), 3),
@@ -378,15 +378,12 @@ def _nonfinite_since(run: RunDir, attempts: list[int], steps: int) -> int:
     return min([bad, *(step for step in told if good < step < bad)])
 
 
-def _epochs(lead: RankRecord, state: State) -> int | None:
+def _epochs(lead: RankRecord) -> int | None:
     """Epochs completed by now."""
     steps = lead.steps_made
     if steps is not None and lead.start.get("steps_per_epoch"):
         return steps // int(lead.start["steps_per_epoch"])
-    completed = lead.epochs_completed
-    if completed is not None and state == "finished" and not lead.others["epoch"]:
-        return completed + 1
-    return completed
+    return lead.epochs_completed
 
 
 def _samples(lead: RankRecord) -> int | None:

@@ -19,6 +19,7 @@ BACKWARD = "backward"
 WAIT = "wait"  # for other ranks: for them to come, and for the bytes to be exchanged
 OPTIMIZER = "optimizer"
 OTHER = "other"
+EVALUATION = "evaluation"  # between training: not part of a step's time
 AROUND = "around"  # in the code around an exchange: waiting, as far as the others are concerned
 AFTER = "after"  # after backward: the next mark shows what it was
 BEGIN = "begin"  # of a step: what came before belongs to no step
@@ -210,7 +211,10 @@ class Step:
         if event is not None and not event.query():
             event.synchronize()  # the script has ended, and somebody waits for the rest
         sums, waits, own, arrive, left = _read(self._marks)
+        evaluation = sums.pop(EVALUATION, 0.0)
         text = _TEXT % (sum(sums.values()), *sums.values())  # formatting by hand: once a step
+        if evaluation:
+            text += f',"evaluation":{evaluation:.7f}'
         if arrive is not None:
             text += f',"arrive":{self._unix + arrive:.6f}'
         if left is not None:
@@ -240,7 +244,7 @@ def _read(
         phase = _MEANINGS.get((label, following), OTHER) if label in _UNCERTAIN else label
         is_own = phase == AROUND
         phase = WAIT if is_own else phase
-        sums[phase] += seconds
+        sums[phase] = sums.get(phase, 0.0) + seconds
         if phase == WAIT:
             if not is_open:
                 waits.append(0.0)
