@@ -124,6 +124,12 @@ def test_bench_scaling_report_status_and_watch_show_one_number(tmp_path: Path, s
             (r["device"], r["layout"], *numbers(r)) for r in section["rows"]
         ]
         for row in section["rows"]:
+            if row["batch"]:  # what is shown fits: a step times samples/s is the batch
+                pace = row["samples_per_second"]["median"]
+                assert row["step_seconds"] * pace == pytest.approx(row["batch"])
+                assert sum(row["parts"].values() if row["parts"] else [row["step_seconds"]]) == (
+                    pytest.approx(row["step_seconds"])
+                )
             counted = set(row["counted"])
             expected |= {run: numbers(row) if run in counted else NEITHER for run in row["runs"]}
     assert set(expected) == set(facts)

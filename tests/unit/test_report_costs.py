@@ -79,6 +79,29 @@ def test_speedup_efficiency_hours_and_cost() -> None:
     assert four.baseline == "1x1" and rows["1x1"].speedup == 1.0
 
 
+def test_the_cost_of_a_million_samples_is_of_the_same_hours_as_the_cost() -> None:
+    """Evaluations took as long as the steps: they are in both or, if predicted, in neither."""
+    runs = [run("1x1", 100, seconds=7200.0), run("1x2", 190, is_complete=False, state="stopped")]
+    one, two = rows_of(runs, [parse_price("h100=2")])
+    assert (one.seconds_kind, two.seconds_kind) == ("measured", "predicted")
+    for row in (one, two):
+        assert row.usd is not None and row.usd_per_million_samples is not None
+        assert row.usd == pytest.approx(row.usd_per_million_samples * WORK / 1e6)
+    assert one.usd == pytest.approx(4.0) and two.usd == pytest.approx(2 * 2 * WORK / 190 / 3600)
+    why = choices([one, two])["cost"]["why"]  # all by their steps, as not all have finished
+    assert why.startswith("$5.56 for a million samples, counting steps alone, the least")
+
+
+def test_metrics_of_runs_of_different_length_are_not_averaged() -> None:
+    short = run("1x1", 100, samples=WORK // 4, metrics={"loss": 2.0})
+    whole = run("1x1", 100, metrics={"loss": 0.5}, number=1)
+    (row,) = rows_of([short, whole])
+    assert row.metrics is not None and row.metrics["loss"].n == 1
+    assert (row.metrics["loss"].median, row.metrics_kind) == (0.5, "final")
+    (row,) = rows_of([short])
+    assert row.metrics_kind == "so far"  # the job asks for four times as much
+
+
 def test_repeats_are_averaged_with_their_spread() -> None:
     paces = (90.0, 100.0, 110.0)
     row = rows_of([run("1x1", pace, number=i) for i, pace in enumerate(paces)])[0]
@@ -200,10 +223,12 @@ def choices(rows: list[Row]) -> dict[str, Any]:
     return found
 
 
-def test_a_lead_within_the_noise_is_said_to_be_one() -> None:
+def test_a_lead_within_the_noise_is_none_and_the_smaller_layout_is_chosen() -> None:
     paces = {"1x1": (98, 100, 102), "1x2": (99, 101, 103)}
     runs = [run(layout, pace) for layout in paces for pace in paces[layout]]
-    assert "overlap" in choices(rows_of(runs))["time"]["why"]
+    chosen = choices(rows_of(runs))["time"]
+    assert chosen["layout"] == "1x1"
+    assert chosen["why"].endswith("1x2 is faster is not known: their 95% intervals overlap")
 
 
 def test_without_a_price_the_cheapest_has_the_fewest_hours() -> None:

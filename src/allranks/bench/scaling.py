@@ -461,7 +461,9 @@ def name_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is unusual in a row, and why a column is empty."""
-    lines = [f"{row['layout']}: {said}" for row in found["rows"] for said in row["remarks"]]
+    doubts = dict.fromkeys(row["doubt"] for row in found["rows"] if row["doubt"])
+    said = [f"{row['layout']}: {text}" for row in found["rows"] for text in row["remarks"]]
+    lines = [line for line in dict.fromkeys([*doubts, *said]) if line not in found["verdict"]]
     sure = [row for row in rows if not row["doubt"]]
     if not sure:
         return lines
@@ -501,8 +503,10 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
     """The law and what it predicts beyond the measured layouts; or why there is none."""
     fit = found["fit"]
     if fit is None:
-        layouts = {row["ranks"] for row in found["rows"] if row["samples_per_second"]}
-        return f"no law fits: {found['fit_problem']}" if len(layouts) > 1 else ""
+        layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
+        is_doubtful = any(row["doubt"] for row in found["rows"])  # which is said anyway
+        is_told = len(layouts) > 1 and not is_doubtful
+        return f"no law fits: {found['fit_problem']}" if is_told else ""
     if fit["serial_fraction"] is not None:
         error = fit["serial_fraction_error"]
         margin = f" ± {percent(error)}" if error else ""

@@ -28,7 +28,7 @@ from allranks.report.facts import RunFacts
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
 from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
-from allranks.timing.remarks import on_comparison
+from allranks.timing.remarks import SPEEDUP, Remark, on_comparison
 
 VERSION = 1
 
@@ -86,8 +86,8 @@ def section(
         "devices": list(dict.fromkeys(row.device for row in rows)),
         "batch": batch_of(rows) if mode in ("strong", "one layout") else None,
         "samples": work_of(runs),
-        "headline": headline(rows),
-        "notes": list(section_notes(runs, rows, mode)),
+        "headline": (said := headline(rows)),
+        "notes": [note for note in section_notes(runs, rows, mode) if note not in (said or "")],
         "rows": [row_object(row, targets) for row in rows],
         "recommended": recommended(rows, targets),
         "curves": {name: curves(runs, name) for name in ("loss", "utilization")},
@@ -146,7 +146,7 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         )
     if kinds >= {MEASURED, PREDICTED}:
         notes.append("extra hours compare all layouts by their pace, as not all have finished")
-    if paced and all(row.seconds is None for row in paced):
+    if any(not row.doubt for row in paced) and all(row.seconds is None for row in paced):
         notes.append(
             "no run has trained the whole job: its time to finish, hours and cost are not known"
         )
@@ -154,18 +154,20 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
         notes.append("no layout was measured: there is nothing to compare yet")
     doubts = dict.fromkeys(row.doubt for row in rows if row.doubt)
     notes = [*doubts, *notes]
-    told = {
-        (run.layout, said.kind): said.text
-        for run in reversed(runs)
-        for said in on_comparison(run.remarks)
-    }
-    notes += [
-        f"{layout}: {text}"
-        for (layout, _), text in told.items()
-        if f"{layout}: {text}" not in doubts
-    ]
+    told = {}  # of each layout, every kind once
+    for run in reversed(runs):
+        for said in on_comparison(run.remarks):
+            told[run.layout, said.kind] = f"{run.layout}: {said.text}{left_out(run, said, rows)}"
+    notes += [note for note in told.values() if note not in doubts]
     notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]
     return notes
+
+
+def left_out(run: RunFacts, said: Remark, rows: Sequence[Row]) -> str:
+    """That other runs count in its place, where a remark forbids to compare a run."""
+    row = next((row for row in rows if run.run in row.runs), None)
+    is_left_out = row is not None and row.counted and run.run not in row.counted
+    return "; that run is left out" if SPEEDUP in said.forbids and is_left_out else ""
 
 
 def curves(runs: Sequence[RunFacts], name: str) -> list[dict[str, Any]]:
