@@ -12,6 +12,7 @@ import yaml
 
 from allranks.doctor.catalogue import (
     FOLDER,
+    KNOWN,
     LONG,
     Cause,
     bounded,
@@ -27,6 +28,8 @@ from allranks.doctor.judge import judge
 from allranks.doctor.log_search import Source
 
 CAUSES = list(load().values())
+SITUATIONS = {"task", "lightning", "accelerate", "slurm"}
+SITUATIONS |= {"hang", "data", "wait", "one_rank", "switched_off"}  # of rules in Python
 GOLDEN = Path(__file__).with_name("golden") / "doctor.md"
 HEAD = """\
 # Every title of the doctor, and its fix
@@ -96,6 +99,10 @@ def said_of(cause: Cause, log: Path) -> str:
             found = judge(gather(read_logs([Source(log, log.name)]), situations=(situation,)))[0]
             titles.append(found.title)
             fixes.append(found.fix)
+    if not cause.examples:  # found by a rule in Python
+        known = {name: f"<{name}>" for name in (*cause.given, *KNOWN)}
+        titles.append(cause.words(known))
+        fixes += [cause.advice(known, [situation]) for situation in ("", *cause.fix_for)]
     shown = [*dict.fromkeys(titles), *(f"- {fix}" for fix in dict.fromkeys(fixes))]
     return "\n".join(("", f"## {cause.slug}", *shown, ""))
 
@@ -112,12 +119,20 @@ def test_the_names_that_others_rely_on_are_there() -> None:
     assert set(SLUGS.split()) <= {cause.slug for cause in known_findings()}
 
 
+def test_every_finding_is_one_of_the_catalogue() -> None:
+    """So that --list is complete: what is made elsewhere may have a name that is not in it."""
+    sources = {path.name: path.read_text() for path in FOLDER.parents[1].rglob("*.py")}
+    made = {name for name, text in sources.items() if re.search(r"\bFinding\(", text)}
+    assert made == {"catalogue.py", "judge.py"}
+    assert "load()[one.slug]" in sources["judge.py"]
+
+
 def test_what_a_cause_names_exists() -> None:
     known = {cause.slug for cause in CAUSES}
     for cause in CAUSES:
         assert set(cause.explains) <= known, cause.slug
         assert cause.kind in ("root", "soft", "generic", "echo", "mark"), cause.slug
-        assert set(cause.fix_for) <= {"task", "lightning", "accelerate", "slurm"}, cause.slug
+        assert set(cause.fix_for) <= SITUATIONS, cause.slug
     written = "".join(path.read_text() for path in FOLDER.glob("*.yaml"))
     assert written.count("- slug: ") == len(CAUSES)  # none twice
 

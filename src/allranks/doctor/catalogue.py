@@ -26,7 +26,8 @@ Each cause in a family's file has
     unsure           expressions of lines that show it with medium confidence only
     explains         slugs of causes that follow from this one and are not reported with it
     cause, fix       what happened, and what to type or change
-    fix_for          other fixes where more is known: task, lightning, slurm, accelerate
+    fix_for          other fixes where more is known: task, lightning, slurm, accelerate, or what a
+                     rule in Python finds out
     references       where to read more
     examples         lines that must be recognised: a test proves each"""
 
@@ -265,10 +266,12 @@ def as_json() -> list[dict[str, Any]]:
     ]
 
 
-def finding(slug: str, evidence: Sequence[Evidence], **fields: str) -> Finding:
+def finding(
+    slug: str, evidence: Sequence[Evidence], situations: Sequence[str] = (), **fields: str
+) -> Finding:
     """A known cause as a finding that blames no rank."""
     cause = load()[slug]
-    title, fix = cause.words(fields), cause.advice(fields)
+    title, fix = cause.words(fields), cause.advice(fields, situations)
     return Finding(slug, title, fix, confidence=cause.confidence, evidence=tuple(evidence))
 
 

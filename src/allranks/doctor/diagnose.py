@@ -152,7 +152,7 @@ def on_which_nodes(run: RunDir, attempt: int, found: list[Finding]) -> list[Find
     line = Evidence(shown_path(run.path / "run.json"), 0, f"missing: {to_json(seen)}")
     name = Path(seen["path"]).name
     same = [one for one in found if any(name in each.text for each in one.evidence)]
-    known = same[0] if same else Finding(MISSING, title, fix)
+    known = same[0] if same else finding(MISSING, [])
     known = replace(known, cause=MISSING, title=title, fix=fix, confidence="high")
     return [known.with_evidence(line), *(one for one in found if one not in same)]
 

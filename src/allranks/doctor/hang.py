@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from allranks.doctor.catalogue import finding
 from allranks.doctor.finding import Evidence, Finding, shown_path
 from allranks.doctor.log_search import num_lines
 from allranks.launch import backends
@@ -102,10 +103,8 @@ def judge(stall: Stall, *, after: float | None = None) -> list[Finding]:
     if not is_stalled(states, found, stall.seconds, after):
         return []
     if wait_apart(states):
-        fix = "all ranks must call the same collectives in the same order: look for a condition on "
-        fix += "the rank, or on its data, between these lines"
-        lines = evidence(stall, None)
-        return [Finding("collective-mismatch", who_is_where(states, None), fix, evidence=lines)]
+        told = finding("collective-mismatch", evidence(stall, None), ["hang"])
+        return [replace(told, title=who_is_where(states, None), confidence="medium")]
     if found is None:
         return [nobody_to_blame(stall)]
     has_passed = stall.seconds >= ALIKE_SECONDS  # longer than an evaluation or a checkpoint takes
@@ -118,14 +117,13 @@ def judge(stall: Stall, *, after: float | None = None) -> list[Finding]:
     elif is_meeting([state for state in states if state.rank not in found.ranks]):
         cause = "rendezvous-timeout"
     return [
-        Finding(
-            cause,
-            who_is_where(states, found),
-            fix_for(culprit, stall),
+        replace(
+            finding(cause, evidence(stall, found)),
+            title=who_is_where(states, found),
+            fix=fix_for(culprit, stall),
             rank=culprit.rank,
             node=culprit.node,
             confidence="high" if found.is_sure and (has_passed or not stall.is_live) else "medium",
-            evidence=evidence(stall, found),
         )
     ]
 
@@ -141,16 +139,16 @@ def is_meeting(states: Sequence[RankState]) -> bool:
 
 def nobody_to_blame(stall: Stall) -> Finding:
     """All ranks are in the same state: something that they share hangs."""
-    states, doing = stall.states, {state.doing for state in stall.states}
-    fix = "all ranks are alike: look at what they share"
-    if doing == {"data"}:
-        fix = "every rank waits for its data: look at the loader, or the disk"
-    elif doing == {"wait"}:
-        fix = "every rank waits in a collective: look at the network between them"
-    title = f"no step for {duration(stall.seconds, whole=True)}: {who_is_where(states, None)}"
-    fix += f"; allranks stop {stall.run.name} ends the run" if stall.is_live else ""
-    lines = evidence(stall, None)
-    return Finding("no-progress", title, fix, confidence="low", evidence=lines)
+    doing = {state.doing for state in stall.states}
+    situations = [str(one) for one in doing] if len(doing) == 1 else []
+    return finding(
+        "no-progress",
+        evidence(stall, None),
+        situations,
+        time=duration(stall.seconds, whole=True),
+        where=who_is_where(stall.states, None),
+        run=stall.run.name if stall.is_live else "",
+    )
 
 
 def fix_for(culprit: RankState, stall: Stall) -> str:

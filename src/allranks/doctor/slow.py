@@ -106,6 +106,10 @@ class SlowFacts:
     def num_nodes(self) -> int:
         return len({rank.node for rank in self.ranks})
 
+    @property
+    def situations(self) -> tuple[str, ...]:
+        return ("task",) if self.is_task else ()
+
     def by_rank(self, rank: int) -> RankFacts:
         return next(each for each in self.ranks if each.rank == rank)
 
@@ -190,7 +194,10 @@ def slow(facts: SlowFacts, limits: Thresholds | None = None) -> list[Finding]:
 def too_short(facts: SlowFacts, likely: Finding) -> Finding:
     """What a run looks like that has not been measured long enough to be sure."""
     seconds = duration(facts.timing.seconds)
-    looks = f"{seconds} of steps, in which {likely.title}"
+    title = likely.title
+    if not title[1:2].isupper():  # NCCL
+        title = title[0].lower() + title[1:]
+    looks = f"{seconds} of steps, in which {title}"
     found = finding("too-short-to-judge", likely.evidence, looks=looks, fix=likely.fix)
     return dataclasses.replace(found, rank=likely.rank, node=likely.node)
 
@@ -211,44 +218,43 @@ def waiting_for_data(facts: SlowFacts, limits: Thresholds) -> Reasons:
     others = [rank.data_seconds for rank in facts.ranks if rank is not worst]
     # One rank is to blame only if it waits much longer than every other.
     is_one = bool(others) and worst.data_seconds > 2 * max(others) + limits.least_ms / 1e3
-    cause, why, fix = _one_loader(facts, worst) if is_one else _loader(facts, worst, limits)
-    who = f"rank {worst.rank} spends" if is_one else "ranks spend"
-    title = f"{who} {percent(share, 0)} of each step waiting for data{why}"
+    cause, situations, fields = (
+        _one_loader(facts, worst) if is_one else _loader(facts, worst, limits)
+    )
+    fields["who"] = f"Rank {worst.rank} spends" if is_one else "Ranks spend"
+    fields["share"] = percent(share, 0)
     beside = f" on rank {worst.rank}, at most {duration(max(others))} on others" if others else ""
     text = f"data {_of_step(facts, worst.data_seconds)}{beside}, {_window(facts)}"
-    sure = _sure(share, limits.data)
-    yield share, _finding(cause, title, fix, text, worst, sure, blames=is_one)
+    found = finding(cause, [_evidence(worst, text)], situations, **fields)
+    yield share, _sure(found, share, limits.data, worst if is_one else None)
 
 
-def _one_loader(facts: SlowFacts, rank: RankFacts) -> tuple[str, str, str]:
+Loader = tuple[str, tuple[str, ...], dict[str, str]]  # cause, situations, fields of its texts
+
+
+def _one_loader(facts: SlowFacts, rank: RankFacts) -> Loader:
     """All ranks run the same script: what differs is this rank's disk, CPUs or data."""
-    node = f" of {rank.node}" if rank.node and facts.num_nodes > 1 else ""
     why = ", the others hardly any: it runs the same script, so its disk, CPUs or data differ"
-    fix = f"look at the disk and the CPUs{node} (iostat -x 1, top), and at the files of its shard"
-    return "data-bound", why, fix
+    return "data-bound", ("one_rank",), {"why": why, "node": _one_of_several(facts, rank)}
 
 
-def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> tuple[str, str, str]:
-    """What the loader's workers have to do with it: cause, words for the title, fix."""
-    workers, cpus = rank.num_workers, facts.cpus_allotted
+def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> Loader:
+    """What the loader's workers have to do with it."""
+    workers, cpus, task = rank.num_workers, facts.cpus_allotted, facts.situations
     per_node = max(1, len(facts.ranks) // facts.num_nodes)
-    key = "data.num_workers=" if facts.is_task else "DataLoader(…, num_workers="
-    end = "" if facts.is_task else ", prefetch_factor=4, persistent_workers=True)"
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
     if workers == 0:
-        few = ": there are no loader workers, so batches are made between the steps"
-        return "too-few-workers", few, f"{key}{fair}{end}"
+        few = "there are no loader workers, so batches are made between the steps"
+        return "too-few-workers", task, {"why": few, "fair": str(fair)}
     if workers and cpus and workers * per_node > 2 * cpus:
-        many = f": {workers * per_node} loader workers share {cpus} CPUs"
-        return "too-many-workers", many, f"{key}{fair}{end}, or more CPUs per rank"
+        many = {"workers": str(workers * per_node), "cpus": str(cpus), "fair": str(fair)}
+        return "too-many-workers", task, many
     busy = rank.means.get("workers_cpu", 0.0) / workers if workers else 0.0
     if workers and busy >= limits.busy:
-        few = f": its {workers} loader workers are busy {percent(busy, 0)} of the time"
-        more = f"{key}{max(fair, workers + 1)}{end}; allranks bench data finds how many are needed"
-        return "too-few-workers", few, more
-    stage = "data.stage=local" if facts.is_task else "stage: [PATH] and {stage} in the command"
+        few = f"its {workers} loader workers are busy {percent(busy, 0)} of the time"
+        return "too-few-workers", task, {"why": few, "fair": str(max(fair, workers + 1))}
     known = f"; its {workers} loader workers are waiting too" if workers else ""
-    return "data-bound", known, f"keep the data on the node's own disk ({stage}), or {key}…{end}"
+    return "data-bound", task, {"why": known}
 
 
 def unbalanced(facts: SlowFacts, limits: Thresholds) -> Reasons:
@@ -258,13 +264,10 @@ def unbalanced(facts: SlowFacts, limits: Thresholds) -> Reasons:
     mean, most = statistics.fmean(counts), max(facts.ranks, key=lambda rank: rank.step_samples)
     if share < limits.straggler or not mean or most.step_samples < limits.balance * mean:
         return
-    more = percent(most.step_samples / mean - 1, 0)
-    title = f"rank {most.rank} has {more} more samples per step than average"
-    title += f": the others spend {percent(share, 0)} of each step waiting"
+    fields = {"more": percent(most.step_samples / mean - 1, 0), "share": percent(share, 0)}
     text = f"samples per step: {', '.join(map(count, counts))}"
-    fix = "give every rank the same number: DistributedSampler, or a sampler that splits evenly"
-    sure = _sure(share, limits.straggler)
-    yield share, _finding("unbalanced-data", title, fix, text, most, sure, blames=True)
+    found = finding("unbalanced-data", [_evidence(most, text)], **_names(most), **fields)
+    yield share, _sure(found, share, limits.straggler, most)
 
 
 def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
@@ -277,20 +280,12 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
     text = f"waiting for slower ranks takes {words} of a step of {duration(timing.step_seconds)}; "
     text += timing.slowest_words
     if slowest is None or timing.slowest_share < limits.slowest:
-        title = f"ranks spend {words} of each step waiting for whichever is slowest"
-        fix = (
-            "group samples by length if lengths differ; otherwise look for other work on the nodes"
-        )
-        yield share, _finding("uneven-steps", title, fix, text, shown)
+        yield share, finding("uneven-steps", [_evidence(shown, text)], share=words)
         return
-    where = f" on {shown.node}" if shown.node and facts.num_nodes > 1 else ""
-    part = f", in {timing.slowest_part}" if timing.slowest_part else ""
-    title = f"rank {slowest}{where} is slower{part}: the others spend {words} of each step waiting"
-    fix = "look for other work there (top, nvidia-smi), and for code that only this rank runs"
-    if facts.num_nodes > 1:
-        fix += f"; if it stays slow, #SBATCH --exclude={shown.node}"
-    sure = _sure(share, limits.straggler)
-    yield share, _finding("slow-rank", title, fix, text, shown, sure, blames=True)
+    fields = {"node": _one_of_several(facts, shown), "part": timing.slowest_part or ""}
+    line = _evidence(shown, text)
+    found = finding("slow-rank", [line], **_names(shown), **fields, share=words)
+    yield share, _sure(found, share, limits.straggler, shown)
 
 
 def throttled(facts: SlowFacts, limits: Thresholds) -> Reasons:
@@ -304,13 +299,11 @@ def throttled(facts: SlowFacts, limits: Thresholds) -> Reasons:
             continue
         is_slowest = facts.timing.slowest_rank == rank.rank
         share = max(1 - ratio, share_of(facts, "straggler", limits) if is_slowest else 0.0)
-        clock = percent(ratio, 0)
-        title = f"the GPU of rank {rank.rank} is hot and throttled to {clock} of its clock"
         text = f"{count(means['temperature'])} °C, {count(means['clock'])} of "
         text += f"{count(means['clock_max'])} MHz on average"
-        fix = "tell the site that its cooling is insufficient"
-        fix += f"; until then #SBATCH --exclude={rank.node}" if rank.node else ""
-        yield share, _finding("thermal-throttling", title, fix, text, rank, blames=True)
+        fields = {**_names(rank), "node": rank.node or "", "clock": percent(ratio, 0)}
+        found = finding("thermal-throttling", [_evidence(rank, text)], **fields)
+        yield share, dataclasses.replace(found, rank=rank.rank, node=rank.node)
 
 
 def sockets(facts: SlowFacts, limits: Thresholds) -> Reasons:
@@ -323,12 +316,11 @@ def sockets(facts: SlowFacts, limits: Thresholds) -> Reasons:
         return
     disabled = [each for each in facts.nccl if "NCCL_IB_DISABLE" in each.text]
     missing = [each for each in facts.nccl if "No device found" in each.text]
-    fix = "unset NCCL_IB_DISABLE" if disabled else "allranks doctor on the nodes checks InfiniBand"
-    confidence: Confidence = "high" if disabled else "low" if missing else "medium"
-    took = percent(share, 0)
-    title = f"NCCL uses sockets, not InfiniBand: communication takes {took} of each step"
-    found = Finding("sockets-instead-of-infiniband", title, fix, confidence=confidence)
-    yield share, found.with_evidence(*using[:2], *disabled[:1], *missing[:1])
+    lines = [*using[:2], *disabled[:1], *missing[:1]]
+    situations = ("switched_off",) if disabled else ()
+    found = finding("sockets-instead-of-infiniband", lines, situations, share=percent(share, 0))
+    sure: Confidence = "high" if disabled else "low" if missing else "medium"
+    yield share, dataclasses.replace(found, confidence=sure)
 
 
 def communication(facts: SlowFacts, limits: Thresholds) -> Reasons:
@@ -337,11 +329,10 @@ def communication(facts: SlowFacts, limits: Thresholds) -> Reasons:
     if share < limits.comm:
         return
     samples = count(statistics.fmean(rank.step_samples for rank in facts.ranks))
-    title = f"communication takes {percent(share, 0)} of each step, with {samples} samples per rank"
-    grow = "fewer ranks, or a larger batch_size" if facts.is_task else "fewer ranks, a larger batch"
-    fix = f"{grow} (it changes the training), or a faster network: allranks bench comm"
+    fields = {"share": percent(share, 0), "samples": samples}
     text = f"comm {_of_step(facts, share * facts.timing.step_seconds)}, {_window(facts)}"
-    yield share, _finding("communication-bound", title, fix, text, facts.ranks[0])
+    line = _evidence(facts.ranks[0], text)
+    yield share, finding("communication-bound", [line], facts.situations, **fields)
 
 
 def idle(facts: SlowFacts, limits: Thresholds) -> Reasons:
@@ -356,37 +347,34 @@ def idle(facts: SlowFacts, limits: Thresholds) -> Reasons:
     peak, total = worst.means.get("memory_peak", 0.0), worst.means.get("memory_total", 0.0)
     lowest = percent(worst.means["utilization"] / 100, 0)
     text = f"GPU utilisation {percent(busy, 0)} on average, {lowest} on the lowest rank"
-    cause, title = "low-gpu-utilization", f"the GPUs are busy {percent(busy, 0)} of the time"
-    fix = "allranks run --profile 10 JOB.yaml shows what they wait for"
+    cause = "low-gpu-utilization"
     if total and peak < limits.memory * total:
-        cause, title = "small-batch", f"{title}: larger batches would fit"
+        cause = "small-batch"
         text += f"; at most {percent(peak / total, 0)} of its memory was in use"
-        fix = "a larger micro_batch_size (for the same batch, with less accumulation), and "
-        fix += "compile: true"
-        if not facts.is_task:
-            fix = "a larger batch per rank (for the same total, with less accumulation), and "
-            fix += "torch.compile"
-    yield 1 - busy, _finding(cause, title, fix, text, worst, "low")
+    lines = [_evidence(worst, text)]
+    yield 1 - busy, finding(cause, lines, facts.situations, busy=percent(busy, 0))
 
 
-def _finding(
-    cause: str,
-    title: str,
-    fix: str,
-    text: str,
-    shown: RankFacts,
-    confidence: Confidence = "medium",
-    *,
-    blames: bool = False,
-) -> Finding:
-    """`shown`: the rank whose events prove it; `blames`: whether it is to blame, too."""
-    rank, node = (shown.rank, shown.node) if blames else (None, None)
-    evidence = (Evidence(shown.events, shown.last_line, text),)
-    return Finding(cause, title, fix, rank, node, confidence, evidence)
+def _evidence(shown: RankFacts, text: str) -> Evidence:
+    """`shown`: the rank whose events prove it."""
+    return Evidence(shown.events, shown.last_line, text)
 
 
-def _sure(share: float, limit: float) -> Confidence:
-    return "high" if share >= 2 * limit else "medium"
+def _names(rank: RankFacts) -> dict[str, str]:
+    return {"rank": str(rank.rank), "rank_word": f"Rank {rank.rank}"}
+
+
+def _one_of_several(facts: SlowFacts, rank: RankFacts) -> str:
+    """The rank's node if there are others."""
+    return rank.node or "" if facts.num_nodes > 1 else ""
+
+
+def _sure(found: Finding, share: float, limit: float, to_blame: RankFacts | None) -> Finding:
+    """As sure as the share is far above its limit, with the rank that is to blame."""
+    sure: Confidence = "high" if share >= 2 * limit else "medium"
+    if to_blame is None:
+        return dataclasses.replace(found, confidence=sure)
+    return dataclasses.replace(found, confidence=sure, rank=to_blame.rank, node=to_blame.node)
 
 
 def _of_step(facts: SlowFacts, seconds: float) -> str:
