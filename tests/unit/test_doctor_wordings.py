@@ -634,6 +634,22 @@ WORDINGS = [
         'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n  File "/usr/lib/python3.8/multiprocessing/spawn.py", line 116, in spawn_main\n    exitcode = _main(fd, parent_sentinel)\n_pickle.UnpicklingError: pickle data was truncated\n',
         "rank-raised|rank-died",
     ),
+    (raised("RuntimeError: connect() timed out.", *INIT), "master-unreachable"),
+    (raised("RuntimeError: Wait timeout", *INIT), "rendezvous-timeout"),
+    # Cut by a terminal of 80 columns.
+    (
+        raised(
+            "RuntimeError: Expected to have finished reduction in the prior iteration befo\n"
+            "re starting a new one. This error indicates that your module has parameters t\n"
+            "hat were not used in producing loss.",
+            "torch/nn/parallel/distributed.py forward",
+        ),
+        "ddp-unused-parameters",
+    ),
+    (
+        "[2024-02-27T21:35:28.41Z] fa88a9df [rank=5] || RuntimeError: DDP expects same model across all ranks, but Rank 5 has 8 params, while rank 0 has inconsistent 0 params.\n",
+        "model-differs-between-ranks",
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import signal
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from allranks.doctor.catalogue import load
-from allranks.doctor.log_search import Hit, Scanned, read_around
+from allranks.doctor.log_search import Hit, Scanned, parse, read_around
 from allranks.doctor.speakers import is_near, spoken
 from allranks.doctor.tracebacks import Raised, ends_well, has_gone_on, has_progress, tracebacks
 
 GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
 LATER_BYTES = 1 << 16
+LEAST_WIDTH, MAX_CUTS = 60, 6  # of a terminal whose lines somebody has copied; lines of a message
+MAX_WRAPPED = 20  # tracebacks that are read so
 OUTSIDE = ("slurm", "kernel")  # their messages are not part of a rank's output
 MAX_RANKS = 4096  # that are listed one by one
 
@@ -97,6 +100,7 @@ def gather(
     order = {id(one.source): index for index, one in enumerate(scanned)}
     hits = [hit for one in scanned for hit in one.hits]
     raised = [one for each in scanned for one in tracebacks(each)]
+    hits += [hit for one in raised[:MAX_WRAPPED] for hit in _wrapped(one, hits)]
     hits = spoken(hits, raised, scanned, of_ranks=bool(ends or world or processes))
     hits = [hit for hit in hits if not _is_withdrawn(hit)]
     hits += [hit for one in raised for hit in _told_by(one)]
@@ -140,6 +144,23 @@ def _is_withdrawn(hit: Hit) -> bool:
         return False
     later = read_around(hit.source, hit.offset, LATER_BYTES).partition("\n")[2]
     return hit.cause.is_withdrawn(later)
+
+
+def _wrapped(raised: Raised, hits: Sequence[Hit]) -> Iterator[Hit]:
+    """Causes that an exception names whose message was cut into lines of a terminal's width."""
+    if len(raised.text) < LEAST_WIDTH or any(
+        is_near(hit, raised) for hit in hits if hit.cause.kind != "mark"
+    ):
+        return
+    mark = raised.mark
+    lines = read_around(mark.source, mark.offset, LATER_BYTES).split("\n")
+    cut = [parse(raw).text for raw in lines[raised.number - mark.number :][:MAX_CUTS]]
+    more = list(itertools.takewhile(lambda line: line.strip(), cut[1:]))
+    text = "".join([raised.text, *more])
+    for cause in load().values() if more else ():
+        if cause.kind != "mark" and (fields := cause.match(text)) is not None:
+            line = replace(mark.line, text=text, rank=raised.rank, is_warning=False)
+            yield Hit(cause, mark.source, raised.number, mark.offset, line, fields)
 
 
 def _told_by(raised: Raised) -> Iterator[Hit]:

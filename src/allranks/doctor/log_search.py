@@ -392,6 +392,7 @@ _PREFIXES = (
     re.compile(r"\[(?P<rank>\d{1,4})\] (?!NCCL)"),  # allranks logs
     re.compile(r"\s{0,4}(?P<rank>\d{1,5}): "),  # srun --label
     re.compile(r"rank-?(?P<rank>\d+)[:|] "),
+    re.compile(r"\w{8} \[rank=(?P<rank>\d+)\] \|\| "),  # Determined
     # What collected the log: a time stamp, Ray, docker compose, kubectl, journalctl, a quote.
     re.compile(
         r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t]"
