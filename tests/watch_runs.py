@@ -101,7 +101,7 @@ class GrowingRun:
         return {**found, **phases, "wait": round(wait, 7), **({"loss": loss} if has_loss else {})}
 
     def _device(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"cpu": 1.02, "host_memory": 3 << 30}
+        found: dict[str, Any] = {"cpu": 1.02, "host_memory": 3 << 30, "host_memory_now": 2 << 30}
         if rank % self.per_node == 0:
             found["network"] = {"sent": 11e9, "received": 12e9, "link": 12_500_000_000}
         if self.gpu:

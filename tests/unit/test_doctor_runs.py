@@ -61,6 +61,17 @@ def test_a_rank_killed_with_all_the_memory_in_use(tmp_path: Path) -> None:
     assert any("2 GiB to 28 GiB" in line.text for line in found.evidence)
 
 
+def test_what_ranks_share_of_their_memory_is_counted_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path, hardware={"memory_bytes": 10 * GIB})
+    used = {"host_memory": 9 * GIB, "host_memory_now": 6 * GIB, "host_memory_shared": 3 * GIB}
+    memory = [{"event": "device", **used}]
+    write_rank(run, 0, [STEP, *memory, ECHO])
+    write_rank(run, 1, [STEP, *memory, failed(-9, signal="SIGKILL")])
+    found = diagnose_run(run)[0]
+    assert (found.cause, found.rank) == ("host-out-of-memory", 1)
+    assert "9 GiB of 10 GiB" in f"{found.title} {found.fix}"
+
+
 def test_a_rank_killed_with_memory_left(tmp_path: Path) -> None:
     run = make_run(tmp_path, hardware={"memory_bytes": 320 * GIB})
     write_rank(run, 0, [STEP, ECHO])

@@ -7,17 +7,30 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from allranks.probe import model_inputs
+from allranks.probe.device_sampler import host_memory
 from allranks.probe.recorder import Recorder
 from allranks.probe.samples import SampleCounter
 from allranks.run.events import read_events
 from allranks.timing import timeline
 from allranks.timing.timeline import FORWARD
+
+
+def test_memory_in_use_falls_again_and_its_peak_stays() -> None:
+    before = host_memory()
+    held = b"x" * (64 << 20)
+    during = host_memory()
+    del held
+    after = host_memory()
+    now = [cast(int, each["host_memory_now"]) for each in (before, during, after)]
+    assert now[1] - now[0] > 48 << 20 and now[1] - now[2] > 48 << 20
+    assert after["host_memory"] == during["host_memory"]
+    assert 0 < cast(int, after["host_memory_shared"]) < now[2]
 
 
 class Optimizer:

@@ -16,7 +16,7 @@ from tests.page_runs import LiveRun, held
 
 from allranks.run.folder import RunDir
 from allranks.watch import logs, page_data
-from allranks.watch.cells import DEFAULT_MARKS
+from allranks.watch.cells import DEFAULT_MARKS, rank_cells
 from allranks.watch.live import Watcher
 from allranks.watch.views import History, Parts, RankView, RunView
 
@@ -126,6 +126,15 @@ def test_ranks_have_cells_with_marks_and_no_empty_columns() -> None:
     assert first["cells"]["°C"][2] == "warn" and first["cells"]["data"] == [None, "-", ""]
     assert second["cells"]["data"] == [0.02, "20.0ms", "warn"] and second["heard"] == 7.2
     assert second["cells"]["network"][1] == "1 GB/s"
+
+
+def test_memory_is_what_is_used_now_and_a_peak_is_called_one() -> None:
+    rank = RankView(rank=0, host_memory=1300 << 20, host_memory_now=805 << 20)
+    cells = page_data.rank_table([rank], DEFAULT_MARKS)["ranks"]["0"]["cells"]
+    assert (cells["host memory"][1], cells["its peak"][1]) == ("805 MiB", "1.27 GiB")
+    assert rank_cells(rank, DEFAULT_MARKS, 0.0)["memory"].plain.strip() == "805Mi"
+    of_old = RankView(rank=0, host_memory=1300 << 20)  # written before what is used now was
+    assert rank_cells(of_old, DEFAULT_MARKS, 0.0)["memory"].plain == ""
 
 
 def test_where_the_time_goes_in_words() -> None:

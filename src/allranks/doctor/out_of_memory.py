@@ -26,11 +26,12 @@ NAMES_IT = ("Killed process", "exceeded memory limit")  # what the kernel and SL
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """A rank's peak host memory in bytes over time."""
+    """A rank's host memory in bytes over time; in old runs, its peak."""
 
     rank: int
     path: Path
     points: Sequence[tuple[float, int]]
+    shared: int = 0  # of the last point, what other ranks may use as well
 
     @property
     def last(self) -> int:
@@ -51,13 +52,20 @@ def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
     """Every rank's recent memory, if the probe recorded it."""
     for rank in run.ranks(attempt):
         path = run.events(attempt, rank)
-        points = [
-            (float(event["t"]), int(event["host_memory"]))
+        events = [
+            {"host_memory_now": event.get("host_memory"), **event}
             for event in read_last_events(path, TAIL_BYTES, kind="device")
-            if event.get("host_memory") is not None
         ]
+        known = [event for event in events if event["host_memory_now"] is not None]
+        points = [(float(event["t"]), int(event["host_memory_now"])) for event in known]
         if points:
-            yield MemoryCurve(rank, path, points)
+            yield MemoryCurve(rank, path, points, known[-1].get("host_memory_shared", 0))
+
+
+def used_by(curves: Sequence[MemoryCurve]) -> int:
+    """What the ranks of a node used when last seen; what they may share is counted once."""
+    shared = max((curve.shared for curve in curves), default=0)
+    return sum(curve.last - curve.shared for curve in curves) + shared
 
 
 def memory_kills(run: RunDir, attempt: int, rank: int) -> int:
@@ -95,7 +103,7 @@ def memory_candidates(
     rank = max(killed, key=lambda one: at_last.get(one, 0))
     node = (run.start(attempt, rank) or {}).get("host")
     beside = {one for one in at_last if (run.start(attempt, one) or {}).get("host") == node}
-    used = sum(at_last[one] for one in beside)
+    used = used_by([curve for curve in curves if curve.rank in beside])
     hardware = run.info().get("hardware") or {}
     allotted = hardware.get("memory_allotted_bytes") or hardware.get("memory_bytes") or 0
     if not counted and (not beside or not allotted or used < FULL_SHARE * allotted):

@@ -86,7 +86,7 @@ class DeviceSampler:
             if self._cpu["num_workers"]:
                 fields["workers_cpu"] = round(workers / passed, 3)
                 fields["num_workers"] = int(self._cpu["num_workers"])
-        fields["host_memory"] = host_memory()
+        fields |= host_memory()
         # The kernel's messages have process ids; only here are those of loader workers known.
         if started != self._started or now > self._list_due:
             self._started, self._list_due = started, now + LIST_SECONDS
@@ -161,13 +161,23 @@ def descendants(started: list[str]) -> list[int]:
     return [int(process) for process in found[:MAX_PROCESSES]]
 
 
-def host_memory() -> int | None:
-    """Peak memory of this process so far, in bytes."""
+def host_memory() -> dict[str, int | None]:
+    """This process's memory in bytes: its peak, what it uses now, and what of that may be shared.
+
+    The kernel also knows each process's part of shared pages, but to count it (smaps_rollup) it
+    walks through all memory, which takes hundreds of times as long.
+    """
+    sizes: dict[str, int] = {}
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
+            name, _, value = line.partition(":")
+            if value.endswith(" kB"):
+                sizes[name] = int(value.split()[0]) * 1024
+    found: dict[str, int | None] = {"host_memory": sizes.get("VmHWM")}
+    if "VmRSS" in sizes:
+        found["host_memory_now"] = sizes["VmRSS"]
+        found["host_memory_shared"] = sizes.get("RssFile", 0) + sizes.get("RssShmem", 0)
+    return found
 
 
 def network_bytes() -> dict[str, int]:

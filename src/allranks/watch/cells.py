@@ -174,7 +174,7 @@ def known(spelled: Callable[..., str], value: float | None, *more: Any) -> Text:
 def rank_cells(rank: RankView, marks: Mapping[str, Mark], now: float) -> dict[str, Text]:
     """The cells of one rank, by column, with marks."""
     verdicts = judged(rank, marks)
-    memory = rank.memory if rank.memory is not None else rank.host_memory
+    memory = rank.memory if rank.memory is not None else rank.host_memory_now
     of_link = share(traffic(rank), rank.link)
     busy = share(rank.workers_cpu, rank.num_workers)
     age = max(0.0, now - rank.heartbeat) if rank.heartbeat is not None else None

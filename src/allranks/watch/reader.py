@@ -22,7 +22,8 @@ RECENT_STEPS = 32
 CURVES = ("seconds", DATA, WAIT, "samples", "utilization", "cpu")
 DEVICE_KEYS = (
     *("utilization", "memory", "memory_total", "power", "power_limit", "temperature"),
-    *("clock", "clock_max", "cpu", "workers_cpu", "num_workers", "host_memory"),
+    *("clock", "clock_max", "cpu", "workers_cpu", "num_workers"),
+    *("host_memory", "host_memory_now", "host_memory_shared"),
 )
 
 

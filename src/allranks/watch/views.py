@@ -98,6 +98,8 @@ class RankView:
     workers_cpu: float | None = None  # CPUs in use by its loader's workers
     num_workers: int | None = None
     host_memory: int | None = None  # peak, in bytes
+    host_memory_now: int | None = None
+    host_memory_shared: int | None = None  # of that, what other processes may use as well
     sent: float | None = None  # bytes per second of its node, reported by the node's first rank
     received: float | None = None
     link: float | None = None  # bytes per second that the node's link can carry
