@@ -29,7 +29,7 @@ def test_memory_in_use_falls_again_and_its_peak_stays() -> None:
     after = host_memory()
     now = [cast(int, each["host_memory_now"]) for each in (before, during, after)]
     assert now[1] - now[0] > 48 << 20 and now[1] - now[2] > 48 << 20
-    assert after["host_memory"] == during["host_memory"]
+    assert cast(int, after["host_memory"]) > now[2] + (32 << 20)
     assert 0 < cast(int, after["host_memory_shared"]) < now[2]
 
 
