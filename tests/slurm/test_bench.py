@@ -72,7 +72,9 @@ def test_a_script_is_measured_on_the_nodes_of_a_cluster(cluster: Cluster, tmp_pa
     assert done.returncode == 0, done.stderr
     one, two = json.loads(done.stdout)["rows"]
     assert (one["layout"], two["layout"], two["ranks"]) == ("1x1", "2x1", 2)
-    assert two["speedup"] == pytest.approx(two["samples_per_second"] / one["samples_per_second"])
+    ratio = two["samples_per_second"] / one["samples_per_second"]
+    # On a busy machine twenty steps may not carry a speedup: then a doubt is said.
+    assert two["speedup"] == (None if two["doubt"] else pytest.approx(ratio))
     assert sum(two["parts"].values()) == pytest.approx(two["step_seconds"], rel=0.02)
 
 

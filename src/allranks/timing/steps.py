@@ -89,7 +89,8 @@ class Timing:
     @property
     def samples_per_step(self) -> float:
         """Of all ranks: what its step time times its samples/s is."""
-        return self.samples_per_second * self.step_seconds
+        made = round(self.seconds / self.step_seconds) if self.step_seconds else 0
+        return self.samples / made if made else 0.0
 
     @property
     def num_steps(self) -> int:
