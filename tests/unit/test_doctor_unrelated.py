@@ -363,6 +363,9 @@ FAILING: dict[str, str] = {
     "rich's box": "╭──── Traceback (most recent call last) ────╮\n│ /home/u/app.py:12 in main │\n"
     '│ ❱ 12 raise RuntimeError("CUDA out of memory")  │\n╰──────────────╯\n'
     "ValueError: the budget is negative\n",
+    "a notebook": "ValueError                  Traceback (most recent call last)\n"
+    "<ipython-input-15-515b> in <module>()\n      1 \n----> 2 assert free, 'CUDA out of memory'\n\n"
+    "ValueError: Rank(A) < p or Rank([P; A; G]) < n\n",
     "a line of source in a traceback": raised("ValueError: bad input").replace(
         "    result = work(path)", '    assert free, "CUDA out of memory. Tried to allocate"'
     ),
@@ -401,6 +404,10 @@ HEALTHY: dict[str, str] = {
         )
     )
     + STEPS,
+    "NCCL without InfiniBand": "ai:480:480 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open"
+    " libibverbs.so[.1]\nai:480:480 [0] NCCL INFO NET/Plugin: Plugin load returned 2 :"
+    " libnccl-net.so: cannot open shared object file: No such file or directory : when loading"
+    " libnccl-net.so\nai:480:480 [0] NCCL INFO Using network Socket\n" + STEPS,
     "c10d's warnings": "[W socket.cpp:663] [c10d] The client socket has failed to connect to"
     " [node1]:29500 (errno: 97 - Address family not supported by protocol).\n" + STEPS,
     "c10d is late once": "[W socket.cpp:436] [c10d] The client socket has failed to connect to"

@@ -650,6 +650,17 @@ WORDINGS = [
         "[2024-02-27T21:35:28.41Z] fa88a9df [rank=5] || RuntimeError: DDP expects same model across all ranks, but Rank 5 has 8 params, while rank 0 has inconsistent 0 params.\n",
         "model-differs-between-ranks",
     ),
+    (
+        "train.py FAILED\n=====\nRoot Cause:\n[0]:\n  time: 2021-09-26_09:57:12\n  rank: 1 (local_rank: 1)\n  exitcode: -9 (pid: 4139)\n  error_file: <N/A>\n",
+        "rank-died|host-out-of-memory",
+    ),
+    (
+        "ERROR 03-27 22:19:40 [core.py:367] Traceback (most recent call last):\n"
+        'ERROR 03-27 22:19:40 [core.py:367]   File "/env/site-packages/torch/distributed/rendezvous.py", line 4, in f\n'
+        "ERROR 03-27 22:19:40 [core.py:367]     TCPStore()\n"
+        "ERROR 03-27 22:19:40 [core.py:367] RuntimeError: Connection refused\n",
+        "master-unreachable",
+    ),
 ]
 
 

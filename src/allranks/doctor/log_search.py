@@ -398,6 +398,8 @@ _PREFIXES = (
         r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t]"
     ),
     re.compile(r"\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) "),
+    re.compile(r"\(raylet\) "),
+    re.compile(r"ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w.]+:\d+\] "),  # vLLM
     re.compile(r"[\w.-]+-\d+ +\| "),
     re.compile(r"\[pod/\S+\] "),
     re.compile(r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./-]+(?:\[\d+\])?: "),

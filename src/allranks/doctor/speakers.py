@@ -19,7 +19,8 @@ AROUND_LINES = 6
 MESSAGE_LINES = 8  # of an exception
 WHOLE_BYTES = 1 << 16  # of a log's beginning and of its end
 MAX_LOGS = 16  # whose beginnings and ends are read
-_BOX = re.compile(r"\s*[│┃❱]")  # rich shows a traceback's source lines in a box
+# Lines of source code: rich shows them in a box, IPython with an arrow.
+_SOURCE = re.compile(r"\s*[│┃❱]|-+> ?\d+ ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def spoken(
         if hit.cause.kind == "mark" and not needed:
             return True
         inside = [one for one in raised if is_near(hit, one)]
-        if any(_is_source(hit, one) for one in inside) or _BOX.match(hit.line.text):
+        if any(_is_source(hit, one) for one in inside) or _SOURCE.match(hit.line.text):
             return False
         return not needed or any(is_heard(name, hit, inside) for name in needed)
 
