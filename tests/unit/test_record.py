@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from allranks.report.facts import read_run
 from allranks.run.events import append_event, format_event
 from allranks.run.folder import RunDir
 from allranks.run.record import (
@@ -15,10 +16,12 @@ from allranks.run.record import (
     newest_window,
     outcome,
     read_ends,
-    read_lead,
+    read_leads,
     read_rank,
+    steps_in_all,
 )
 from allranks.run.run_state import Queue, describe
+from allranks.timing.remarks import result
 from allranks.watch.reader import RunReader
 
 BEGIN = 1e9
@@ -64,16 +67,52 @@ def test_every_view_says_the_same_of_steps_made(run: RunDir, resumed: bool) -> N
     reader = RunReader(run)
     reader.look(all_ranks=False)
     expected = 5 if resumed else 7
-    assert read_lead(run).steps_made == outcome(run)["steps"] == expected
+    assert steps_in_all(read_leads(run)) == outcome(run)["steps"] == expected
     assert describe(run, Queue())["step"] == expected
-    assert reader.lead.steps_made == expected
+    assert reader.steps_made == expected
+
+
+def test_every_view_counts_what_all_attempts_of_a_script_made(run: RunDir) -> None:
+    """On two ranks, with epochs of 4 steps: 10 steps; none, as it failed at once; then 6."""
+    (run.path / "job.yaml").write_text("command: python train.py\n")
+    failed = {"event": "end", "state": "failed", "exit": 1}
+    for attempt, made in enumerate((10, 0, 6)):
+        for rank in range(2):
+            steps = [step(n, epoch=(n + 3) // 4, samples=8) for n in range(1, made + 1)]
+            for ended in (8, 4):  # where the loader was seen to end
+                if ended <= made:
+                    steps.insert(ended, {"event": "epoch", "epoch": ended // 4, "samples": 32})
+            events = [{"event": "start", "world_size": 2}, *steps] if made else []
+            write(run, *events, failed | {"t": BEGIN + made}, attempt=attempt, rank=rank)
+    found, listed, facts = result(run), describe(run, Queue()), read_run(run)
+    reader = RunReader(run)
+    reader.look(all_ranks=False)
+    assert found["steps"] == listed["step"] == facts.steps == reader.steps_made == 16
+    for one in (found, listed):
+        assert (one["attempts"], one["attempt_steps"], one["attempt"]) == (3, 6, 2)
+    assert found["epochs"] == 3  # two, none and one are complete
+    assert reader.epoch == 4
+    assert found["samples"] == facts.samples == 2 * 8 * 16
+    assert found["seconds"] == facts.seconds == 9.5 + 5.5
+    said = {remark["kind"]: remark["text"] for remark in found["remarks"]}
+    assert "its 3 attempts made 16 steps, the last one 6" in said["resumed-script"]
+    assert "after 16 steps" in said["early-end"]
+
+
+def test_a_task_that_failed_before_it_began_again_has_made_its_earlier_steps(run: RunDir) -> None:
+    write(run, {"event": "start", "step": 0, "steps": 20, "steps_per_epoch": 3})
+    write(run, *map(step, range(1, 8)))
+    write(run, {"event": "end", "state": "failed", "exit": 1}, attempt=1)
+    found = outcome(run)
+    assert (found["steps"], found["epochs"]) == (7, 2)
+    assert "attempt_steps" not in found
 
 
 def test_a_node_s_part_of_a_run_has_a_lead_too(run: RunDir) -> None:
     write(run, step(3), rank=4)
     write(run, step(4), rank=5)
     assert lead_rank(run, 0) == 4
-    assert read_lead(run).last_step == outcome(run)["steps"] == 3
+    assert read_leads(run)[-1].last_step == outcome(run)["steps"] == 3
 
 
 def test_of_ranks_that_never_meet_the_last_window_counts() -> None:

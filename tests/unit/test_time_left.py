@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.watch_runs import GrowingRun, event_line
 
-from allranks.run.record import LAST_BYTES, RankRecord, read_lead
+from allranks.run.record import LAST_BYTES, RankRecord, read_leads
 from allranks.run.time_left import StepClock
 
 LOOK_SECONDS = 0.5
@@ -117,5 +117,5 @@ def test_both_ends_of_a_long_file_are_enough(tmp_path: Path) -> None:
             fields = {key: value for key, value in event.items() if key not in ("event", "t")}
             file.write(event_line(event["t"], "step", **fields))
     assert run.run.events(0, 0).stat().st_size > 4 * LAST_BYTES
-    left = read_lead(run.run).clock.seconds_left(6000, events[-1]["t"])
+    left = read_leads(run.run)[-1].clock.seconds_left(6000, events[-1]["t"])
     assert left == pytest.approx(3000 * 0.0165 + 7 * 20, rel=0.25)

@@ -474,8 +474,12 @@ def summary_table(result: dict[str, Any]) -> Table:
     rows: list[tuple[str, Cell]] = [("state", Text(result["state"], style=style))]
     rows.append(("layout", str(result["layout"])))
     if result["steps"] is not None:
+        made = count(result["steps"])
+        if "attempt_steps" in result:
+            last = count(result["attempt_steps"])
+            made += f" in {result['attempts']} attempts, {last} in the last one"
         epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
-        rows.append(("steps", f"{count(result['steps'])}{epochs}"))
+        rows.append(("steps", f"{made}{epochs}"))
     if pace := throughput(result):
         rows.append(("throughput", pace))
     rows.append(("time", duration(result["seconds"])))
@@ -534,7 +538,10 @@ def list_row(run: Mapping[str, Any]) -> list[Text]:
     if run["state"] == "queued":
         job = ",".join(run["jobs"])
         left = f"starts {moment(run['expected_start'])}" if run["expected_start"] else left
-    texts = (run["layout"], job, progress(run["step"], run["steps"]), left)
+    made = progress(run["step"], run["steps"])
+    if "attempt_steps" in run:
+        made += f" in {run['attempts']} attempts"
+    texts = (run["layout"], job, made, left)
     state = Text(run["state"], style=STATE_STYLES[run["state"]])
     return [Text(clean(run["run"])), state, *(Text(clean(text or NOTHING)) for text in texts)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -145,13 +145,18 @@ class RankRecord:
 
     @property
     def steps_made(self) -> int | None:
-        """Steps made by now, in all attempts: by its end, its last step or its start.
+        """Steps made by now, by its end, its last step or its start; None for a script without any.
 
-        None for a script that has made none.
+        A task counts on from its checkpoint, a script's ranks count from 1 in every attempt.
         """
         if self.end is not None and "step" in self.end:
             return int(self.end["step"])
         return self.start.get("step") if self.last_step is None else self.last_step
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether its steps are counted from those of earlier attempts on: a task's are."""
+        return "step" in self.start
 
     @property
     def counted(self) -> Counted:
@@ -247,13 +252,29 @@ def lead_rank(run: RunDir, attempt: int) -> int:
     return min(run.ranks(attempt), default=0)
 
 
-def read_lead(run: RunDir) -> RankRecord:
-    """Both ends of the lead rank's events, in the last attempt that has any."""
+def read_leads(run: RunDir) -> list[RankRecord]:
+    """Both ends of the lead rank's events, in the attempts whose steps add up; the newest last.
+
+    These are all attempts of a script, and of a task only the last one that began to train.
+    """
+    found: list[RankRecord] = []
     for attempt in reversed(run.attempts()):
         record = read_ends(run, attempt, lead_rank(run, attempt))
         if record.first_time is not None:
-            return record
-    return RankRecord(0)
+            found.insert(0, record)
+        if record.counts_on:
+            break
+    return found or [RankRecord(0)]
+
+
+def steps_in_all(leads: Iterable[RankRecord]) -> int | None:
+    """Steps made in all attempts; None if none is known.
+
+    A script may have gone on from its last attempt or begun anew, which only the script knows: all
+    the steps that it made are counted.
+    """
+    made = [lead.steps_made for lead in leads if lead.steps_made is not None]
+    return sum(made) if made else None
 
 
 def newest_window(records: Iterable[RankRecord]) -> Event | None:
@@ -285,8 +306,9 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
     """
     state = state or run.state()
     attempts = run.attempts()
-    lead = read_lead(run)
-    start, end, steps = lead.start, lead.end or {}, lead.steps_made
+    leads = read_leads(run)
+    lead, steps = leads[-1], steps_in_all(leads)
+    start, end = lead.start, lead.end or {}
     counted = counted_of(run)
     has_loss, loss = _last_loss(run, attempts, steps)
     is_lost = has_loss and loss is None
@@ -298,7 +320,8 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
         "world_size": start.get("world_size"),
         "attempt": attempts[-1] if attempts else 0,
         "steps": steps,
-        "epochs": None if counted.epochs == "unknown" else end.get("epoch", _epochs(lead)),
+        **attempt_steps(leads),
+        "epochs": None if counted.epochs == "unknown" else end.get("epoch", _epochs(leads)),
         "samples": end.get("samples", _samples(lead)),
         "counted": asdict(counted),
         "seconds": round(seconds_of(run), 3),
@@ -307,6 +330,18 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
         "metrics": {**({"loss": loss} if has_loss else {}), **end.get("metrics", {})},
         **({"nonfinite_since": _nonfinite_since(run, attempts, steps or 0)} if is_lost else {}),
     }
+
+
+def attempt_steps(leads: Sequence[RankRecord]) -> dict[str, int]:
+    """How many of a script's steps its last attempt made, where there were others."""
+    is_script = len(leads) > 1 and not any(lead.counts_on for lead in leads)
+    return {"attempts": len(leads), "attempt_steps": leads[-1].last_step or 0} if is_script else {}
+
+
+def samples_trained(run: RunDir) -> int | None:
+    """Samples in the steps of all ranks and attempts; None if there are none. Reads everything."""
+    records = (read_rank(run, n, rank) for n in run.attempts() for rank in run.ranks(n))
+    return sum(event.get("samples", 0) for one in records for event in one.steps) or None
 
 
 def seconds_of(run: RunDir) -> float:
@@ -378,12 +413,13 @@ def _nonfinite_since(run: RunDir, attempts: list[int], steps: int) -> int:
     return min([bad, *(step for step in told if good < step < bad)])
 
 
-def _epochs(lead: RankRecord) -> int | None:
-    """Epochs completed by now."""
-    steps = lead.steps_made
-    if steps is not None and lead.start.get("steps_per_epoch"):
-        return steps // int(lead.start["steps_per_epoch"])
-    return lead.epochs_completed
+def _epochs(leads: Sequence[RankRecord]) -> int | None:
+    """Epochs completed by now, in all attempts."""
+    steps = steps_in_all(leads)
+    if steps is not None and leads[0].start.get("steps_per_epoch"):
+        return steps // int(leads[0].start["steps_per_epoch"])
+    each = [one.epochs_completed for one in leads if one.epochs_completed is not None]
+    return sum(each) if each else None
 
 
 def _samples(lead: RankRecord) -> int | None:

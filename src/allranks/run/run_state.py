@@ -10,7 +10,7 @@ from typing import Any
 from allranks.run import claims
 from allranks.run.failures import failure, failure_in_words
 from allranks.run.folder import RunDir, State
-from allranks.run.record import final_step, read_lead
+from allranks.run.record import attempt_steps, final_step, read_leads, steps_in_all
 from allranks.show.text import plain
 
 KILLED, NEVER_STARTED = "killed (no end event)", "it never started"
@@ -101,7 +101,8 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
     info = run.info()
     now = look_at_run(run, info, queue)
     holder = claims.newest(run.claims)
-    lead = read_lead(run)
+    leads = read_leads(run)
+    lead = leads[-1]
     is_measured = "bench" in info and lead.start
     steps = final_step(lead.start, info, run.window(run.attempts()[-1]) if is_measured else None)
     left = lead.clock.seconds_left(steps, time.time()) if now.state == "running" else None
@@ -112,7 +113,8 @@ def _describe(run: RunDir, queue: Queue) -> dict[str, Any]:
         "layout": now.layout,
         "jobs": [*now.jobs] or info.get("jobs", []),
         "reason": now.reason,
-        "step": lead.steps_made,
+        "step": steps_in_all(leads),
+        **attempt_steps(leads),
         "steps": steps,
         "seconds_left": None if left is None else round(left, 1),
         "expected_start": now.expected_start,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,11 +17,13 @@ from allranks.run.folder import RunDir, State
 from allranks.run.record import (
     EARLY_EVENTS,
     RankRecord,
-    lead_rank,
+    attempt_steps,
     newest_window,
     outcome,
-    read_ends,
+    read_leads,
     read_ranks,
+    samples_trained,
+    steps_in_all,
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
 from allranks.timing.steps import AFFORDABLE_BYTES, Timing, affordable_timing, timing
@@ -119,8 +121,8 @@ def found_in(
         if window is None:
             yield from of_warm_up(records, measured)
     if window is None:
-        yield from of_end(run, attempts)
-    yield from of_attempts(run, attempts)
+        yield from of_end(run)
+    yield from of_attempts(run)
 
 
 def of_samples(timing: Timing) -> Iterable[Remark]:
@@ -250,27 +252,27 @@ def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Re
     )
 
 
-def of_end(run: RunDir, attempts: Sequence[int]) -> Iterable[Remark]:
+def of_end(run: RunDir) -> Iterable[Remark]:
     """A run that ended before its last step."""
-    state, lead = run.state(), read_ends(run, attempts[-1], lead_rank(run, attempts[-1]))
-    made, planned = lead.steps_made, lead.start.get("steps")
+    state, leads = run.state(), read_leads(run)
+    made, planned = steps_in_all(leads), leads[-1].start.get("steps")
     if state in ("stopped", "failed") and made and made != planned:
         of = f" of {count(planned)}" if planned else ""
         ended = "was stopped" if state == "stopped" else "failed"
-        text = f"it {ended} after step {count(made)}{of}: its numbers are of that part"
+        text = f"it {ended} after {count(made, 'step')}{of}: its numbers are of that part"
         yield Remark("early-end", text)
 
 
-def of_attempts(run: RunDir, attempts: Sequence[int]) -> Iterable[Remark]:
-    """A script that was resumed, and counts its steps anew in every attempt."""
-    if len(attempts) < 2 or not run.job().get("command"):
-        return
-    made = [read_ends(run, n, lead_rank(run, n)).last_step or 0 for n in attempts]
-    if made[-1] and made[-1] < sum(made):
+def of_attempts(run: RunDir) -> Iterable[Remark]:
+    """A script that was resumed: its ranks count from 1 in every attempt."""
+    leads = read_leads(run)
+    made, found = steps_in_all(leads), attempt_steps(leads)
+    if found and made != found["attempt_steps"]:
         yield Remark(
             "resumed-script",
-            f"a resumed script counts its steps from 1: its last attempt made {count(made[-1])} "
-            f"of {count(sum(made))} steps, and its pace is that attempt's",
+            f"its {found['attempts']} attempts made {count(made)} steps, the last one "
+            f"{count(found['attempt_steps'])}; only the script knows whether they went on from "
+            "each other, and its pace is the last one's",
         )
 
 
@@ -349,5 +351,7 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
         found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
         whole = measured.samples_per_second_with_evaluation
         found["samples_per_second_with_evaluation"] = round(whole, 3)
+    if found["samples"] is None and found["counted"]["samples"] != "unknown":
+        found["samples"] = samples_trained(run)
     found["remarks"] = [remark.as_json() for remark in remarks(run, measured)]
     return found

@@ -234,7 +234,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     is_running = status.state == "running"
     layout = str(lead.start.get("layout") or status.layout) if not is_running else status.layout
     world = lead.start.get("world_size") or ranks_of(layout)
-    step, steps = lead.steps_made, final_step(lead.start, one.info, lead.window)
+    step, steps = reader.steps_made, final_step(lead.start, one.info, lead.window)
     newest = lead.steps[-1] if lead.steps else {}
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
     silence = silence_of(reader, now, stalled) if is_running else None
@@ -255,7 +255,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         world_size=world,
         attempt=reader.attempt,
         attempts=len(reader.attempts),
-        epoch=newest.get("epoch"),
+        epoch=reader.epoch,
         epochs=epochs_of(one.job, steps, lead.start),
         step=step,
         steps=steps,

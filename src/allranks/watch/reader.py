@@ -217,6 +217,8 @@ class RunReader:
         self.lead = self._nobody()
         self._past_hours = 0.0  # of earlier attempts
         self._past_pause = 0.0
+        self._past_steps = 0  # a task's are counted on, a script's ranks count from 1 again
+        self._past_epochs = 0
         self._past_checkpoint: int | None = None
         self._parts: Parts | None = None
         self._has_parts = False
@@ -249,6 +251,8 @@ class RunReader:
     def _begin(self, number: int) -> None:
         self._past_hours, self._past_pause = self.rank_hours(None), self.longest_pause
         self._past_checkpoint = self.checkpoint
+        self._past_steps = self.steps_made or 0
+        self._past_epochs += 0 if self.lead.counts_on else self.lead.epochs_completed or 0
         self.attempt, self.ranks, self.lead = number, {}, self._nobody()
 
     def _nobody(self) -> RankReader:
@@ -272,6 +276,19 @@ class RunReader:
                 self.lead = self._add(ranks[0])
                 self.lead.losses_of_run, self.lead.metrics = self.losses, self.metrics
         return self.lead.look()
+
+    @property
+    def steps_made(self) -> int | None:
+        """Steps made in all attempts, as `record.steps_in_all` counts them."""
+        made = self.lead.steps_made
+        is_all = self.lead.counts_on or not self._past_steps
+        return made if is_all else self._past_steps + (made or 0)
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the last step, counted over all attempts of a script."""
+        epoch = self.lead.steps[-1].get("epoch") if self.lead.steps else None
+        return epoch if epoch is None or self.lead.counts_on else int(epoch) + self._past_epochs
 
     @property
     def checkpoint(self) -> int | None:
