@@ -29,7 +29,7 @@ from allranks.report.facts import read_run
 from allranks.report.tables import show_report
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
-from allranks.timing.remarks import result
+from allranks.timing.remarks import remarks, result
 from allranks.watch import page_data
 from allranks.watch.draw import Scene, about_run
 from allranks.watch.live import Watcher
@@ -178,7 +178,9 @@ SITUATIONS = {
         of_one_run=False,
     ),
     "compile time": Situation(
-        compiling, ("1,164 samples/s at its usual step, ", " over everything: 3 steps took "), True
+        compiling,
+        ("1,164 samples/s after its slow steps, ", " over everything: 3 steps took "),
+        True,
     ),
     "early end": Situation(ended_early, ("it was stopped after step 60 of 1,000",), True),
     "resumed script": Situation(resumed, ("its last attempt made 60 of 120 steps",), True),
@@ -293,3 +295,24 @@ def test_every_screen_says_the_same_and_concludes_no_more(
     if not situation.has_speedup:
         assert not any(shown.conclusions), shown.conclusions
         assert "nothing wrong" not in shown.text
+
+
+@pytest.mark.parametrize(
+    ("slow", "steps", "forbids"),
+    [
+        ((1,), 60, ()),  # before the steps that count
+        ((1, 2, 3, 9), 16, ("speedup",)),  # one among them: the pace that counts is not the steady
+        (tuple(range(4, 60, 4)), 60, None),  # until the end, as where a loader falls behind
+    ],
+)
+def test_slow_steps_are_a_warm_up_only_at_the_beginning(
+    tmp_path: Path, slow: Sequence[int], steps: int, forbids: tuple[str, ...] | None
+) -> None:
+    def change(_: int, event: Event) -> Event:
+        more = 6.0 if event["step"] in slow else 0.0
+        return {"seconds": event["seconds"] + more, "forward": event["forward"] + more}
+
+    made = make_run(tmp_path, "1x1", step_seconds=0.5, steps=steps, **edited("step", change))
+    said = [one for one in remarks(made) if one.kind == "warm-up"]
+    assert [one.forbids for one in said] == ([] if forbids is None else [forbids])
+    assert all("51" in one.text.partition(" samples/s after its slow steps, ")[0] for one in said)

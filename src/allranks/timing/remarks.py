@@ -43,6 +43,7 @@ JUDGED_STEPS, JUDGED_SECONDS = 10, 10.0  # with fewer steps in less time, nothin
 LATE = 0.1  # of a step, in which the others wait for one rank
 # The pace over everything is lower than the steady one by this share, and slow steps took as long.
 WARM_UP, WARM_UP_SECONDS = 0.1, 1.0
+WARM_UP_UNTIL = 2 / 3  # of its steps: slow ones are seen later if they are not of a warm-up
 SLOW = 1.5  # times the usual step
 APART = "no exchange between its ranks was seen"
 
@@ -229,26 +230,34 @@ WAITING = {
 
 
 def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
-    """Slow steps, as while compiling: two paces then, of the usual step and over everything."""
+    """Slow steps at the beginning, as while compiling: two paces, after them and over everything.
+
+    Steps that are slow until the end belong to its pace, as where a loader falls behind.
+    """
     if timing.pace is None:
         return
     steps = {rank: record.timed_steps for rank, record in records.items()}
     lead = {number: event["seconds"] for number, event in steps[min(steps)].items()}
-    counted = [took for number, took in lead.items() if number >= timing.first_step]
-    usual, pace = statistics.median(counted or [timing.step_seconds]), timing.samples_per_second
-    steady = pace if timing.steady else pace * timing.step_seconds / usual
+    counted = {number: took for number, took in lead.items() if number >= timing.first_step}
+    usual = statistics.median([*counted.values()] or [timing.step_seconds])
+    slow = {number: took for number, took in lead.items() if took > SLOW * usual}
+    last = max(slow, default=0)
+    if last > WARM_UP_UNTIL * timing.last_step or sum(slow.values()) < WARM_UP_SECONDS:
+        return
+    pace, after = timing.pace, [took for number, took in counted.items() if number > last]
+    if last >= timing.first_step and after:
+        pace = timing.samples_per_step / statistics.fmean(after)
     before = [event for of in steps.values() for n, event in of.items() if n < timing.first_step]
     early = sum(took for number, took in lead.items() if number < timing.first_step)
     overall = sum(event.get("samples", 0) for event in before) + timing.samples
     overall /= early + timing.seconds
-    slow = [took for took in lead.values() if took > SLOW * usual]
-    if overall >= (1 - WARM_UP) * steady or sum(slow) < WARM_UP_SECONDS:
+    if overall >= (1 - WARM_UP) * pace:
         return
     yield Remark(
         "warm-up",
-        f"{number(steady)} samples/s at its usual step, {number(overall)} over everything: "
-        f"{count(len(slow), 'step')} took {duration(sum(slow))} together, as while compiling",
-        (SPEEDUP,) if pace < (1 - 2 * WARM_UP) * steady else (),
+        f"{number(pace)} samples/s after its slow steps, {number(overall)} over everything: "
+        f"{count(len(slow), 'step')} took {duration(sum(slow.values()))}, as while compiling",
+        (SPEEDUP,) if timing.pace < (1 - 2 * WARM_UP) * pace else (),
     )
 
 
