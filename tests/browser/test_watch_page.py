@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -285,6 +286,33 @@ def test_logs_grow_and_are_searched(at_large: Seen, site: Site) -> None:
     )
     page.keyboard.press("Escape")
     at_large.wait("() => !document.querySelector('#log mark')")
+
+
+def test_a_newer_search_ends_the_one_before(at_large: Seen) -> None:
+    page = at_large.page
+    unanswered: list[Any] = []
+    given_up: list[str] = []
+    is_first = re.compile(r"query=li(&|$)")
+    page.route(is_first, lambda route: unanswered.append(route))
+    page.on("requestfailed", lambda request: given_up.append(request.url))
+    page.keyboard.press("/")
+    with page.expect_request(is_first):
+        page.keyboard.type("li")
+    at_large.wait("() => document.getElementById('log-now').textContent === 'searching …'")
+    page.keyboard.type("ne 1")
+    at_large.wait("() => document.getElementById('log-now').textContent.includes(' found')")
+    page.unroute(is_first)
+    page.keyboard.press("Escape")
+    assert len(unanswered) == 1 and any(is_first.search(url) for url in given_up)
+
+
+def test_a_page_for_which_there_is_no_room_says_so(browser: Any, site: Site) -> None:
+    with opened(browser, site.url) as seen:
+        seen.page.route("**/events?*", lambda route: route.fulfill(status=503, body="full"))
+        seen.page.click(f"[data-run='{site.short.run.name}']")  # connects again
+        seen.wait("() => document.getElementById('link').textContent.includes('too many pages')")
+        seen.page.unroute("**/events?*")
+        seen.wait("() => document.getElementById('link').textContent === 'live'")
 
 
 def test_findings_and_hostile_words_are_text(at_large: Seen, site: Site) -> None:
