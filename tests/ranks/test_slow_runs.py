@@ -104,7 +104,7 @@ def test_slow_data_on_every_rank(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_one_rank_with_slow_data(tmp_path: Path) -> None:
     (found, *_) = diagnose(tmp_path, data="0.016 * (rank == 1)").findings
-    assert (found.cause, found.rank) == ("too-few-workers", 1)
+    assert (found.cause, found.rank) == ("data-bound", 1)
 
 
 def test_one_slow_rank(tmp_path: Path) -> None:

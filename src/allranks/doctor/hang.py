@@ -116,11 +116,12 @@ def judge(stall: Stall, *, after: float | None = None) -> list[Finding]:
         return []  # its end is the cause
     elif is_meeting([state for state in states if state.rank not in found.ranks]):
         cause = "rendezvous-timeout"
+    told = finding(cause, evidence(stall, found))
     return [
         replace(
-            finding(cause, evidence(stall, found)),
+            told,
             title=who_is_where(states, found),
-            fix=fix_for(culprit, stall),
+            fix=told.fix if culprit.ended else fix_for(culprit, stall),
             rank=culprit.rank,
             node=culprit.node,
             confidence="high" if found.is_sure and (has_passed or not stall.is_live) else "medium",
@@ -152,11 +153,6 @@ def nobody_to_blame(stall: Stall) -> Finding:
 
 
 def fix_for(culprit: RankState, stall: Stall) -> str:
-    if culprit.ended == "finished":
-        return (
-            "give every rank equally many batches: DistributedSampler(…, drop_last=True), or train "
-            "within `with model.join():` (torch.distributed.algorithms.join)"
-        )
     if culprit.kernel == "T":
         process = stall.processes.get(culprit.rank)
         return f"kill -CONT {process}: it was stopped (SIGSTOP, Ctrl-Z, a debugger)"
