@@ -82,6 +82,22 @@ def test_every_pattern_matches_an_example_of_its_cause() -> None:
     assert not guesses
 
 
+def test_every_traceback_that_is_looked_for_has_an_example(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    guesses = {(cause.slug, one) for cause in CAUSES for one in cause.raised}
+    for cause in CAUSES:
+        for example in cause.examples if cause.raised else ():
+            log.write_text(f"{example}\n")
+            raised = gather(read_logs([Source(log, log.name)])).raised
+            told = [each for last in raised for each in last.chain]
+            guesses -= {
+                (cause.slug, one)
+                for one in cause.raised
+                if any(one.fits(each.text, each.frames) for each in told)
+            }
+    assert not guesses
+
+
 def test_what_is_said_of_every_example_reads_well(tmp_path: Path) -> None:
     """The golden file is what people read: look at it whenever it changes."""
     said = "".join(said_of(cause, tmp_path / "job.log") for cause in known_findings())
