@@ -95,6 +95,8 @@ class _World:
             **{"global_batch": self.batch, "samples_per_epoch": self.batch * 10},
             **{"steps_per_epoch": 10, "step": 0, "steps": self.steps},
         }
+        if self.is_script:  # the launcher writes it, which knows nothing of the training
+            start = {key: start[key] for key in ("rank", "world_size", "layout")}
         now = BEGIN
         found: list[dict[str, Any]] = [{"t": now, "event": "start", **start}]
         for number, seconds in enumerate(self.seconds, start=1):

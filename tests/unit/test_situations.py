@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.report_runs import make_run
+from tests.watch_runs import GrowingRun
 
 from allranks.bench.measure import Ended
 from allranks.bench.scaling import as_json, repeat_of, show
@@ -182,8 +183,8 @@ SITUATIONS = {
         ("1,164 samples/s after its slow steps, ", " over everything: 3 steps took "),
         True,
     ),
-    "early end": Situation(ended_early, ("it was stopped after step 60 of 1,000",), True),
-    "resumed script": Situation(resumed, ("its last attempt made 60 of 120 steps",), True),
+    "early end": Situation(ended_early, ("it was stopped after 60 steps of 1,000",), True),
+    "resumed script": Situation(resumed, ("its 2 attempts made 120 steps, the last one 60",), True),
     "unknown samples": Situation(
         unknown, ("samples/s are not known: its batches are lists of lists",), False
     ),
@@ -316,3 +317,34 @@ def test_slow_steps_are_a_warm_up_only_at_the_beginning(
     said = [one for one in remarks(made) if one.kind == "warm-up"]
     assert [one.forbids for one in said] == ([] if forbids is None else [forbids])
     assert all("51" in one.text.partition(" samples/s after its slow steps, ")[0] for one in said)
+
+
+class Alone(GrowingRun):
+    """A run whose ranks never wait for each other."""
+
+    def _step(self, rank: int) -> Event:
+        found = super()._step(rank)
+        return {**found, "other": found["other"] + found["wait"], "wait": 0.0}
+
+
+@pytest.mark.parametrize("kind", [GrowingRun, Alone])
+def test_a_running_run_is_compared_only_if_it_can_be(
+    tmp_path: Path, kind: type[GrowingRun]
+) -> None:
+    base = GrowingRun(tmp_path, "1x1", step_seconds=0.18, begin=time.time() - 100)
+    base.begin()
+    base.steps(100)
+    base.end()
+    running = kind(tmp_path, "1x2", number=1, begin=time.time() - 10)
+    with running.live():
+        running.begin()
+        running.steps(60)
+        watcher = Watcher(tmp_path, old=True)
+        watcher.poll(budget=float("inf"))
+        view = next(one for one in watcher.runs() if one.run == running.run.name)
+        watcher.close()
+    warnings = page_data.head(view, None, time.time())["warnings"]
+    assert (view.efficiency is None) == (kind is Alone)
+    assert any("no exchange between its ranks was seen" in one for one in warnings) == (
+        kind is Alone
+    )

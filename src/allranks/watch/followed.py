@@ -28,7 +28,7 @@ from allranks.timing.comparison import (
     is_comparable,
     same_job,
 )
-from allranks.timing.remarks import Remark, remarks
+from allranks.timing.remarks import SPEEDUP, Remark, forbidding, remarks
 from allranks.timing.steps import (
     AFFORDABLE_BYTES,
     Timing,
@@ -291,7 +291,7 @@ def ratios_of(
     None for a run that does not count, such as one that failed while others of its layout did not.
     """
     found = one.comparison
-    if found is None:
+    if found is None or found.row.doubt or forbidding(SPEEDUP, one.remarks):
         return None, None
     if one.is_active:
         return found.base.ratio(world, pace) if world and pace else (None, None)
