@@ -77,6 +77,10 @@ def too_short(folder: Path) -> None:
     runs_of(folder, odd={"steps": 6})
 
 
+def one_step(folder: Path) -> None:
+    runs_of(folder, odd={"steps": 1})
+
+
 def idle(folder: Path) -> None:
     def edit(rank: int, event: Event) -> Event:
         if event["event"] == "start":
@@ -162,6 +166,9 @@ SITUATIONS = {
         noisy, ("1x2: its 3 repeats differ too much to be compared: 1,1",), False, of_one_run=False
     ),
     "too short": Situation(too_short, ("too short to judge: only ",), False),
+    "one step": Situation(
+        one_step, ("too short to judge: too few steps were made: it takes two",), False
+    ),
     "idle rank": Situation(
         idle, ("rank 1 has no samples: the batch of 1 sample is smaller than 2 ranks",), True
     ),

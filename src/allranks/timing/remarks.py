@@ -26,7 +26,15 @@ from allranks.run.record import (
     steps_in_all,
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
-from allranks.timing.steps import AFFORDABLE_BYTES, Timing, affordable_timing, timing
+from allranks.timing.steps import (
+    AFFORDABLE_BYTES,
+    STOPPED_EARLY,
+    TOO_FEW,
+    Timing,
+    affordable_timing,
+    timing,
+    why_no_pace,
+)
 from allranks.timing.timeline import DATA
 
 Conclusion = Literal["pace", "speedup", "cause"]
@@ -48,7 +56,7 @@ SLOW = 1.5  # times the usual step
 APART = "no exchange between its ranks was seen"
 
 OF_A_WHOLE_RUN = ("too-short", "warm-up", "early-end")  # kinds of remarks
-# The worst first.
+# The worst first; before all others come those that forbid a speedup.
 ORDER = (
     *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
     *("warm-up", "early-end", "resumed-script", "about-samples", "same-order"),
@@ -98,7 +106,7 @@ def remarks(
         return []
     if so_far:
         found = [remark for remark in found if remark.kind not in OF_A_WHOLE_RUN]
-    return sorted(found, key=lambda remark: ORDER.index(remark.kind))
+    return sorted(found, key=lambda r: (SPEEDUP not in r.forbids, ORDER.index(r.kind)))
 
 
 def found_in(
@@ -121,6 +129,8 @@ def found_in(
             yield from of_ranks(records, measured)
         if window is None:
             yield from of_warm_up(records, measured)
+    elif (why := why_no_pace(run, None)) in (TOO_FEW, STOPPED_EARLY):
+        yield Remark("too-short", f"too short to judge: {why}", (PACE, SPEEDUP, CAUSE))
     if window is None:
         yield from of_end(run)
     yield from of_attempts(run)
@@ -208,15 +218,15 @@ def of_length(timing: Timing) -> Iterable[Remark]:
     if timing.seconds >= JUDGED_SECONDS:
         return
     said = f"{count(timing.num_steps, 'step')} in {duration(timing.seconds)} count"
-    if timing.num_steps < JUDGED_STEPS:
-        text = f"too short to judge: only {said}; let it run longer"
-        yield Remark("too-short", text, (SPEEDUP, CAUSE))
-        return
     looks = ""
     if timing.parts is not None and timing.step_seconds:
         part = max(WAITING, key=lambda name: (timing.parts or {})[name])
         share = timing.parts[part] / timing.step_seconds
         looks = f"; it looks like {percent(share, 0)} {WAITING[part]}" if share >= LATE else ""
+    if timing.num_steps < JUDGED_STEPS:
+        text = f"too short to judge: only {said}{looks}; let it run longer"
+        yield Remark("too-short", text, (SPEEDUP, CAUSE))
+        return
     text = f"too short to judge what limits it: {said}{looks}; let it run for 10 s or more"
     yield Remark("too-short", text, (CAUSE,))
 

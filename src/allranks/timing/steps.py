@@ -37,6 +37,7 @@ LEAST_PART = 0.1  # of the time others wait for a slow rank: a part that explain
 LEAST_AFTER = 0.25  # of the exchange: how much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same exchange
 STOPPED_EARLY = "it was stopped before there was enough to measure"
+TOO_FEW = "too few steps were made: it takes two on every rank, as the first is always slower"
 AFFORDABLE_BYTES = 32 << 20  # of events; reading ten megabytes takes a second
 PARTS = ("compute", "comm", "straggler", "data", "other")
 PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
@@ -160,7 +161,7 @@ def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
         ranks = f"rank {none[0]}" if len(none) == 1 else f"{len(none)} other ranks"
         return f"no optimizer step was seen on {ranks}, while rank {most} made {steps[most]}"
     if measured is None:
-        return "too few steps were made: it takes two on every rank, as the first is always slower"
+        return TOO_FEW
     return "no samples were seen: the batches have no length"
 
 
