@@ -155,7 +155,7 @@ def test_what_a_cause_names_exists() -> None:
 
 def test_few_words_are_too_short_for_the_fast_search() -> None:
     short = {p.word for cause in CAUSES for p in cause.patterns if len(p.word) < LONG}
-    assert short == {"nan", "NaN", "inf,", "inf "}
+    assert short == {"nan", "NaN", "inf,", "inf ", "Killed"}
 
 
 def test_every_pattern_compiles_and_matches_only_lines_with_its_word() -> None:

@@ -661,6 +661,566 @@ WORDINGS = [
         "ERROR 03-27 22:19:40 [core.py:367] RuntimeError: Connection refused\n",
         "master-unreachable",
     ),
+    (
+        raised(
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss returned by training_step. If this is intentional, you must enable the detection of unused parameters in DDP",
+            "lightning/pytorch/strategies/ddp.py x",
+        ),
+        "ddp-unused-parameters",
+    ),
+    (
+        raised(
+            "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.",
+            *BARRIER,
+        ),
+        "rank-died|rank-missing-from-collective",
+    ),
+    (
+        raised(
+            "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
+            *BARRIER,
+        ),
+        "rank-missing-from-collective|rank-died|master-unreachable",
+    ),
+    (
+        raised(
+            "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+            *BARRIER,
+        ),
+        "rank-died|rank-missing-from-collective",
+    ),
+    (
+        raised(
+            "RuntimeError: [1] is setting up NCCL communicator and retreiving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
+            *BARRIER,
+        ),
+        "rank-missing-from-collective|rank-died",
+    ),
+    (
+        raised(
+            "RuntimeError: Timed out waiting 1800000ms for recv operation to complete", *BARRIER
+        ),
+        "rank-missing-from-collective",
+    ),
+    (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4\n",
+        "collective-mismatch",
+    ),
+    (
+        "terminate called after throwing an instance of 'c10::CUDAError'\n  what():  CUDA error: unspecified launch failure\n",
+        "cuda-illegal-access",
+    ),
+    (
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: device-side assert triggered\nException raised from createEvent at ../aten/src/ATen/cuda/CUDAEvent.h:166 (most recent call first):\n",
+        "cuda-device-assert",
+    ),
+    (
+        raised("RuntimeError: CUDA error: initialization error"),
+        "cuda-in-forked-worker|no-gpu|rank-raised",
+    ),
+    (raised("RuntimeError: CUDA driver error: out of memory"), "cuda-out-of-memory"),
+    (raised("torch.cuda.OutOfMemoryError: CUDA out of memory."), "cuda-out-of-memory"),
+    (
+        raised(
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        "host-out-of-memory",
+    ),
+    (
+        raised(
+            "RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."
+        ),
+        "host-out-of-memory",
+    ),
+    (
+        raised("RuntimeError: $ Torch: not enough memory: you tried to allocate 2GB. Buy new RAM!"),
+        "host-out-of-memory",
+    ),
+    (
+        "run.sh: line 7: 12345 Killed                  python -m torch.distributed.launch --nproc_per_node=4 train.py\n",
+        "rank-died|host-out-of-memory|terminated-by-signal",
+    ),
+    (
+        "run.sh: line 7: 12345 Bus error               (core dumped) python train.py\n",
+        "rank-died|shared-memory-full",
+    ),
+    (
+        "run.sh: line 7: 12345 Aborted                 (core dumped) torchrun train.py\n",
+        "rank-died",
+    ),
+    (
+        "--------------------------------------------------------------------------\nPrimary job  terminated normally, but 1 process returned\na non-zero exit code. Per user-direction, the job has been aborted.\n--------------------------------------------------------------------------\nmpirun detected that one or more processes exited with non-zero status, thus causing\nthe job to be terminated. The first process to do so was:\n\n  Process name: [[1,1],1]\n  Exit code:    1\n",
+        "rank-died|cause-in-another-log",
+    ),
+    (
+        "mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 9 (Killed).\n",
+        "rank-died",
+    ),
+    (
+        "[1,1]<stderr>:RuntimeError: CUDA out of memory. Tried to allocate 2.00 MiB (GPU 0; 10.00 GiB total capacity; 9.00 GiB already allocated; 1.00 MiB free; 9.10 GiB reserved in total by PyTorch)\n",
+        "cuda-out-of-memory",
+    ),
+    (
+        "[1,0]<stderr>:horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.\n",
+        "rank-died|uneven-inputs|cause-in-another-log",
+    ),
+    (
+        "[2022-01-01 10:00:00.000000: W horovod/common/stall_inspector.cc:107] One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 seconds.\nMissing ranks:\n1: [allreduce.grad]\n",
+        "rank-missing-from-collective",
+    ),
+    (
+        raised(
+            "RuntimeError: Cuda error: no kernel image is available for execution on the device [/opt/x.cu:11]"
+        ),
+        "no-kernel-image",
+    ),
+    (
+        raised("RuntimeError: Trying to create tensor with negative dimension -1: [-1, 512]"),
+        "rank-raised",
+    ),
+    (
+        raised(
+            "RuntimeError: Caught RuntimeError in replica 1 on device 1.\nOriginal Traceback (most recent call last):",
+            "torch/nn/parallel/data_parallel.py forward",
+        ),
+        "rank-raised",
+    ),
+    (
+        raised(
+            "AssertionError: DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient.",
+            "torch/nn/parallel/distributed.py __init__",
+        ),
+        "ddp-no-gradients",
+    ),
+    (
+        raised("ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", *INIT),
+        "no-gpu",
+    ),
+    (
+        raised("RuntimeError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", *INIT),
+        "no-gpu",
+    ),
+    (
+        raised("AssertionError: Invalid device id", "torch/cuda/__init__.py set_device"),
+        "invalid-device",
+    ),
+    (
+        raised(
+            "ValueError: DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device GPU modules or CPU modules, but got device_ids [0], output_device 0, and module parameters {device(type='cpu')}.",
+            "torch/nn/parallel/distributed.py __init__",
+        ),
+        "backend-device-mismatch",
+    ),
+    (
+        raised(
+            "RuntimeError: Input, output and indices must be on the current device",
+            "torch/nn/functional.py embedding",
+        ),
+        "tensors-on-different-devices",
+    ),
+    (
+        raised(
+            "RuntimeError: Expected object of backend CPU but got backend CUDA for argument #4 'mat1'",
+            "torch/nn/functional.py linear",
+        ),
+        "tensors-on-different-devices",
+    ),
+    (
+        raised("RuntimeError: expected device cuda:0 but got device cpu"),
+        "tensors-on-different-devices",
+    ),
+    (
+        raised(
+            "RuntimeError: binary_op(): expected both inputs to be on same device, but input a is on cuda:1 and input b is on cuda:0"
+        ),
+        "tensors-on-different-devices",
+    ),
+    (
+        raised(
+            "RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same"
+        ),
+        "dtype-mismatch|tensors-on-different-devices",
+    ),
+    (raised("RuntimeError: expected scalar type Half but found Float"), "dtype-mismatch"),
+    (
+        raised(
+            "RuntimeError: Expected object of scalar type Long but got scalar type Float for argument #2 'target'"
+        ),
+        "dtype-mismatch",
+    ),
+    (
+        raised("IndexError: index out of range in self", "torch/nn/functional.py embedding"),
+        "label-out-of-range",
+    ),
+    (
+        raised(
+            "RuntimeError: index out of range: Tried to access index 5 out of table with 4 rows. at /pytorch/aten/src/TH/generic/THTensorEvenMoreMath.cpp:418"
+        ),
+        "label-out-of-range",
+    ),
+    (
+        raised(
+            "RuntimeError: Assertion `cur_target >= 0 && cur_target < n_classes' failed.  at /pytorch/aten/src/THNN/generic/ClassNLLCriterion.c:97"
+        ),
+        "label-out-of-range",
+    ),
+    (
+        "/pytorch/aten/src/THCUNN/ClassNLLCriterion.cu:105: void cunn_ClassNLLCriterion_updateOutput_kernel: block: [0,0,0], thread: [1,0,0] Assertion `t >= 0 && t < n_classes` failed.\n",
+        "cuda-device-assert",
+    ),
+    (
+        "../aten/src/ATen/native/cuda/Indexing.cu:1146: indexSelectLargeIndex: block: [1,0,0], thread: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n",
+        "cuda-device-assert",
+    ),
+    (
+        raised(
+            "RuntimeError: size mismatch, m1: [64 x 512], m2: [256 x 10] at /pytorch/aten/src/THC/generic/THCTensorMathBlas.cu:268"
+        ),
+        "batch-shape-mismatch",
+    ),
+    (
+        raised(
+            "RuntimeError: invalid argument 0: Sizes of tensors must match except in dimension 0. Got 3 and 1 in dimension 1 at /pytorch/aten/src/TH/generic/THTensor.cpp:612"
+        ),
+        "batch-shape-mismatch",
+    ),
+    (
+        raised(
+            "RuntimeError: Sizes of tensors must match except in dimension 1. Expected size 8 but got size 7 for tensor number 1 in the list."
+        ),
+        "batch-shape-mismatch",
+    ),
+    (
+        raised(
+            "RuntimeError: Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):"
+        ),
+        "worker-raised",
+    ),
+    (
+        raised("RuntimeError: DataLoader worker (pid 1) is killed by signal: Segmentation fault. "),
+        "worker-killed",
+    ),
+    (
+        raised("RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed. "),
+        "worker-killed|host-out-of-memory",
+    ),
+    (
+        raised(
+            "RuntimeError: DataLoader worker (pid 1) exited unexpectedly with exit code 1. Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."
+        ),
+        "worker-killed",
+    ),
+    (raised("OSError: [Errno 24] Too many open files: '/data/x'"), "too-many-open-files"),
+    (raised("RuntimeError: unable to write to file </torch_123_456>"), "shared-memory-full"),
+    (
+        raised(
+            "RuntimeError: unable to resize file </torch_1_2> to the right size: Invalid argument (22)"
+        ),
+        "shared-memory-full|rank-raised",
+    ),
+    (
+        raised("RuntimeError: Unable to find a valid cuDNN algorithm to run convolution"),
+        "cuda-out-of-memory|cuda-library-error",
+    ),
+    (raised("RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), "cuda-library-error"),
+    (
+        raised(
+            "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa)`"
+        ),
+        "cuda-library-error",
+    ),
+    (
+        raised("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"),
+        "cuda-library-error",
+    ),
+    (
+        raised(
+            "RuntimeError: cublas runtime error : the GPU program failed to execute at /pytorch/aten/src/THC/THCBlas.cu:450"
+        ),
+        "cuda-library-error",
+    ),
+    (
+        raised(
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have already set an error? Error 804: forward compatibility was attempted on non supported HW"
+        ),
+        "driver-too-old",
+    ),
+    (
+        raised(
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda driver combination"
+        ),
+        "driver-too-old",
+    ),
+    (
+        raised(
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"
+        ),
+        "nvswitch-error|no-gpu",
+    ),
+    (
+        raised(
+            "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero."
+        ),
+        "no-gpu",
+    ),
+    (
+        "/env/torch/cuda/__init__.py:52: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 10010).\n"
+        + raised("RuntimeError: No CUDA GPUs are available"),
+        "driver-too-old|no-gpu",
+    ),
+    (
+        "NVIDIA GeForce RTX 3090 with CUDA capability sm_86 is not compatible with the current PyTorch installation.\n"
+        + raised(
+            "RuntimeError: CUDA error: no kernel image is available for execution on the device"
+        ),
+        "no-kernel-image",
+    ),
+    (
+        raised(
+            "deepspeed.runtime.zero.utils.ZeRORuntimeException: You are using ZeRO-Offload with a client provided optimizer"
+        ),
+        "rank-raised",
+    ),
+    (
+        "[2023-01-01 10:00:00,000] [INFO] [loss_scaler.py:188:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1\n"
+        + raised(
+            "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
+            "deepspeed/runtime/fp16/loss_scaler.py update_scale",
+        ),
+        "loss-scale-underflow",
+    ),
+    (
+        raised(
+            "AssertionError: Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 32 != 4 * 1 * 4",
+            "deepspeed/runtime/config.py _batch_assertion",
+        ),
+        "rank-count-mismatch|rank-raised",
+    ),
+    (
+        raised(
+            "RuntimeError: weight should have at least three dimensions",
+            "torch/nn/modules/conv.py forward",
+        ),
+        "rank-raised",
+    ),
+    (
+        raised("RuntimeError: 'weight' must be 2-D", "torch/nn/functional.py embedding"),
+        "rank-raised|fsdp-wrap-error",
+    ),
+    (
+        raised(
+            "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"
+        ),
+        "dtype-mismatch",
+    ),
+    (
+        raised("RuntimeError: Function BroadcastBackward returned an invalid gradient at index 0"),
+        "rank-raised",
+    ),
+    (
+        raised(
+            "RuntimeError: Trying to backward through the graph a second time, but the buffers have already been freed. Specify retain_graph=True when calling backward the first time."
+        ),
+        "backward-twice",
+    ),
+    (
+        raised(
+            "RuntimeError: Given groups=1, weight of size [64, 3, 7, 7], expected input[8, 1, 224, 224] to have 3 channels, but got 1 channels instead"
+        ),
+        "batch-shape-mismatch",
+    ),
+    (
+        raised(
+            "ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 256, 1, 1])"
+        ),
+        "batch-shape-mismatch",
+    ),
+    (
+        raised("ValueError: Expected input batch_size (324) to match target batch_size (4)."),
+        "batch-shape-mismatch",
+    ),
+    (
+        raised(
+            "_pickle.UnpicklingError: Weights only load failed. Re-running `torch.load` with `weights_only` set to `False` will likely succeed",
+            "torch/serialization.py load",
+        ),
+        "checkpoint-unsafe-pickle",
+    ),
+    (
+        raised(
+            "RuntimeError: Attempting to deserialize object on CUDA device 3 but torch.cuda.device_count() is 1.",
+            "torch/serialization.py validate_cuda_device",
+        ),
+        "invalid-device",
+    ),
+    (
+        raised(
+            "RuntimeError: storage has wrong size: expected -452 got 64",
+            "torch/serialization.py _load",
+        ),
+        "checkpoint-truncated",
+    ),
+    (
+        raised(
+            "RuntimeError: Invalid magic number; corrupt file?",
+            "torch/serialization.py _legacy_load",
+        ),
+        "checkpoint-truncated",
+    ),
+    (
+        raised(
+            "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+            "safetensors/torch.py load_file",
+        ),
+        "checkpoint-truncated",
+    ),
+    (
+        raised(
+            "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+            "transformers/modeling_utils.py load_state_dict",
+        ),
+        "checkpoint-truncated",
+    ),
+    (
+        "srun: error: n1: task 0: Exited with exit code 1\nsrun: Terminating job step 12.0\nslurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2021-01-01T00:00:00 ***\n",
+        "rank-died|job-cancelled",
+    ),
+    (
+        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2021-01-01T00:00:00 DUE TO PREEMPTION ***\n",
+        "slurm-preempted",
+    ),
+    ("slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2021-01-01T00:00:00 ***\n", "job-cancelled"),
+    (
+        "slurmstepd: error: *** JOB 12 STEPD TERMINATED ON n1 AT 2021-01-01T00:00:00 DUE TO JOB NOT ENDING WITH SIGNALS ***\n",
+        "job-cancelled|slurm-node-failure",
+    ),
+    (
+        "sbatch: error: Batch script contains DOS line breaks (\\r\\n)\nsbatch: error: instead of expected UNIX line breaks (\\n).\n",
+        "slurm-bad-option",
+    ),
+    ("sbatch: error: Unable to open file train.sbatch\n", "slurm-bad-option|missing-file"),
+    ("sbatch: error: Invalid directive found in batch script: --gpu\n", "slurm-bad-option"),
+    (
+        "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive.\n",
+        "slurm-bad-option",
+    ),
+    (
+        "srun: fatal: cpus-per-task set by two different environment variables SLURM_CPUS_PER_TASK=1 != SLURM_TRES_PER_TASK=cpu:8\n",
+        "slurm-bad-option",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Invalid partition name specified\n",
+        "slurm-bad-option",
+    ),
+    (
+        "salloc: error: Job submit/allocate failed: Invalid account or account/partition combination specified\n",
+        "slurm-bad-option",
+    ),
+    (
+        "srun: error: Unable to create step for job 1: Requested node configuration is not available\n",
+        "slurm-request-impossible",
+    ),
+    (
+        "srun: error: Unable to create step for job 1: Invalid generic resource (gres) specification\n",
+        "slurm-request-impossible|slurm-bad-option",
+    ),
+    (
+        "srun: error: Unable to confirm allocation for job 1: Invalid job id specified\n",
+        "slurm-bad-option",
+    ),
+    (
+        "sbatch: error: CPU count per node can not be satisfied\nsbatch: error: Batch job submission failed: Requested node configuration is not available\n",
+        "slurm-request-impossible",
+    ),
+    (
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n",
+        "slurm-unreachable",
+    ),
+    (
+        "srun: error: slurm_receive_msgs: Socket timed out on send/recv operation\nsrun: error: Task launch for 1.0 failed on node n2: Socket timed out on send/recv operation\n",
+        "slurm-unreachable|slurm-node-failure",
+    ),
+    (
+        "srun: error: Task launch for StepId=1.0 failed on node n3: Communication connection failure\n",
+        "slurm-node-failure|slurm-unreachable",
+    ),
+    (
+        "JOBID PARTITION     NAME     USER ST       TIME  NODES NODELIST(REASON)\n  123       gpu    train        u PD       0:00      2 (QOSMaxGRESPerUser)\n",
+        "slurm-pending",
+    ),
+    (
+        "JOBID PARTITION     NAME     USER ST       TIME  NODES NODELIST(REASON)\n  123       gpu    train        u PD       0:00      2 (Resources)\n",
+        "slurm-pending",
+    ),
+    (
+        "slurmstepd: error: couldn't chdir to `/scratch/x': No such file or directory: going to /tmp instead\n"
+        + raised("FileNotFoundError: [Errno 2] No such file or directory: 'config.yaml'"),
+        "missing-file",
+    ),
+    (
+        "/var/spool/slurmd/job1/slurm_script: line 10: torchrun: command not found\n",
+        "missing-module|missing-file",
+    ),
+    (
+        "slurmstepd: error: execve(): train.py: Permission denied\n",
+        "permission-denied|slurm-bad-option",
+    ),
+    ("python: can't open file 'train.py': [Errno 2] No such file or directory\n", "missing-file"),
+    ("/usr/bin/python: No module named torch.distributed.launch\n", "missing-module"),
+    (raised("ModuleNotFoundError: No module named 'apex'"), "missing-module"),
+    (
+        raised(
+            "ImportError: libcudart.so.10.2: cannot open shared object file: No such file or directory"
+        ),
+        "library-mismatch",
+    ),
+    (
+        raised(
+            "ImportError: /lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.29' not found (required by x.so)"
+        ),
+        "library-mismatch",
+    ),
+    (
+        raised("OSError: libnccl.so.2: cannot open shared object file: No such file or directory"),
+        "library-mismatch",
+    ),
+    (
+        raised(
+            "RuntimeError: Detected that PyTorch and torch_sparse were compiled with different CUDA versions."
+        ),
+        "library-mismatch",
+    ),
+    (
+        "n1:1:2 [0] init.cc:1000 NCCL WARN Mismatched NCCL version detected : rank 0 version 21003 rank 1 version 20804\n",
+        "nccl-version-mismatch",
+    ),
+    (
+        "n1:1:2 [0] transport/net_ib.cc:100 NCCL WARN NET/IB : Got async event : port error\n",
+        "nccl-ib-failure",
+    ),
+    (
+        "n1:1:2 [0] transport/p2p.cc:136 NCCL WARN Cuda failure 'peer access is not supported between these two devices'\n",
+        "nccl-cuda-error",
+    ),
+    (
+        "n1:1:2 [0] proxy.cc:1 NCCL WARN [Service thread] Accept failed Resource temporarily unavailable\nn1:1:2 [0] misc/socket.cc:1 NCCL WARN socketProgressOpt: Call to recv from 10.0.0.1<5> failed : Connection reset by peer\n",
+        "rank-died",
+    ),
+    (
+        "n1:1:2 [0] init.cc:521 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\n",
+        "duplicate-gpu",
+    ),
+    ("NVRM: Xid (PCI:0000:0a:00): 79, pid=1, GPU has fallen off the bus.\n", "gpu-lost|gpu-xid"),
+    ("Unable to determine the device handle for GPU 0000:0A:00.0: Unknown Error\n", "gpu-lost"),
+    (
+        "Failed to initialize NVML: Driver/library version mismatch\n",
+        "driver-too-old|library-mismatch|no-gpu",
+    ),
+    (
+        "Failed to initialize NVML: Unknown Error\n"
+        + raised("RuntimeError: No CUDA GPUs are available"),
+        "no-gpu",
+    ),
 ]
 
 

@@ -108,7 +108,7 @@ def _is_last(hits: Sequence[Hit], facts: FailureFacts) -> bool:
 
 # An error in the words of the program that has it, rather than of somebody who writes about one.
 _ERROR = re.compile(
-    r"^(?:\w+\.)*\w*(?:Error|Exception)\b: | NCCL WARN |^\[?[EF]\d{4} |^\[E \w|^ERROR\b|\berror: "
+    r"^(?:\w+\.)*\w*(?:Error|Exception)\b: | NCCL WARN |^\[?[EF]\d{3,4} |^\[E \w|^ERROR\b|\berror: "
     r"|^terminate called|^\s+what\(\): "
 )
 

@@ -415,7 +415,7 @@ _BEGUN = re.compile(r"(?<=[^\s:\d])\s*(?:\[rank\d+\]: ?)?Traceback \(most recent
 _NCCL = re.compile(r"(?:^|[\] ])(?P<node>[\w.-]+):(?P<pid>\d+):\d+ \[-?\d+\] ")
 _SLURMSTEPD = re.compile(r"slurmstepd-(?P<node>[\w.-]+): ")
 _WARNING = re.compile(
-    r"""^\[?W\d{4}[ ]\d\d:  # torch's own
+    r"""^\[?W(?:\d{3,4}[ ]\d\d:|[ ]\w+\.cpp:)  # torch's own
     | \bWARN(?:ING)?\b(?!.*\bERROR\b) | \w*Warning: | \bINFO\b | \bDEBUG\b | ^\s*warnings\.warn
     """,
     re.VERBOSE,

@@ -20,7 +20,7 @@ MESSAGE_LINES = 8  # of an exception
 WHOLE_BYTES = 1 << 16  # of a log's beginning and of its end
 MAX_LOGS = 16  # whose beginnings and ends are read
 # Lines of source code: rich shows them in a box, IPython with an arrow.
-_SOURCE = re.compile(r"\s*[│┃❱]|-+> ?\d+ ")
+_SOURCE = re.compile(r"\s*[│┃❱]|-+> ?\d+ |\s+(?:raise|assert|except)\b")
 
 
 @dataclass(frozen=True, slots=True)
