@@ -476,258 +476,116 @@ HEALTHY: dict[str, str] = {
     " .so object and headers but these were not found.\n" + STEPS,
 }
 # Failing and healthy ones, of which some name no exception.
+# fmt: off
 OTHERS: dict[str, str] = {
-    "alembic": raised(
-        'sqlalchemy.exc.OperationalError: (psycopg2.OperationalError) connection to server at "db" (10.0.0.3), port 5432 failed: Connection refused',
-        "sqlalchemy/engine/base.py connect",
-    ),
-    "flask": '127.0.0.1 - - [01/May/2024 10:00:00] "GET /rank/3 HTTP/1.1" 500 -\n'
-    + raised(
-        "jinja2.exceptions.UndefinedError: 'rank' is undefined", "jinja2/environment.py render"
-    ),
-    "django": raised(
-        "django.core.exceptions.ImproperlyConfigured: The SECRET_KEY setting must not be empty.",
-        "django/conf/__init__.py __getattr__",
-    ),
-    "missing env": raised("KeyError: 'HOME_PORT'", "../os.py __getitem__"),
-    "os.environ RANK_ID": raised("KeyError: 'RANK_ID'", "../os.py __getitem__"),
-    "spacy": raised(
-        "OSError: [E050] Can't find model 'en_core_web_sm'. It doesn't seem to be a Python package or a valid path to a data directory.",
-        "spacy/util.py load_model",
-    ),
-    "nltk": raised("LookupError: Resource punkt not found.", "nltk/data.py find"),
-    "cuda toolkit nvcc": "nvcc fatal   : Unsupported gpu architecture 'compute_89'\nerror: command '/usr/bin/nvcc' failed with exit code 1\n",
-    "pip build": "  error: subprocess-exited-with-error\n  × python setup.py bdist_wheel did not run successfully.\n  │ exit code: 1\n  ╰─> [10 lines of output]\n      RuntimeError: Cannot find CUDA_HOME\nERROR: Failed building wheel for apex\n",
-    "conda": "PackagesNotFoundError: The following packages are not available from current channels:\n  - foo\n",
-    "apt": "E: Unable to locate package foo\nE: Could not get lock /var/lib/dpkg/lock-frontend - open (11: Resource temporarily unavailable)\n",
-    "cmake": 'CMake Error at CMakeLists.txt:3 (find_package):\n  Could not find a package configuration file provided by "Foo"\n',
-    "terraform": "Error: Error acquiring the state lock: ConditionalCheckFailedException\n",
-    "git lfs": "batch response: Rate limit reached\nerror: failed to fetch some objects\n",
-    "ansible": 'fatal: [node3]: UNREACHABLE! => {"changed": false, "msg": "Failed to connect to the host via ssh: Connection timed out", "unreachable": true}\n',
-    "systemd": "systemd[1]: foo.service: Main process exited, code=killed, status=9/KILL\nsystemd[1]: foo.service: Failed with result 'signal'.\n",
-    "systemd oom": "systemd[1]: web.service: A process of this unit has been killed by the OOM killer.\n",
-    "kube crash": "Back-off restarting failed container\nError: CrashLoopBackOff\nLast State: Terminated\n  Reason: Error\n  Exit Code: 1\n",
-    "kube unreach": "Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout\n",
-    "etcd": "etcdserver: request timed out\nrafthttp: lost the TCP streaming connection with peer 8e9e05c52164694d\n",
-    "zookeeper": "WARN [SendWorker:3] Connection broken for id 2, my id = 1, error = java.io.EOFException: Connection reset by peer\n",
-    "hdfs": "org.apache.hadoop.ipc.RemoteException: Name node is in safe mode.\n",
-    "cassandra": "com.datastax.driver.core.exceptions.OperationTimedOutException: [node1] Operation timed out\n",
-    "mysql": "ERROR 2013 (HY000): Lost connection to MySQL server during query\n",
-    "mysql2": "ERROR 1040 (HY000): Too many connections\n",
-    "postgres full": 'could not resize shared memory segment "/PostgreSQL.1" to 1 bytes: No space left on device\n',
-    "nginx": "2024/05/01 10:00:00 [alert] 7#7: *1 768 worker_connections are not enough\n",
-    "celery broken": raised(
-        "kombu.exceptions.OperationalError: [Errno 111] Connection refused",
-        "kombu/connection.py _ensure_connection",
-    ),
-    "asyncio": raised("asyncio.exceptions.TimeoutError", "../asyncio/tasks.py wait_for"),
-    "asyncio cancelled": raised(
-        "asyncio.exceptions.CancelledError", "../asyncio/tasks.py wait_for"
-    ),
-    "playwright": raised(
-        "playwright._impl._errors.TimeoutError: Timeout 30000ms exceeded.",
-        "playwright/_impl/_connection.py send",
-    ),
-    "selenium": raised(
-        "selenium.common.exceptions.WebDriverException: Message: disconnected: not connected to DevTools",
-        "selenium/webdriver/remote/errorhandler.py check_response",
-    ),
-    "scrapy": "[scrapy.downloadermiddlewares.retry] DEBUG: Retrying <GET http://x> (failed 1 times): Connection was closed cleanly.\n",
-    "multiprocessing manager": raised(
-        "ConnectionRefusedError: [Errno 111] Connection refused",
-        "../multiprocessing/managers.py connect",
-    ),
-    "multiprocessing eof": raised("EOFError", "../multiprocessing/connection.py _recv"),
-    "multiprocessing reset": raised(
-        "ConnectionResetError: [Errno 104] Connection reset by peer",
-        "../multiprocessing/connection.py _recv",
-    ),
-    "socket server": raised(
-        "ConnectionResetError: [Errno 104] Connection reset by peer", "../socketserver.py handle"
-    ),
-    "torch single shape": raised(
-        "RuntimeError: stack expects a non-empty TensorList", "torch/functional.py stack"
-    ),
-    "torch attr": raised(
-        "AttributeError: 'DataParallel' object has no attribute 'config'",
-        "torch/nn/modules/module.py __getattr__",
-    ),
-    "torch type": raised(
-        "TypeError: forward() missing 1 required positional argument: 'x'",
-        "torch/nn/modules/module.py _call_impl",
-    ),
-    "torch grad": raised(
-        "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
-        "torch/autograd/__init__.py backward",
-    ),
-    "torch onnx": raised(
-        "torch.onnx.errors.UnsupportedOperatorError: Exporting the operator 'aten::x' to ONNX opset version 14 is not supported.",
-        "torch/onnx/utils.py export",
-    ),
-    "hf offline": raised(
-        "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub and we cannot find the requested files in the local cache. Please check your connection and try again or make sure your Internet connection is on.",
-        "huggingface_hub/file_download.py _hf_hub_download",
-    ),
-    "hf gated": raised(
-        "OSError: You are trying to access a gated repo.", "transformers/utils/hub.py cached_file"
-    ),
-    "hf config": raised(
-        "ValueError: The checkpoint you are trying to load has model type `qwen3` but Transformers does not recognize this architecture.",
-        "transformers/models/auto/configuration_auto.py from_pretrained",
-    ),
-    "hf keyerror": raised(
-        "KeyError: 'qwen3'", "transformers/models/auto/configuration_auto.py __getitem__"
-    ),
-    "hf tok": raised(
-        "ValueError: Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' 'truncation=True' to have batched tensors with the same length.",
-        "transformers/tokenization_utils_base.py convert_to_tensors",
-    ),
-    "datasets": raised(
-        "datasets.exceptions.DatasetGenerationError: An error occurred while generating the dataset",
-        "datasets/builder.py _prepare_split_single",
-    ),
-    "datasets cast": raised(
-        "pyarrow.lib.ArrowInvalid: JSON parse error: Column(/a) changed from string to number in row 3",
-        "datasets/packaged_modules/json/json.py _generate_tables",
-    ),
-    "hydra": "Error executing job with overrides: []\nomegaconf.errors.ConfigAttributeError: Key 'rank' is not in struct\n    full_key: rank\n",
-    "pydantic": raised(
-        "pydantic_core._pydantic_core.ValidationError: 1 validation error for Config\nrank\n  Input should be a valid integer",
-        "pydantic/main.py __init__",
-    ),
-    "yaml": raised(
-        "yaml.scanner.ScannerError: mapping values are not allowed here",
-        "yaml/scanner.py fetch_value",
-    ),
-    "unicode": raised(
-        "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
-        "../codecs.py decode",
-    ),
-    "optuna": raised(
-        "optuna.exceptions.StorageInternalError: An exception is raised during the commit.",
-        "optuna/storages/_rdb/storage.py _commit",
-    ),
-    "mlflow": raised(
-        "mlflow.exceptions.MlflowException: API request to endpoint /api/2.0/mlflow/runs/log-batch failed with error code 500 != 200.",
-        "mlflow/utils/rest_utils.py verify_rest_response",
-    ),
-    "wandb": raised(
-        "wandb.errors.CommError: It appears that you do not have permission to access the requested resource.",
-        "wandb/sdk/lib/retry.py __call__",
-    ),
-    "wandb init": raised(
-        "wandb.errors.UsageError: api_key not configured (no-tty). call wandb.login(key=[your_api_key])",
-        "wandb/sdk/wandb_init.py init",
-    ),
-    "gym": raised(
-        "gym.error.UnregisteredEnv: No registered env with id: Foo-v0",
-        "gym/envs/registration.py spec",
-    ),
-    "mujoco": raised("mujoco.FatalError: gladLoadGL error", "mujoco/__init__.py x"),
-    "sumo": "Error: Answered with error to command 0xa4: Vehicle 'veh1' is not known.\nConnection closed by SUMO.\n",
-    "R": "Error in solve.default(A) : \n  Lapack routine dgesv: system is exactly singular: U[2,2] = 0\nExecution halted\n",
-    "julia": "ERROR: LoadError: UndefVarError: rank not defined\nStacktrace:\n [1] top-level scope\n",
-    "matlab": "Error using rank\nNot enough input arguments.\n",
-    "fortran": "forrtl: severe (24): end-of-file during read, unit 5\n",
-    "segv C": "./a.out: line 3: 123 Segmentation fault      (core dumped) ./a.out\n",
-    "java oom": 'Exception in thread "main" java.lang.OutOfMemoryError: GC overhead limit exceeded\n',
-    "node oom": "FATAL ERROR: Reached heap limit Allocation failed - JavaScript heap out of memory\n",
-    "gpu mining": "GPU0: out of memory, skipping DAG\n",
-    "opencl": raised(
-        "pyopencl._cl.RuntimeError: clBuildProgram failed: OUT_OF_HOST_MEMORY",
-        "pyopencl/__init__.py build",
-    ),
-    "tf gpu": "2024-05-01 10:00:00.0: W tensorflow/stream_executor/platform/default/dso_loader.cc:64] Could not load dynamic library 'libcudart.so.11.0'; dlerror: libcudart.so.11.0: cannot open shared object file: No such file or directory\n2024-05-01 10:00:00.0: I tensorflow/stream_executor/cuda/cudart_stub.cc:29] Ignore above cudart dlerror if you do not have a GPU set up on your machine.\n"
-    + STEPS,
-    "tf gpu fail": "2024-05-01 10:00:00.0: W tensorflow/stream_executor/platform/default/dso_loader.cc:64] Could not load dynamic library 'libcuda.so.1'; dlerror: libcuda.so.1: cannot open shared object file: No such file or directory\n2024-05-01 10:00:00.0: E tensorflow/stream_executor/cuda/cuda_driver.cc:271] failed call to cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected\nEpoch 1/3\n"
-    + raised(
-        "ValueError: Data cardinality is ambiguous",
-        "keras/engine/data_adapter.py _check_data_cardinality",
-    ),
-    "jax gpu warn": "WARNING:jax._src.xla_bridge:No GPU/TPU found, falling back to CPU. (Set TF_CPP_MIN_LOG_LEVEL=0 and rerun for more info.)\n"
-    + STEPS,
-    "jax oom": raised(
-        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.",
-        "jax/_src/dispatch.py x",
-    ),
-    "dask": "distributed.nanny - WARNING - Worker exceeded 95% memory budget. Restarting\ndistributed.worker - ERROR - Connection to tcp://10.0.0.2 has been closed\n"
-    + raised(
-        "distributed.scheduler.KilledWorker: Attempted to run task x on 4 different workers, but all those workers died while running it.",
-        "distributed/client.py _gather",
-    ),
-    "dask comm": raised(
-        "distributed.comm.core.CommClosedError: in <TCP (closed)>: Stream is closed",
-        "distributed/comm/tcp.py read",
-    ),
-    "prefect": "10:00:00.000 | ERROR   | Task run 'x-0' - Task run encountered an exception: Connection reset by peer\n",
-    "slurm unrelated ok": "Submitted batch job 123\n" + STEPS,
-    "sacct table": "JobID|State|Elapsed\n7|TIMEOUT|01:00:00\n8|COMPLETED|00:10:00\n9|CANCELLED by 1000|00:01:00\n",
-    "sinfo": "PARTITION AVAIL  TIMELIMIT  NODES  STATE NODELIST\ngpu*         up   infinite      1  down* n3\ngpu*         up   infinite      4   idle n[4-7]\n",
-    "module load": 'Lmod has detected the following error: The following module(s) are unknown: "cuda/99"\n',
-    "healthy ray": "2024-05-01 10:00:00,000\tINFO worker.py:1538 -- Started a local Ray instance.\n"
-    + STEPS,
-    "healthy deepspeed overflow": "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768\n"
-    + STEPS,
-    "healthy scaler": "Grad overflow on iteration 0\n[INFO] [loss_scaler.py:183:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step.\n"
-    + STEPS,
-    "healthy val nan": "epoch 1 train_loss 0.5 val_auc nan\n" + STEPS,
-    "healthy early": "step 1 loss 2.0 grad_norm inf\n" + STEPS,
-    "healthy dl warn": "[W ParallelNative.cpp:229] Warning: Cannot set number of intraop threads after parallel work has started\n"
-    + STEPS,
-    "healthy tcpstore warn": STEPS
-    + '[rank1]:[W501 10:00:00.000 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=3, addr=[::ffff:127.0.0.1]:5, remote=[::ffff:127.0.0.1]:29500): Broken pipe\n[rank1]:[W501 10:00:00.000 ProcessGroupNCCL.cpp:1250] Failed to check the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early), with error: Broken pipe\n',
-    "healthy checkpoint": "checkpoint 5 is complete\nresumed from checkpoint: missing keys: []\n"
-    + STEPS,
-    "healthy pytest torch": "tests/test_dist.py::test_nccl_timeout PASSED\ntests/test_dist.py::test_address_already_in_use PASSED\n== 2 passed ==\n",
-    "nohup": "nohup: ignoring input\n" + STEPS,
-    "zip": raised(
-        "zipfile.BadZipFile: File is not a zip file",
-        "torchvision/datasets/utils.py extract_archive",
-    ),
-    "torchvision dl": raised(
-        "RuntimeError: File not found or corrupted.", "torchvision/datasets/utils.py download_url"
-    ),
-    "torchvision root": raised(
-        "RuntimeError: Dataset not found. You can use download=True to download it",
-        "torchvision/datasets/mnist.py __init__",
-    ),
-    "np load": raised(
-        "ValueError: Cannot load file containing pickled data when allow_pickle=False",
-        "numpy/lib/npyio.py load",
-    ),
-    "np load trunc": raised(
-        "ValueError: cannot reshape array of size 100 into shape (200,)",
-        "numpy/lib/format.py read_array",
-    ),
-    "np eof": raised("EOFError: No data left in file", "numpy/lib/npyio.py load"),
-    "pil": raised(
-        "OSError: image file is truncated (20 bytes not processed)", "PIL/ImageFile.py load"
-    ),
-    "pil2": raised(
-        "PIL.UnidentifiedImageError: cannot identify image file 'x.jpg'", "PIL/Image.py open"
-    ),
-    "tar": raised("tarfile.ReadError: unexpected end of data", "../tarfile.py _proc_member"),
-    "gzip": raised(
-        "EOFError: Compressed file ended before the end-of-stream marker was reached",
-        "../gzip.py read",
-    ),
-    "lmdb": raised("lmdb.Error: data.lmdb: No such file or directory", "lmdb/__init__.py open"),
-    "feather": raised(
-        "pyarrow.lib.ArrowInvalid: Not an Arrow file", "pyarrow/feather.py read_table"
-    ),
-    "xgb nan": raised(
-        "xgboost.core.XGBoostError: [10:00:00] label contains NaN, infinity or a value too large.",
-        "xgboost/core.py _check_call",
-    ),
-    "catboost": raised(
-        "_catboost.CatBoostError: catboost/libs/data: Target contains only one unique value",
-        "catboost/core.py fit",
-    ),
-    "prophet": raised(
-        "RuntimeError: Error during optimization! Command failed", "cmdstanpy/model.py optimize"
-    ),
-    "stan": "Rejecting initial value:\n  Log probability evaluates to log(0), i.e. negative infinity.\n",
+    'alembic': raised('sqlalchemy.exc.OperationalError: (psycopg2.OperationalError) connection to server at "db" (10.0.0.3), port 5432 failed: Connection refused', 'sqlalchemy/engine/base.py connect'),
+    'flask': '127.0.0.1 - - [01/May/2024 10:00:00] "GET /rank/3 HTTP/1.1" 500 -\n' + raised("jinja2.exceptions.UndefinedError: 'rank' is undefined", 'jinja2/environment.py render'),
+    'django': raised('django.core.exceptions.ImproperlyConfigured: The SECRET_KEY setting must not be empty.', 'django/conf/__init__.py __getattr__'),
+    'missing env': raised("KeyError: 'HOME_PORT'", '../os.py __getitem__'),
+    'os.environ RANK_ID': raised("KeyError: 'RANK_ID'", '../os.py __getitem__'),
+    'spacy': raised("OSError: [E050] Can't find model 'en_core_web_sm'. It doesn't seem to be a Python package or a valid path to a data directory.", 'spacy/util.py load_model'),
+    'nltk': raised('LookupError: Resource punkt not found.', 'nltk/data.py find'),
+    'cuda toolkit nvcc': "nvcc fatal   : Unsupported gpu architecture 'compute_89'\nerror: command '/usr/bin/nvcc' failed with exit code 1\n",
+    'pip build': '  error: subprocess-exited-with-error\n  x python setup.py bdist_wheel did not run successfully.\n  │ exit code: 1\n  ╰─> [10 lines of output]\n      RuntimeError: Cannot find CUDA_HOME\nERROR: Failed building wheel for apex\n',
+    'conda': 'PackagesNotFoundError: The following packages are not available from current channels:\n  - foo\n',
+    'apt': 'E: Unable to locate package foo\nE: Could not get lock /var/lib/dpkg/lock-frontend - open (11: Resource temporarily unavailable)\n',
+    'cmake': 'CMake Error at CMakeLists.txt:3 (find_package):\n  Could not find a package configuration file provided by "Foo"\n',
+    'terraform': 'Error: Error acquiring the state lock: ConditionalCheckFailedException\n',
+    'git lfs': 'batch response: Rate limit reached\nerror: failed to fetch some objects\n',
+    'ansible': 'fatal: [node3]: UNREACHABLE! => {"changed": false, "msg": "Failed to connect to the host via ssh: Connection timed out", "unreachable": true}\n',
+    'systemd': "systemd[1]: foo.service: Main process exited, code=killed, status=9/KILL\nsystemd[1]: foo.service: Failed with result 'signal'.\n",
+    'systemd oom': 'systemd[1]: web.service: A process of this unit has been killed by the OOM killer.\n',
+    'kube crash': 'Back-off restarting failed container\nError: CrashLoopBackOff\nLast State: Terminated\n  Reason: Error\n  Exit Code: 1\n',
+    'kube unreach': 'Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout\n',
+    'etcd': 'etcdserver: request timed out\nrafthttp: lost the TCP streaming connection with peer 8e9e05c52164694d\n',
+    'zookeeper': 'WARN [SendWorker:3] Connection broken for id 2, my id = 1, error = java.io.EOFException: Connection reset by peer\n',
+    'hdfs': 'org.apache.hadoop.ipc.RemoteException: Name node is in safe mode.\n',
+    'cassandra': 'com.datastax.driver.core.exceptions.OperationTimedOutException: [node1] Operation timed out\n',
+    'mysql': 'ERROR 2013 (HY000): Lost connection to MySQL server during query\n',
+    'mysql2': 'ERROR 1040 (HY000): Too many connections\n',
+    'postgres full': 'could not resize shared memory segment "/PostgreSQL.1" to 1 bytes: No space left on device\n',
+    'nginx': '2024/05/01 10:00:00 [alert] 7#7: *1 768 worker_connections are not enough\n',
+    'celery broken': raised('kombu.exceptions.OperationalError: [Errno 111] Connection refused', 'kombu/connection.py _ensure_connection'),
+    'asyncio': raised('asyncio.exceptions.TimeoutError', '../asyncio/tasks.py wait_for'),
+    'asyncio cancelled': raised('asyncio.exceptions.CancelledError', '../asyncio/tasks.py wait_for'),
+    'playwright': raised('playwright._impl._errors.TimeoutError: Timeout 30000ms exceeded.', 'playwright/_impl/_connection.py send'),
+    'selenium': raised('selenium.common.exceptions.WebDriverException: Message: disconnected: not connected to DevTools', 'selenium/webdriver/remote/errorhandler.py check_response'),
+    'scrapy': '[scrapy.downloadermiddlewares.retry] DEBUG: Retrying <GET http://x> (failed 1 times): Connection was closed cleanly.\n',
+    'multiprocessing manager': raised('ConnectionRefusedError: [Errno 111] Connection refused', '../multiprocessing/managers.py connect'),
+    'multiprocessing eof': raised('EOFError', '../multiprocessing/connection.py _recv'),
+    'multiprocessing reset': raised('ConnectionResetError: [Errno 104] Connection reset by peer', '../multiprocessing/connection.py _recv'),
+    'socket server': raised('ConnectionResetError: [Errno 104] Connection reset by peer', '../socketserver.py handle'),
+    'torch single shape': raised('RuntimeError: stack expects a non-empty TensorList', 'torch/functional.py stack'),
+    'torch attr': raised("AttributeError: 'DataParallel' object has no attribute 'config'", 'torch/nn/modules/module.py __getattr__'),
+    'torch type': raised("TypeError: forward() missing 1 required positional argument: 'x'", 'torch/nn/modules/module.py _call_impl'),
+    'torch grad': raised('RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn', 'torch/autograd/__init__.py backward'),
+    'torch onnx': raised("torch.onnx.errors.UnsupportedOperatorError: Exporting the operator 'aten::x' to ONNX opset version 14 is not supported.", 'torch/onnx/utils.py export'),
+    'hf offline': raised('huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub and we cannot find the requested files in the local cache. Please check your connection and try again or make sure your Internet connection is on.', 'huggingface_hub/file_download.py _hf_hub_download'),
+    'hf gated': raised('OSError: You are trying to access a gated repo.', 'transformers/utils/hub.py cached_file'),
+    'hf config': raised('ValueError: The checkpoint you are trying to load has model type `qwen3` but Transformers does not recognize this architecture.', 'transformers/models/auto/configuration_auto.py from_pretrained'),
+    'hf keyerror': raised("KeyError: 'qwen3'", 'transformers/models/auto/configuration_auto.py __getitem__'),
+    'hf tok': raised("ValueError: Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' 'truncation=True' to have batched tensors with the same length.", 'transformers/tokenization_utils_base.py convert_to_tensors'),
+    'datasets': raised('datasets.exceptions.DatasetGenerationError: An error occurred while generating the dataset', 'datasets/builder.py _prepare_split_single'),
+    'datasets cast': raised('pyarrow.lib.ArrowInvalid: JSON parse error: Column(/a) changed from string to number in row 3', 'datasets/packaged_modules/json/json.py _generate_tables'),
+    'hydra': "Error executing job with overrides: []\nomegaconf.errors.ConfigAttributeError: Key 'rank' is not in struct\n    full_key: rank\n",
+    'pydantic': raised('pydantic_core._pydantic_core.ValidationError: 1 validation error for Config\nrank\n  Input should be a valid integer', 'pydantic/main.py __init__'),
+    'yaml': raised('yaml.scanner.ScannerError: mapping values are not allowed here', 'yaml/scanner.py fetch_value'),
+    'unicode': raised("UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte", '../codecs.py decode'),
+    'optuna': raised('optuna.exceptions.StorageInternalError: An exception is raised during the commit.', 'optuna/storages/_rdb/storage.py _commit'),
+    'mlflow': raised('mlflow.exceptions.MlflowException: API request to endpoint /api/2.0/mlflow/runs/log-batch failed with error code 500 != 200.', 'mlflow/utils/rest_utils.py verify_rest_response'),
+    'wandb': raised('wandb.errors.CommError: It appears that you do not have permission to access the requested resource.', 'wandb/sdk/lib/retry.py __call__'),
+    'wandb init': raised('wandb.errors.UsageError: api_key not configured (no-tty). call wandb.login(key=[your_api_key])', 'wandb/sdk/wandb_init.py init'),
+    'gym': raised('gym.error.UnregisteredEnv: No registered env with id: Foo-v0', 'gym/envs/registration.py spec'),
+    'mujoco': raised('mujoco.FatalError: gladLoadGL error', 'mujoco/__init__.py x'),
+    'sumo': "Error: Answered with error to command 0xa4: Vehicle 'veh1' is not known.\nConnection closed by SUMO.\n",
+    'R': 'Error in solve.default(A) : \n  Lapack routine dgesv: system is exactly singular: U[2,2] = 0\nExecution halted\n',
+    'julia': 'ERROR: LoadError: UndefVarError: rank not defined\nStacktrace:\n [1] top-level scope\n',
+    'matlab': 'Error using rank\nNot enough input arguments.\n',
+    'fortran': 'forrtl: severe (24): end-of-file during read, unit 5\n',
+    'segv C': './a.out: line 3: 123 Segmentation fault      (core dumped) ./a.out\n',
+    'java oom': 'Exception in thread "main" java.lang.OutOfMemoryError: GC overhead limit exceeded\n',
+    'node oom': 'FATAL ERROR: Reached heap limit Allocation failed - JavaScript heap out of memory\n',
+    'gpu mining': 'GPU0: out of memory, skipping DAG\n',
+    'opencl': raised('pyopencl._cl.RuntimeError: clBuildProgram failed: OUT_OF_HOST_MEMORY', 'pyopencl/__init__.py build'),
+    'tf gpu': "2024-05-01 10:00:00.0: W tensorflow/stream_executor/platform/default/dso_loader.cc:64] Could not load dynamic library 'libcudart.so.11.0'; dlerror: libcudart.so.11.0: cannot open shared object file: No such file or directory\n2024-05-01 10:00:00.0: I tensorflow/stream_executor/cuda/cudart_stub.cc:29] Ignore above cudart dlerror if you do not have a GPU set up on your machine.\n" + STEPS,
+    'tf gpu fail': "2024-05-01 10:00:00.0: W tensorflow/stream_executor/platform/default/dso_loader.cc:64] Could not load dynamic library 'libcuda.so.1'; dlerror: libcuda.so.1: cannot open shared object file: No such file or directory\n2024-05-01 10:00:00.0: E tensorflow/stream_executor/cuda/cuda_driver.cc:271] failed call to cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected\nEpoch 1/3\n" + raised('ValueError: Data cardinality is ambiguous', 'keras/engine/data_adapter.py _check_data_cardinality'),
+    'jax gpu warn': 'WARNING:jax._src.xla_bridge:No GPU/TPU found, falling back to CPU. (Set TF_CPP_MIN_LOG_LEVEL=0 and rerun for more info.)\n' + STEPS,
+    'jax oom': raised('jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.', 'jax/_src/dispatch.py x'),
+    'dask': 'distributed.nanny - WARNING - Worker exceeded 95% memory budget. Restarting\ndistributed.worker - ERROR - Connection to tcp://10.0.0.2 has been closed\n' + raised('distributed.scheduler.KilledWorker: Attempted to run task x on 4 different workers, but all those workers died while running it.', 'distributed/client.py _gather'),
+    'dask comm': raised('distributed.comm.core.CommClosedError: in <TCP (closed)>: Stream is closed', 'distributed/comm/tcp.py read'),
+    'prefect': "10:00:00.000 | ERROR   | Task run 'x-0' - Task run encountered an exception: Connection reset by peer\n",
+    'slurm unrelated ok': 'Submitted batch job 123\n' + STEPS,
+    'sacct table': 'JobID|State|Elapsed\n7|TIMEOUT|01:00:00\n8|COMPLETED|00:10:00\n9|CANCELLED by 1000|00:01:00\n',
+    'sinfo': 'PARTITION AVAIL  TIMELIMIT  NODES  STATE NODELIST\ngpu*         up   infinite      1  down* n3\ngpu*         up   infinite      4   idle n[4-7]\n',
+    'module load': 'Lmod has detected the following error: The following module(s) are unknown: "cuda/99"\n',
+    'healthy ray': '2024-05-01 10:00:00,000\tINFO worker.py:1538 -- Started a local Ray instance.\n' + STEPS,
+    'healthy deepspeed overflow': '[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768\n' + STEPS,
+    'healthy scaler': 'Grad overflow on iteration 0\n[INFO] [loss_scaler.py:183:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step.\n' + STEPS,
+    'healthy val nan': 'epoch 1 train_loss 0.5 val_auc nan\n' + STEPS,
+    'healthy early': 'step 1 loss 2.0 grad_norm inf\n' + STEPS,
+    'healthy dl warn': '[W ParallelNative.cpp:229] Warning: Cannot set number of intraop threads after parallel work has started\n' + STEPS,
+    'healthy tcpstore warn': STEPS + '[rank1]:[W501 10:00:00.000 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=3, addr=[::ffff:127.0.0.1]:5, remote=[::ffff:127.0.0.1]:29500): Broken pipe\n[rank1]:[W501 10:00:00.000 ProcessGroupNCCL.cpp:1250] Failed to check the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early), with error: Broken pipe\n',
+    'healthy checkpoint': 'checkpoint 5 is complete\nresumed from checkpoint: missing keys: []\n' + STEPS,
+    'healthy pytest torch': 'tests/test_dist.py::test_nccl_timeout PASSED\ntests/test_dist.py::test_address_already_in_use PASSED\n== 2 passed ==\n',
+    'nohup': 'nohup: ignoring input\n' + STEPS,
+    'zip': raised('zipfile.BadZipFile: File is not a zip file', 'torchvision/datasets/utils.py extract_archive'),
+    'torchvision dl': raised('RuntimeError: File not found or corrupted.', 'torchvision/datasets/utils.py download_url'),
+    'torchvision root': raised('RuntimeError: Dataset not found. You can use download=True to download it', 'torchvision/datasets/mnist.py __init__'),
+    'np load': raised('ValueError: Cannot load file containing pickled data when allow_pickle=False', 'numpy/lib/npyio.py load'),
+    'np load trunc': raised('ValueError: cannot reshape array of size 100 into shape (200,)', 'numpy/lib/format.py read_array'),
+    'np eof': raised('EOFError: No data left in file', 'numpy/lib/npyio.py load'),
+    'pil': raised('OSError: image file is truncated (20 bytes not processed)', 'PIL/ImageFile.py load'),
+    'pil2': raised("PIL.UnidentifiedImageError: cannot identify image file 'x.jpg'", 'PIL/Image.py open'),
+    'tar': raised('tarfile.ReadError: unexpected end of data', '../tarfile.py _proc_member'),
+    'gzip': raised('EOFError: Compressed file ended before the end-of-stream marker was reached', '../gzip.py read'),
+    'lmdb': raised('lmdb.Error: data.lmdb: No such file or directory', 'lmdb/__init__.py open'),
+    'feather': raised('pyarrow.lib.ArrowInvalid: Not an Arrow file', 'pyarrow/feather.py read_table'),
+    'xgb nan': raised('xgboost.core.XGBoostError: [10:00:00] label contains NaN, infinity or a value too large.', 'xgboost/core.py _check_call'),
+    'catboost': raised('_catboost.CatBoostError: catboost/libs/data: Target contains only one unique value', 'catboost/core.py fit'),
+    'prophet': raised('RuntimeError: Error during optimization! Command failed', 'cmdstanpy/model.py optimize'),
+    'stan': 'Rejecting initial value:\n  Log probability evaluates to log(0), i.e. negative infinity.\n',
 }
+# fmt: on
 ANYTHING = ("", "rank-raised")
 
 
