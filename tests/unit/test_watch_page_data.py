@@ -131,7 +131,7 @@ def test_ranks_have_cells_with_marks_and_no_empty_columns() -> None:
 def test_memory_is_what_is_used_now_and_a_peak_is_called_one() -> None:
     rank = RankView(rank=0, host_memory=1300 << 20, host_memory_now=805 << 20)
     cells = page_data.rank_table([rank], DEFAULT_MARKS)["ranks"]["0"]["cells"]
-    assert (cells["host memory"][1], cells["its peak"][1]) == ("805 MiB", "1.27 GiB")
+    assert (cells["host memory"][1], cells["peak memory"][1]) == ("805 MiB", "1.27 GiB")
     assert rank_cells(rank, DEFAULT_MARKS, 0.0)["memory"].plain.strip() == "805Mi"
     of_old = RankView(rank=0, host_memory=1300 << 20)  # written before what is used now was
     assert rank_cells(of_old, DEFAULT_MARKS, 0.0)["memory"].plain == ""

@@ -81,7 +81,7 @@ def run_cells(run: RunView, now: float) -> dict[str, Text]:
         "layout": Text(clean(run.layout or "-")),
         "epoch": known(progress, run.epoch, run.epochs),
         "step": known(progress, run.step, run.steps),
-        "left": known(duration, run.seconds_left),
+        "left": known(time_left, run.seconds_left),
         "loss": loss_cell(run),
         "curve": Text(sparkline(list(run.losses), CURVE), style="cyan"),
         "pace": known(short, run.samples_per_second or None),
@@ -215,6 +215,10 @@ def summary(runs: Sequence[RunView]) -> str:
     words = [state_word(run) for run in runs]
     said = [f"{words.count(word)} {word}" for word in STATE_STYLES if word in words]
     return ", ".join(said) or "no runs"
+
+
+def time_left(seconds: float) -> str:
+    return duration(seconds, whole=True)
 
 
 def narrow_size(num_bytes: float) -> str:

@@ -68,7 +68,7 @@ def list_words(view: RunView, share: float, now: float) -> str:
     if view.samples_per_second is not None and view.state == "running":
         words.append(f"{number(view.samples_per_second)}/s")
     if view.seconds_left is not None:
-        words.append(f"{duration(view.seconds_left)} left")
+        words.append(f"{duration(view.seconds_left, whole=True)} left")
     return " · ".join(words) or view.state
 
 
@@ -92,7 +92,7 @@ def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
 def tiles(view: RunView) -> list[list[str]]:
     """The large numbers of a run: each with its name, what follows it, and what explains it."""
     if view.state == "running":
-        time = ["time left", duration(view.seconds_left), "", ""]
+        time = ["time left", duration(view.seconds_left, whole=True), "", ""]
     else:
         ends = (view.started, view.last_step)
         passed = None if None in ends else ends[1] - ends[0]  # type: ignore[operator]
@@ -162,7 +162,7 @@ def rank_line(rank: RankView, marks: Mapping[str, Mark]) -> dict[str, Any]:
         ],
         "network": [traffic(rank), rate(traffic(rank)), verdicts["network"]],
         "host memory": [rank.host_memory_now, size(rank.host_memory_now), ""],
-        "its peak": [rank.host_memory, size(rank.host_memory), ""],
+        "peak memory": [rank.host_memory, size(rank.host_memory), ""],
         "step": [rank.step, count(rank.step), ""],
         "step time": [rank.step_seconds, duration(rank.step_seconds), ""],
         "data": [rank.data, duration(rank.data), "warn" if too_long else ""],

@@ -185,7 +185,11 @@ def run_table(runs: Sequence[RunStatus], now: float) -> list[str]:
         [
             *(one.view.run, ", ".join(one.view.jobs), state_word(one.view), one.view.layout),
             *(place_of(one), count(one.start.get("global_batch") or one.job.get("batch_size"))),
-            *(progress(one.view), duration(one.view.seconds_left), reason(one.view, now)),
+            *(
+                progress(one.view),
+                duration(one.view.seconds_left, whole=True),
+                reason(one.view, now),
+            ),
         ]
         for one in runs
     ]
