@@ -9,11 +9,13 @@ searched for one by one.
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import io
 import math
 import os
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -332,7 +334,7 @@ def _unpacked(path: Path, is_named: bool) -> tuple[Path, Exception | None]:
 
     Unpacked once: lines around each finding are read again from anywhere in it.
     """
-    number, name = tempfile.mkstemp(dir=_folder().name)
+    number, name = tempfile.mkstemp(dir=_folder())
     error: Exception | None = None
     with os.fdopen(number, "wb") as unpacked:
         try:
@@ -346,8 +348,10 @@ def _unpacked(path: Path, is_named: bool) -> tuple[Path, Exception | None]:
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="allranks-logs-")
+def _folder() -> str:
+    folder = tempfile.mkdtemp(prefix="allranks-logs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def read_around(source: Source, offset: int, num_bytes: int) -> str:
