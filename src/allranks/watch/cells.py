@@ -74,7 +74,7 @@ def state_word(run: RunView) -> str:
 
 def run_cells(run: RunView, now: float) -> dict[str, Text]:
     """The cells of one run, by column."""
-    word = state_word(run)
+    word, pace = state_word(run), known(short, run.samples_per_second or None).plain
     return {
         "run": Text(clean(run.run)),
         "state": Text(word, style=STATE_STYLES.get(word, "")),
@@ -84,7 +84,7 @@ def run_cells(run: RunView, now: float) -> dict[str, Text]:
         "left": known(time_left, run.seconds_left),
         "loss": loss_cell(run),
         "curve": Text(sparkline(list(run.losses), CURVE), style="cyan"),
-        "pace": known(short, run.samples_per_second or None),
+        "pace": Text(f"~{pace}" if run.is_guess and pace else pace),
         "efficiency": known(percent, run.efficiency if run.is_compared else None),
         "hours": known(number, run.rank_hours or None),
         "why": Text("; ".join([*filter(None, [reason(run, now)]), *doubts(run)[:1]]), style="dim"),
@@ -114,6 +114,11 @@ def reason(run: RunView, now: float) -> str:
     if run.expected_start:
         said.append(f"expected to start {moment(run.expected_start, now)}")
     return "; ".join(said)
+
+
+def pace_words(run: RunView) -> str:
+    """Its samples a second, as far as they are known."""
+    return ("about " if run.is_guess else "") + number(run.samples_per_second)
 
 
 def doubts(run: RunView) -> list[str]:

@@ -28,7 +28,7 @@ from allranks.timing.comparison import (
     is_comparable,
     same_job,
 )
-from allranks.timing.remarks import SPEEDUP, Remark, forbidding, remarks
+from allranks.timing.remarks import PACE, SPEEDUP, Remark, forbidding, remarks
 from allranks.timing.steps import (
     AFFORDABLE_BYTES,
     Timing,
@@ -237,6 +237,8 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
     step, steps = reader.steps_made, final_step(lead.start, one.info, lead.window)
     newest = lead.steps[-1] if lead.steps else {}
     pace = one.pace if one.is_measured else reader.samples_per_second(world)
+    if forbidding(PACE, one.remarks):
+        pace = None
     silence = silence_of(reader, now, stalled) if is_running else None
     speedup, efficiency = ratios_of(one, world, pace)
     base = one.comparison.base if one.comparison and efficiency else None

@@ -18,6 +18,7 @@ from allranks.watch.cells import (
     facts_of,
     is_alarming,
     judged,
+    pace_words,
     reason,
     slowest_words,
     state_word,
@@ -66,7 +67,7 @@ def list_words(view: RunView, share: float, now: float) -> str:
     if view.step is not None:
         words.append(percent(share) if view.steps else f"step {count(view.step)}")
     if view.samples_per_second is not None and view.state == "running":
-        words.append(f"{number(view.samples_per_second)}/s")
+        words.append(f"{pace_words(view)}/s")
     if view.seconds_left is not None:
         words.append(f"{duration(view.seconds_left, whole=True)} left")
     return " · ".join(words) or view.state
@@ -76,7 +77,6 @@ def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
     """The chosen run in words; `silence`: why SLURM does not answer."""
     slurm = f"SLURM does not answer: {silence}" if silence else ""
     warnings = [reason(view, now), *doubts(view), slurm]
-    pace = view.samples_per_second
     return {
         "facts": [*facts_of(view), *([", ".join(view.nodes)] if view.nodes else [])],
         "warnings": [redact(warning) for warning in warnings if warning],
@@ -85,7 +85,7 @@ def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
         "has_progress": bool(view.steps) or view.state == "finished",
         "tiles": tiles(view),
         "loss": "" if view.loss is None else metric(view.loss),
-        "pace": "" if pace is None else f"{number(pace)} samples/s",
+        "pace": "" if view.samples_per_second is None else f"{pace_words(view)} samples/s",
     }
 
 
@@ -102,7 +102,7 @@ def tiles(view: RunView) -> list[list[str]]:
         ["step", count(view.step), f"of {count(view.steps)}" if view.steps else "", ""],
         ["epoch", count(view.epoch), f"of {count(view.epochs)}" if view.epochs else "", ""],
         ["loss", metric(view.loss), "", ""],
-        ["samples/s", number(view.samples_per_second), "", ""],
+        ["samples/s", pace_words(view), "", ""],
         ["efficiency", percent(view.efficiency if base else None), "", base],
         ["step time", duration(view.step_seconds), "", ""],
         time,

@@ -32,7 +32,7 @@ from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
 from allranks.timing.comparison import bench_of
 from allranks.timing.remarks import CAUSE, SPEEDUP, forbidding
-from allranks.watch.cells import Mark, doubts, judged, reason, state_word
+from allranks.watch.cells import Mark, doubts, judged, pace_words, reason, state_word
 from allranks.watch.live import Watcher
 from allranks.watch.views import Parts, RankView, RunView
 
@@ -233,7 +233,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
         shares = [wait / steps if wait is not None and steps else None for wait in waits]
         rows.append(
             [
-                *(view.run, view.layout, predicted(view), number(view.samples_per_second)),
+                *(view.run, view.layout, predicted(view), pace_words(view)),
                 percent(view.efficiency if view.is_compared else None),
                 duration(view.step_seconds or steps),
                 *map(percent, shares),

@@ -64,6 +64,11 @@ class RunView:
         return "rank-hours" if self.device in (None, "CPU") else "GPU-hours"
 
     @property
+    def is_guess(self) -> bool:
+        """Whether its samples were counted by a guess."""
+        return any(remark.kind == "about-samples" for remark in self.remarks)
+
+    @property
     def culprit(self) -> int | None:
         """The rank that ended it, if that is known."""
         match = re.match(r"rank (\d+)\b", self.reason or "")
