@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -259,7 +260,9 @@ def test_a_race_is_a_list_of_layouts() -> None:
         assert refusal.value.fix == fix
 
 
-@pytest.mark.parametrize("text", ["1x4@", "1x4@a b", "1x4@a100\n", "1x4@-x", "4@a100", "1x4@a,b"])
+@pytest.mark.parametrize(
+    "text", ["1x4@", "0x4@", "1x4@a b", "1x4@a100\n", "1x4@-x", "4@a100", "1x4@a,b"]
+)
 def test_what_is_no_racer_is_refused(text: str) -> None:
     if text == "1x4@a100\n":  # blanks around it are nobody's fault
         assert str(Racer.parse(text)) == "1x4@a100"
@@ -267,6 +270,8 @@ def test_what_is_no_racer_is_refused(text: str) -> None:
     with pytest.raises(AllranksError) as refusal:
         Racer.parse(text)
     assert refusal.value.fix.startswith("write ")
+    suggested = re.findall(r"[0-9]+x[0-9]+(?:@[a-z0-9]+)?", refusal.value.fix)
+    assert suggested and [str(Racer.parse(one)) for one in suggested] == suggested
 
 
 def test_types_of_gpu_in_one_text_are_refused_before_the_job_is_sent() -> None:

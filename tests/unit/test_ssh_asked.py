@@ -77,8 +77,9 @@ def test_a_host_that_cannot_be_used_is_named_with_the_fix(
 @pytest.mark.parametrize(
     ("hosts", "layout", "what"),
     [
-        (("a",), "2x1", "layout 2x1 needs 2 host(s), not 1 (a)"),
-        (("a", "b"), "1x2", "layout 1x2 needs 1 host(s), not 2 (a, b)"),
+        ((), "2x1", "layout 2x1 needs 2 hosts, not none"),
+        (("a",), "2x1", "layout 2x1 needs 2 hosts, not 1 (a)"),
+        (("a", "b"), "1x2", "layout 1x2 needs 1 host, not 2 (a, b)"),
         (("-oProxyCommand=x", "b"), "2x1", "'-oProxyCommand=x' is not the name of a host"),
         (("a", ""), "2x1", "'' is not the name of a host"),
     ],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from allranks.errors import AllranksError
 from allranks.job.job import Job
-from allranks.layout import Layout
+from allranks.layout import MAX_GPUS_PER_NODE, Layout
 from allranks.machine import allotted
 from allranks.machine.allotted import ONEDNN_LIMIT
 from allranks.machine.gpus import local_gpus
@@ -78,9 +78,10 @@ def check_machine(
     cpus = allotted.cpus_allotted()
     cores, most = count(cpus, "CPU core"), cpus * (MEASURED_PER_CPU if is_measured else RUN_PER_CPU)
     if here > most and not oversubscribe:
-        fix = f"write --layout 1x{most} or a smaller one, or add --oversubscribe to start it anyway"
+        fits = Layout(1, min(most, MAX_GPUS_PER_NODE))
+        fix = f"write --layout {fits} or a smaller one, or add --oversubscribe to start it anyway"
         if is_measured:
-            fix = f"leave it out, or measure at most 1x{most} here; on a cluster: --backend slurm"
+            fix = f"leave it out, or measure at most {fits} here; on a cluster: --backend slurm"
         what = f"layout {layout} is larger than this machine: {ranks} would take turns on {cores}"
         raise AllranksError(what, fix=fix)
     return [f"{ranks} on {cores}: they take turns"] if here > cpus else []

@@ -52,10 +52,10 @@ T = TypeVar("T")
 
 
 class Interrupted(AllranksError):
-    """The user stopped the launcher while it waited for other nodes."""
+    """The user stopped the launcher before it had ranks, as while it waits for other nodes."""
 
     def __init__(self) -> None:
-        what = "stopped while waiting for the other nodes: no rank runs here"
+        what = "stopped before any rank had started here"
         super().__init__(what, fix="type the command again", exit_code=STOPPED_AT_ONCE)
 
 

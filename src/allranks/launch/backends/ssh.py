@@ -33,6 +33,7 @@ from allranks.machine.processes import Signals, output_of
 from allranks.run import commits
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.show.numbers import count
 from allranks.show.text import clean
 
 is_queue = False
@@ -77,10 +78,12 @@ def hosts_of(prepared: Prepared, options: Options) -> tuple[str, ...]:
     if wrong := [host for host in hosts if not re.fullmatch(r"[\w.@:\[\]][\w.@:\[\]-]*", host)]:
         raise AllranksError(f"{wrong[0]!r} is not the name of a host", fix="write --hosts a,b")
     if len(hosts) < layout.nodes or (options.hosts and len(hosts) > layout.nodes):
-        raise AllranksError(
-            f"layout {layout} needs {layout.nodes} host(s), not {len(hosts)} ({', '.join(hosts)})",
-            fix=f"name {layout.nodes} with --hosts, or write --layout {len(hosts)}x{layout.gpus}",
-        )
+        named = f"{len(hosts)} ({', '.join(hosts)})" if hosts else "none"
+        fix = f"name {layout.nodes} with --hosts"
+        if hosts:
+            fix += f", or write --layout {len(hosts)}x{layout.gpus}"
+        what = f"layout {layout} needs {count(layout.nodes, 'host')}, not {named}"
+        raise AllranksError(what, fix=fix)
     return hosts[: layout.nodes]
 
 

@@ -56,11 +56,12 @@ class Racer:
     def parse(cls, text: str) -> Racer:
         """Read what `str` writes. Raises AllranksError."""
         shape, at, gpu = text.strip().partition("@")
+        layout = Layout.parse(shape)
         if at and not re.fullmatch(GPU_TYPE, gpu):
             raise AllranksError(
                 f'"{text}" names no type of GPU after "@"', fix=f"write {shape}@a100, or {shape}"
             )
-        return cls(Layout.parse(shape), gpu or None)
+        return cls(layout, gpu or None)
 
     def __str__(self) -> str:
         return f"{self.layout}@{self.gpu}" if self.gpu else str(self.layout)
