@@ -486,6 +486,377 @@ FORMS = [
         """,
         ranks=2,
     ),
+    Form(
+        "a validation with gradients, between a batch and its backward pass",
+        """
+        other = DataLoader(other_data, batch_size=8)
+        for epoch in range(3):
+            for n, (x, y) in enumerate(DataLoader(data, batch_size=4)):
+                if n % 2 == 0:
+                    for a, b in other:
+                        model(a)
+                learn(x, y)
+            ended()
+        """,
+    ),
+    Form(
+        "one batch of a validation now and then",
+        """
+        other = DataLoader(other_data, batch_size=8)
+        for epoch in range(5):
+            for n, (x, y) in enumerate(DataLoader(data, batch_size=4)):
+                learn(x, y)
+                if n % 5 == 0:
+                    a, b = next(iter(other))
+                    with torch.no_grad():
+                        model(a)
+            ended()
+        """,
+        ("about", "measured"),
+    ),
+    Form(
+        "batches of two loaders in one",
+        """
+        for epoch in range(3):
+            it = iter(DataLoader(other_data, batch_size=2))
+            for (x, y) in DataLoader(data, batch_size=4):
+                a, b = next(it)
+                learn(torch.cat([x, a]), torch.cat([y, b]))
+            ended()
+        """,
+        ("about", "measured"),
+    ),
+    Form(
+        "more samples than there are",
+        """
+        from torch.utils.data import WeightedRandomSampler
+        loader = DataLoader(data, batch_size=16, sampler=WeightedRandomSampler(torch.ones(40), 160))
+        for epoch in range(3):
+            for x, y in loader:
+                learn(x, y)
+            ended()
+        """,
+        per_epoch=160,
+    ),
+    Form(
+        "two ranks with parts of different sizes",
+        """
+        dist.init_process_group("gloo")
+        part = torch.utils.data.Subset(data, range(0, 24) if rank == 0 else range(24, 40))
+        loader = DataLoader(part, batch_size=6 if rank == 0 else 4)
+        for epoch in range(3):
+            for x, y in loader:
+                loss_of(x,y).backward()
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+                saw(len(x))
+            ended()
+        dist.destroy_process_group()
+        """,
+        ranks=2,
+    ),
+    Form(
+        "a look at the first batch before every epoch",
+        """
+        loader = DataLoader(data, batch_size=8)
+        x, y = next(iter(loader))
+        for epoch in range(3):
+            sample = next(iter(loader))
+            for x, y in loader:
+                learn(x, y)
+            ended()
+        """,
+    ),
+    Form(
+        "two batches fetched ahead",
+        """
+        import collections
+        def ahead(loader):
+            kept = collections.deque()
+            for b in loader:
+                kept.append(b)
+                if len(kept) > 2:
+                    yield kept.popleft()
+            yield from kept
+        for epoch in range(3):
+            for x, y in ahead(DataLoader(data, batch_size=6)):
+                learn(x, y)
+            ended()
+        """,
+    ),
+    Form(
+        "two optimizers for ten steps each",
+        """
+        second_model = nn.Linear(8, 1)
+        second = torch.optim.SGD(second_model.parameters(), lr=0.1)
+        n = 0
+        for epoch in range(12):
+            for x, y in DataLoader(data, batch_size=8):
+                if (n // 10) % 2 == 0:
+                    learn(x, y)
+                else:
+                    second.zero_grad()
+                    second_model(x).mean().backward()
+                    second.step()
+                    saw(len(x))
+                n += 1
+            ended()
+        """,
+    ),
+    Form(
+        "parts of batches, several times",
+        """
+        for x, y in DataLoader(data, batch_size=20):
+            for k in range(3):
+                for i in torch.randperm(20).split(5):
+                    learn(x[i], y[i])
+        ended()
+        """,
+        ("about", "measured"),
+    ),
+    Form(
+        "a part of every pass",
+        """
+        loader = DataLoader(data, batch_size=4)
+        for epoch in range(5):
+            for x, y in itertools.islice(loader, 6):
+                learn(x, y)
+            ended()
+        """,
+        ("measured", "unknown"),
+    ),
+    Form(
+        "one step for every epoch",
+        """
+        loader = DataLoader(data, batch_size=8)
+        for epoch in range(10):
+            optimizer.zero_grad()
+            for x, y in loader:
+                loss_of(x, y).backward()
+                saw(len(x), 0)
+            optimizer.step()
+            saw(0)
+            ended()
+        """,
+    ),
+    Form(
+        "an end in the middle of an epoch",
+        """
+        loader = DataLoader(data, batch_size=8)
+        n = 0
+        while n < 13:
+            for x, y in loader:
+                learn(x, y)
+                n += 1
+                if n == 13:
+                    break
+            else:
+                ended()
+        """,
+    ),
+    Form(
+        "two data sets in turn",
+        """
+        for epoch in range(2):
+            for part in (data, other_data):
+                for x, y in DataLoader(part, batch_size=8):
+                    learn(x, y)
+            ended()
+        """,
+        ("measured", "about"),
+    ),
+    Form(
+        "an evaluation on the loader that is trained on",
+        """
+        loader = DataLoader(data, batch_size=8)
+        for epoch in range(3):
+            for n, (x, y) in enumerate(loader):
+                learn(x, y)
+                if n == 2:
+                    for a, b in loader:
+                        with torch.no_grad():
+                            model(a)
+            ended()
+        """,
+    ),
+    Form(
+        "a loader that never ends",
+        """
+        class Repeat:
+            def __init__(self, s): self.s = s
+            def __len__(self): return len(self.s)
+            def __iter__(self):
+                while True:
+                    yield from iter(self.s)
+        class Infinite(DataLoader):
+            def __init__(self, *a, **k):
+                super().__init__(*a, **k)
+                object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
+                self.iterator = super().__iter__()
+            def __iter__(self):
+                for _ in range(len(self.batch_sampler)):
+                    yield next(self.iterator)
+        loader = Infinite(data, batch_size=8)
+        for epoch in range(4):
+            for x, y in loader:
+                learn(x, y)
+            ended()
+        """,
+        ("measured", "unknown"),
+    ),
+    Form(
+        "accumulation with a batch fetched ahead, as Accelerate does",
+        """
+        def shard(loader):
+            it = iter(loader)
+            cur = next(it)
+            while True:
+                try:
+                    nxt = next(it)
+                except StopIteration:
+                    yield cur, True
+                    return
+                yield cur, False
+                cur = nxt
+        loader = DataLoader(data, batch_size=4)
+        for epoch in range(3):
+            for n, ((x, y), last) in enumerate(shard(loader), 1):
+                loss_of(x, y).backward()
+                saw(len(x), 0)
+                if n % 4 == 0 or last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    saw(0)
+            ended()
+            model.eval()
+            with torch.no_grad():
+                for (x, y), _ in shard(DataLoader(other_data, batch_size=4)):
+                    model(x)
+            model.train()
+        """,
+    ),
+    Form(
+        "a generator that steps once in five",
+        """
+        critic = nn.Linear(1, 1)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for epoch in range(4):
+            for n, (x, y) in enumerate(DataLoader(data, batch_size=4), 1):
+                second.zero_grad()
+                critic(y).mean().backward()
+                second.step()
+                saw(len(x))
+                if n % 5 == 0:
+                    step(critic(model(torch.randn(4, 8))).mean())
+            ended()
+        """,
+    ),
+    Form(
+        "a layer in evaluation mode",
+        """
+        bn = nn.BatchNorm1d(8)
+        for e in range(3):
+            for x, y in DataLoader(data, batch_size=4):
+                model.train()
+                bn.eval()
+                learn(bn(x), y)
+            ended()
+            model.eval()
+            for x, y in DataLoader(other_data, batch_size=4):
+                with torch.no_grad():
+                    model(x)
+        """,
+    ),
+    Form(
+        "a data set that is given the indices of a batch",
+        """
+        from torch.utils.data import BatchSampler, SequentialSampler
+        class D(Dataset):
+            def __len__(self):
+                return 40
+            def __getitem__(self, indices):
+                return {name: data.tensors[n][indices] for n, name in enumerate(("input", "labels"))}
+        sampler = BatchSampler(SequentialSampler(range(40)), 6, False)
+        loader = DataLoader(D(), sampler=sampler, batch_size=None)
+        for e in range(3):
+            for b in loader:
+                learn(b["input"], b["labels"])
+            ended()
+        """,
+    ),
+    Form(
+        "packed sequences",
+        """
+        from torch.nn.utils.rnn import pack_sequence
+        rnn = nn.GRU(8, 4)
+        optimizer = torch.optim.SGD(rnn.parameters(), lr=.1)
+        seqs = Items([torch.randn(3 + n % 5, 8) for n in range(40)])
+        for e in range(3):
+            def collate(sequences):
+                return pack_sequence(sequences, enforce_sorted=False)
+            for p in DataLoader(seqs, batch_size=6, collate_fn=collate):
+                optimizer.zero_grad()
+                rnn(p)[1].sum().backward()
+                optimizer.step()
+                saw(int(p.batch_sizes[0]))
+            ended()
+        """,
+    ),
+    Form(
+        "a loader for the validation alone",
+        """
+        other = DataLoader(other_data, batch_size=8)
+        X, Y = data.tensors
+        for e in range(6):
+            for i in torch.randperm(40).split(8):
+                learn(X[i], Y[i])
+            with torch.no_grad():
+                for a, b in other:
+                    model(a)
+        """,
+        ("about", "unknown"),
+    ),
+    Form(
+        "batches fetched without gradients",
+        """
+        it = iter(DataLoader(data, batch_size=8))
+        for n in range(5):
+            with torch.no_grad():
+                x, y = next(it)
+            learn(x, y)
+        """,
+        ("about", "about"),
+    ),
+    Form(
+        "gradients without a backward pass",
+        """
+        for e in range(4):
+            for x, y in DataLoader(data, batch_size=4):
+                gs = torch.autograd.grad(loss_of(x, y), list(model.parameters()))
+                for p, g in zip(model.parameters(), gs):
+                    p.grad = g
+                optimizer.step()
+                saw(len(x))
+            ended()
+        """,
+        ("unknown", "unknown"),
+    ),
+    Form(
+        "training in a thread",
+        """
+        def go():
+            for e in range(4):
+                for x, y in DataLoader(data, batch_size=4):
+                    learn(x, y)
+                ended()
+        t = threading.Thread(target=go)
+        t.start()
+        t.join()
+        """,
+        ("about", "measured"),
+    ),
 ]
 
 
@@ -507,3 +878,55 @@ def test_what_is_called_measured_is_what_the_script_counts(tmp_path: Path, form:
             assert told["epochs"] == own["epochs"]
     if form.counted == SURE:
         assert samples_per_epoch(found.run) == form.per_epoch
+
+
+def test_an_evaluation_is_no_part_of_a_step_however_it_is_made(tmp_path: Path) -> None:
+    """The script's own stopwatch, in the same process, is stopped while it evaluates."""
+    found = run(
+        tmp_path,
+        OWN
+        + """
+class Slow(Items):
+    def __getitem__(self, n):
+        time.sleep(0.002)
+        return self.items[n]
+other = DataLoader(Slow([*other_data]), batch_size=8)
+own["seconds"], began = [], None
+def by_loader():
+    with torch.no_grad():
+        for x, y in other:
+            model(x)
+def by_loader_with_gradients():
+    for x, y in other:
+        model(x)
+def by_mode():
+    model.eval()
+    model(other_data.tensors[0])
+    time.sleep(0.05)
+    model.train()
+@torch.no_grad()
+def by_nothing_else():
+    model(other_data.tensors[0])
+    time.sleep(0.05)
+ways = [by_loader, by_loader_with_gradients, by_mode, by_nothing_else]
+for epoch in range(6):
+    for n, (x, y) in enumerate(DataLoader(Items([*data]), batch_size=4)):
+        began = began or time.perf_counter()
+        time.sleep(0.002)
+        learn(x, y)
+        own["seconds"].append(time.perf_counter() - began)
+        if n == 5:
+            ways[epoch % 4]()
+        began = time.perf_counter()
+    ended()
+"""
+        + TELL,
+    )
+    (own,) = map(json.loads, found.said("own"))
+    seconds = sum(event["seconds"] for event in found.steps()[1:])
+    assert seconds == pytest.approx(sum(own["seconds"][1:]), rel=0.1)
+    evaluated = [event["step"] for event in found.steps() if event.get("evaluation", 0) > 0.02]
+    assert evaluated == [7, 17, 27, 37, 47, 57]
+    timing = found.timing()
+    assert timing.evaluation_seconds > 0
+    assert timing.samples_per_second_with_evaluation < timing.samples_per_second

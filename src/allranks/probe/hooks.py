@@ -13,6 +13,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from torch.compiler import is_compiling
+
 from allranks.probe.backward_pass import Arrival, Hook, hook_backward
 from allranks.probe.compilers import hide_from_compilers, unless_compiled, unseen_by_compilers
 from allranks.probe.data_loaders import hook_loader
@@ -44,6 +46,7 @@ def install(recorder: Recorder) -> Arrival:
     hook_backward(recorder, arrival)
     hook_loader(recorder)
     hook_modes(recorder)
+    hook_gradients(recorder)
     arrival.later.append(hook_waiting(recorder))
     hook_meeting(recorder, arrival)
     hook_groups(recorder)
@@ -97,8 +100,9 @@ def after_first_step(recorder: Recorder, arrival: Arrival, optimizer: Any) -> No
         call()
     if recorder.peers:
         arrival.settle(optimizer)
-    if recorder.counter.training is None and not recorder.timeline.is_taken:
-        watch_model(recorder, optimizer)
+    if not recorder.timeline.is_taken:
+        recorder.watch_model = functools.partial(watch_model, recorder)
+        recorder.counter.wants_model |= recorder.counter.training is None
 
 
 def hook_modes(recorder: Recorder) -> None:
@@ -124,6 +128,42 @@ def hook_modes(recorder: Recorder) -> None:
                     timeline.mark(timeline.label, (SampleCounter.switched, mode))
 
     Module.train = unless_compiled(switch, timed)  # type: ignore[method-assign]
+
+
+def hook_gradients(recorder: Recorder) -> None:
+    """Record when the script switches gradients off between two steps, and on again."""
+    import torch
+
+    timeline = recorder.timeline
+    outermost: Any = None
+
+    def hook(kind: Any) -> None:
+        enter, leave = kind.__enter__, kind.__exit__
+
+        def __enter__(self: Any) -> Any:
+            nonlocal outermost
+            if is_compiling():
+                return enter(self)
+            # Between steps only: within one, and before the first, it is done for other reasons.
+            if timeline.label == OTHER and outermost is None and timeline.num_steps:
+                with recorder.guarded:
+                    if timeline.is_on and get_ident() == timeline.thread:
+                        outermost = self
+                        timeline.mark(OTHER, (SampleCounter.paused,))
+            return enter(self)
+
+        def __exit__(self: Any, *args: Any) -> Any:
+            nonlocal outermost
+            if not is_compiling() and outermost is self:
+                outermost = None
+                with recorder.guarded:
+                    timeline.mark(timeline.label, (SampleCounter.resumed,))
+            return leave(self, *args)
+
+        kind.__enter__, kind.__exit__ = __enter__, __exit__
+
+    hook(torch.no_grad)
+    hook(torch.inference_mode)
 
 
 def hook_waiting(recorder: Recorder) -> Callable[[], None]:

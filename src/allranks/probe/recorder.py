@@ -25,6 +25,7 @@ from allranks.run.folder import TWICE, write_atomically
 from allranks.run.record import MEASURED
 from allranks.timing.timeline import DATA, END, Timeline
 
+EARLY_STEPS = 8  # in which it shows how a script trains
 EXIT_SECONDS = 5.0  # for a device to finish the last steps
 # The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
 # in one go would delay a step by milliseconds, and with it those of all other ranks.
@@ -52,6 +53,8 @@ class Recorder:
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
         self.leave: Callable[[], None] | None = None  # set when the script should end here
+        # Called with the optimizer to see what its model is given.
+        self.watch_model: Callable[[Any], None] | None = None
         self._log: EventLog | None = None
         self._ended: deque[CountedStep] = deque()  # steps to be written
         self._taking = threading.Lock()
@@ -99,6 +102,11 @@ class Recorder:
         self.step = step
         if step == 1:
             self._begin(optimizer)
+        elif step <= EARLY_STEPS and not timeline.is_taken:
+            self._take_steps()
+        if self.counter.wants_model and self.watch_model is not None:
+            watch, self.watch_model = self.watch_model, None
+            watch(optimizer)
         if self.at_step:
             for call in list(self.at_step):
                 call(step)

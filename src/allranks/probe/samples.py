@@ -3,7 +3,8 @@
 A batch that is fetched while gradients are on is trained on by the next backward pass, if only one
 such batch is there. Where there is a choice, the counter takes the likely one and keeps in mind how
 many samples the other would have made: where that is more than one in a hundred, its count is no
-measurement any more.
+measurement any more. It then asks to see what the model is given, which decides if that is as many
+samples as some of these batches have.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from allranks.timing.timeline import EVALUATION, Mark, Step
 
 MAX_SIZES = 1000  # distinct batch sizes that are counted
 MAX_DOUBT = 0.01  # of the samples
+MIN_MATCHED = 3  # steps
 SAY_AGAIN_STEPS = 100  # so that who reads only the last events knows
 # Why a count is not sure.
 NO_LOADER = "it trains without a DataLoader: samples are counted by what the model is given"
@@ -29,8 +31,10 @@ OTHER_LOADER = "it is not clear which of several loaders it trains on"
 SKIPPED = "some batches are fetched and seem not to be trained on"
 KEPT = "it trains on batches that it keeps or fetched before"
 NO_GRADIENTS = "batches are fetched while gradients are off"
+UNSEEN = "some steps had no backward pass in the thread that trains"
 THREAD = "batches are fetched in another thread"
 LEFT = "it leaves its loader before the end"
+ENDLESS = "its loader came to no end, or goes on after it"
 DATA_SETS = "it trains on several data sets"
 
 
@@ -69,18 +73,26 @@ class SampleCounter:
         self._passes: list[Pass] = []  # trained on and not complete
         self._sizes: Counter[int] = Counter()  # number of trained batches of each size
         self._num_excess = 0  # steps in a row with more batches than backward passes
+        self._num_unseen = 0  # steps without a backward pass
         self._num_alone = 0  # steps that were trained on no loader's batch
         self._data_sets: set[int] = set()
         self._epoch_total = 0  # samples by the end of the last epoch
+        self.wants_model = False  # whether what the model is given would help
+        self._num_matched = self._num_unmatched = (
+            0  # steps in which that was the batches trained on
+        )
         self._doubts: Counter[str] = Counter()  # samples that each reason may have made wrong
         self._epoch_doubts: dict[str, Certainty] = {}
         # Of the step under way:
         self._backwards = 0
         self._without_gradients: list[Fetched] = []
         self._called = self._computed = 0  # samples that a model was given, and trained on
+        self._calls: list[int] = []  # samples of each call of the model
         self._spans: list[tuple[int, int]] = []  # marks of evaluations, from and to
         self._evaluating: int | None = None  # since which mark no gradients are wanted
         self._in_eval_mode: int | None = None  # since which mark
+        self._pauses: list[tuple[int, int]] = []  # marks between which gradients were switched off
+        self._num_paused = 0  # steps before which they were
 
     # What happens in the script.
 
@@ -131,8 +143,9 @@ class SampleCounter:
         self._computed, self._called = self._computed + self._called, 0
 
     def computed(self, samples: int) -> None:
-        """A model was called; this counts only in scripts that train without a DataLoader."""
+        """The model was called with gradients on."""
         self._called = max(self._called, samples)
+        self._calls.append(samples)
 
     def switched(self, is_training: bool) -> None:
         """A model was switched to training or to evaluation."""
@@ -140,16 +153,36 @@ class SampleCounter:
         if not is_training:
             self._in_eval_mode = self.at if since is None else since
         elif since is not None:
-            self._spans.append((since, self.at))
             self._in_eval_mode = None
             seen = [one for one in self._waiting if one.at > since]
-            self._drop(seen)
+            # Many scripts switch back once they have the first batch to train on.
+            last = seen[-1:] if self._is_next(seen) else []
+            self._spans.append((since, last[0].at - 1 if last else self.at))
+            self._drop([one for one in seen if one not in last])
+
+    def _is_next(self, seen: list[Fetched]) -> bool:
+        """Whether the last of these batches, fetched in evaluation mode, is for training."""
+        if not seen or seen[-1].of.ended is not None:
+            return False
+        return self.training is None or seen[-1].of.loader.dataset == self.training.dataset
+
+    def paused(self) -> None:
+        """The script switches gradients off between two steps."""
+        self._pauses.append((self.at, self.at))
+
+    def resumed(self) -> None:
+        if self._pauses:
+            self._pauses[-1] = (self._pauses[-1][0], self.at)
 
     def take(self) -> int:
         """The samples of the step that ends here."""
         self._step += 1
         if self._evaluating is not None:
             self._want_gradients(True, self.at)
+        if self._pauses:
+            self._num_paused += 1
+            if 2 * self._num_paused <= self._step:  # otherwise it is a part of every step
+                self._spans += self._pauses
         samples = 0
         if self._backwards:
             chosen = self._waiting
@@ -158,12 +191,18 @@ class SampleCounter:
             elif chosen:
                 chosen = self._choose()
             samples = self._train(chosen) if chosen else self._train_on_nothing_new()
+            if chosen and self._calls:
+                is_match = sum(self._calls) == samples
+                self._num_matched += is_match
+                self._num_unmatched += not is_match
+        else:
+            self._num_unseen += 1
         self.total += samples
         for batch in self._waiting:
             batch.at = -1
         for one in list(self._passes):
             self._complete_if_done(one)
-        if self._doubts or self._epoch_doubts or not self.total:
+        if self._doubts or self._epoch_doubts or self._num_unseen or not self.total:
             self._judge()
         return samples
 
@@ -171,7 +210,7 @@ class SampleCounter:
         """Begin the next step."""
         self._backwards = self._called = self._computed = 0
         self._spans, self._evaluating, self._in_eval_mode = [], None, None
-        self.began = 0
+        self._calls, self._pauses, self.began = [], [], 0
         if self._without_gradients:
             self._without_gradients = []
 
@@ -189,6 +228,8 @@ class SampleCounter:
         for one in list(self._passes):
             if one.is_read:
                 self._complete(one)
+            elif one.loader.length is None and not self.epochs:
+                self._epoch_doubts[ENDLESS] = "unknown"
         self._judge()
 
     @property
@@ -202,7 +243,10 @@ class SampleCounter:
         """The batches of this step, of several that may be."""
         candidates = self._without_evaluated(self._waiting)
         loaders = {one.of.loader for one in candidates}
-        if len(loaders) > 1:
+        if given := self._given_to_model(candidates):
+            chosen = given
+            self._evaluate([one for one in candidates if self._is_aside(one, chosen)], candidates)
+        elif len(loaders) > 1:
             chosen = self._choose_loaders(candidates)
         else:
             chosen = candidates[: self._how_many(candidates)]
@@ -235,17 +279,43 @@ class SampleCounter:
         else:
             chosen = [one for one in candidates if one.of.loader is candidates[-1].of.loader]
         others = [one for one in candidates if one not in chosen]
-        self._doubts[OTHER_LOADER] += sum(one.samples for one in others)
-        self._drop(others)
+        self._doubt(OTHER_LOADER, others)
+        self._evaluate(others, candidates)
+        if len({one.of.loader for one in chosen}) == 1:
+            return chosen[: self._how_many(chosen)]
+        if self._backwards < len(chosen):
+            self._doubt(SUMMED, chosen)
+        return chosen
+
+    def _evaluate(self, others: list[Fetched], candidates: list[Fetched]) -> None:
+        """These candidates were fetched for something else than training."""
         for one in others:
             if one.at > 0:
                 self._spans.append((one.at - 1, one.at + 1))
             candidates.remove(one)
-        if len({one.of.loader for one in chosen}) == 1:
-            return chosen[: self._how_many(chosen)]
-        if self._backwards < len(chosen):
-            self._doubts[SUMMED] += sum(one.samples for one in chosen)
-        return chosen
+
+    def _is_aside(self, one: Fetched, chosen: list[Fetched]) -> bool:
+        """Whether a batch is of a loader that is not trained on."""
+        return all(one.of.loader is not each.of.loader for each in chosen)
+
+    def _given_to_model(self, candidates: list[Fetched]) -> list[Fetched]:
+        """The candidates that the model was given, if that is what it was given."""
+        calls = self._calls
+        if not calls or self._num_unmatched:
+            return []
+        new = [one for one in candidates if one.at >= 0]
+        if len(calls) == 1 < len(new) and calls[0] == sum(one.samples for one in new):
+            return new
+        # The oldest of the loaders that are usually trained on come first.
+        left = sorted(candidates, key=lambda one: not self._is_usual(one.of.loader))
+        given = []
+        for samples in calls:
+            found = next((one for one in left if one.samples == samples), None)
+            if found is None:
+                return []
+            given.append(found)
+            left.remove(found)
+        return [one for one in candidates if one in given]
 
     def _is_usual(self, loader: Loader) -> bool:
         """Whether it gave a batch in most steps since the first that it gave one in."""
@@ -258,7 +328,7 @@ class SampleCounter:
         new, backwards = sum(one.at >= 0 for one in waiting), self._backwards
         self._num_excess = self._num_excess + 1 if new > backwards else 0
         if self._num_excess > 1:  # a loader that fetches ahead does so once
-            self._doubts[SUMMED] += sum(one.samples for one in waiting[backwards:])
+            self._doubt(SUMMED, waiting[backwards:])
             return len(waiting)
         if new and len(waiting) > new and waiting[0].of.ended is None:
             return min(new, backwards)
@@ -275,6 +345,8 @@ class SampleCounter:
                 of.epoch = self.epochs + 1
                 self._passes.append(of)
             of.trained += 1
+            if of.loader.length is not None and of.batches > of.loader.length:
+                self._epoch_doubts[ENDLESS] = "unknown"
             of.loader.num_trained += 1
             if of.loader.doubt is not None:
                 self._doubts[of.loader.doubt] += one.samples
@@ -285,7 +357,8 @@ class SampleCounter:
 
     def _train_on_nothing_new(self) -> int:
         """Samples of a step whose backward passes had no batch that was fetched for them."""
-        if self._without_gradients:
+        aside = self._without_gradients
+        if len(aside) == 1 and aside[0].of.ended is None and not self._num_alone:
             return self._train_in_doubt(self._without_gradients[-1:], NO_GRADIENTS)
         if self.elsewhere:
             return self._train_in_doubt(self._fetched_elsewhere(), THREAD)
@@ -295,11 +368,24 @@ class SampleCounter:
             self._epoch_doubts[NO_LOADER] = "unknown"
             return self._computed
         # The script trains on the same batch repeatedly, or on batches that it keeps.
-        samples = max(self._sizes, key=self._sizes.__getitem__, default=0)
-        self._doubts[KEPT] += samples
         if not self._passes:
             self._epoch_doubts[KEPT] = "unknown"
+        samples = self._usual_size()
+        if self._calls and (not self._num_unmatched or sum(self._calls) < samples):
+            samples = sum(self._calls)
+            if self._num_matched >= MIN_MATCHED and not self._num_unmatched:
+                return samples
+        self._doubts[KEPT] += samples
+        self.wants_model = True
         return samples
+
+    def _usual_size(self) -> int:
+        return max(self._sizes, key=self._sizes.__getitem__, default=0)
+
+    def _doubt(self, why: str, batches: list[Fetched]) -> None:
+        """It is not sure whether these batches were trained on."""
+        self._doubts[why] += sum(one.samples for one in batches)
+        self.wants_model = True
 
     def _train_in_doubt(self, chosen: list[Fetched], why: str) -> int:
         if not chosen:
@@ -349,8 +435,8 @@ class SampleCounter:
         """This pass will not go on."""
         rest = [each for each in self._waiting if each.of is one]
         self._drop(rest)
-        if one.trained:
-            self._doubts[SKIPPED] += sum(each.samples for each in rest)
+        if one.trained and rest and not self._num_matched:
+            self._doubt(SKIPPED, rest)
         elif one.is_silent and one.step == self._step:
             self._spans.append((one.began, one.ended or one.began))
         if one not in self._passes:
@@ -387,6 +473,8 @@ class SampleCounter:
     # How sure this is.
 
     def _judge(self) -> None:
+        if self._num_unseen:
+            self._doubts[UNSEEN] = self._num_unseen * self._usual_size()
         doubt = sum(self._doubts.values())
         epochs: Certainty = "unknown" if "unknown" in self._epoch_doubts.values() else "about"
         epochs = epochs if self._epoch_doubts else "measured"

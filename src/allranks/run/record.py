@@ -376,11 +376,11 @@ def samples_per_epoch(run: RunDir) -> int | None:
 
 
 def _samples_in_epoch(run: RunDir, attempt: int, rank: int) -> int | None:
-    """What a script's rank read in its first epoch; before its end, what its loader says."""
+    """What a script's rank read in its last epoch; before any ended, what its loader says."""
     path = run.events(attempt, rank)
-    first = next(read_events(path, kind="epoch", word=EPOCH_ENDED), None)
-    if first is not None:
-        return int(first.get("samples", 0)) or None
+    ended = deque(read_events(path, kind="epoch", word=EPOCH_ENDED), maxlen=1)
+    if ended:
+        return int(ended[0].get("samples", 0)) or None
     said = next(read_events(path, EARLY_BYTES, kind="dataset"), {})
     return said.get("rank_samples")
 
