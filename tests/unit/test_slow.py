@@ -17,6 +17,7 @@ from allranks.doctor.slow import (
     nccl_lines,
     read_slow_facts,
     slow,
+    uneven_work,
 )
 from allranks.errors import AllranksError
 from allranks.run.events import append_event
@@ -122,6 +123,25 @@ def test_ranks_that_take_turns_in_being_slow_have_no_culprit() -> None:
     for told in (timed(straggler=0.03, share=0.4), timed(slowest=None, share=0.0, straggler=0.03)):
         (one,) = found(told)
         assert (one.cause, one.rank) == ("uneven-steps", None)
+
+
+def test_batches_of_different_lengths_are_named(tmp_path: Path) -> None:
+    def steps(*works: float) -> list[dict[str, float]]:
+        return [{"forward": 0.02 * work, "backward": 0.05 * work} for work in works]
+
+    lengths = uneven_work(steps(*(1 + number % 4 for number in range(40))))
+    assert lengths == pytest.approx((0.02, 0.08))
+    (one,) = found(timed(straggler=0.03, share=0.4), ranks(*[{"work_seconds": lengths}] * 2))
+    assert (one.cause, one.rank, one.confidence) == ("uneven-lengths", None, "medium")
+    assert "bucket by length" in one.fix and "20.0ms to 80.0ms" in one.evidence[0].text
+    (other,) = found(timed(straggler=0.03, share=0.4), ranks({"work_seconds": lengths}, {}))
+    assert other.cause == "uneven-steps"  # one rank's work alone is another matter
+    # Batches that are alike; and hiccups, which hit one pass or the other.
+    assert uneven_work(steps(*[1.0] * 40)) is None
+    noise = [
+        {"forward": 0.1 if n % 4 else 0.4, "backward": 0.9 if n % 3 else 0.2} for n in range(40)
+    ]
+    assert uneven_work(noise) is None
 
 
 def test_a_rank_with_more_samples_is_not_called_slow() -> None:

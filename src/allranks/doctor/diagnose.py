@@ -326,7 +326,13 @@ SAME_AS_REMARKS = {kind: (cause,) for kind, cause in FROM_REMARKS.items()} | {
     "same-samples": ("ranks-read-same-data",),
     "same-order": ("missing-set-epoch",),
     "too-short": ("too-short-to-judge",),
-    "uneven-ranks": ("data-bound", "slow-rank", "unbalanced-data", "uneven-steps"),
+    "uneven-ranks": (
+        "data-bound",
+        "slow-rank",
+        "unbalanced-data",
+        "uneven-lengths",
+        "uneven-steps",
+    ),
 }
 
 

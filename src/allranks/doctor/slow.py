@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from allranks.doctor.catalogue import finding
 from allranks.doctor.finding import Confidence, Evidence, Finding
@@ -24,7 +25,7 @@ from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, newest_window, read_ends
 from allranks.show.numbers import count, duration, percent
 from allranks.timing.steps import Timing, timing_of
-from allranks.timing.timeline import DATA
+from allranks.timing.timeline import BACKWARD, DATA, FORWARD
 
 RECENT_BYTES = 1 << 20  # of each rank's events: some thousand steps
 LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
@@ -35,6 +36,9 @@ NUMBERS = (
     *("utilization", "temperature", "clock", "clock_max", "memory_peak", "memory_total"),
     "workers_cpu",
 )
+ENOUGH_STEPS = 20
+HEAVY = 1.5  # times a light step's forward pass
+ALIKE = 0.8  # how closely forward and backward passes grow together
 GENERAL = ("low-gpu-utilization", "communication-bound")
 
 Reasons = Iterator[tuple[float, Finding]]  # each with the share of a step that it costs
@@ -87,6 +91,7 @@ class RankFacts:
     last_line: int = 0  # of the last step in it
     step_samples: float = 0.0
     data_seconds: float = 0.0
+    work_seconds: tuple[float, float] | None = None  # of light and of heavy steps, if they differ
     # Means over its `device` events; without those that they lack.
     means: Mapping[str, float] = field(default_factory=dict)
     num_workers: int | None = None
@@ -153,9 +158,24 @@ def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
         last_line=num_lines(path),
         step_samples=record.mean("samples", of=steps) or 0.0,
         data_seconds=record.mean(DATA, of=steps) or 0.0,
+        work_seconds=uneven_work(steps),
         means={name: mean for name, mean in found.items() if mean is not None},
         num_workers=workers,
     )
+
+
+def uneven_work(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """The seconds of a light step's forward pass, and of a heavy one's; None if all are alike.
+
+    What makes a batch heavy makes its backward pass longer too: other work on the node does not.
+    """
+    parts = [(one[FORWARD], one[BACKWARD]) for one in steps if FORWARD in one and BACKWARD in one]
+    forward, backward = zip(*parts, strict=True) if len(parts) >= ENOUGH_STEPS else ((), ())
+    if len({*forward}) < 2 or len({*backward}) < 2:
+        return None
+    least, *_, most = statistics.quantiles(forward, n=10)
+    is_work = statistics.correlation(forward, backward) >= ALIKE
+    return (least, most) if is_work and most >= HEAVY * least else None
 
 
 def nccl_lines(logs: Iterable[Path]) -> tuple[Evidence, ...]:
@@ -280,7 +300,13 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
     text = f"waiting for slower ranks takes {words} of a step of {duration(timing.step_seconds)}; "
     text += timing.slowest_words
     if slowest is None or timing.slowest_share < limits.slowest:
-        yield share, finding("uneven-steps", [_evidence(shown, text)], share=words)
+        works = [rank.work_seconds for rank in facts.ranks if rank.work_seconds is not None]
+        if len(works) == len(facts.ranks):
+            least, most = (duration(statistics.fmean(edge)) for edge in zip(*works, strict=True))
+            text += f"; a forward pass takes {least} to {most}, and a backward pass grows with it"
+            yield share, finding("uneven-lengths", [_evidence(shown, text)], share=words)
+        else:
+            yield share, finding("uneven-steps", [_evidence(shown, text)], share=words)
         return
     fields = {"node": _one_of_several(facts, shown), "part": timing.slowest_part or ""}
     line = _evidence(shown, text)
