@@ -348,6 +348,12 @@ OTHER = "Traceback (most recent call last):\n  File \"/home/u/a.py\", line 7, in
         (f"{FULL}\n" + "still here\n" * 100, "cuda-out-of-memory", "medium"),
         (traceback(0, FULL) + "\n" * 9 + OTHER, "cuda-out-of-memory", "medium"),
         (f"{FULL}\n{STEPS}{OTHER}", "rank-raised", "medium"),  # it was overcome
+        (
+            OTHER.replace("KeyError: 'x'", "FileNotFoundError: [Errno 2] No such file: 'a'")
+            + f"\nDuring handling of the above exception, another exception occurred:\n\n{OTHER}",
+            "missing-file",
+            "medium",
+        ),
         (traceback(1, "ValueError: no label"), "rank-raised", "medium"),
         (traceback(1, "ValueError: no label") + traceback(0, LOST), "rank-raised", "high"),
         (traceback(1, "ValueError: no label") + block(1, 1, (0,)), "rank-raised", "high"),

@@ -119,8 +119,11 @@ def _is_earned(hit: Hit, facts: FailureFacts) -> bool:
         return True  # an event, the kernel or the accounts
     if facts.is_passed(hit) or "ranks" in hit.cause.speakers(hit.line.text):
         return False
-    if any(is_near(hit, one) and not one.goes_on for one in facts.raised):
-        return True
+    within = [one for one in facts.raised if is_near(hit, one)]
+    # What another exception was raised from, or in place of, was caught.
+    caught = {id(one.before) for one in facts.raised}
+    if within:
+        return any(not one.goes_on and id(one) not in caught for one in within)
     lines = next(one.num_lines for one in facts.scanned if one.source is hit.source)
     is_end = facts.has_failed or lines - hit.number <= END_LINES
     is_error = hit.cause.family in OUTSIDE or _ERROR.search(hit.line.text) is not None
