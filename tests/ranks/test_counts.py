@@ -777,7 +777,8 @@ FORMS = [
             def __len__(self):
                 return 40
             def __getitem__(self, indices):
-                return {name: data.tensors[n][indices] for n, name in enumerate(("input", "labels"))}
+                x, y = data[indices]
+                return {"input": x, "labels": y}
         sampler = BatchSampler(SequentialSampler(range(40)), 6, False)
         loader = DataLoader(D(), sampler=sampler, batch_size=None)
         for e in range(3):
