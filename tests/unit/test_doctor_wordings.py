@@ -27,8 +27,13 @@ INIT = (
     "torch/distributed/rendezvous.py _env_rendezvous_handler",
 )
 BARRIER = ("torch/distributed/distributed_c10d.py barrier",)
-# Each with the causes that are right, the best first.
 # fmt: off
+SPAWN = raised("Exception: ","torch/multiprocessing/spawn.py join")
+FULL = "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity; 9.71 GiB already allocated; 5.56 MiB free; 9.80 GiB reserved in total by PyTorch)"
+ABORTED = "RuntimeError: NCCL communicator was aborted on rank 0.  Original reason for failure was: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=145864, OpType=_ALLGATHER_BASE, Timeout(ms)=1800000) ran for 1805538 milliseconds before timing out."
+FAILED = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: {} (pid: 14) of binary: /usr/bin/python3\n"
+CHILD = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+# Each with the causes that are right, the best first.
 WORDINGS = [
     (raised('RuntimeError: Address already in use', *INIT), 'port-in-use'),
     (raised('RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).', *INIT), 'port-in-use'),
@@ -284,6 +289,40 @@ WORDINGS = [
     ('Unable to determine the device handle for GPU 0000:0A:00.0: Unknown Error\n', 'gpu-lost'),
     ('Failed to initialize NVML: Driver/library version mismatch\n', 'driver-too-old|library-mismatch|no-gpu'),
     ('Failed to initialize NVML: Unknown Error\n' + raised('RuntimeError: No CUDA GPUs are available'), 'no-gpu'),
+    (raised('RuntimeError: NCCL Error 1: unhandled cuda error', 'torch/cuda/comm.py broadcast_coalesced'), 'nccl-cuda-error'),
+    (raised('RuntimeError: NCCL Error 2: unhandled system error', 'torch/cuda/comm.py broadcast_coalesced'), 'nccl-internal-error|nccl-connect-failed'),
+    (raised('RuntimeError: NCCL error in: /pytorch/torch/lib/c10d/ProcessGroupNCCL.cpp:272, unhandled system error', *BARRIER), 'nccl-internal-error|nccl-connect-failed'),
+    (SPAWN + '\n-- Process 0 terminated with the following error:\n' + raised('RuntimeError: CUDA error: invalid device ordinal', 'torch/cuda/__init__.py set_device'), 'invalid-device'),
+    (SPAWN + '\n-- Process 1 terminated with the following error:\n' + raised('ValueError: bad sample 3'), 'rank-raised'),
+    (ABORTED + '\n[E ProcessGroupNCCL.cpp:414] Some NCCL operations have failed or timed out.\nWARNING:torch.distributed.elastic.multiprocessing.api:Sending process 225747 closing signal SIGTERM\n' + FAILED.format(0) + CHILD, 'rank-missing-from-collective|uneven-inputs'),
+    (raised(FULL, 'torch/nn/functional.py linear') + FAILED.format(0) + CHILD, 'cuda-out-of-memory'),
+    (raised(FULL) + raised('RuntimeError: NCCL communicator was aborted on rank 1.', *BARRIER) + FAILED.format(0) + CHILD, 'cuda-out-of-memory'),
+    (raised('RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed. ') + ABORTED + '\n' + FAILED.format(1), 'worker-killed|host-out-of-memory'),
+    (raised('RuntimeError: Address already in use', *INIT) + "subprocess.CalledProcessError: Command '['/usr/bin/python', '-u', 'train.py', '--local_rank=1']' returned non-zero exit status 1.\n", 'port-in-use'),
+    ('usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local-rank=1\nusage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local-rank=0\n' + FAILED.format(0).replace('exitcode: 1', 'exitcode: 2') + CHILD, 'local-rank-argument'),
+    (raised("subprocess.CalledProcessError: Command '['/usr/bin/python', '-u', 'train.py', '--local_rank=0']' returned non-zero exit status 1.", 'torch/distributed/launch.py main'), 'cause-in-another-log'),
+    (raised("KeyError: 'module.conv1.weight'"), 'checkpoint-keys'),
+    (raised("TypeError: default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found <class 'PIL.Image.Image'>", 'torch/utils/data/_utils/collate.py default_collate'), 'rank-raised|batch-shape-mismatch'),
+    (raised('RuntimeError: Tensors must be contiguous', *BARRIER), 'rank-raised|collective-mismatch'),
+    (raised("RuntimeError: Tensor for argument #2 'mat1' is on CPU, but expected it to be on GPU (while checking arguments for addmm)"), 'tensors-on-different-devices'),
+    (raised("RuntimeError: Tensor for 'out' is on CPU, Tensor for argument #1 'self' is on CPU, but expected them to be on GPU (while checking arguments for addmm)"), 'tensors-on-different-devices'),
+    (raised('RuntimeError: arguments are located on different GPUs at /pytorch/aten/src/THC/generic/THCTensorMathPointwise.cu:233'), 'tensors-on-different-devices'),
+    (raised('RuntimeError: all tensors must be on devices[0]', 'torch/nn/parallel/distributed.py __init__'), 'tensors-on-different-devices|backend-device-mismatch'),
+    (raised('RuntimeError: CUDA error: peer access is not supported between these two devices'), 'rank-raised|nccl-cuda-error'),
+    (raised('RuntimeError: cuda runtime error (46) : all CUDA-capable devices are busy or unavailable at /pytorch/torch/csrc/cuda/Module.cpp:34'), 'gpu-busy'),
+    (raised('RuntimeError: cuda runtime error (30) : unknown error at ..\\aten\\src\\THC\\THCGeneral.cpp:87'), 'no-gpu|rank-raised'),
+    (raised('RuntimeError: CUDA error: unknown error', *BARRIER), 'no-gpu|rank-raised|nccl-cuda-error'),
+    (raised('RuntimeError: No rendezvous handler for ://', *INIT), 'not-launched-with-launcher|rank-raised'),
+    (raised('ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set', *INIT), 'not-launched-with-launcher'),
+    (raised('RuntimeError: trying to initialize the default process group twice!', *INIT), 'rank-raised'),
+    (raised('ValueError: Invalid rank argument: 4', *INIT), 'rank-count-mismatch|rank-raised'),
+    (raised('ValueError: Invalid rank 3, rank should be in the interval [0, 1]', 'torch/utils/data/distributed.py __init__'), 'rank-count-mismatch'),
+    (raised('RuntimeError: Requires distributed package to be available', 'torch/utils/data/distributed.py __init__'), 'not-launched-with-launcher|rank-raised'),
+    (raised("AttributeError: module 'torch.distributed' has no attribute 'init_process_group'"), 'rank-raised|library-mismatch'),
+    ('slurmstepd: error: Detected 3 oom_kill events in StepId=12.0. Some of the step tasks have been FULL Killed.\nsrun: error: n1: task 3: Out Of Memory\n', 'host-out-of-memory'),
+    ('slurmstepd: error: poll(): Bad address\nsrun: error: n1: tasks 0-3: Killed\n', 'rank-died'),
+    ('srun: Force Terminated job 12\nsrun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nslurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2021-01-01T00:00:00 DUE TO TIME LIMIT ***\n', 'slurm-time-limit'),
+    ('srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Terminated\nsrun: Force Terminated StepId=12.0\n', 'rank-died'),
 ]
 # fmt: on
 

@@ -130,9 +130,12 @@ def _is_earned(hit: Hit, facts: FailureFacts) -> bool:
     return is_end and is_error
 
 
+_OF_STEP = re.compile(" STEP |Force Terminated")
+
+
 def _is_sruns(hit: Hit, facts: FailureFacts) -> bool:
     """Whether srun cancelled the step itself, because one of its tasks had failed."""
-    if hit.cause.slug != "job-cancelled" or " STEP " not in hit.line.text:
+    if hit.cause.slug != "job-cancelled" or not _OF_STEP.search(hit.line.text):
         return False
     own = [end.hit for end in facts.ends.values() if end.is_own]
     return any(end is None or (end.source is hit.source and end.number < hit.number) for end in own)
