@@ -115,8 +115,8 @@ _ERROR = re.compile(
 
 def _is_earned(hit: Hit, facts: FailureFacts) -> bool:
     """Whether a line may make a finding certain: an error at which a rank or the log ended."""
-    if hit.source.content is not None or hit.source.path.suffix == ".jsonl":
-        return True  # an event, the kernel or the accounts
+    if hit.source.is_told:
+        return True
     if facts.is_passed(hit) or "ranks" in hit.cause.speakers(hit.line.text):
         return False
     within = [one for one in facts.raised if is_near(hit, one)]

@@ -64,6 +64,12 @@ class Source:
     first_line: int = 1  # the number of the content's first line
     is_named: bool = False  # by the user: it may be a link or a pipe
 
+    @property
+    def is_told(self) -> bool:
+        """Whether it is no log: an event, or what the kernel, SLURM or run.json tells."""
+        is_of_command = self.content is not None and self.path.suffix in ("", ".json")
+        return is_of_command or self.path.suffix == ".jsonl"
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:
