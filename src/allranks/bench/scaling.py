@@ -280,6 +280,7 @@ def row_object(
         "device": row.device,
         "ranks": row.ranks,
         "samples_per_second": row.pace or 0.0,
+        "is_guess": row.is_guess,
         "ci95": list(row.ci95) if row.ci95 is not None else None,
         "repeats": [
             {
@@ -440,7 +441,7 @@ def speed_table(rows: Sequence[Mapping[str, Any]], mode: str, unit: str) -> Tabl
         (
             name_of(row, rows),
             count(row["ranks"]),
-            number(row["samples_per_second"]),
+            ("about " if row["is_guess"] else "") + number(row["samples_per_second"]),
             between(row["ci95"]),
             ratio(row["speedup"]),
             percent(row["efficiency"]),

@@ -28,7 +28,7 @@ from allranks.report.facts import RunFacts
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
 from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
-from allranks.timing.remarks import SPEEDUP, Remark, on_comparison
+from allranks.timing.remarks import SPEEDUP, Remark, is_guess, on_comparison
 
 VERSION = 1
 
@@ -113,6 +113,7 @@ def run_object(run: RunFacts) -> dict[str, Any]:
     said = [remark.as_json() for remark in run.remarks]
     return {key: getattr(run, key) for key in keys} | {
         "bench": dict(run.bench) or None,
+        "is_guess": is_guess(run.remarks),
         "remarks": said,
     }
 

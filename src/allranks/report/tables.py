@@ -53,6 +53,11 @@ def name_of(row: Record, section: Record) -> str:
     return printable(f"{row['layout']} {row['device']}" if several else row["layout"])
 
 
+def about(pace: str, of: Record) -> str:
+    """A pace, marked if its samples were counted by a guess."""
+    return f"about {pace}" if of["is_guess"] else pace
+
+
 def speed(section: Record) -> Table:
     cells = []
     for row in section["rows"]:
@@ -61,7 +66,7 @@ def speed(section: Record) -> Table:
             (
                 name_of(row, section),
                 count(row["ranks"]),
-                number(pace.get("median")),
+                about(number(pace.get("median")), row),
                 ratio(row["speedup"]),
                 percent(row["efficiency"]),
                 row["verdict"],
@@ -142,7 +147,7 @@ def runs(found: Sequence[Record]) -> Table:
             printable(run["layout"] or NOTHING),
             run["state"],
             count(run["steps"]),
-            number(run["samples_per_second"]),
+            about(number(run["samples_per_second"]), run),
             duration(run["seconds"]),
         )
         for run in found

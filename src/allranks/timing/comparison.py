@@ -36,7 +36,7 @@ from allranks.layout import Layout
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.show.numbers import between, count, number, percent
-from allranks.timing.remarks import SPEEDUP, Remark, forbidding
+from allranks.timing.remarks import SPEEDUP, Remark, forbidding, is_guess
 from allranks.timing.steps import PARTS, Timing
 
 SAME_JOB = (
@@ -146,6 +146,7 @@ class Compared:
     counted: tuple[str, ...]  # the runs that the numbers come from
     num_failed: int
     is_steady: bool  # whether all of them reached steady steps
+    is_guess: bool = False  # whether their samples were counted by a guess
     batch: float | None = None  # samples of a step, of all ranks
     samples_per_second: Spread | None = None
     step_seconds: float | None = None
@@ -206,6 +207,7 @@ def layout_row(runs: Sequence[Measured]) -> Compared:
         counted=tuple(run.run for run in those),
         num_failed=sum(run.state == "failed" for run in runs),
         is_steady=all(timing.steady for timing in timings),
+        is_guess=is_guess(remark for run in those for remark in run.remarks),
         samples_per_second=pace_of(those),
         cpus=those[0].cpus if those else CpuUse(),
     )

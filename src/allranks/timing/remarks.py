@@ -53,13 +53,14 @@ LATE = 0.1  # of a step, in which the others wait for one rank
 WARM_UP, WARM_UP_SECONDS = 0.1, 1.0
 WARM_UP_UNTIL = 2 / 3  # of its steps: slow ones are seen later if they are not of a warm-up
 SLOW = 1.5  # times the usual step
+ABOUT_SAMPLES = "about-samples"
 APART = "no exchange between its ranks was seen"
 
 OF_A_WHOLE_RUN = ("too-short", "warm-up", "early-end")  # kinds of remarks
 # The worst first; before all others come those that forbid a speedup.
 ORDER = (
     *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
-    *("warm-up", "early-end", "resumed-script", "about-samples", "same-order"),
+    *("warm-up", "early-end", "resumed-script", ABOUT_SAMPLES, "same-order"),
 )
 
 Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
@@ -80,6 +81,11 @@ class Remark:
 def forbidding(what: Conclusion, said: Iterable[Remark]) -> Remark | None:
     """The first remark that forbids a conclusion."""
     return next((remark for remark in said if what in remark.forbids), None)
+
+
+def is_guess(said: Iterable[Remark]) -> bool:
+    """Whether samples/s are only about right."""
+    return any(remark.kind == ABOUT_SAMPLES for remark in said)
 
 
 def on_comparison(said: Iterable[Remark]) -> list[Remark]:
@@ -143,7 +149,7 @@ def of_samples(timing: Timing) -> Iterable[Remark]:
         why = why or "no samples were seen, as the batches have no length"
         yield Remark("unknown-samples", f"samples/s are not known: {why}", (PACE, SPEEDUP))
     elif counted == "about":
-        yield Remark("about-samples", f"samples/s are a guess: {why}", (SPEEDUP,))
+        yield Remark(ABOUT_SAMPLES, f"samples/s are a guess: {why}", (SPEEDUP,))
 
 
 def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:

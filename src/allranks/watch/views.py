@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from allranks.timing.remarks import Remark
+from allranks.timing.remarks import Remark, is_guess
 
 ACTIVE = ("queued", "running")
 
@@ -66,7 +66,7 @@ class RunView:
     @property
     def is_guess(self) -> bool:
         """Whether its samples were counted by a guess."""
-        return any(remark.kind == "about-samples" for remark in self.remarks)
+        return is_guess(self.remarks)
 
     @property
     def culprit(self) -> int | None:
