@@ -858,6 +858,36 @@ FORMS = [
         """,
         ("about", "measured"),
     ),
+    Form(
+        "an unfinished validation with gradients on",
+        """
+        other = DataLoader(other_data, batch_size=8)
+        for epoch in range(6):
+            for n, (x, y) in enumerate(DataLoader(data, batch_size=8)):
+                learn(x, y)
+                if n == 3:
+                    model(next(iter(other))[0])
+            ended()
+        """,
+        ("about", "measured"),
+    ),
+    Form(
+        "two models with a loader each",
+        """
+        critic = nn.Linear(8, 1)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for epoch in range(3):
+            others = iter(DataLoader(other_data, batch_size=2))
+            for x, y in DataLoader(data, batch_size=4):
+                learn(x, y)
+                a, b = next(others)
+                mse_loss(critic(a), b).backward()
+                second.step()
+                saw(len(a), 0)
+            ended()
+        """,
+        ("about", "measured"),
+    ),
 ]
 
 

@@ -478,7 +478,8 @@ def summary_table(result: dict[str, Any]) -> Table:
         if "attempt_steps" in result:
             last = count(result["attempt_steps"])
             made += f" in {result['attempts']} attempts, {last} in the last one"
-        epochs = f" ({count(result['epochs'], 'epoch')})" if result["epochs"] else ""
+        about = "about " * (result.get("counted", {}).get("epochs") == "about")
+        epochs = f" ({about}{count(result['epochs'], 'epoch')})" if result["epochs"] else ""
         rows.append(("steps", f"{made}{epochs}"))
     if pace := throughput(result):
         rows.append(("throughput", pace))

@@ -89,10 +89,12 @@ class Recorder:
         if self._stepped and number not in self._stepped and not self._takes_over():
             self._stepped.add(number)
             self._is_alone = False
+            self.counter.has_models = True
             return
         self._is_alone = self._stepped == {number}
         self._stepped = {number}
         if number != self._followed:
+            self.counter.has_models |= self._followed != 0
             self._followed = number
             self._follow(optimizer)
         timeline = self.timeline

@@ -78,6 +78,7 @@ class SampleCounter:
         self._data_sets: set[int] = set()
         self._epoch_total = 0  # samples by the end of the last epoch
         self.wants_model = False  # whether what the model is given would help
+        self.has_models = False  # several, of which only one is looked at
         self._num_matched = self._num_unmatched = (
             0  # steps in which that was the batches trained on
         )
@@ -301,14 +302,14 @@ class SampleCounter:
     def _given_to_model(self, candidates: list[Fetched]) -> list[Fetched]:
         """The candidates that the model was given, if that is what it was given."""
         calls = self._calls
-        if not calls or self._num_unmatched:
+        if not calls or self._num_unmatched or self.has_models or len(calls) < self._backwards:
             return []
-        new = [one for one in candidates if one.at >= 0]
+        # A loader that seldom gives a batch may be for a validation, even with gradients on.
+        usual = [one for one in candidates if self._is_usual(one.of.loader)]
+        new = [one for one in usual if one.at >= 0]
         if len(calls) == 1 < len(new) and calls[0] == sum(one.samples for one in new):
             return new
-        # The oldest of the loaders that are usually trained on come first.
-        left = sorted(candidates, key=lambda one: not self._is_usual(one.of.loader))
-        given = []
+        left, given = list(usual), []
         for samples in calls:
             found = next((one for one in left if one.samples == samples), None)
             if found is None:
