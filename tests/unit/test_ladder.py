@@ -52,12 +52,12 @@ def test_it_climbs_while_the_efficiency_holds(
 
 
 def test_where_nothing_can_be_compared_it_climbs_no_higher() -> None:
-    alone = climb(100).after(200, "no exchange between its ranks was seen")
+    alone = climb(100).after(200, "no communication between its ranks was seen")
     assert alone.chosen == "1x1"
-    assert "which cannot be compared (1x2: no exchange between its ranks" in alone.in_words("1x2")
-    held_back = climb(100, 342)
-    assert held_back.chosen == "1x2"
-    assert "171.0% efficient against 1x1, and ranks cannot do that" in held_back.in_words("1x2")
+    assert "cannot be compared (1x2: no communication between its ranks" in alone.in_words("1x2")
+    slowed = climb(100, 342)
+    assert slowed.chosen == "1x2"
+    assert "171.0% efficient against 1x1, too good to be true" in slowed.in_words("1x2")
 
 
 def test_a_rung_keeps_its_type_of_gpu() -> None:

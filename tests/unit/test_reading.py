@@ -81,7 +81,8 @@ def test_an_order_that_repeats_every_epoch(run: RunDir, validation: bool) -> Non
 def test_uneven_samples(run: RunDir) -> None:
     write(run, samples=(8, 6))
     assert told(run) == [
-        "uneven-ranks: rank 0 trains on 8.0 samples a step, rank 1 on 6.0: give every rank as many"
+        "uneven-ranks: rank 0 trains on 8.0 samples a step, rank 1 on 6.0; "
+        "give every rank the same number"
     ]
 
 

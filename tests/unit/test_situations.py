@@ -161,16 +161,18 @@ class Situation:
 
 
 SITUATIONS = {
-    "copies that train alone": Situation(alone, ("no exchange between its ranks was seen",), False),
-    "noisy repeats": Situation(
-        noisy, ("1x2: its 3 repeats differ too much to be compared: 1,1",), False, of_one_run=False
+    "copies that train alone": Situation(
+        alone, ("no communication between its ranks was seen",), False
     ),
-    "too short": Situation(too_short, ("too short to judge: only ",), False),
+    "noisy repeats": Situation(
+        noisy, ("1x2: its 3 repeats vary too much to compare it: 1,1",), False, of_one_run=False
+    ),
+    "too short": Situation(too_short, ("too short to judge: measured for only ",), False),
     "one step": Situation(
-        one_step, ("too short to judge: too few steps were made: it takes two",), False
+        one_step, ("too short to judge: too few steps were made (it takes two",), False
     ),
     "idle rank": Situation(
-        idle, ("rank 1 has no samples: the batch of 1 sample is smaller than 2 ranks",), True
+        idle, ("rank 1 gets no samples, as a batch has only 1 sample for 2 ranks",), True
     ),
     "uneven samples": Situation(
         uneven_samples, ("rank 0 trains on 192.0 samples a step, rank 1 on 64.0",), True
@@ -179,21 +181,21 @@ SITUATIONS = {
     "contended baseline": Situation(
         contended,
         (
-            " efficient against 1x1, and ranks cannot do that: 1x1 was held back",
-            "1x1: 2 threads, 0.51 CPUs in use; 1x2: 1 thread, 0.92 CPUs in use",
+            " efficient against 1x1, too good to be true: 1x1 was slowed down",
+            "2 threads and 0.51 CPUs in use on 1x1, 1 thread and 0.92 CPUs in use on 1x2",
         ),
         False,
         of_one_run=False,
     ),
     "compile time": Situation(
         compiling,
-        ("1,164 samples/s after its slow steps, ", " over everything: 3 steps took "),
+        ("1,164 samples/s after warm-up, ", " over the whole run: 3 slow steps, "),
         True,
     ),
-    "early end": Situation(ended_early, ("it was stopped after 60 steps of 1,000",), True),
+    "early end": Situation(ended_early, ("it was stopped after 60 of 1,000 steps",), True),
     "resumed script": Situation(resumed, ("its 2 attempts made 120 steps, the last one 60",), True),
     "unknown samples": Situation(
-        unknown, ("samples/s are not known: its batches are lists of lists",), False
+        unknown, ("samples/s is unknown: its batches are lists of lists",), False
     ),
 }
 
@@ -323,7 +325,7 @@ def test_slow_steps_are_a_warm_up_only_at_the_beginning(
     made = make_run(tmp_path, "1x1", step_seconds=0.5, steps=steps, **edited("step", change))
     said = [one for one in remarks(made) if one.kind == "warm-up"]
     assert [one.forbids for one in said] == ([] if forbids is None else [forbids])
-    assert all("51" in one.text.partition(" samples/s after its slow steps, ")[0] for one in said)
+    assert all("51" in one.text.partition(" samples/s after warm-up, ")[0] for one in said)
 
 
 class Alone(GrowingRun):
@@ -352,6 +354,6 @@ def test_a_running_run_is_compared_only_if_it_can_be(
         watcher.close()
     warnings = page_data.head(view, None, time.time())["warnings"]
     assert (view.efficiency is None) == (kind is Alone)
-    assert any("no exchange between its ranks was seen" in one for one in warnings) == (
+    assert any("no communication between its ranks was seen" in one for one in warnings) == (
         kind is Alone
     )

@@ -195,7 +195,7 @@ def test_thresholds_can_be_others() -> None:
     assert slow(facts, Thresholds.parse(["data=0.5"])) == []
     [found] = slow(facts, Thresholds.parse(["least_seconds=60"]))
     assert found.cause == "too-short-to-judge" and found.confidence == "low"
-    assert "10.0s of steps, in which ranks spend 40%" in found.title
+    assert "in the 10.0s that were measured, ranks spend 40%" in found.title
     assert len(slow(facts, Thresholds.parse(["data=0.3"]))) == 1
     for wrong in ("dat=0.1", "data=much", "data=-1", "data"):
         with pytest.raises(AllranksError, match="not a threshold"):

@@ -24,7 +24,7 @@ from allranks.run import files
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, newest_window, read_ends
 from allranks.show.numbers import count, duration, percent
-from allranks.timing.steps import Timing, timing_of
+from allranks.timing.steps import SLOWER_IN, Timing, timing_of
 from allranks.timing.timeline import BACKWARD, DATA, FORWARD
 
 RECENT_BYTES = 1 << 20  # of each rank's events: some thousand steps
@@ -217,7 +217,7 @@ def too_short(facts: SlowFacts, likely: Finding) -> Finding:
     title = likely.title
     if not title[1:2].isupper():  # NCCL
         title = title[0].lower() + title[1:]
-    looks = f"{seconds} of steps, in which {title}"
+    looks = f"in the {seconds} that were measured, {title}"
     found = finding("too-short-to-judge", likely.evidence, looks=looks, fix=likely.fix)
     return dataclasses.replace(found, rank=likely.rank, node=likely.node)
 
@@ -308,7 +308,8 @@ def slow_rank(facts: SlowFacts, limits: Thresholds) -> Reasons:
         else:
             yield share, finding("uneven-steps", [_evidence(shown, text)], share=words)
         return
-    fields = {"node": _one_of_several(facts, shown), "part": timing.slowest_part or ""}
+    part = timing.slowest_part or ""
+    fields = {"node": _one_of_several(facts, shown), "part": SLOWER_IN.get(part, part)}
     line = _evidence(shown, text)
     found = finding("slow-rank", [line], **_names(shown), **fields, share=words)
     yield share, _sure(found, share, limits.straggler, shown)

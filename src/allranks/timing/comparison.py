@@ -1,22 +1,22 @@
-"""How much faster more ranks are: the one comparison of runs, which every command shows.
+"""How much faster more ranks are. All commands compare runs by the rules below.
 
-These are `bench scaling`, `report`, `watch`, `status` and `submit --ladder`. The rules:
+These commands are `bench scaling`, `report`, `watch`, `status` and `submit --ladder`. The rules:
 
 - Runs are compared if they train the same thing with the same settings (`same_job`). Runs of one
   scaling benchmark are compared with each other (`is_compared`), each kind of device separately.
 - A layout's pace is the median of its repeats. Its 95% interval is Student's of their mean, widened
   to hold the median; of a single run it comes from the spread of its steps.
-- A run that failed, or that must not be compared (`remarks.py`: its ranks train alone, it is too
-  short), counts only if its layout has no other run with a pace. A stopped run and one that is
-  still running count.
+- A run that failed, or that must not be compared (`remarks.py`: its ranks train alone, or it is too
+  short), counts only if its layout has no other run with a pace. Stopped runs and runs that are
+  still going count.
 - The base is the layout with the fewest ranks that has a pace; of several, the fastest.
 - Speedup is a layout's pace over the base's, efficiency is that over how many times more ranks.
   A layout without a pace has neither.
 - A layout has a `doubt` instead of a speedup if its runs must not be compared, if half of its 95%
-  interval is more than a quarter of its pace (`WIDE`), or if the base has a doubt. The base has
-  one, too, if any layout is more than 110% efficient (`SUSPICIOUS`): ranks cannot do that, so it
-  is the base that was held back. Without a speedup there is no efficiency, verdict, recommendation,
-  law or prediction.
+  interval is more than a quarter of its pace (`WIDE`), or if the base has a doubt. The base also
+  has one if any layout is more than 110% efficient (`SUSPICIOUS`): more ranks cannot achieve that,
+  so the base must have been slowed down. Without a speedup there is no efficiency, verdict,
+  recommendation, law or prediction.
 - Where a step's time goes is taken from the median repeat (from two if their number is even), as
   shares of the median step.
 - Scaling is `strong` if all layouts train the same batch, `weak` if all ranks do, to 2%; `mixed` if
@@ -52,8 +52,8 @@ MODES = {
     "one layout": "one layout",
 }
 SAME = 0.02  # relative difference up to which two batches, or two amounts of work, are the same
-SUSPICIOUS = 1.1  # efficiency: caches can do a little more than ideal, not much
-WIDE = 0.25  # of a pace: half of its 95% interval, if its repeats are to be compared
+SUSPICIOUS = 1.1  # efficiency: caches can make it a little better than ideal, not much
+WIDE = 0.25  # of a pace: the most that half of its 95% interval may be for a comparison
 # A layout's state is the first of these that one of its runs has.
 STATES = ("finished", "running", "stopped", "queued", "failed")
 
@@ -67,17 +67,17 @@ T_975 = (
 
 @dataclass(frozen=True, slots=True)
 class CpuUse:
-    """What a rank computes with on average. None: not known."""
+    """The threads and CPUs of an average rank. None: not known."""
 
     threads: int | None = None  # of torch
     cpus: float | None = None  # in use
 
     @property
     def words(self) -> str:
-        """Such as: 2 threads, 0.87 CPUs in use."""
+        """For example: 2 threads and 0.87 CPUs in use."""
         threads = count(self.threads, "thread") if self.threads else ""
         in_use = f"{number(self.cpus, 2)} CPUs in use" if self.cpus is not None else ""
-        return ", ".join(filter(None, [threads, in_use]))
+        return " and ".join(filter(None, [threads, in_use]))
 
 
 class Measured(Protocol):
@@ -146,7 +146,7 @@ class Compared:
     counted: tuple[str, ...]  # the runs that the numbers come from
     num_failed: int
     is_steady: bool  # whether all of them reached steady steps
-    is_guess: bool = False  # whether their samples were counted by a guess
+    is_guess: bool = False  # whether their samples are an estimate
     batch: float | None = None  # samples of a step, of all ranks
     samples_per_second: Spread | None = None
     step_seconds: float | None = None
@@ -232,18 +232,18 @@ def counted(runs: Iterable[M]) -> list[M]:
 
 
 def doubt_of(row: Compared, runs: Sequence[Measured]) -> str | None:
-    """Why a layout cannot be compared, by its own runs."""
+    """Why a layout cannot be compared, judging by its own runs."""
     said = forbidding(SPEEDUP, (remark for run in runs for remark in run.remarks))
     if said is not None:
         return f"{row.layout}: {said.text}"
     error = relative_error(row)
     if error <= WIDE:
         return None
-    what = f"its {len(runs)} repeats differ" if len(runs) > 1 else "its steps differ"
+    what = f"its {len(runs)} repeats vary" if len(runs) > 1 else "its steps vary"
     return (
-        f"{row.layout}: {what} too much to be compared: {number(row.pace)} samples/s, 95% interval "
-        f"{between(row.ci95)} (±{percent(error, 0)}, the limit is ±{percent(WIDE, 0)}); measure "
-        "again while nothing else runs, with more repeats or longer runs"
+        f"{row.layout}: {what} too much to compare it: {number(row.pace)} samples/s "
+        f"±{percent(error, 0)} (95% interval {between(row.ci95)}), and the limit is "
+        f"±{percent(WIDE, 0)}; measure again on an idle machine, with more repeats or longer runs"
     )
 
 
@@ -306,7 +306,7 @@ def base_of(rows: Iterable[Compared], device: str) -> Compared | None:
 
 
 def judged_base(rows: Sequence[Compared], device: str) -> Compared | None:
-    """The base of a device, with a doubt if a layout is faster than its ranks could make it."""
+    """The base of a device, with a doubt if another layout is too fast to be true."""
     base = base_of(rows, device)
     if base is None or base.doubt:
         return base
@@ -315,14 +315,14 @@ def judged_base(rows: Sequence[Compared], device: str) -> Compared | None:
     _, efficiency = base.ratio(best.ranks, best.pace or 0.0)
     if efficiency is None or efficiency <= SUSPICIOUS:
         return base
-    used = [f"{row.layout}: {row.cpus.words}" for row in (base, best) if row.cpus.words]
-    seen = f" (each rank of {'; '.join(used)})" if used else ""
+    used = [f"{row.cpus.words} on {row.layout}" for row in (base, best) if row.cpus.words]
+    seen = f" (per rank: {', '.join(used)})" if used else ""
     threads = ", or with the same OMP_NUM_THREADS on every layout" if device == CPU else ""
     return replace(
         base,
-        doubt=f"{best.layout} is {percent(efficiency)} efficient against {base.layout}, and ranks "
-        f"cannot do that: {base.layout} was held back, by {'its threads or ' if threads else ''}"
-        f"other work on its machine{seen}; measure it again while nothing else runs{threads}",
+        doubt=f"{best.layout} is {percent(efficiency)} efficient against {base.layout}, too good "
+        f"to be true: {base.layout} was slowed down by {'its threads or ' if threads else ''}other "
+        f"work on its machine{seen}; measure it again on an idle machine{threads}",
     )
 
 

@@ -1,7 +1,7 @@
-"""What makes the numbers of a run doubtful: the one place that says so, for every command.
+"""What makes the numbers of a run doubtful. Every command shows what is decided here.
 
-`remarks` says it of one run; what makes a comparison of runs doubtful is in `comparison.py`. Every
-remark names the conclusions that it forbids, so that no command needs a rule of its own.
+`remarks` is about one run; what makes a comparison of runs doubtful is in `comparison.py`. Each
+remark names the conclusions that it forbids, so no command needs a rule of its own.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from allranks.timing.timeline import DATA
 Conclusion = Literal["pace", "speedup", "cause"]
 PACE: Conclusion = "pace"  # no samples/s is shown
 SPEEDUP: Conclusion = "speedup"  # it is not compared with other runs
-CAUSE: Conclusion = "cause"  # nothing is said to limit it, and not that nothing is wrong
+CAUSE: Conclusion = "cause"  # neither what limits it nor that nothing does
 
-MOST_EVENTS = 32_000  # that are read, of all ranks together: a second
-MOST_BYTES = 8 << 20  # of events that are read whole, to see where the time goes: a second
-FEWEST_BATCHES = 2  # that must be equal for it not to be chance
+MOST_EVENTS = 32_000  # read from all ranks together: takes a second
+MOST_BYTES = 8 << 20  # of events that are read in full to see where the time goes: a second
+FEWEST_BATCHES = 2  # that must be equal to rule out chance
 UNEVEN = 0.02  # of the samples of a step
 LEAST_EXCHANGED = 1e-5  # of a step
 JUDGED_STEPS, JUDGED_SECONDS = 10, 10.0  # with fewer steps in less time, nothing is compared
-LATE = 0.1  # of a step, in which the others wait for one rank
-# The pace over everything is lower than the steady one by this share, and slow steps took as long.
+LATE = 0.1  # share of a step that the others spend waiting for one rank
+# By how much the pace over the whole run is below the steady one, and how long slow steps took.
 WARM_UP, WARM_UP_SECONDS = 0.1, 1.0
-WARM_UP_UNTIL = 2 / 3  # of its steps: slow ones are seen later if they are not of a warm-up
+WARM_UP_UNTIL = 2 / 3  # of its steps: slow ones after that are not warm-up
 SLOW = 1.5  # times the usual step
 ABOUT_SAMPLES = "about-samples"
-APART = "no exchange between its ranks was seen"
+APART = "no communication between its ranks was seen"
 
 OF_A_WHOLE_RUN = ("too-short", "warm-up", "early-end")  # kinds of remarks
-# The worst first; before all others come those that forbid a speedup.
+# The worst first, after those that forbid a speedup.
 ORDER = (
     *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
     *("warm-up", "early-end", "resumed-script", ABOUT_SAMPLES, "same-order"),
@@ -68,7 +68,7 @@ Fingerprints = dict[tuple[int, int], dict[str, Any]]  # by epoch and batch
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something that makes the numbers of a run doubtful, in a sentence with what to do."""
+    """What makes the numbers of a run doubtful, and what to do about it, in one sentence."""
 
     kind: str
     text: str
@@ -84,12 +84,12 @@ def forbidding(what: Conclusion, said: Iterable[Remark]) -> Remark | None:
 
 
 def is_guess(said: Iterable[Remark]) -> bool:
-    """Whether samples/s are only about right."""
+    """Whether samples/s is only an estimate."""
     return any(remark.kind == ABOUT_SAMPLES for remark in said)
 
 
 def on_comparison(said: Iterable[Remark]) -> list[Remark]:
-    """Those that matter where runs are compared, and nobody asks what limits one of them."""
+    """The remarks that matter when runs are compared: not those on what limits one of them."""
     return [remark for remark in said if remark.forbids != (CAUSE,)]
 
 
@@ -102,9 +102,9 @@ def remarks(
 ) -> list[Remark]:
     """Everything that makes a run's numbers doubtful, the worst first. Takes two seconds at most.
 
-    `measured`: as the caller shows it; by default that of the whole run, or of its first steps if
-    they are many. `records`: of its last attempt, from the first event on, if they were read.
-    `so_far`: only what its first steps show, of a run that goes on.
+    `measured`: the timing that the caller shows; by default that of the whole run, or of its first
+    steps if there are many. `records`: its last attempt from the first event on, if already read.
+    `so_far`: the run is still going, so only what its first steps show counts.
     """
     try:
         found = [*found_in(run, measured, records)]
@@ -127,7 +127,7 @@ def found_in(
         records = read_ranks(run, attempts[-1], most)
     if measured is None:
         measured = affordable_timing(run, MOST_BYTES) or timing(run, records=records)
-    window = newest_window(records.values())  # a benchmark has warmed it up, and ends it
+    window = newest_window(records.values())  # of a benchmark, which warms a run up and ends it
     if measured is not None:
         yield from of_samples(measured)
         yield from of_length(measured)
@@ -143,13 +143,13 @@ def found_in(
 
 
 def of_samples(timing: Timing) -> Iterable[Remark]:
-    """What is not known about its samples, or not exactly."""
+    """Samples that could not be counted, or only estimated."""
     counted, why = timing.counted.samples, timing.counted.why
     if timing.pace is None:
-        why = why or "no samples were seen, as the batches have no length"
-        yield Remark("unknown-samples", f"samples/s are not known: {why}", (PACE, SPEEDUP))
+        why = why or "its batches have no length"
+        yield Remark("unknown-samples", f"samples/s is unknown: {why}", (PACE, SPEEDUP))
     elif counted == "about":
-        yield Remark(ABOUT_SAMPLES, f"samples/s are a guess: {why}", (SPEEDUP,))
+        yield Remark(ABOUT_SAMPLES, f"samples/s is an estimate: {why}", (SPEEDUP,))
 
 
 def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
@@ -158,45 +158,45 @@ def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Rema
     if not exchanges(timing):
         yield Remark(
             "alone",
-            f"{APART}: each trains a copy of its own, and their samples/s only add up; to train "
+            f"{APART}: each trains its own copy of the model, and samples/s adds them up; to train "
             "one model, wrap it in DistributedDataParallel after init_process_group",
             (SPEEDUP,),
         )
     if alike := same_samples(seen):
         yield Remark(
             "same-samples",
-            f"{ranks_in_words(alike)} read the same samples, and samples/s counts each of "
-            "them: give the loader a DistributedSampler",
+            f"{ranks_in_words(alike)} read the same samples, and samples/s counts them once for "
+            "each rank; give the loader a DistributedSampler",
             (SPEEDUP,),
         )
     if same_order(seen):
-        said = "every epoch has the same order: call sampler.set_epoch(epoch)"
+        said = "every epoch reads its samples in the same order; call sampler.set_epoch(epoch)"
         yield Remark("same-order", said)
     yield from [*of_shares(samples_by_rank(records), records), *of_slow_rank(timing)][:1]
 
 
 def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -> Iterable[Remark]:
-    """Ranks without samples, or with fewer than others."""
+    """Ranks that get no samples, or fewer than others."""
     if not samples or not max(samples.values()):
         return
     idle = sorted(rank for rank in samples if not samples[rank])
     if idle:
         batch = records[min(records)].start.get("global_batch")
-        who = f"{ranks_in_words(idle)} {'has' if len(idle) == 1 else 'have'}"
-        why = "the others do all the work; give every rank a share of the data"
+        who = f"{ranks_in_words(idle)} {'gets' if len(idle) == 1 else 'get'}"
+        why = "so the others do all the work; give every rank a share of the data"
         if batch is not None and batch < len(samples):
             why = (
-                f"the batch of {count(batch, 'sample')} is smaller than {len(samples)} ranks; use "
-                f"{count(batch, 'rank')} at most, or a larger batch_size"
+                f"as a batch has only {count(batch, 'sample')} for {len(samples)} ranks; use at "
+                f"most {count(batch, 'rank')}, or a larger batch_size"
             )
-        yield Remark("idle-rank", f"{who} no samples: {why}")
+        yield Remark("idle-rank", f"{who} no samples, {why}")
         return
     least, most = (choose(samples, key=lambda rank: samples[rank]) for choose in (min, max))
     if samples[most] - samples[least] > UNEVEN * samples[most]:
         yield Remark(
             "uneven-ranks",
             f"rank {most} trains on {samples[most]:,.1f} samples a step, rank {least} on "
-            f"{samples[least]:,.1f}: give every rank as many",
+            f"{samples[least]:,.1f}; give every rank the same number",
         )
 
 
@@ -209,13 +209,13 @@ def of_slow_rank(timing: Timing) -> Iterable[Remark]:
         own = timing.data_seconds[timing.slowest_rank]
         others = [took for rank, took in timing.data_seconds.items() if rank != timing.slowest_rank]
         look = (
-            f"it waits {duration(own)} for its data, the others up to {duration(max(others))}: "
-            "look at its node's disk, its CPUs and its part of the data"
+            f"it waits {duration(own)} for data, the others at most {duration(max(others))}: check "
+            "its node's disk and CPUs, and its part of the data"
         )
     yield Remark(
         "uneven-ranks",
-        f"the others wait {duration(timing.late_seconds)} of each step of "
-        f"{duration(timing.step_seconds)} for {timing.slowest_words}; {look}",
+        f"in each step of {duration(timing.step_seconds)}, the others wait "
+        f"{duration(timing.late_seconds)} for {timing.slowest_words}; {look}",
     )
 
 
@@ -223,17 +223,17 @@ def of_length(timing: Timing) -> Iterable[Remark]:
     """A run that is too short to judge, and what it looks like so far."""
     if timing.seconds >= JUDGED_SECONDS:
         return
-    said = f"{count(timing.num_steps, 'step')} in {duration(timing.seconds)} count"
+    only = f"measured for only {count(timing.num_steps, 'step')} ({duration(timing.seconds)})"
     looks = ""
     if timing.parts is not None and timing.step_seconds:
         part = max(WAITING, key=lambda name: (timing.parts or {})[name])
         share = timing.parts[part] / timing.step_seconds
-        looks = f"; it looks like {percent(share, 0)} {WAITING[part]}" if share >= LATE else ""
+        looks = f", so far with {percent(share, 0)} {WAITING[part]}" if share >= LATE else ""
     if timing.num_steps < JUDGED_STEPS:
-        text = f"too short to judge: only {said}{looks}; let it run longer"
+        text = f"too short to judge: {only}{looks}; let it run longer"
         yield Remark("too-short", text, (SPEEDUP, CAUSE))
         return
-    text = f"too short to judge what limits it: {said}{looks}; let it run for 10 s or more"
+    text = f"too short to judge what limits it: {only}{looks}; let it run for at least 10 s"
     yield Remark("too-short", text, (CAUSE,))
 
 
@@ -241,14 +241,14 @@ WAITING = {
     "comm": "communication",
     "straggler": "waiting for slower ranks",
     "data": "waiting for data",
-    "other": "outside of training",
+    "other": "outside the training code",
 }
 
 
 def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:
-    """Slow steps at the beginning, as while compiling: two paces, after them and over everything.
+    """Slow steps at the beginning, such as compiling: the pace after them, and over the whole run.
 
-    Steps that are slow until the end belong to its pace, as where a loader falls behind.
+    Steps that are slow until the end, as when a loader falls behind, belong to the pace.
     """
     if timing.pace is None:
         return
@@ -271,8 +271,8 @@ def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Re
         return
     yield Remark(
         "warm-up",
-        f"{number(pace)} samples/s after its slow steps, {number(overall)} over everything: "
-        f"{count(len(slow), 'step')} took {duration(sum(slow.values()))}, as while compiling",
+        f"{number(pace)} samples/s after warm-up, {number(overall)} over the whole run: "
+        f"{count(len(slow), 'slow step')}, perhaps compiling, took {duration(sum(slow.values()))}",
         (SPEEDUP,) if timing.pace < (1 - 2 * WARM_UP) * pace else (),
     )
 
@@ -282,27 +282,27 @@ def of_end(run: RunDir) -> Iterable[Remark]:
     state, leads = run.state(), read_leads(run)
     made, planned = steps_in_all(leads), leads[-1].start.get("steps")
     if state in ("stopped", "failed") and made and made != planned:
-        of = f" of {count(planned)}" if planned else ""
+        steps = f"{count(made)} of {count(planned, 'step')}" if planned else count(made, "step")
         ended = "was stopped" if state == "stopped" else "failed"
-        text = f"it {ended} after {count(made, 'step')}{of}: its numbers are of that part"
+        text = f"it {ended} after {steps}, and its numbers cover only that part"
         yield Remark("early-end", text)
 
 
 def of_attempts(run: RunDir) -> Iterable[Remark]:
-    """A script that was resumed: its ranks count from 1 in every attempt."""
+    """A script that was resumed: its steps are counted from 1 in every attempt."""
     leads = read_leads(run)
     made, found = steps_in_all(leads), attempt_steps(leads)
     if found and made != found["attempt_steps"]:
         yield Remark(
             "resumed-script",
             f"its {found['attempts']} attempts made {count(made)} steps, the last one "
-            f"{count(found['attempt_steps'])}; only the script knows whether they went on from "
-            "each other, and its pace is the last one's",
+            f"{count(found['attempt_steps'])}; its pace is that of the last one, and only the "
+            "script knows whether each continued the one before",
         )
 
 
 def fingerprints(record: RankRecord) -> Fingerprints:
-    """The fingerprints of the loader that a rank trains on; none if it is not clear which."""
+    """The fingerprints of the loader that a rank trains on; empty if it is not clear which."""
     seen = [event for event in record.others["batch"] if event.get("trained", True)]
     loader = min((e["loader"] for e in seen if "loader" in e), default=None)
     found: Fingerprints = {}
@@ -326,7 +326,7 @@ def same_samples(seen: Mapping[int, Fingerprints]) -> list[int]:
 
 
 def same_order(seen: Mapping[int, Fingerprints]) -> bool:
-    """Whether two epochs have the same shuffled order on every one of several ranks."""
+    """Whether two epochs have the same shuffled order, on all of several ranks."""
     alike = []
     for prints in seen.values():
         pairs = [
@@ -345,7 +345,7 @@ def same_order(seen: Mapping[int, Fingerprints]) -> bool:
 
 
 def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
-    """Average samples of a step, over the steps that all ranks have made."""
+    """Average samples per step, over the steps that all ranks have made."""
     steps = {
         rank: {event["step"]: event["samples"] for event in record.steps if "samples" in event}
         for rank, record in records.items()
@@ -357,7 +357,7 @@ def samples_by_rank(records: Mapping[int, RankRecord]) -> dict[int, float]:
 
 
 def exchanges(timing: Timing) -> bool:
-    """Whether its ranks were seen to wait for each other at all."""
+    """Whether its ranks were ever seen to wait for each other."""
     if timing.ranks < 2 or timing.parts is None:
         return True
     return timing.parts["comm"] + timing.parts["straggler"] > LEAST_EXCHANGED * timing.step_seconds
@@ -366,12 +366,12 @@ def exchanges(timing: Timing) -> bool:
 def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
     found = outcome(run, state)
-    is_told = found["samples_per_second"] is not None  # only a task reports it itself
-    measured = affordable_timing(run, AFFORDABLE_BYTES if is_told else sys.maxsize)
+    is_reported = found["samples_per_second"] is not None  # by the rank itself: only a task does
+    measured = affordable_timing(run, AFFORDABLE_BYTES if is_reported else sys.maxsize)
     if found["counted"]["samples"] == "unknown":
         found["samples_per_second"] = None
     elif measured is not None and measured.samples:
-        # Of the same steps as in every other command: a task itself counts all of its steps.
+        # From the same steps as in every other command: a task itself reports on all its steps.
         found["samples_per_second"] = round(measured.samples_per_second, 3)
         found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
         whole = measured.samples_per_second_with_evaluation

@@ -37,10 +37,11 @@ LEAST_PART = 0.1  # of the time others wait for a slow rank: a part that explain
 LEAST_AFTER = 0.25  # of the exchange: how much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same exchange
 STOPPED_EARLY = "it was stopped before there was enough to measure"
-TOO_FEW = "too few steps were made: it takes two on every rank, as the first is always slower"
+TOO_FEW = "too few steps were made (it takes two on every rank, as the first is always slower)"
 AFFORDABLE_BYTES = 32 << 20  # of events; reading ten megabytes takes a second
 PARTS = ("compute", "comm", "straggler", "data", "other")
 PART_WORDS = {part: part for part in PARTS} | {"straggler": "waiting"}  # what people read
+SLOWER_IN = {"comm": "communication", DATA: "data loading", OTHER: "the rest of the loop"}
 
 Event = Mapping[str, Any]
 
@@ -62,7 +63,7 @@ class Timing:
     slowest_share: float  # of the steps in which they do
     slowest_part: str | None  # what it does longer than the others: a phase, or comm
     evaluation_seconds: float = 0.0  # between these steps, by the clock of rank 0; not in `seconds`
-    counted: Counted = MEASURED  # how sure `samples` are
+    counted: Counted = MEASURED  # how sure `samples` is
     late_seconds: float = 0.0  # how long the others wait for the slowest rank
     data_seconds: Mapping[int, float] = field(default_factory=dict)  # waiting for data, by rank
 
@@ -84,12 +85,12 @@ class Timing:
 
     @property
     def pace(self) -> float | None:
-        """Samples/s as far as they are known: what is shown and compared."""
+        """Samples/s where it is known: what is shown and compared."""
         return None if self.counted.samples == "unknown" else self.samples_per_second or None
 
     @property
     def samples_per_step(self) -> float:
-        """Of all ranks: what its step time times its samples/s is."""
+        """Of all ranks together: its step time times its samples/s."""
         made = round(self.seconds / self.step_seconds) if self.step_seconds else 0
         return self.samples / made if made else 0.0
 
@@ -109,13 +110,13 @@ class Timing:
 
 
 def slowest_in_words(rank: int | None, share: float, part: str | None, window: str) -> str:
-    """Which rank the others wait for, and in which steps: the same words on every screen.
+    """Which rank the others wait for, and in which steps, in the same words on every screen.
 
-    The last steps may say something else than all of them, so the window is always named.
+    The last steps may differ from the whole run, so the window is always named.
     """
     if rank is None:
         return f"no rank is slower than the others in {window}"
-    by = f", slower in {part}" if part else ""
+    by = f", slower in {SLOWER_IN.get(part, part)}" if part else ""
     return f"rank {rank}, last in {percent(share, 0)} of {window}{by}"
 
 
@@ -162,7 +163,7 @@ def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
         return f"no optimizer step was seen on {ranks}, while rank {most} made {steps[most]}"
     if measured is None:
         return TOO_FEW
-    return "no samples were seen: the batches have no length"
+    return "no samples were seen, as the batches have no length"
 
 
 def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:
