@@ -65,6 +65,28 @@ class Form:
 SURE = ("measured", "measured")
 FORMS = [
     Form(
+        "the hardest samples of each batch",
+        """
+        for epoch in range(3):
+            for x, y in DataLoader(data, batch_size=20):
+                with torch.no_grad():
+                    hard = (model(x) - y).pow(2).sum(1).topk(5).indices
+                learn(x[hard], y[hard])
+            ended()
+        """,
+        ("about", "measured"),
+    ),
+    Form(
+        "each batch in parts, with a backward pass each",
+        """
+        for epoch in range(3):
+            for x, y in DataLoader(data, batch_size=20):
+                step(*(loss_of(a, b) for a, b in zip(x.split(5), y.split(5))))
+                saw(len(x))
+            ended()
+        """,
+    ),
+    Form(
         "a validation between epochs",
         """
         for epoch in range(3):

@@ -8,14 +8,15 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+from allranks.probe.batches import graph_lengths
 from allranks.probe.compilers import unseen_by_compilers
 from allranks.probe.recorder import Recorder
-from allranks.probe.samples import SampleCounter
+from allranks.probe.samples import CHECKED_STEPS, SampleCounter
 from allranks.timing.timeline import AFTER, BACKWARD, COUNT_AFTER, WAIT
 
 Hook = Callable[..., Any]
 
-TRAINED = (SampleCounter.trained,)
+TRAINED: tuple[Any, ...] = (SampleCounter.trained,)
 
 
 class Arrival:
@@ -177,7 +178,10 @@ def hook_backward(recorder: Recorder, arrival: Arrival) -> None:
                 handle = timeline.expect(tensors)
             timeline.label = BACKWARD  # marks, without the calls
             event = None if timeline.record_event is None else timeline.record_event()
-            append((BACKWARD, perf_counter(), event, TRAINED))
+            note = TRAINED
+            if timeline.num_steps < CHECKED_STEPS:
+                note = (SampleCounter.trained, graph_lengths(tensors))
+            append((BACKWARD, perf_counter(), event, note))
         except Exception as error:
             recorder.switch_off(error)
         try:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+MAX_NODES = 256  # of a backward pass, that are looked at
 ITEMS = "the items of its data set are batches already, counted by their first dimension"
 REARRANGED = "its own collate function gives batches another length than their samples"
 
@@ -85,6 +86,22 @@ def is_nested(batch: Any) -> bool:
     if not shapes or min(map(len, shapes)) < 2 or max(map(len, shapes)) < 3:
         return False
     return len({shape[1] for shape in shapes}) == 1 and shapes[0][1] > 1
+
+
+def graph_lengths(roots: Any) -> tuple[int, frozenset[int]] | None:
+    """What a backward pass shows of its batch: the length of what the loss is of, and all lengths.
+
+    None if it shows nothing: a loss of a single number each time has no length.
+    """
+    roots = roots if isinstance(roots, list | tuple) else (roots,)
+    nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    shapes: list[tuple[int, ...]] = []
+    for node in nodes:  # grows: the nearest come first
+        shapes += [tuple(map(int, one.shape)) for one in getattr(node, "_input_metadata", ())]
+        if len(nodes) < MAX_NODES:
+            nodes += [before for before, _ in node.next_functions if before is not None]
+    first = next((shape[0] for shape in shapes if shape), 0)
+    return (first, frozenset(itertools.chain(*shapes))) if first > 1 else None
 
 
 def place_of(batch: Any, length: int) -> tuple[int, int] | None:

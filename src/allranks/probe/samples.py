@@ -22,6 +22,7 @@ from allranks.timing.timeline import EVALUATION, Mark, Step
 MAX_SIZES = 1000  # distinct batch sizes that are counted
 MAX_DOUBT = 0.01  # of the samples
 MIN_MATCHED = 3  # steps
+CHECKED_STEPS = 8  # in which it is checked that all of a batch is trained on
 SAY_AGAIN_STEPS = 100  # so that who reads only the last events knows
 # Why a count is not sure.
 NO_LOADER = "it trains without a DataLoader: samples are counted by what the model is given"
@@ -31,6 +32,7 @@ OTHER_LOADER = "it is not clear which of several loaders it trains on"
 SKIPPED = "some batches are fetched and seem not to be trained on"
 KEPT = "it trains on batches that it keeps or fetched before"
 NO_GRADIENTS = "batches are fetched while gradients are off"
+PART = "it seems to train on a part of each batch"
 UNSEEN = "some steps had no backward pass in the thread that trains"
 THREAD = "batches are fetched in another thread"
 LEFT = "it leaves its loader before the end"
@@ -82,6 +84,7 @@ class SampleCounter:
         self._num_matched = self._num_unmatched = (
             0  # steps in which that was the batches trained on
         )
+        self._part: float | None = None  # of a batch that is trained on
         self._doubts: Counter[str] = Counter()  # samples that each reason may have made wrong
         self._epoch_doubts: dict[str, Certainty] = {}
         # Of the step under way:
@@ -89,6 +92,7 @@ class SampleCounter:
         self._without_gradients: list[Fetched] = []
         self._called = self._computed = 0  # samples that a model was given, and trained on
         self._calls: list[int] = []  # samples of each call of the model
+        self._lengths: list[tuple[int, frozenset[int]] | None] = []  # of each backward pass
         self._spans: list[tuple[int, int]] = []  # marks of evaluations, from and to
         self._evaluating: int | None = None  # since which mark no gradients are wanted
         self._in_eval_mode: int | None = None  # since which mark
@@ -133,8 +137,9 @@ class SampleCounter:
         if len(self._waiting) > MAX_WAITING:
             del self._waiting[0]
 
-    def trained(self) -> None:
-        """A backward pass begins."""
+    def trained(self, lengths: tuple[int, frozenset[int]] | None = None) -> None:
+        """A backward pass begins; `lengths`: what it shows of its batch."""
+        self._lengths.append(lengths)
         self._num_backwards += 1
         self._backwards += 1
         if self._evaluating is not None:
@@ -192,6 +197,8 @@ class SampleCounter:
             elif chosen:
                 chosen = self._choose()
             samples = self._train(chosen) if chosen else self._train_on_nothing_new()
+            if chosen:
+                samples = self._trained_part(samples, {samples, *(one.samples for one in chosen)})
             if chosen and self._calls:
                 is_match = sum(self._calls) == samples
                 self._num_matched += is_match
@@ -211,7 +218,7 @@ class SampleCounter:
         """Begin the next step."""
         self._backwards = self._called = self._computed = 0
         self._spans, self._evaluating, self._in_eval_mode = [], None, None
-        self._calls, self._pauses, self.began = [], [], 0
+        self._calls, self._pauses, self._lengths, self.began = [], [], [], 0
         if self._without_gradients:
             self._without_gradients = []
 
@@ -355,6 +362,24 @@ class SampleCounter:
                 self._sizes[one.samples] += 1
         self.training, self.epoch = of.loader, of.epoch
         return samples
+
+    def _trained_part(self, samples: int, whole: set[int]) -> int:
+        """How many of the samples of this step's batches were trained on: usually all of them.
+
+        `whole`: lengths of its batches, and of all together.
+        """
+        if self._step <= CHECKED_STEPS:
+            known = [one for one in self._lengths if one is not None]
+            given = sum(first for first, _ in known)
+            is_part = len(known) == len(self._lengths) and given < samples
+            self._part = None
+            if is_part and all(whole.isdisjoint(lengths) for _, lengths in known):
+                self._part = given / samples
+        if self._part is None:
+            return samples
+        part = round(self._part * samples)
+        self._doubts[PART] += part
+        return part
 
     def _train_on_nothing_new(self) -> int:
         """Samples of a step whose backward passes had no batch that was fetched for them."""
