@@ -114,6 +114,9 @@ def test_what_is_not_known_is_not_shown(run: RunDir) -> None:
     unknown = result(run)
     assert unknown["samples_per_second"] is None
     assert throughput(unknown) == "not known: no loader"
+    for _ in range(300):  # a long evaluation after the last step
+        append_event(run.events(0, 1), "device", cpu=1.0, processes=[*range(100, 140)])
+    assert result(run)["counted"] == unknown["counted"]
 
 
 def test_an_epoch_is_what_all_ranks_read_in_it(run: RunDir) -> None:

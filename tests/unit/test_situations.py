@@ -308,6 +308,41 @@ def test_every_screen_says_the_same_and_concludes_no_more(
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["copies that train alone", "idle rank", "early end", "resumed script", "unknown samples"],
+)
+def test_too_many_events_to_read_hide_nothing_and_are_not_called_short(
+    made: dict[str, list[RunDir]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, value in {
+        "allranks.timing.remarks.MOST_BYTES": 0,
+        "allranks.timing.remarks.EARLY_EVENTS": 6,
+        "allranks.watch.followed.LIVE_BYTES": 0,
+        "allranks.watch.followed.REMARKED_EVENTS": 6,
+    }.items():
+        monkeypatch.setattr(limit, value)
+    odd = made[name][-1]
+    watcher = Watcher(odd.path.parent, old=True)
+    watcher.poll(budget=60.0)
+    view = next(one for one in watcher.runs() if one.run == odd.name)
+    watcher.close()
+    for said in (remarks(odd), view.remarks):
+        text = "\n".join(one.text for one in said)
+        assert all(words in text for words in SITUATIONS[name].says), text
+        assert "too short" not in text
+    assert (view.samples_per_second is None) == (name == "unknown samples")
+
+
+def test_attempts_without_a_step_are_not_counted(tmp_path: Path) -> None:
+    command = {"task": None, "command": "python train.py", "steps": None}
+    made = make_run(tmp_path, "1x1", step_seconds=0.4, job=command, steps=1, state="failed")
+    lines = made.events(0, 0).read_text().splitlines(keepends=True)
+    made.events(0, 0).write_text("".join(line for line in lines if '"step"' not in line))
+    shutil.copytree(made.attempt(0), made.attempt(1))
+    assert "resumed-script" not in [one.kind for one in remarks(made)]
+
+
+@pytest.mark.parametrize(
     ("slow", "steps", "forbids"),
     [
         ((1,), 60, ()),  # before the steps that count
@@ -346,9 +381,12 @@ def test_a_running_run_is_compared_only_if_it_can_be(
     base.end()
     running = kind(tmp_path, "1x2", number=1, begin=time.time() - 10)
     with running.live():
-        running.begin()
-        running.steps(60)
+        running.begin(step=500)  # resumed: its first look comes after one step of its own
+        running.steps(1)
         watcher = Watcher(tmp_path, old=True)
+        watcher.poll(budget=float("inf"))
+        running.steps(59)
+        watcher.hurry(running.run.name)
         watcher.poll(budget=float("inf"))
         view = next(one for one in watcher.runs() if one.run == running.run.name)
         watcher.close()

@@ -26,6 +26,7 @@ FIRST_EVENTS = 200  # of a rank: everything that is written once
 EARLY_BYTES = 1 << 16  # which hold these events
 EPOCH_ENDED = b'"event":"epoch"'  # every step has an epoch
 LOSS_BYTES = 1 << 20  # enough for any log_every that people set
+COUNTED_BYTES = 1 << 20  # enough for a hundred steps, and for an hour after the last one
 # Events that show progress.
 PROGRESS = ("start", "step", "metric", "checkpoint")
 
@@ -338,9 +339,13 @@ def attempt_steps(leads: Sequence[RankRecord]) -> dict[str, int]:
     return {"attempts": len(leads), "attempt_steps": leads[-1].last_step or 0} if is_script else {}
 
 
-def samples_trained(run: RunDir) -> int | None:
-    """Samples in the steps of all ranks and attempts; None if there are none. Reads everything."""
-    records = (read_rank(run, n, rank) for n in run.attempts() for rank in run.ranks(n))
+def samples_trained(run: RunDir, last: Mapping[int, RankRecord]) -> int | None:
+    """Samples in the steps of all ranks and attempts; None if there are none.
+
+    `last`: the last attempt. Reads all of the others.
+    """
+    earlier = (read_rank(run, n, rank) for n in run.attempts()[:-1] for rank in run.ranks(n))
+    records = itertools.chain(earlier, last.values())
     return sum(event.get("samples", 0) for one in records for event in one.steps) or None
 
 
@@ -358,7 +363,10 @@ def steps_by_rank(run: RunDir) -> dict[int, int]:
 def counted_of(run: RunDir) -> Counted:
     """How surely the last attempt was counted, by the last events of all its ranks."""
     attempt = max(run.attempts(), default=0)
-    return Counted.worst(read_ends(run, attempt, rank) for rank in run.ranks(attempt))
+    return Counted.worst(
+        RankRecord(rank, read_last_events(run.events(attempt, rank), COUNTED_BYTES, kind="counted"))
+        for rank in run.ranks(attempt)
+    )
 
 
 def samples_per_epoch(run: RunDir) -> int | None:

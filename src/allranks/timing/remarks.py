@@ -7,10 +7,9 @@ remark names the conclusions that it forbids, so no command needs a rule of its 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from allranks.run.folder import RunDir, State
@@ -18,6 +17,7 @@ from allranks.run.record import (
     EARLY_EVENTS,
     RankRecord,
     attempt_steps,
+    counted_of,
     newest_window,
     outcome,
     read_leads,
@@ -27,11 +27,11 @@ from allranks.run.record import (
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
 from allranks.timing.steps import (
-    AFFORDABLE_BYTES,
     STOPPED_EARLY,
     TOO_FEW,
     Timing,
     affordable_timing,
+    event_bytes,
     timing,
     why_no_pace,
 )
@@ -42,8 +42,8 @@ PACE: Conclusion = "pace"  # no samples/s is shown
 SPEEDUP: Conclusion = "speedup"  # it is not compared with other runs
 CAUSE: Conclusion = "cause"  # neither what limits it nor that nothing does
 
-MOST_EVENTS = 32_000  # read from all ranks together: takes a second
-MOST_BYTES = 8 << 20  # of events that are read in full to see where the time goes: a second
+MOST_BYTES = 8 << 20  # of events that are read in full: takes a second
+MOST_EVENTS = 32_000  # the first ones, read from all ranks together if there are more
 FEWEST_BATCHES = 2  # that must be equal to rule out chance
 UNEVEN = 0.02  # of the samples of a step
 LEAST_EXCHANGED = 1e-5  # of a step
@@ -56,7 +56,7 @@ SLOW = 1.5  # times the usual step
 ABOUT_SAMPLES = "about-samples"
 APART = "no communication between its ranks was seen"
 
-OF_A_WHOLE_RUN = ("too-short", "warm-up", "early-end")  # kinds of remarks
+OF_A_WHOLE_RUN = ("too-short", "warm-up")  # kinds of remarks that first steps cannot show
 # The worst first, after those that forbid a speedup.
 ORDER = (
     *("unknown-samples", "alone", "same-samples", "too-short", "idle-rank", "uneven-ranks"),
@@ -103,30 +103,42 @@ def remarks(
     """Everything that makes a run's numbers doubtful, the worst first. Takes two seconds at most.
 
     `measured`: the timing that the caller shows; by default that of the whole run, or of its first
-    steps if there are many. `records`: its last attempt from the first event on, if already read.
-    `so_far`: the run is still going, so only what its first steps show counts.
+    steps if there are many. `records`: its last attempt, if already read. `so_far`: they are only
+    its first events, as of a run that is still going.
     """
     try:
-        found = [*found_in(run, measured, records)]
+        found = [*found_in(run, measured, records, so_far=so_far)]
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
         return []
-    if so_far:
-        found = [remark for remark in found if remark.kind not in OF_A_WHOLE_RUN]
     return sorted(found, key=lambda r: (SPEEDUP not in r.forbids, ORDER.index(r.kind)))
 
 
 def found_in(
-    run: RunDir, measured: Timing | None, records: Mapping[int, RankRecord] | None
+    run: RunDir,
+    measured: Timing | None,
+    records: Mapping[int, RankRecord] | None,
+    *,
+    so_far: bool,
 ) -> Iterable[Remark]:
     attempts = run.attempts()
     if not attempts:
         return
-    ranks = run.ranks(attempts[-1])
     if records is None:
-        most = min(EARLY_EVENTS, MOST_EVENTS // max(1, len(ranks)))
-        records = read_ranks(run, attempts[-1], most)
+        is_long = event_bytes(run) > MOST_BYTES
+        most = min(EARLY_EVENTS, MOST_EVENTS // max(1, len(run.ranks(attempts[-1]))))
+        records = read_ranks(run, attempts[-1], most if is_long else None)
+        so_far = is_long and measured is None
     if measured is None:
-        measured = affordable_timing(run, MOST_BYTES) or timing(run, records=records)
+        measured = timing(run, records=records)
+    if measured is not None and so_far:  # what is known of its counts may have changed since
+        measured = replace(measured, counted=counted_of(run))
+    found = of_run(run, measured, records)
+    yield from (one for one in found if not (so_far and one.kind in OF_A_WHOLE_RUN))
+
+
+def of_run(
+    run: RunDir, measured: Timing | None, records: Mapping[int, RankRecord]
+) -> Iterable[Remark]:
     window = newest_window(records.values())  # of a benchmark, which warms a run up and ends it
     if measured is not None:
         yield from of_samples(measured)
@@ -292,7 +304,7 @@ def of_attempts(run: RunDir) -> Iterable[Remark]:
     """A script that was resumed: its steps are counted from 1 in every attempt."""
     leads = read_leads(run)
     made, found = steps_in_all(leads), attempt_steps(leads)
-    if found and made != found["attempt_steps"]:
+    if found and made and made != found["attempt_steps"]:
         yield Remark(
             "resumed-script",
             f"its {found['attempts']} attempts made {count(made)} steps, the last one "
@@ -367,7 +379,8 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
     """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
     found = outcome(run, state)
     is_reported = found["samples_per_second"] is not None  # by the rank itself: only a task does
-    measured = affordable_timing(run, AFFORDABLE_BYTES if is_reported else sys.maxsize)
+    records = None if is_reported else read_ranks(run, max(run.attempts(), default=0))
+    measured = affordable_timing(run, records=records)
     if found["counted"]["samples"] == "unknown":
         found["samples_per_second"] = None
     elif measured is not None and measured.samples:
@@ -376,7 +389,7 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
         found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
         whole = measured.samples_per_second_with_evaluation
         found["samples_per_second_with_evaluation"] = round(whole, 3)
-    if found["samples"] is None and found["counted"]["samples"] != "unknown":
-        found["samples"] = samples_trained(run)
-    found["remarks"] = [remark.as_json() for remark in remarks(run, measured)]
+    if records and found["samples"] is None and found["counted"]["samples"] != "unknown":
+        found["samples"] = samples_trained(run, records)
+    found["remarks"] = [remark.as_json() for remark in remarks(run, measured, records)]
     return found

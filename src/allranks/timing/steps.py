@@ -166,12 +166,19 @@ def why_no_pace(run: RunDir, measured: Timing | None) -> str | None:
     return "no samples were seen, as the batches have no length"
 
 
-def affordable_timing(run: RunDir, max_bytes: int = AFFORDABLE_BYTES) -> Timing | None:
-    """The timing of a run; None if reading it would keep people waiting."""
+def affordable_timing(
+    run: RunDir,
+    max_bytes: int = AFFORDABLE_BYTES,
+    records: Mapping[int, RankRecord] | None = None,
+) -> Timing | None:
+    """The timing of a run; None if reading it would keep people waiting.
+
+    `records`: if they were read already.
+    """
     try:
-        if event_bytes(run) > max_bytes:
+        if records is None and event_bytes(run) > max_bytes:
             return None
-        return timing(run)
+        return timing(run, records=records)
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
         return None
 

@@ -34,14 +34,13 @@ from allranks.timing.steps import (
     Timing,
     affordable_timing,
     event_bytes,
-    timing,
 )
 from allranks.watch.reader import RunReader
 from allranks.watch.views import ACTIVE, RunView
 
 SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
 MIN_STEPS = 10  # a running run must have made before others are compared with it
-# The step from which a running run gets remarks, and how many of each rank's events they are from.
+# Steps after which a running run gets remarks, and how many of each rank's events they are from.
 FIRST_REMARKS, REMARKED_EVENTS = 20, 400
 # If a run has more events than this, its pace is taken from its first rank alone. Small, because a
 # live screen takes no keys while it reads.
@@ -71,7 +70,7 @@ class Followed:
     is_measured: bool = False  # it has ended and its pace is known
     measured: Timing | None = None
     remarks: list[Remark] = field(default_factory=list)
-    remarked: tuple[int | None, int] = (None, 0)  # the attempt and step of a running run's
+    remarked: tuple[int | None, int] = (None, 0)  # a running run's attempt, and its steps by then
     pace: float | None = None
     status: RunState = field(default_factory=RunState)
     view: RunView | None = None
@@ -130,14 +129,16 @@ class Followed:
 
     def look_for_remarks(self) -> None:
         """Judge a running run by its first steps, again whenever it has made twice as many."""
-        step, attempt = self.reader.lead.last_step or 0, self.reader.attempt
+        lead, attempt = self.reader.lead, self.reader.attempt
+        made = (lead.last_step or 0) - lead.start.get("step", 0)
         last = self.remarked[1] if self.remarked[0] == attempt else 0
-        if attempt is None or step < max(FIRST_REMARKS, 2 * last):
-            return
-        self.remarked = attempt, step
-        records = read_ranks(self.run, attempt, REMARKED_EVENTS)
-        measured = timing(self.run, attempt, records)
-        self.remarks = remarks(self.run, measured, records, so_far=True)
+        if made >= max(FIRST_REMARKS, 2 * last):
+            self.remarked = attempt, made
+            self.judge_first_steps()
+
+    def judge_first_steps(self) -> None:
+        records = read_ranks(self.run, max(self.run.attempts(), default=0), REMARKED_EVENTS)
+        self.remarks = remarks(self.run, None, records, so_far=True)
 
     def find_sets(self) -> None:
         """Find the sets of comparable runs that it belongs to."""
@@ -202,6 +203,7 @@ class ComparableRuns:
                 one.layout,
                 one.compared_pace,
                 one.status.state,
+                one.device,
                 timing=one.measured,
                 remarks=one.remarks,
                 cpus=cpu_use([one.reader.lead]),
@@ -221,6 +223,7 @@ class ComparableRuns:
         one.is_measured, one.measured = True, None
         if event_bytes(one.run) > self._max_bytes:
             one.pace = one.reader.steady_pace(ranks_of(one.layout) or 1)
+            one.judge_first_steps()
             return True
         one.measured = affordable_timing(one.run, self._max_bytes)
         one.pace = one.measured.pace if one.measured else None
