@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from allranks.bench import data
 from allranks.bench.measure import Ended
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
+from allranks.run.record import Counted
 from allranks.timing.steps import Timing
 
 RUN = RunDir(Path("/runs/job-20260101-000000-abcd"))
@@ -239,6 +241,11 @@ def test_a_script_is_measured_as_it_is() -> None:
     said = "steps spend 50.0% of their time waiting for data with 2 workers per rank, on 4 CPUs"
     advice = "give its DataLoader more workers, or make samples cheaper to prepare"
     assert answer["verdict"] == f"{said}: data loading is the limit; {advice}, and measure again"
+    guess = replace(timing(0.05), counted=Counted(samples="about", why="a guess"))
+    assert "about 1,000 (a guess)" in drawn(data.script_as_json(RUN, guess, 2, cpus=4), 80)
+    unknown = replace(timing(0.05), counted=Counted(samples="unknown", why="no loader"))
+    answer = data.script_as_json(RUN, unknown, 2, cpus=4)
+    assert "not known: no loader" in drawn(answer, 80) and answer["samples_per_second"] is None
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,9 @@ def test_repeats_that_differ_too_much_have_no_verdict() -> None:
     found = as_json([repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1)])
     assert "1x1: its 2 repeats vary too much" in found["verdict"]
     assert [row["speedup"] for row in found["rows"]] == [None, None]
+    noisy = [repeat("1x4", 0.1), repeat("1x4", 0.01)]
+    found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.052), *noisy])
+    assert found["verdict"].startswith("1x2 is 1.92x as fast as 1x1") and found["fit"] is None
     found = as_json([repeat("1x1", 0.102), repeat("1x1", 0.1), repeat("1x2", 0.1)])
     assert "as fast as 1x1" in found["verdict"]
 

@@ -11,7 +11,7 @@ import json
 import secrets
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.console import Console
@@ -24,6 +24,7 @@ from allranks.machine.allotted import cpus_allotted
 from allranks.run.events import read_events
 from allranks.run.files import read_mapping
 from allranks.run.folder import RunDir
+from allranks.run.record import Counted
 from allranks.show.numbers import between, count, duration, number, percent
 from allranks.show.tables import Table, facts, show_table, without_empty
 from allranks.timing.steps import Timing, timing, why_no_pace
@@ -176,7 +177,7 @@ def script_as_json(
     """
     waits = timed.parts["data"] if timed.parts else None
     share = waits / timed.step_seconds if waits is not None and timed.step_seconds else None
-    pace = timed.samples_per_second
+    pace = timed.pace
     return {
         "mode": "script",
         "run": run.name,
@@ -186,8 +187,9 @@ def script_as_json(
         "num_workers": num_workers,
         "cpus_per_rank": cpus,
         "samples_per_second": pace,
+        "counted": asdict(timed.counted),
         "samples_per_second_without_waiting": pace / (1 - share)
-        if share is not None and share < 1
+        if pace and share is not None and share < 1
         else None,
         "step_seconds": timed.step_seconds,
         "data_seconds": waits,
@@ -477,7 +479,7 @@ def notes(found: Found) -> list[str]:
 def script_table(found: Found) -> Table:
     waits = f"{duration(found['data_seconds'])} ({percent(found['data_share'])})"
     rows = [
-        ("samples/s", number(found["samples_per_second"])),
+        ("samples/s", Counted(**found["counted"]).words(number(found["samples_per_second"]))),
         ("step", duration(found["step_seconds"])),
         ("of it waiting for data", waits),
         ("samples/s without waiting", number(found["samples_per_second_without_waiting"])),

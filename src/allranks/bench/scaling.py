@@ -349,14 +349,17 @@ def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, st
     if not measured:
         why = next(iter(problems.values()), "no step was made")
         return f"nothing could be measured: {why}"
-    top = measured[-1]
     base = next(row for row in measured if row.layout == row.baseline)
     if len(measured) == 1:
         others = ", ".join(problems)
-        said = f"{top.layout} makes {number(top.pace)} samples/s; "
+        about = "about " if base.is_guess else ""
+        said = f"{base.layout} makes {about}{number(base.pace)} samples/s; "
         return said + (f"{others} could not be measured" if others else "name more layouts")
-    if top.doubt:
-        return f"no speedup can be stated. {top.doubt}"
+    stated = [row for row in measured if row.speedup is not None and row.layout != row.baseline]
+    if not stated:
+        doubt = next(row.doubt for row in reversed(measured) if row.doubt)
+        return f"no speedup can be stated. {doubt}"
+    top = stated[-1]
     assert top.efficiency is not None and top.speedup is not None
     said = (
         f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
