@@ -113,7 +113,7 @@ def test_what_is_not_known_is_not_shown(run: RunDir) -> None:
     append_event(run.events(0, 1), "counted", samples="unknown", epochs="unknown", why="no loader")
     unknown = result(run)
     assert unknown["samples_per_second"] is None
-    assert throughput(unknown) == "not known: no loader"
+    assert throughput(unknown) == "unknown: no loader"
     for _ in range(300):  # a long evaluation after the last step
         append_event(run.events(0, 1), "device", cpu=1.0, processes=[*range(100, 140)])
     assert result(run)["counted"] == unknown["counted"]

@@ -1,4 +1,4 @@
-"""How many samples a batch has, and whether that is sure."""
+"""How many samples a batch has, and whether that is certain."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_NODES = 256  # of a backward pass, that are looked at
-ITEMS = "the items of its data set are batches already, counted by their first dimension"
-REARRANGED = "its own collate function gives batches another length than their samples"
+MAX_NODES = 256  # of a backward graph that are looked at
+ITEMS = "the items of its data set are already batches, counted by their first dimension"
+REARRANGED = "its own collate function changes the length of batches"
 
 
 def num_samples(batch: Any) -> int:
@@ -61,11 +61,11 @@ def tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def has_length(batch: Any, samples: int) -> bool:
-    """Whether a batch that was collated from so many samples shows that many somewhere."""
+    """Whether a batch that was collated from this many samples shows that number somewhere."""
     shapes = [tensor.shape for tensor in tensors(batch)]
     if not shapes or any(len(shape) > 0 and shape[0] == samples for shape in shapes):
         return True
-    if samples and len(shapes) % samples == 0:  # as many tensors for each sample
+    if samples and len(shapes) % samples == 0:  # the same number of tensors for each sample
         return True
     # Sequences first: all have their samples in the same dimension.
     is_multiple = bool(samples) and any(len(s) > 0 and s[0] % samples == 0 for s in shapes)

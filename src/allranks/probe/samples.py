@@ -1,10 +1,10 @@
-"""Counts the samples and epochs of a script, and says how surely.
+"""Counts the samples and epochs of a script, and says how reliable the counts are.
 
-A batch that is fetched while gradients are on is trained on by the next backward pass, if only one
-such batch is there. Where there is a choice, the counter takes the likely one and keeps in mind how
-many samples the other would have made: where that is more than one in a hundred, its count is no
-measurement any more. It then asks to see what the model is given, which decides if that is as many
-samples as some of these batches have.
+A batch that is fetched while gradients are on is trained on by the next backward pass, if it is the
+only one. Otherwise the counter picks the likeliest batch, and keeps track of how many samples the
+alternative would have given: if that is more than one in a hundred, its count is an estimate. It
+then asks to see the model's inputs, which settle it if they have as many samples as some of these
+batches.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from allranks.timing.timeline import EVALUATION, Mark, Step
 MAX_SIZES = 1000  # distinct batch sizes that are counted
 MAX_DOUBT = 0.01  # of the samples
 MIN_MATCHED = 3  # steps
-CHECKED_STEPS = 8  # in which it is checked that all of a batch is trained on
-SAY_AGAIN_STEPS = 100  # so that who reads only the last events knows
-# Why a count is not sure.
-NO_LOADER = "it trains without a DataLoader: samples are counted by what the model is given"
-NOTHING_SEEN = "no DataLoader was seen, nor what the model is given"
+CHECKED_STEPS = 8  # in which the probe checks that whole batches are trained on
+SAY_AGAIN_STEPS = 100  # for those who read only the last events
+# Why a count is not certain.
+NO_LOADER = "it trains without a DataLoader, so samples are counted from the model's inputs"
+NOTHING_SEEN = "neither a DataLoader nor the model's inputs were seen"
 SUMMED = "several batches are fetched for one backward pass"
 OTHER_LOADER = "it is not clear which of several loaders it trains on"
-SKIPPED = "some batches are fetched and seem not to be trained on"
-KEPT = "it trains on batches that it keeps or fetched before"
+SKIPPED = "some batches are fetched but do not seem to be trained on"
+KEPT = "it trains on batches that it keeps or fetched earlier"
 NO_GRADIENTS = "batches are fetched while gradients are off"
-PART = "it seems to train on a part of each batch"
-UNSEEN = "some steps had no backward pass in the thread that trains"
+PART = "it seems to train on only part of each batch"
+UNSEEN = "some steps had no backward pass in the training thread"
 THREAD = "batches are fetched in another thread"
 LEFT = "it leaves its loader before the end"
-ENDLESS = "its loader came to no end, or goes on after it"
+ENDLESS = "its loader never ends, or continues after its end"
 DATA_SETS = "it trains on several data sets"
 
 
@@ -50,7 +50,7 @@ class Fetched:
 
 
 class SampleCounter:
-    """Follows the script's batches and backward passes, in the order in which they came.
+    """Follows the script's batches and backward passes in order.
 
     Its methods are called from notes on the timeline, some time after the step; `at` is the number
     of the mark that has the note.
@@ -496,7 +496,7 @@ class SampleCounter:
         ended = {"epoch": self.epochs, "step": self._step, "samples": samples}
         self.ended_epochs.append(ended)
 
-    # How sure this is.
+    # How certain the counts are.
 
     def _judge(self) -> None:
         if self._num_unseen:

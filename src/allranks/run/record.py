@@ -33,7 +33,7 @@ PROGRESS = ("start", "step", "metric", "checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """How surely samples and epochs were counted, and why not all of it was measured."""
+    """How reliable the counts of samples and epochs are, and why they were not all measured."""
 
     samples: Certainty = "measured"
     epochs: Certainty = "measured"
@@ -49,11 +49,11 @@ class Counted:
         return cls(samples, epochs, next((one.why for one in found if one.why), None))
 
     def words(self, figure: str) -> str:
-        """A figure that depends on samples, as people read it; without it if it is not known."""
+        """A figure that depends on samples, as people read it, or why it is unknown."""
         if self.samples == "measured":
             return f"{figure} (measured)"
         is_known = self.samples == "about"
-        return f"about {figure} ({self.why})" if is_known else f"not known: {self.why}"
+        return f"about {figure} ({self.why})" if is_known else f"unknown: {self.why}"
 
 
 MEASURED = Counted()
@@ -146,9 +146,9 @@ class RankRecord:
 
     @property
     def steps_made(self) -> int | None:
-        """Steps made by now, by its end, its last step or its start; None for a script without any.
+        """Steps made so far, from its end, its last step or its start; None for a script without.
 
-        A task counts on from its checkpoint, a script's ranks count from 1 in every attempt.
+        A task continues to count from its checkpoint; a script starts from 1 in every attempt.
         """
         if self.end is not None and "step" in self.end:
             return int(self.end["step"])
@@ -156,12 +156,12 @@ class RankRecord:
 
     @property
     def counts_on(self) -> bool:
-        """Whether its steps are counted from those of earlier attempts on: a task's are."""
+        """Whether its step numbers include those of earlier attempts, as a task's do."""
         return "step" in self.start
 
     @property
     def counted(self) -> Counted:
-        """How surely it counts, as it last said."""
+        """How reliable its counts are, by its last word on it."""
         if not self.others["counted"]:
             return Counted()
         said = self.others["counted"][-1]
@@ -169,7 +169,7 @@ class RankRecord:
 
     @property
     def epochs_completed(self) -> int | None:
-        """Epochs of a script that it has completed; None if it has said nothing of epochs."""
+        """Epochs that a script has completed; None if it has reported none."""
         ended = [event["epoch"] for event in self.others["epoch"]]
         under_way = self.steps[-1].get("epoch") if self.steps else None
         return max([*ended, *([] if not under_way else [under_way - 1])], default=None)
@@ -197,7 +197,7 @@ class RankRecord:
         return statistics.fmean(values) if values else None
 
     def samples_per_second(self, world_size: int | None) -> float | None:
-        """Of all ranks, over its last steps; evaluations and saves are not in it."""
+        """Of all ranks, over its last steps, without evaluations and saves."""
         # The first step compiles, opens files and fills caches: it counts only if it is alone.
         is_alone = len(self.steps) == 1
         counted = [e for e in self.steps if "seconds" in e and (e["step"] > 1 or is_alone)]
@@ -254,9 +254,9 @@ def lead_rank(run: RunDir, attempt: int) -> int:
 
 
 def read_leads(run: RunDir) -> list[RankRecord]:
-    """Both ends of the lead rank's events, in the attempts whose steps add up; the newest last.
+    """The first and last events of the lead rank, in the attempts whose steps add up, in order.
 
-    These are all attempts of a script, and of a task only the last one that began to train.
+    For a script these are all attempts, for a task only the last one that began to train.
     """
     found: list[RankRecord] = []
     for attempt in reversed(run.attempts()):
@@ -271,8 +271,8 @@ def read_leads(run: RunDir) -> list[RankRecord]:
 def steps_in_all(leads: Iterable[RankRecord]) -> int | None:
     """Steps made in all attempts; None if none is known.
 
-    A script may have gone on from its last attempt or begun anew, which only the script knows: all
-    the steps that it made are counted.
+    Only the script knows whether it continued from its last attempt or started over, so all the
+    steps that it made are counted.
     """
     made = [lead.steps_made for lead in leads if lead.steps_made is not None]
     return sum(made) if made else None
@@ -334,7 +334,7 @@ def outcome(run: RunDir, state: State | None = None) -> dict[str, Any]:
 
 
 def attempt_steps(leads: Sequence[RankRecord]) -> dict[str, int]:
-    """How many of a script's steps its last attempt made, where there were others."""
+    """A script's attempts, and the steps of the last one; empty unless there are several."""
     is_script = len(leads) > 1 and not any(lead.counts_on for lead in leads)
     return {"attempts": len(leads), "attempt_steps": leads[-1].last_step or 0} if is_script else {}
 
@@ -361,7 +361,7 @@ def steps_by_rank(run: RunDir) -> dict[int, int]:
 
 
 def counted_of(run: RunDir) -> Counted:
-    """How surely the last attempt was counted, by the last events of all its ranks."""
+    """How reliable the counts of the last attempt are, by the last events of all its ranks."""
     attempt = max(run.attempts(), default=0)
     return Counted.worst(
         RankRecord(rank, read_last_events(run.events(attempt, rank), COUNTED_BYTES, kind="counted"))
@@ -370,7 +370,7 @@ def counted_of(run: RunDir) -> Counted:
 
 
 def samples_per_epoch(run: RunDir) -> int | None:
-    """Samples that all ranks read in an epoch; None if a script's ranks have not shown it."""
+    """Samples that all ranks read in an epoch; None if a script's ranks have not reported it."""
     attempt = max(run.attempts(), default=0)
     lead = read_rank(run, attempt, lead_rank(run, attempt), FIRST_EVENTS)
     if "samples_per_epoch" in lead.start:
@@ -384,7 +384,7 @@ def samples_per_epoch(run: RunDir) -> int | None:
 
 
 def _samples_in_epoch(run: RunDir, attempt: int, rank: int) -> int | None:
-    """What a script's rank read in its last epoch; before any ended, what its loader says."""
+    """Samples that a script's rank read in its last epoch, or that its loader promises."""
     path = run.events(attempt, rank)
     ended = deque(read_events(path, kind="epoch", word=EPOCH_ENDED), maxlen=1)
     if ended:

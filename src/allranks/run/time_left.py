@@ -1,4 +1,4 @@
-"""How long a run still takes: the one estimate that `run`, `watch`, the page and `ls` show."""
+"""Estimates the time that a run has left. `run`, `watch`, its page and `ls` all show this."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 WINDOW_SECONDS = 600.0
 MAX_MOMENTS = 256
-MIN_PAUSE_SECONDS = 1.0  # shorter ones count as a part of the steps around them
-ALIKE = 2.0  # times as long: pauses of the same kind
+MIN_PAUSE_SECONDS = 1.0  # shorter pauses count as part of the steps around them
+ALIKE = 2.0  # pauses that differ by a smaller factor are of the same kind
 
 
 class Moment(NamedTuple):
@@ -33,17 +33,17 @@ class Pauses:
         return mean / ALIKE < seconds < mean * ALIKE
 
     def per_step(self, origin: int, step: int) -> tuple[float, int]:
-        """Seconds of them per step, and the step up to which all have come by `step`."""
+        """Their seconds per step, and the step up to which none is outstanding at `step`."""
         begun = max(1, self.last - origin)
-        # One that does not come when it is due makes them rarer than they seemed.
+        # If one does not come when it is due, they are rarer than they seemed.
         since = max(self.last, step - begun // self.count)
         return self.seconds / max(begun, since - origin), since
 
 
 class StepClock:
-    """What steps take by the clock, and the pauses between them: evaluations and saves.
+    """How long steps take by the clock, and the pauses between them: evaluations and saves.
 
-    Steps are judged by the later half of them, ten minutes at most, because the first are slow.
+    Only the later half of the steps counts, and at most ten minutes, because the first are slow.
     `origin`: the step from which pauses are counted.
     """
 
@@ -56,7 +56,7 @@ class StepClock:
         self._somewhere = 0.0  # seconds of pauses between steps that were not read
 
     def take(self, step: int, time: float, seconds: float | None) -> None:
-        """The next step that is known; others may have been made before it."""
+        """Take in the next known step. Steps before it may have been missed."""
         if self._moments:
             before = self._moments[-1]
             if step <= before.step or time < before.time:
@@ -88,12 +88,12 @@ class StepClock:
             moments[1].step <= half or moments[1].time <= last.time - WINDOW_SECONDS
         ):
             moments.popleft()
-        if len(moments) > MAX_MOMENTS:  # the older, the fewer are kept
+        if len(moments) > MAX_MOMENTS:  # older moments are thinned out further
             self._moments = deque([*list(moments)[:-1:2], last])
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step, without pauses; None before the first."""
+        """Average seconds of a step without pauses; None before the first step."""
         if not self._moments:
             return None
         first, last = self._moments[0], self._moments[-1]
@@ -103,12 +103,12 @@ class StepClock:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Of a step with its share of the pauses; None before the first step."""
+        """Average seconds of a step with its share of pauses; None before the first step."""
         step = self.step_seconds
         return None if step is None else step + sum(share for share, _ in self._pauses())
 
     def seconds_left(self, last_step: int | None, now: float) -> float | None:
-        """Until `last_step` is made, with all pauses; None if either is unknown."""
+        """Seconds until `last_step` is done, with all pauses; None if that is not known yet."""
         took = self.step_seconds
         if took is None or last_step is None:
             return None
@@ -120,7 +120,7 @@ class StepClock:
         return max(max(0, left - 1) * took, left * took + pauses - passed)
 
     def _pauses(self) -> list[tuple[float, int]]:
-        """Of each kind, seconds per step and the step up to which all have come."""
+        """For each kind, its seconds per step, and the step up to which none is outstanding."""
         step = self._moments[-1].step
         somewhere = self._somewhere / max(1, step - self.origin)
         return [(somewhere, step), *(kind.per_step(self.origin, step) for kind in self._kinds)]
