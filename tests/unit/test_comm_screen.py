@@ -98,7 +98,7 @@ def test_a_fit_shows_no_number_that_the_table_contradicts() -> None:
     rows.pop()
     text = shown(made_up(rows=rows, fits=comm.fits(rows, {}), peak_GBps={}), width=100)
     assert "64 MiB        -     1.00*     0.985" in text
-    assert "* extrapolated: more than was measured" in text
+    assert "* extrapolated: higher than was measured" in text
 
 
 def test_what_is_missing_is_said() -> None:

@@ -174,7 +174,7 @@ def test_a_law_that_misses_a_layout_is_none_and_nothing_is_predicted() -> None:
     """Speedups of 1.45 and 1.32 were once called 64.5% ± 7.3% serial."""
     found = scaled({"1x1": [1.0, 1.01, 0.99], "1x2": [1.45] * 3, "1x4": [1.32] * 3})
     assert found["fit"] is None
-    assert found["fit_problem"].startswith("Amdahl's law misses 1x2 (1.21x by the law, 1.45x")
+    assert found["fit_problem"].startswith("Amdahl's law misses 1x2 (1.21x predicted, 1.45x")
     assert "Predicted" not in found["verdict"]
     printed = shown(found, 200)
     assert "no law fits: Amdahl's law misses" in printed and "serial fraction" not in printed
@@ -339,7 +339,7 @@ def test_no_law_is_told_where_none_fits(speeds: dict[str, list[float]], words: s
     assert found["fit"] is None and words in found["fit_problem"]
     assert "Predicted" not in found["verdict"]
     printed = shown(found, 200)
-    assert "serial fraction" not in printed and "half efficient" not in printed
+    assert "serial fraction" not in printed and "50% efficiency" not in printed
     is_doubtful = any(row["doubt"] for row in found["rows"])
     assert ("no law fits: " in printed) == (len(speeds) > 1 and not is_doubtful)
 
@@ -350,10 +350,10 @@ def test_a_law_is_told_with_its_error_and_only_beyond_what_was_measured() -> Non
     assert fit["serial_fraction"] == pytest.approx(0.6, abs=1e-3) and found["fit_problem"] is None
     assert 0 < fit["serial_fraction_error"] < 0.02
     assert "serial fraction 60.0% ± " in shown(found, 200)
-    assert "half efficient at 3 ranks" in shown(found, 200)
+    assert "50% efficiency at 3 ranks" in shown(found, 200)
     # 49% at 4 ranks was measured: no law has to predict it.
     found = scaled({"1x1": [1.0] * 3, "1x2": [1.51] * 3, "1x4": [1.96] * 3})
-    assert "half efficient" not in shown(found, 200) and "serial fraction" in shown(found, 200)
+    assert "50% efficiency" not in shown(found, 200) and "serial fraction" in shown(found, 200)
 
 
 def test_ranks_that_hinder_each_other_have_no_serial_fraction() -> None:

@@ -119,7 +119,7 @@ def found_in(run: RunDir) -> dict[str, Any]:
             f"run {run.name} has measured no collectives (yet): it is {run.state()}",
             fix=f"see allranks ls {run.name}, or measure: allranks bench comm --layout 1x2",
         )
-    fitted = fits(found["rows"], found["peak_GBps"])  # an older version fitted them otherwise
+    fitted = fits(found["rows"], found["peak_GBps"])  # older versions fitted them differently
     return found | {"run_dir": str(run.path), "fits": fitted}  # it may have been copied
 
 
@@ -143,7 +143,7 @@ def show(console: Console, found: Mapping[str, Any]) -> None:
             table = fits_table(fitted, rows)
             show_table(console, table)
             if any("*" in cell for row in table.rows for cell in row):
-                console.print("* extrapolated: more than was measured at any size")
+                console.print("* extrapolated: higher than was measured at any size")
         for name, sizes in on_no_line(rows, fitted).items():
             console.print(Text(f"no line fits {name} at {', '.join(map(size, sizes))}"))
     console.print()
@@ -180,10 +180,10 @@ def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def fits_table(fitted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """time = latency + size / bandwidth, for the sizes that this describes.
+    """The fits of time = latency + size / bandwidth, each with its range of sizes.
 
-    A latency or a bandwidth is shown where it is most of the time of the smallest or the largest of
-    these sizes, unless what was measured at other sizes contradicts it.
+    The latency is shown if it dominates at the smallest of these sizes, the bandwidth if it
+    dominates at the largest, unless measurements at other sizes contradict it.
     """
     times = {row["collective"]: row["median_us"] for row in reversed(rows)}  # of the smallest size
     largest = {row["collective"]: row["bytes"] for row in rows}

@@ -24,9 +24,9 @@ ELEMENT_BYTES = 4  # everything is measured in fp32
 ALIGNMENT = 16  # bytes to which nccl-tests rounds each rank's part down
 STEP_FACTOR = 4  # from one size to the next
 DEFAULT_SIZES = "1KiB-1GiB"
-LEAST_SIZES = 3  # two are always on a line
-FAR = 0.2  # of the measured time: a line that misses a size by more does not describe it
-SAME = 1.01  # a fitted bandwidth of up to so many times the best measured one is taken to be it
+LEAST_SIZES = 3  # any two are on a line
+FAR = 0.2  # of the measured time: a line that is off by more does not fit a size
+SAME = 1.01  # times the best measured bandwidth: a fitted one up to this is taken to be equal
 SCOPES: Mapping[Scope, str] = {
     "node": "within a node",
     "nodes": "across nodes, one rank each",
@@ -164,14 +164,14 @@ class Line:
     latency: float
     bandwidth: float | None  # None if size did not matter
     best: float  # the highest bandwidth measured at these sizes
-    error: float  # the highest |fit / measured - 1| over these sizes
+    error: float  # the largest |fit / measured - 1| over these sizes
     first: int  # bytes
     last: int
     sizes: int  # how many
 
     @property
     def is_extrapolated(self) -> bool:
-        """Whether the bandwidth is that of larger sizes than were measured."""
+        """Whether the bandwidth is higher than any that was measured at these sizes."""
         return self.bandwidth is not None and self.bandwidth > self.best
 
 
@@ -179,10 +179,10 @@ Points = Sequence[tuple[int, float]]  # bytes and seconds
 
 
 def fit_lines(points: Points) -> list[Line]:
-    """The widest range of sizes that a line describes, then those among the sizes around it.
+    """A line for the widest range of sizes that one fits, and lines for the sizes around it.
 
-    A line describes sizes if it misses none of them by more than FAR. Where the library changes its
-    protocol, or messages outgrow a cache, there are several; sizes may be on none.
+    A line fits if it is off by no more than FAR at any size. There are several lines if the library
+    changes its protocol, or messages outgrow a cache. Some sizes may be on none.
     """
     for count in range(len(points), LEAST_SIZES - 1, -1):
         for start in range(len(points) - count, -1, -1):  # of equally wide ones, the largest sizes
@@ -194,7 +194,7 @@ def fit_lines(points: Points) -> list[Line]:
 
 
 def fit_line(points: Points) -> Line:
-    """Least squares of the relative misses: every size counts the same, nothing is negative."""
+    """Least squares of the relative errors: every size counts the same, nothing is negative."""
     latency, slope = nonnegative_fit([(1 / y, x / y, 1.0) for x, y in points])
     best = max(x / y for x, y in points)
     if 1 / SAME <= slope * best < 1:
@@ -246,7 +246,7 @@ def fits(rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, float | None]) -
 def on_no_line(
     rows: Sequence[Mapping[str, Any]], fitted: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[int]]:
-    """The sizes of each collective that none of its lines describes; rows of one scope."""
+    """The sizes of each collective that none of its lines fits; `rows` are of one scope."""
     left: dict[str, list[int]] = {}
     for row in rows:
         own = [fit for fit in fitted if fit["collective"] == row["collective"]]

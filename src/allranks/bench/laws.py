@@ -1,8 +1,8 @@
-"""Whether Amdahl's or the Universal Scalability Law fits measured speedups; what it predicts.
+"""Whether Amdahl's or the Universal Scalability Law fits measured speedups, and what it predicts.
 
-A law fits if it misses no layout by more than that layout's 95% interval, or by more than `FAR`
-where that is wider. Amdahl's, which has one number, is preferred; the other, which has two, needs
-three layouts beyond the base, as it goes through any two of them.
+A law fits if it misses no layout by more than that layout's 95% interval or `FAR`, whichever is
+wider. Amdahl's, which has one parameter, is preferred. The other has two, so it fits any two
+layouts beyond the base exactly, and needs three.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ USL_POINTS = 3  # layouts beyond the base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The law that fits the measured speedups; beyond those it predicts."""
+    """A law that fits the measured speedups, and predicts those of more ranks."""
 
     law: str
-    serial_fraction: float | None  # Amdahl's, which more ranks do not speed up; None: another law
-    contention: float  # waiting for each other; by Amdahl's law, the serial fraction
-    coherence: float  # everyone talking to everyone; by Amdahl's law, 0
+    serial_fraction: float | None  # what more ranks do not speed up; None unless Amdahl's
+    contention: float  # waiting for each other; the serial fraction in Amdahl's law
+    coherence: float  # everyone talking to everyone; 0 in Amdahl's law
     fastest_at_ranks: float | None  # where the speedup is highest; None if it never falls
     half_efficient_at_ranks: float | None  # where the efficiency falls below a half
     base_ranks: int = 1  # what the speedups are against
-    serial_fraction_error: float | None = None  # half of its 95% interval, with what it misses
-    error: float = 0.0  # relative, of a predicted speedup
+    serial_fraction_error: float | None = None  # half of its 95% interval, and how far it is off
+    error: float = 0.0  # relative error of a predicted speedup
 
     def speedup(self, ranks: float) -> float:
         n = ranks / self.base_ranks
         return n / (1 + self.contention * (n - 1) + self.coherence * n * (n - 1))
 
     def prediction(self, ranks: int) -> dict[str, Any]:
-        """What the law says of a layout that was not measured, with its range."""
+        """What the law predicts for a layout that was not measured, with its range."""
         speedup = self.speedup(ranks)
         low, high = speedup * (1 - self.error), speedup * (1 + self.error)
         if self.serial_fraction is not None and self.serial_fraction_error:
@@ -52,7 +52,7 @@ class Fit:
 
 
 def laws_of(base: Compared, larger: Sequence[Compared]) -> list[Fit]:
-    """Both laws, by least squares through n/speedup - 1; the simpler one first."""
+    """Both laws, fitted by least squares to n/speedup - 1; the simpler one first."""
     points = [(row.ranks / base.ranks, row.speedup or 1.0) for row in larger]
     excess = [(n, n / speedup - 1) for n, speedup in points]
     serial = sum(y * (n - 1) for n, y in excess) / sum((n - 1) ** 2 for n, _ in excess)
@@ -144,18 +144,18 @@ def law_of(rows: Sequence[Compared]) -> tuple[Fit | None, str | None]:
 
 
 def missed(fit: Fit, larger: Sequence[Compared], base: Compared) -> list[str]:
-    """The layouts that a law misses, each with its speedup by the law and as measured."""
+    """The layouts that a law misses, each with its predicted and its measured speedup."""
     if fit.serial_fraction is not None and not 0.0 <= fit.serial_fraction < 1 - SHOWN:
-        return [f"all layouts with a serial fraction of {percent(fit.serial_fraction)}"]
+        return [f"all layouts, with a serial fraction of {percent(fit.serial_fraction)}"]
     return [
-        f"{row.layout} ({ratio(fit.speedup(row.ranks))} by the law, {ratio(row.speedup)} measured)"
+        f"{row.layout} ({ratio(fit.speedup(row.ranks))} predicted, {ratio(row.speedup)} measured)"
         for row in larger
         if miss(fit, row) > max(FAR, error_of(row, base))
     ]
 
 
 def miss(fit: Fit, row: Compared) -> float:
-    """By how much a law misses a measured speedup, relative to it."""
+    """How far a law is off, relative to the measured speedup."""
     return abs(fit.speedup(row.ranks) / (row.speedup or 1.0) - 1)
 
 
@@ -165,9 +165,9 @@ def error_of(row: Compared, base: Compared) -> float:
 
 
 def serial_error(base: Compared, larger: Sequence[Compared], serial: float) -> float:
-    """Half of the serial fraction's 95% interval: the errors of the paces, and what it misses.
+    """Half of the serial fraction's 95% interval: the errors of the paces, and how far it is off.
 
-    It misses the serial fraction of a single layout by as much as the two differ.
+    It is off by its largest difference from the serial fraction of a single layout.
     """
     weights = [(row.ranks / base.ranks - 1, row) for row in larger]
     squares = sum(weight**2 for weight, _ in weights)

@@ -314,7 +314,7 @@ def problems_of(repeats: Sequence[Repeat]) -> dict[str, str]:
 
 
 def remarks_of(repeats: Sequence[Repeat]) -> list[str]:
-    """What is doubtful in the repeats of a layout, each kind once."""
+    """What makes the repeats of a layout doubtful, each kind once."""
     by_kind = {
         said.kind: said.text for one in reversed(repeats) for said in on_comparison(one.remarks)
     }
@@ -508,9 +508,9 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
     fit = found["fit"]
     if fit is None:
         layouts = {row["ranks"] for row in found["rows"] if row["efficiency"] is not None}
-        is_doubtful = any(row["doubt"] for row in found["rows"])  # which is said anyway
-        is_told = len(layouts) > 1 and not is_doubtful
-        return f"no law fits: {found['fit_problem']}" if is_told else ""
+        is_doubtful = any(row["doubt"] for row in found["rows"])  # which is shown anyway
+        is_shown = len(layouts) > 1 and not is_doubtful
+        return f"no law fits: {found['fit_problem']}" if is_shown else ""
     if fit["serial_fraction"] is not None:
         error = fit["serial_fraction_error"]
         margin = f" ± {percent(error)}" if error else ""
@@ -520,8 +520,8 @@ def fit_words(found: Mapping[str, Any], most_ranks: int) -> str:
             f"{fit['law']} fits: contention {percent(fit['contention'])}, coherence "
             f"{percent(fit['coherence'], 2)}"
         ]
-    limits = {"fastest_at_ranks": "no faster than", "half_efficient_at_ranks": "half efficient"}
+    limits = {"fastest_at_ranks": "the top speed", "half_efficient_at_ranks": "50% efficiency"}
     for key, what in limits.items():
         if fit[key] is not None and fit[key] > most_ranks:  # else it was measured
-            words.append(f"predicted by it: {what} at {count(fit[key])} ranks")
+            words.append(f"it predicts {what} at {count(fit[key])} ranks")
     return "; ".join(words)

@@ -165,7 +165,7 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
 
 
 def left_out(run: RunFacts, said: Remark, rows: Sequence[Row]) -> str:
-    """That other runs count in its place, where a remark forbids to compare a run."""
+    """Says that a run is left out, if a remark forbids comparing it and other runs count."""
     row = next((row for row in rows if run.run in row.runs), None)
     is_left_out = row is not None and row.counted and run.run not in row.counted
     return "; that run is left out" if SPEEDUP in said.forbids and is_left_out else ""

@@ -47,7 +47,7 @@ class Row(Compared):
 
     @property
     def hours_per_sample(self) -> float | None:
-        """Of the whole job where its hours are known, evaluations and saves included if measured.
+        """Of the whole job if its hours are known, with evaluations and saves if measured.
 
         Otherwise of steps alone.
         """
@@ -57,7 +57,7 @@ class Row(Compared):
 
     @property
     def step_hours_per_sample(self) -> float | None:
-        """By the pace of steps: what layouts are compared by, unless all have finished."""
+        """From the pace of steps, by which layouts are compared unless all have finished."""
         return self.ranks / self.pace / 3600 if self.pace and not self.doubt else None
 
 
@@ -117,9 +117,9 @@ def with_seconds(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
 
 
 def with_metrics(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
-    """With the metrics of the runs that have trained longest: others are not averaged with them.
+    """Add the metrics of the runs that have trained longest, not averaged with any others.
 
-    They are final if these runs are complete, and have trained all of the job.
+    They are final if these runs are complete and have trained the whole job.
     """
     having = [run for run in runs if run.metrics]
     known = [run for run in having if run.is_complete] or having
@@ -229,7 +229,7 @@ def verdict(row: Row, targets: Targets) -> tuple[list[str], str]:
     if row.speedup_ci95 and row.speedup:
         low, high = (row.efficiency * bound / row.speedup for bound in row.speedup_ci95)
         if low < target < high:
-            text += f" (not surely: 95% interval {percent(low)} to {percent(high)})"
+            text += f" (not certain: 95% interval {percent(low)} to {percent(high)})"
     words = [] if is_reached else [BELOW]
     if row.doubling_share is not None and row.doubling_share > targets.doubling:
         words.append(DIMINISHING)
@@ -278,8 +278,8 @@ def by_time(rows: Sequence[Row]) -> Choice:
     why = f"{number(chosen.pace)} samples/s, the most"
     if chosen is not fastest:
         why = (
-            f"{number(chosen.pace)} samples/s; whether {fastest.layout} is faster is not known: "
-            "their 95% intervals overlap"
+            f"{number(chosen.pace)} samples/s; {fastest.layout} may be no faster, as their 95% "
+            "intervals overlap"
         )
     return choice(chosen, why)
 
@@ -307,7 +307,7 @@ def by_cost(rows: Sequence[Row]) -> Choice | None:
     if chosen is cheapest:
         why += ", the least" if is_priced else ", the fewest"
     else:
-        why += f"; whether {cheapest.layout} needs less is not known: their 95% intervals overlap"
+        why += f"; {cheapest.layout} may cost no less, as their 95% intervals overlap"
     if not is_priced:
         why += " (no price is known)"
     elif len(priced) < len(rows):
@@ -316,10 +316,7 @@ def by_cost(rows: Sequence[Row]) -> Choice | None:
 
 
 def least(costs: Sequence[tuple[float, Row]]) -> tuple[Row, Row]:
-    """The row with the fewest ranks among those that noise alone sets apart from the least cost.
-
-    And the row with the least cost.
-    """
+    """The row with the fewest ranks of those as cheap as the cheapest up to noise; the cheapest."""
     lowest, best = min(costs, key=lambda one: (one[0], one[1].ranks))
     highest = lowest * (1 + relative_error(best))
     near = [(cost, row) for cost, row in costs if cost * (1 - relative_error(row)) <= highest]

@@ -29,8 +29,8 @@ Record = Mapping[str, Any]
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
 READING = (
     "Speedup and efficiency follow from the samples/s of steady steps. Time to finish is from the "
-    "first step to the last, with evaluations and saves where it is measured; hours and costs are "
-    "of that time. Predicted times, hours and costs are of steps alone."
+    "first step to the last; if it was measured, it includes evaluations and saves. Hours and "
+    "costs are for that time. Predicted times, hours and costs count steps alone."
 )
 
 
@@ -54,7 +54,7 @@ def name_of(row: Record, section: Record) -> str:
 
 
 def about(pace: str, of: Record) -> str:
-    """A pace, marked if its samples were counted by a guess."""
+    """A pace, marked if its samples are an estimate."""
     return f"about {pace}" if of["is_guess"] else pace
 
 
@@ -225,7 +225,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 def show_choices(console: Console, section: Mapping[str, Any]) -> None:
     choices = list(recommendation(section))
     if not choices:
-        console.print(Text("nothing to recommend: that takes two layouts that can be compared"))
+        console.print(Text("nothing to recommend: it takes two layouts that can be compared"))
     for name, layout, why in choices:
         line = Text(f"{name}: ") + Text(layout, style="bold") + Text(f"  {why}", style="dim")
         console.print(line, soft_wrap=console.width >= 100)

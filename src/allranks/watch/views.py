@@ -65,7 +65,7 @@ class RunView:
 
     @property
     def is_guess(self) -> bool:
-        """Whether its samples were counted by a guess."""
+        """Whether its samples are an estimate."""
         return is_guess(self.remarks)
 
     @property

@@ -98,7 +98,7 @@ function charts(index, job, several) {
   const bySamples = job.mode !== "strong" && loss.every(one => one.batch);
   return make("div", "charts",
     chart(key("scaling"), "Speedup", "measured, against the ideal line",
-      () => scalingTraces(job, several), () => scalingLayout(job), "No speedup: it takes a measured layout whose numbers are not doubtful."),
+      () => scalingTraces(job, several), () => scalingLayout(job), "No speedup: no measured layout has numbers beyond doubt."),
     chart(key("parts"), "Where a step's time goes", "shares of the step, and its mean length",
       () => partTraces(job, name), () => partLayout(job), "Where the time goes was not measured in these runs."),
     chart(key("utilization"), onGpu ? "GPU utilisation" : "CPU use",
