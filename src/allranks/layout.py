@@ -113,7 +113,7 @@ class Layout:
         return Layout(self.nodes, self.gpus, **sizes)
 
     def _refused(self, what: str, *axes: str) -> AllranksError:
-        """The error for other axes: its fix names those that these ranks can be divided by."""
+        """The error for axes that do not work; its fix suggests those of `axes` that do."""
         possible = [f"{self}{one}" for one in axes if _is_layout(f"{self}{one}")]
         fix = f"write {self}, with a copy of the model on every rank"
         if possible:
@@ -122,7 +122,7 @@ class Layout:
 
 
 def _near(shape: str) -> str:
-    """What someone may have meant who did not write NODESxGPUS."""
+    """What may have been meant by a shape that is not NODESxGPUS."""
     if _is_layout(shape.partition("@")[0]):  # how --race names a type of GPU
         return f"--race {shape}, or the type as slurm.gpu=TYPE"
     if shape.endswith("x") and _is_layout(f"{shape}1"):

@@ -567,9 +567,9 @@ def test_nccl_timeout_is_warned_of(clean: pytest.MonkeyPatch, where: str) -> Non
 @pytest.mark.parametrize(
     ("batch", "layout", "said"),
     [
-        (3, "1x4", "1 rank will have no samples in any step; write --layout 1x3, or batch_size=4"),
-        (5, "4x2", "3 ranks will have no samples in any step; write --layout 4x1, or batch_size=8"),
-        (1, "2x2", "3 ranks will have no samples in any step; write --layout 1x1, or batch_size=4"),
+        (3, "1x4", "1 rank will never get a sample; write --layout 1x3, or batch_size=4"),
+        (5, "4x2", "3 ranks will never get a sample; write --layout 4x1, or batch_size=8"),
+        (1, "2x2", "3 ranks will never get a sample; write --layout 1x1, or batch_size=4"),
         (4, "1x4", None),
     ],
 )

@@ -151,7 +151,7 @@ class Page:
 
 
 class Command(Page, TyperCommand):
-    """A command that refuses options without effect, and a script that no `--` stands before."""
+    """A command that refuses options without effect, and a script that is not after `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if hasattr(self.callback, "takes_script") and not _script:

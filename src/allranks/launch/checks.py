@@ -1,4 +1,4 @@
-"""What is refused or warned of before anything is written or started."""
+"""What is refused or warned about before anything is written or started."""
 
 from __future__ import annotations
 
@@ -113,19 +113,19 @@ def settle_precision(prepared: Prepared) -> list[str]:
 
 
 def warnings(job: Job) -> list[str]:
-    """What a job says that does not do what people expect."""
+    """Settings of a job that do not do what people expect."""
     said = []
     layout, batch = job.layout, job.batch_size
     if job.command is None and batch is not None and batch < layout.ranks:
         nodes = min(layout.nodes, batch)
         said.append(
             f"batch_size {batch} is less than the {layout.ranks} ranks of layout {layout}: "
-            f"{count(layout.ranks - batch, 'rank')} will have no samples in any step; write "
+            f"{count(layout.ranks - batch, 'rank')} will never get a sample; write "
             f"--layout {Layout(nodes, batch // nodes)}, or batch_size={layout.ranks} or more"
         )
     if "NCCL_TIMEOUT" in {**os.environ, **job.env}:
         said.append(
-            "NCCL_TIMEOUT is set, but NCCL does not read it: "
+            "NCCL_TIMEOUT is set, but NCCL does not read it; "
             f"the job's key `timeout` ({job.timeout}) is what counts"
         )
     return said

@@ -228,7 +228,7 @@ def wait_for_result(
 
 
 def exit_code_of(run: RunDir, state: State) -> int:
-    """The exit code of a command that has waited for a run: that of the one that started it."""
+    """The exit code of a command that waited for a run: the same as of the command that ran it."""
     if state != "stopped":
         return 0 if state == "finished" else 1
     with suppress(AllranksError):  # its job file may be gone
@@ -240,9 +240,9 @@ def exit_code_of(run: RunDir, state: State) -> int:
 
 
 def stopped_code(run: RunDir, job: Job, *, is_interrupted: bool) -> int:
-    """The exit code of a stopped run: 75 if it can resume from where it stopped.
+    """The exit code of a stopped run: 75 if it can resume where it stopped.
 
-    `is_interrupted`: by a Ctrl-C.
+    `is_interrupted`: whether Ctrl-C stopped it.
     """
     attempt = max(run.attempts(), default=0)
     ends = [run.end(attempt, rank) for rank in run.ranks(attempt)]

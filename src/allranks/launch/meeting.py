@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Interrupted(AllranksError):
-    """The user stopped the launcher before it had ranks, as while it waits for other nodes."""
+    """The user stopped the launcher before it had ranks, for example while waiting for nodes."""
 
     def __init__(self) -> None:
         what = "stopped before any rank had started here"

@@ -40,8 +40,8 @@ PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
 FIRST_STEP_SECONDS = 60.0  # without a step, before the user of a benchmark is told
 FIRST_NOTE_SECONDS = 30.0  # until the second note on a wait; then twice as long each time
-SHOWN_STEPS = 128  # over which samples/s is shown
-PAUSES_MATTER = 1.1  # a step with its share of evaluations and saves, to one without
+SHOWN_STEPS = 128  # that samples/s is measured over
+PAUSES_MATTER = 1.1  # how many times longer a step is with its share of evaluations and saves
 LIST_COLUMNS = ("run", "state", "layout", "job", "step", "left")
 
 
@@ -489,7 +489,7 @@ def summary_table(result: dict[str, Any]) -> Table:
 
 
 def throughput(result: Mapping[str, Any]) -> str | None:
-    """Samples a second as far as they are known, and what evaluation makes of them."""
+    """Samples/s if it is known, without and with evaluation."""
     counted, pace = Counted(**result.get("counted", {})), result["samples_per_second"]
     if not pace and counted.samples != "unknown":
         return None
@@ -504,9 +504,9 @@ def throughput(result: Mapping[str, Any]) -> str | None:
 def show_runs(
     console: Console, aside: Console, runs: Sequence[Mapping[str, Any]], suggestions: Sequence[str]
 ) -> None:
-    """On a terminal, a table that fits, and the reasons below; elsewhere one line per run, always.
+    """On a terminal, a table that fits with the reasons below it; elsewhere, one line per run.
 
-    `aside`: where suggestions go, if they should not be among the lines.
+    `aside`: where suggestions go, which are not part of the list.
     """
     rows = [list_row(run) for run in runs]
     if not console.is_terminal:

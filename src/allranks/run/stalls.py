@@ -119,7 +119,7 @@ def with_stacks(
 ) -> list[RankState]:
     """The states with the stacks of the ranks on this machine (rank: process), and `more`.
 
-    `takes`: a signal makes each process write its stack; without it, only the kernel is asked.
+    `takes`: whether to signal each process to write its stack; otherwise only the kernel is asked.
     """
     letters = {rank: stacks.kernel_state(process) for rank, process in processes.items()}
     able = {rank: process for rank, process in processes.items() if letters[rank] not in "TDtZ"}

@@ -92,7 +92,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def aligned(table: Table) -> list[str]:
-    """The head and the rows, one line each, however wide: for other programs to read."""
+    """The header and the rows, one line each however wide, for other programs to read."""
     widths = [_width(table, i) for i in range(len(table.columns))]
     rows = [table.columns, *table.rows]
     return [

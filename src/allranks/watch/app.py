@@ -197,7 +197,7 @@ class Answers:
 
 
 async def _leaves(request: Request) -> None:
-    """Returns when the client has gone, or has asked for something else instead."""
+    """Return when the client has gone, or has asked for something else."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

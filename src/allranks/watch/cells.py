@@ -117,7 +117,7 @@ def reason(run: RunView, now: float) -> str:
 
 
 def pace_words(run: RunView) -> str:
-    """Its samples a second, as far as they are known."""
+    """Its samples/s, marked if it is an estimate."""
     return ("about " if run.is_guess else "") + number(run.samples_per_second)
 
 

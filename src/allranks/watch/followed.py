@@ -128,7 +128,7 @@ class Followed:
         return device_name(self.start, self.info, uses_gpu=uses_gpu)
 
     def look_for_remarks(self) -> None:
-        """Judge a running run by its first steps, again whenever it has made twice as many."""
+        """Judge a running run by its first steps, and again whenever its steps have doubled."""
         lead, attempt = self.reader.lead, self.reader.attempt
         made = (lead.last_step or 0) - lead.start.get("step", 0)
         last = self.remarked[1] if self.remarked[0] == attempt else 0
@@ -185,7 +185,7 @@ class ComparableRuns:
         return self._found[key, layout]
 
     def _compare(self, layouts: dict[str, list[Followed]], wanted: str) -> Comparison | None:
-        """Compare all layouts: one that is faster than ranks can be makes the base doubtful."""
+        """Compare all layouts, since one that is too fast to be true makes the base doubtful."""
         names = [name for name in layouts if ranks_of(name) is not None]
         rows = self._rows(layouts, names) or []
         row = next((row for row in rows if row.layout == wanted), None)

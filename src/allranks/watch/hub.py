@@ -27,8 +27,8 @@ BEAT_SECONDS = 4.0
 LONE_SECONDS = 2.0  # between looks while no browser is open
 FILES_SECONDS = 5.0
 PAST_SECONDS = 1.4
-DIAGNOSE_SECONDS = 60.0  # between questions to the doctor about a run that goes on
-TIMES_ITS_ANSWER = 50  # a doctor who is slow to answer is asked less often
+DIAGNOSE_SECONDS = 60.0  # between questions to the doctor about a running run
+TIMES_ITS_ANSWER = 50  # times as long as it took to answer: a slow doctor is asked less often
 
 # The state of a page without runs.
 NOTHING: dict[str, Any] = {
@@ -137,7 +137,7 @@ class Hub:
 
     @property
     def num_pages(self) -> int:
-        """How many browsers follow now."""
+        """How many pages are connected now."""
         return len(self._wishes)
 
     def join(self, seconds: float) -> None:

@@ -63,7 +63,7 @@ def read_lines(
     """The last lines, or those after an offset, that contain `query`, and where to continue.
 
     `lines` are [number, text]; `rest` is an unfinished line; `found` counts all matches.
-    `given_up`: asked again and again while it reads; then it ends early.
+    `given_up`: asked repeatedly while reading; if true, reading ends early.
     """
     size = _size(path)
     if after is None or after > size:  # first look, or the file was started over

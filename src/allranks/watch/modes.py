@@ -195,9 +195,9 @@ def serve_page(watcher: Watcher, notifier: Notifier | None, wanted: Wanted) -> N
 
 
 def patient_doctor() -> Callable[[RunDir], list[dict[str, Any]]]:
-    """Says what is wrong with a run, however often it is asked: a page may be left open for days.
+    """A doctor that can be asked again and again, since a page may be left open for days.
 
-    It reads each part of a log once, and sends no signals to ranks for their stacks.
+    It reads each part of a log once, and does not signal ranks for their stacks.
     """
     from allranks.doctor.diagnose import diagnosis_of
     from allranks.doctor.finding import as_json

@@ -217,7 +217,7 @@ class RunReader:
         self.lead = self._nobody()
         self._past_hours = 0.0  # of earlier attempts
         self._past_pause = 0.0
-        self._past_steps = 0  # a task's are counted on, a script's ranks count from 1 again
+        self._past_steps = 0  # of earlier attempts: a script counts from 1 in each
         self._past_epochs = 0
         self._past_checkpoint: int | None = None
         self._parts: Parts | None = None

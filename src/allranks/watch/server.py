@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1"
 HEADER_SECONDS = 10  # within which a request must be there
 MOST_CONNECTIONS = 64
-MOST_PAGES = 32  # open at a time: the other connections are for files and logs
+MOST_PAGES = 32  # open at a time; the other connections are for files and logs
 NO_ROOM = (
     "Too many pages or programs are connected to this `allranks watch --web`. "
-    "Close some; a page that waits connects by itself.\n"
+    "Close some; waiting pages then connect by themselves.\n"
 )
 # uPlot's files, by the names that the page asks for. The package itself, a wrapper for notebooks,
 # is not imported.
@@ -167,9 +167,9 @@ def _uvicorn() -> Any:
 def impatient_protocol(seconds: float, most: int) -> Any:
     """uvicorn's HTTP protocol, protected against clients that connect but hardly send or read.
 
-    A connection without a request is closed after that many seconds, and one whose client does not
-    read its answer after three times as many. If there are more than `most`, the one that has been
-    without a request longest is closed; if all have one, the new one is told that there is no room.
+    A connection without a request is closed after `seconds`, and one whose client does not read its
+    answer after three times as long. If there are more than `most`, the one that has been without a
+    request longest is closed; if all have one, the new one is answered that there is no room.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -220,7 +220,7 @@ def impatient_protocol(seconds: float, most: int) -> Any:
 
 
 async def no_room(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers in place of the page while there are too many connections."""
+    """Answer instead of the page while there are too many connections."""
     from starlette.responses import PlainTextResponse
 
     headers = {"retry-after": "10", "connection": "close"}

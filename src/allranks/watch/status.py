@@ -264,7 +264,7 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
 
 
 def doubt_lines(runs: Sequence[RunStatus]) -> list[str]:
-    """What makes numbers doubtful, before anybody reads them."""
+    """What makes the numbers doubtful, to be read before them."""
     lines = [
         f"- {in_markdown(f'{one.view.run}: {text}')}" for one in runs for text in doubts(one.view)
     ]

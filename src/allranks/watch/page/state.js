@@ -65,7 +65,7 @@ export class Line {
       this.askWhy(source);
     });
   }
-  /** A source of events is not told why it was refused. */
+  /** An EventSource does not learn why it was refused, so ask. */
   async askWhy(source) {
     const asking = new AbortController();
     try {

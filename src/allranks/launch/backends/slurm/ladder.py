@@ -27,7 +27,7 @@ class Ladder:
     min_efficiency: float
     steps: int = DEFAULT_STEPS
     speeds: dict[str, float] = field(default_factory=dict)  # samples/s of the rungs so far
-    doubts: dict[str, str] = field(default_factory=dict)  # why a rung's must not be compared
+    doubts: dict[str, str] = field(default_factory=dict)  # why a rung must not be compared
     chosen: str | None = None  # the one to train on, once it is known
 
     @property
@@ -36,7 +36,7 @@ class Ladder:
         return self.chosen or next(one for one in self.layouts if one not in self.speeds)
 
     def compared(self, rung: str) -> Compared:
-        """A rung that was measured against the smallest one."""
+        """A measured rung, compared with the smallest one."""
         runs = [
             Pace("", one, pace, remarks=[Remark("", self.doubts[one], (SPEEDUP,))])
             if one in self.doubts
@@ -48,8 +48,8 @@ class Ladder:
     def after(self, samples_per_second: float, doubt: str | None = None) -> Ladder:
         """The ladder once its rung was measured: one higher, or settled.
 
-        `doubt`: why that must not be compared. Where nothing can be compared it climbs no higher:
-        it trains on the rung below, or on this one if it is faster than ranks can be.
+        `doubt`: why that must not be compared. If it cannot be compared, the run climbs no higher:
+        it trains on the rung below, or on this one if this is too fast to be true.
         """
         rung, place = self.rung, self.layouts.index(self.rung)
         climbed = replace(
@@ -74,7 +74,7 @@ class Ladder:
         elif row.doubt:
             said += f", which cannot be compared ({row.doubt})"
         else:
-            said = f"ladder: no samples could be counted on {rung}, so it cannot be compared"
+            said = f"ladder: {rung} cannot be compared, as its samples could not be counted"
         return f"{said}; " + (f"trains on {self.chosen}" if self.chosen else f"next is {self.rung}")
 
 
