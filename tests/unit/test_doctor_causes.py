@@ -202,7 +202,7 @@ def test_fields_fill_a_text_or_leave_what_stands_behind_the_bar() -> None:
 def test_a_field_that_nothing_fills_is_refused(title: str, unfilled: str, tmp_path: Path) -> None:
     entry = {"slug": "odd", "title": title, "patterns": [r"port (?P<port>\d+) is taken"]}
     (tmp_path / "odd.yaml").write_text(yaml.safe_dump([entry]))
-    with pytest.raises(ValueError, match=f"nothing fills {unfilled} in the texts of odd"):
+    with pytest.raises(ValueError, match=f"nothing fills {unfilled} in the title or fix of odd"):
         load(tmp_path)
 
 

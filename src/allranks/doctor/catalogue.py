@@ -51,7 +51,7 @@ Kind = Literal["root", "soft", "generic", "echo", "mark"]
 _REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]")
 _AT_MOST = {"*": "{0,1000}", "+": "{1,1000}"}
 _FIELD = re.compile(r"\{(\w+)\}")
-# What a finding may know without a line that says it.
+# Fields that a finding may have without a line that shows them.
 KNOWN = frozenset({"rank", "rank_word", "node", "job", "half_micro_batch", "lower_lr"})
 # {field|otherwise}, or [a part that {field} is needed for]
 _PLACE = re.compile(r"\{(?P<field>\w+)\|(?P<otherwise>[^{}]*)\}|\[(?P<part>[^][]*?\{\w+\}[^][]*)\]")
@@ -63,7 +63,7 @@ class Pattern:
 
     word: str
     text: str
-    speaker: str = ""  # who must be heard nearby; empty: nobody else says this
+    speaker: str = ""  # the program that must have printed it; empty: no other program says this
 
     def search(self, line: str) -> re.Match[str] | None:
         return _compiled(self.text).search(line)
@@ -130,12 +130,12 @@ class Cause:
         return fields if not self.where or holds(self.where, fields) else None
 
     def speakers(self, line: str) -> frozenset[str]:
-        """Who may have said a line that matches; empty if it is unmistakable."""
+        """The programs that may have printed a matching line; empty if it is unmistakable."""
         found = {pattern.speaker for pattern in self.patterns if pattern.search(line) is not None}
         return frozenset() if "" in found else frozenset(found)
 
     def is_withdrawn(self, later: str) -> bool:
-        """Whether what was printed after a line takes it back."""
+        """Whether what was printed after a line revokes it."""
         return any(_compiled(text).search(later) for text in self.until)
 
     def confidence_of(self, lines: Sequence[str]) -> Confidence:
@@ -227,12 +227,12 @@ def _parse(entry: Mapping[str, Any], family: str) -> Cause:
     cause = Cause(**{"family": family, **entry, **lists, **texts})
     if unfilled := _unfilled(cause):
         names = ", ".join(sorted(unfilled))
-        raise ValueError(f"nothing fills {names} in the texts of {cause.slug}")
+        raise ValueError(f"nothing fills {names} in the title or fix of {cause.slug}")
     return cause
 
 
 def _unfilled(cause: Cause) -> set[str]:
-    """Fields of its texts that are never known, or whose braces would be shown as they are."""
+    """Fields of its texts that nothing fills, or whose braces would be shown as they are."""
     texts = "\n".join((cause.title, cause.fix, *cause.fix_for.values()))
     groups = (name for one in cause.patterns for name in re.findall(r"\(\?P<(\w+)>", one.text))
     needed = set(re.findall(r"\{(\w+)[|}]", texts))

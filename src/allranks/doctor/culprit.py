@@ -40,7 +40,7 @@ class Candidate:
     level: int = LEVELS["generic"]
     extra: tuple[Evidence, ...] = ()
     order: int = 0
-    is_passed: bool = False  # the work went on after it
+    is_passed: bool = False  # the work continued after it
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -208,10 +208,10 @@ def collectives_of(facts: FailureFacts) -> dict[int, str]:
 
 
 def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
-    """Ranks that do not complain; if all that a launcher tells of do, there must be one more."""
+    """Ranks that do not complain; if all that a launcher mentions do, there must be one more."""
     spoke = {hit.rank for hit in echoes if hit.rank is not None}
     has_launcher = bool(facts.ends or facts.hits_of("agent-block"))
-    # One rank's own log tells nothing of how many others there are.
+    # One rank's own log does not show how many others there are.
     if not spoke or (len(facts.heard) == 1 and facts.world is None and not has_launcher):
         return []
     silent = sorted(rank for rank in facts.ranks if rank not in spoke)

@@ -320,7 +320,7 @@ def data_findings(run: RunDir, attempt: int) -> list[Finding]:
     return found
 
 
-# Remarks on a run that are findings, and the causes of others that say the same.
+# Remarks on a run that are findings, and the causes that say the same as a remark.
 FROM_REMARKS = {"alone": "ranks-train-alone", "idle-rank": "idle-rank"}
 SAME_AS_REMARKS = {kind: (cause,) for kind, cause in FROM_REMARKS.items()} | {
     "same-samples": ("ranks-read-same-data",),
@@ -337,7 +337,7 @@ SAME_AS_REMARKS = {kind: (cause,) for kind, cause in FROM_REMARKS.items()} | {
 
 
 def remark_findings(run: RunDir) -> list[Finding]:
-    """What makes a run's numbers doubtful and can be put right."""
+    """What makes a run's numbers doubtful and can be fixed."""
     path = shown_path(run.path)
     return [
         finding(FROM_REMARKS[one.kind], [Evidence(path, 0, one.text)])

@@ -18,8 +18,8 @@ from allranks.doctor.tracebacks import Raised, ends_well, has_gone_on, has_progr
 
 GOES_ON_LINES = 300  # a log that has more lines after an error was not ended by it
 LATER_BYTES = 1 << 16
-LEAST_WIDTH, MAX_CUTS = 60, 6  # of a terminal whose lines somebody has copied; lines of a message
-MAX_WRAPPED = 20  # tracebacks that are read so
+LEAST_WIDTH, MAX_CUTS = 60, 6  # of a terminal that wrapped a copied message, and its lines
+MAX_WRAPPED = 20  # tracebacks that are read in this way
 OUTSIDE = ("slurm", "kernel")  # their messages are not part of a rank's output
 MAX_RANKS = 4096  # that are listed one by one
 
@@ -48,7 +48,7 @@ class FailureFacts:
 
     @property
     def heard(self) -> set[int]:
-        """The ranks that printed anything, or that a launcher tells of."""
+        """The ranks that printed anything, or that a launcher mentions."""
         seen = set().union(*(one.ranks for one in self.scanned)) | set(self.ends)
         return seen | {one.source.rank for one in self.scanned if one.source.rank is not None}
 
@@ -71,7 +71,7 @@ class FailureFacts:
         return ranks.pop() if len(ranks) == 1 else None
 
     def is_passed(self, hit: Hit) -> bool:
-        """Whether the work went on after this line."""
+        """Whether the work continued after this line."""
         return (id(hit.source), hit.number) in self.passed_by
 
     def is_final(self, hit: Hit) -> bool:
@@ -124,7 +124,7 @@ def gather(
 
 
 def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
-    """Lines of errors after which the work went on: more steps follow, or a good end."""
+    """Errors after which the work continued: more steps follow, or the log ends well."""
     sizes = {id(one.source): one.num_bytes for one in facts.scanned}
     told = [hit for hit in facts.hits if hit.cause.kind not in ("mark", "soft")]
     for hit in [*told, *(one.mark for one in facts.raised if not facts.has_failed)]:
@@ -139,7 +139,7 @@ def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
 
 
 def _is_withdrawn(hit: Hit) -> bool:
-    """Whether a later line takes back what a hit says."""
+    """Whether a later line revokes what a hit says."""
     if not hit.cause.until:
         return False
     later = read_around(hit.source, hit.offset, LATER_BYTES).partition("\n")[2]
@@ -147,7 +147,7 @@ def _is_withdrawn(hit: Hit) -> bool:
 
 
 def _wrapped(raised: Raised, hits: Sequence[Hit]) -> Iterator[Hit]:
-    """Causes that an exception names whose message was cut into lines of a terminal's width."""
+    """Causes in the message of an exception that a terminal wrapped into several lines."""
     if len(raised.text) < LEAST_WIDTH or any(
         is_near(hit, raised) for hit in hits if hit.cause.kind != "mark"
     ):

@@ -33,7 +33,7 @@ AROUND = (
 )  # they do not explain an exception
 MAX_FINDINGS = 5
 LAST_LINES = 3
-END_LINES = 60  # after the error that ended it, a log has no more than these
+END_LINES = 60  # the most that a log has after the error that ended it
 MAX_EVIDENCE = 4
 MAX_TEXT = 400  # characters of a line of evidence
 
@@ -100,13 +100,13 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
 
 
 def _is_last(hits: Sequence[Hit], facts: FailureFacts) -> bool:
-    """Whether a warning is said again and again, up to the end of the log."""
+    """Whether a warning is repeated up to the end of the log."""
     last = hits[-1]
     lines = next(one.num_lines for one in facts.scanned if one.source is last.source)
     return len(hits) > 1 and lines - last.number <= LAST_LINES
 
 
-# An error in the words of the program that has it, rather than of somebody who writes about one.
+# An error as the failing program prints it, rather than a mention of one.
 _ERROR = re.compile(
     r"^(?:\w+\.)*\w*(?:Error|Exception)\b: | NCCL WARN |^\[?[EF]\d{3,4} |^\[E \w|^ERROR\b|\berror: "
     r"|^terminate called|^\s+what\(\): "
@@ -120,7 +120,7 @@ def _is_earned(hit: Hit, facts: FailureFacts) -> bool:
     if facts.is_passed(hit) or "ranks" in hit.cause.speakers(hit.line.text):
         return False
     within = [one for one in facts.raised if is_near(hit, one)]
-    # What another exception was raised from, or in place of, was caught.
+    # An exception that another one was raised from, or during, was caught.
     caught = {id(one.before) for one in facts.raised}
     if within:
         return any(not one.goes_on and id(one) not in caught for one in within)
@@ -421,7 +421,7 @@ def _memory(fields: Fields, facts: FailureFacts) -> Fields:
     limit = allowed / 2**30
     more = max(1, round(2 * limit)) if limit >= 1 else 0
     return {
-        "limit_words": f": {size(used)} where {size(allowed)} were asked for",
+        "limit_words": f": {size(used)} where {size(allowed)} were requested",
         "more_memory": f"{more}G" if more else f"{round(4 * limit * 1024)}M",
     }
 

@@ -66,7 +66,7 @@ class Source:
 
     @property
     def is_told(self) -> bool:
-        """Whether it is no log: an event, or what the kernel, SLURM or run.json tells."""
+        """Whether it is not a log but an event, or comes from the kernel, SLURM or run.json."""
         is_of_command = self.content is not None and self.path.suffix in ("", ".json")
         return is_of_command or self.path.suffix == ".jsonl"
 
@@ -186,7 +186,7 @@ def _all_words() -> Words:
 class LogScan:
     """Every line of a file that matches a pattern; of many alike, the first and the last.
 
-    `read` goes on where it ended before: a log that grows is read once.
+    `read` continues where it stopped the last time, so each part of a growing log is read once.
     """
 
     def __init__(self, source: Source) -> None:
@@ -275,7 +275,7 @@ def scan(source: Source) -> Scanned:
 
 
 class GrowingLogs:
-    """Scans of logs that somebody asks about again and again: each part of a file is read once."""
+    """Scans of logs that are searched again and again: each part of a file is read once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Path, int | None], tuple[int, LogScan]] = {}
@@ -336,9 +336,9 @@ def open_log(source: Source) -> IO[bytes]:
 
 @cache
 def _unpacked(path: Path, is_named: bool) -> tuple[Path, Exception | None]:
-    """What a compressed file holds, in a file that goes with this process; and why not all of it.
+    """A compressed log, unpacked into a file that is removed with this process; and any error.
 
-    Unpacked once: lines around each finding are read again from anywhere in it.
+    It is unpacked once, because the lines around each finding are read again later.
     """
     number, name = tempfile.mkstemp(dir=_folder())
     error: Exception | None = None

@@ -63,7 +63,7 @@ def memory_curves(run: RunDir, attempt: int) -> Iterator[MemoryCurve]:
 
 
 def used_by(curves: Sequence[MemoryCurve]) -> int:
-    """What the ranks of a node used when last seen; what they may share is counted once."""
+    """Memory that the ranks of a node used when last seen; shared memory is counted once."""
     shared = max((curve.shared for curve in curves), default=0)
     return sum(curve.last - curve.shared for curve in curves) + shared
 

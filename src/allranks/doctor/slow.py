@@ -165,9 +165,9 @@ def rank_facts(record: RankRecord, first_step: int, path: Path) -> RankFacts:
 
 
 def uneven_work(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """The seconds of a light step's forward pass, and of a heavy one's; None if all are alike.
+    """Seconds of the forward pass in light and in heavy steps; None if all are alike.
 
-    What makes a batch heavy makes its backward pass longer too: other work on the node does not.
+    A heavy batch has a longer backward pass, too; other work on the node does not cause that.
     """
     parts = [(one[FORWARD], one[BACKWARD]) for one in steps if FORWARD in one and BACKWARD in one]
     forward, backward = zip(*parts, strict=True) if len(parts) >= ENOUGH_STEPS else ((), ())
@@ -212,7 +212,7 @@ def slow(facts: SlowFacts, limits: Thresholds | None = None) -> list[Finding]:
 
 
 def too_short(facts: SlowFacts, likely: Finding) -> Finding:
-    """What a run looks like that has not been measured long enough to be sure."""
+    """What a run looks like so far, if it was not measured long enough to be sure."""
     seconds = duration(facts.timing.seconds)
     title = likely.title
     if not title[1:2].isupper():  # NCCL
@@ -259,7 +259,7 @@ def _one_loader(facts: SlowFacts, rank: RankFacts) -> Loader:
 
 
 def _loader(facts: SlowFacts, rank: RankFacts, limits: Thresholds) -> Loader:
-    """What the loader's workers have to do with it."""
+    """Whether the loader's workers are the reason."""
     workers, cpus, task = rank.num_workers, facts.cpus_allotted, facts.situations
     per_node = max(1, len(facts.ranks) // facts.num_nodes)
     fair = max(2, (cpus or 4 * per_node) // per_node - 1)
@@ -397,7 +397,7 @@ def _one_of_several(facts: SlowFacts, rank: RankFacts) -> str:
 
 
 def _sure(found: Finding, share: float, limit: float, to_blame: RankFacts | None) -> Finding:
-    """As sure as the share is far above its limit, with the rank that is to blame."""
+    """The finding, the surer the further the share is above its limit, with the rank to blame."""
     sure: Confidence = "high" if share >= 2 * limit else "medium"
     if to_blame is None:
         return dataclasses.replace(found, confidence=sure)

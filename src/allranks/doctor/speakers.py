@@ -1,8 +1,8 @@
-"""Who says a line: words that many programs use count only where the right one of them speaks.
+"""Which program printed a line: words that many programs use count only from the right one.
 
-A pattern of the catalogue that is not unmistakable names its speaker. It is heard in the line
-itself, in the frames of the traceback that the line belongs to, or in the lines around it; what
-describes a whole log (`ranks`) may be anywhere in it.
+A pattern of the catalogue that is not unmistakable names its speaker, the program that must have
+printed it. It is recognised by the line itself, by the frames of the traceback that the line
+belongs to, or by the lines around it; what describes a whole log (`ranks`) may be anywhere in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SOURCE = re.compile(r"\s*[│┃❱]|-+> ?\d+ |\s+(?:raise|assert|except)\b")
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """The lines and frames by which a program is known."""
+    """The lines and frames by which a program is recognised."""
 
     expression: str
     is_anywhere: bool = False  # in a log, rather than near a line
@@ -70,7 +70,7 @@ SPEAKERS = {
 def spoken(
     hits: Sequence[Hit], raised: Sequence[Raised], scanned: Sequence[Scanned], *, of_ranks: bool
 ) -> list[Hit]:
-    """The hits whose speaker is heard, and that no line of source code shows.
+    """The hits whose speaker is recognised, and that are not quoted source code.
 
     `of_ranks`: the logs are known to be of ranks.
     """

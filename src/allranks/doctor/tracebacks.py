@@ -123,14 +123,14 @@ def has_progress(hit: Hit, num_lines: int = 1) -> bool:
 
 
 def has_gone_on(hit: Hit) -> bool:
-    """Whether a rank counts several more steps after a hit: others may only end their own."""
+    """Whether several more steps follow a hit. One may just be other ranks finishing theirs."""
     lines = read_around(hit.source, hit.offset, READ_BYTES).split("\n")[1:]
     counted = {found[1] for line in lines if (found := _COUNTED.search(line[:400])) is not None}
     return len(counted) >= ENOUGH_PROGRESS
 
 
 def ends_well(hit: Hit, num_bytes: int) -> bool:
-    """Whether one of the last lines of a log, after a hit, says that all is done."""
+    """Whether one of a log's last lines, after a hit, says that everything is done."""
     start = max(hit.offset, num_bytes - LAST_BYTES)
     lines = read_around(hit.source, start, LAST_BYTES).split("\n")
     return any(_WELL.search(line[:400]) for line in lines[1 if start == hit.offset else 0 :])
@@ -173,7 +173,7 @@ def _read(mark: Hit) -> Raised | None:
 
 
 def _is_of_command(printed: PrintedException) -> bool:
-    """Whether a launcher tells that the script it had started failed."""
+    """Whether a launcher reports that the script it started has failed."""
     return printed.name == "CalledProcessError" and bool(_STARTED.search(printed.message))
 
 
