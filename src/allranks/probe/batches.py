@@ -89,9 +89,9 @@ def is_nested(batch: Any) -> bool:
 
 
 def graph_lengths(roots: Any) -> tuple[int, frozenset[int]] | None:
-    """What a backward pass shows of its batch: the length of what the loss is of, and all lengths.
+    """What a backward pass shows of its batch: the length that the loss is over, and all lengths.
 
-    None if it shows nothing: a loss of a single number each time has no length.
+    None if it shows nothing, as with a loss that is a single number throughout.
     """
     roots = roots if isinstance(roots, list | tuple) else (roots,)
     nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]

@@ -26,7 +26,7 @@ class Loaders:
     def __init__(self, own_collate: Any) -> None:
         self._own_collate = own_collate  # torch's
         self.starting: Pass | None = None  # an iterator's constructor already asks for batches
-        self._open: list[Pass] = []  # passes that may go on
+        self._open: list[Pass] = []  # passes that may continue
         # Not on the loaders themselves: scripts copy and send them, or forbid new attributes.
         self._known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
 
@@ -38,7 +38,7 @@ class Loaders:
         return one
 
     def start(self, data_loader: Any) -> tuple[Pass, list[Pass]]:
-        """A new pass over a loader, and those that cannot go on."""
+        """A new pass over a loader, and the passes that can no longer continue."""
         try:
             loader = self._known.setdefault(data_loader, Loader())
         except TypeError:  # no hash, or no weak references
@@ -145,7 +145,7 @@ def hook_fetching(recorder: Recorder, loaders: Loaders, iterator: Any) -> None:
 
 
 def fetching_elsewhere(recorder: Recorder, loaders: Loaders, fetch: Any) -> Any:
-    """Wrap the fetching in another thread than the training's, which will be given the batch."""
+    """Wrap the fetching of batches in a thread other than the training thread."""
     told = recorder.counter.elsewhere.append
 
     def fetch_elsewhere(self: Any) -> Any:
@@ -194,7 +194,7 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
 
 
 def length(counted: Any) -> int | None:
-    """The length of anything; None if it has none, or if asking for it fails."""
+    """The length of an object; None if it has none, or if len() fails."""
     try:
         return len(counted)
     except Exception:

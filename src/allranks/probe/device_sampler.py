@@ -70,7 +70,7 @@ class DeviceSampler:
             while self.recorder.is_on:
                 time.sleep(SAMPLE_SECONDS)
                 with suppress(OSError, ValueError):  # the next sample may succeed
-                    # Before steps that are held back: ranks that wait must show that they live.
+                    # Ahead of steps that are not written yet: a waiting rank must look alive.
                     self.recorder.write_past("device", **self.sample(), **self.whereabouts())
 
     def sample(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def descendants(started: list[str]) -> list[int]:
 
 
 def host_memory() -> dict[str, int | None]:
-    """This process's memory in bytes: its peak, what it uses now, and what of that may be shared.
+    """This process's memory in bytes: its peak, its use now, and how much of that may be shared.
 
     The kernel also knows each process's part of shared pages, but to count it (smaps_rollup) it
     walks through all memory, which takes hundreds of times as long.

@@ -17,11 +17,11 @@ MAX_WAITING = 1024  # batches that are remembered until they arrive or are train
 class Loader:
     """One DataLoader of the script, over all its epochs."""
 
-    pass_samples: int | None = None  # what it says that a pass will read
+    pass_samples: int | None = None  # samples that a pass will read, if it says so
     length: int | None = None  # batches of a pass, if it says so
     dataset: int = 0  # the id of its data set
-    batch_size: int | None = None  # of an iterable data set: only the batch tells how full it is
-    is_collated: bool = True  # from samples, not batches as the data set has them
+    batch_size: int | None = None  # of an iterable data set, whose batches may be less full
+    is_collated: bool = True  # batches are made of samples; the data set does not hold batches
     is_checked: bool = False  # by the script's own function, which may leave some out
     number: int | None = None  # among the fingerprinted loaders
     starts: int = 0  # how many times it was started
@@ -29,13 +29,13 @@ class Loader:
     indices: deque[Any] = field(  # of batches that are being loaded
         default_factory=lambda: deque(maxlen=MAX_WAITING)
     )
-    doubt: str | None = None  # why it is not sure how many samples a batch of it has
+    doubt: str | None = None  # why the size of its batches is not certain
     place: tuple[int, int] | None = None  # where its batches show their length
     num_short: int = 0  # batches of this pass with fewer samples than asked for
     # The rest belongs to the SampleCounter.
-    first_step: int | None = None  # that it gave a batch in
+    first_step: int | None = None  # in which it delivered a batch
     last_step: int | None = None
-    num_steps: int = 0  # that it gave a batch in
+    num_steps: int = 0  # in which it delivered a batch
     num_trained: int = 0  # batches
 
     def started(self) -> None:
@@ -64,7 +64,7 @@ class Loader:
         return samples
 
     def _size(self, batch: Any, indices: Any) -> int:
-        """Samples of a batch whose indices are not all that counts."""
+        """Samples of a batch whose indices alone do not show how many it has."""
         if indices.__class__ is list or (self.is_collated and isinstance(indices, Sized)):
             samples = len(indices)
             kept = batches.num_kept(batch, samples) if self.is_checked else samples
@@ -79,7 +79,7 @@ class Loader:
         return samples
 
     def _size_at_place(self, batch: Any, asked: int) -> int:
-        """Samples of a batch of an iterable data set, from the place where a full one shows it."""
+        """Samples of an iterable data set's batch, from the place where full ones show theirs."""
         if self.place is None:
             self.place = batches.place_of(batch, asked)
         if self.place is None:
@@ -94,7 +94,7 @@ class Loader:
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One iteration over a loader, which may end at its end or be left before."""
+    """One iteration over a loader, which may be left before the end."""
 
     loader: Loader
     iterator: Any = None  # a weak reference to what iterates
@@ -104,8 +104,8 @@ class Pass:
     step: int = -1  # it began in
     began: int = -1  # which mark of that step
     ended: int | None = None  # which mark, if it came to its end
-    num_backwards: int = 0  # that there had been when it began
-    is_silent: bool = False  # it ended without a backward pass since it began
+    num_backwards: int = 0  # before it began
+    is_silent: bool = False  # it ended, and there was no backward pass while it lasted
     is_complete: bool = False
 
     @property

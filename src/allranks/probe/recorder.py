@@ -25,7 +25,7 @@ from allranks.run.folder import TWICE, write_atomically
 from allranks.run.record import MEASURED
 from allranks.timing.timeline import DATA, END, Timeline
 
-EARLY_STEPS = 8  # in which it shows how a script trains
+EARLY_STEPS = 8  # which show how a script trains
 EXIT_SECONDS = 5.0  # for a device to finish the last steps
 # The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
 # in one go would delay a step by milliseconds, and with it those of all other ranks.
@@ -59,7 +59,7 @@ class Recorder:
         self._ended: deque[CountedStep] = deque()  # steps to be written
         self._taking = threading.Lock()
         self._stepped: set[int] = set()  # ids of the optimizers that made the last step
-        self._is_alone = False  # whether one of them has made the last two, without others
+        self._is_alone = False  # whether one optimizer alone made the last two steps
         self._followed = 0  # id of the optimizer that `_follow` was called with
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
         self.peers: bool | None = None  # whether there are other ranks; None until they meet
@@ -84,7 +84,7 @@ class Recorder:
         return self.peers
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step; several that take turns make one together."""
+        """An optimizer has made a step. Several that take turns make one step together."""
         number = id(optimizer)
         if self._stepped and number not in self._stepped and not self._takes_over():
             self._stepped.add(number)

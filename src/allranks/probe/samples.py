@@ -94,15 +94,15 @@ class SampleCounter:
         self._calls: list[int] = []  # samples of each call of the model
         self._lengths: list[tuple[int, frozenset[int]] | None] = []  # of each backward pass
         self._spans: list[tuple[int, int]] = []  # marks of evaluations, from and to
-        self._evaluating: int | None = None  # since which mark no gradients are wanted
-        self._in_eval_mode: int | None = None  # since which mark
+        self._evaluating: int | None = None  # the mark since which it evaluates
+        self._in_eval_mode: int | None = None  # the mark since which the model is in that mode
         self._pauses: list[tuple[int, int]] = []  # marks between which gradients were switched off
         self._num_paused = 0  # steps before which they were
 
     # What happens in the script.
 
     def started(self, new: Pass, left: Sequence[Pass] = (), gradients: bool = True) -> None:
-        """A pass over a loader begins; `left`: those that can no longer go on."""
+        """A pass over a loader begins; `left`: passes that can no longer continue."""
         for one in left:
             self._leave(one)
         for one in list(self._passes):
@@ -112,14 +112,14 @@ class SampleCounter:
         self._want_gradients(gradients, self.at)
 
     def ended(self, one: Pass) -> None:
-        """A pass has come to the end of its loader."""
+        """A pass has reached the end of its loader."""
         one.ended = self.at
         one.is_silent = one.num_backwards == self._num_backwards and one.step == self._step
         self._want_gradients(True, self.at)
         self._complete_if_done(one)
 
     def fetched(self, one: Pass, samples: int, gradients: bool = True) -> None:
-        """A batch has arrived; `gradients`: whether they were on."""
+        """A batch has arrived; `gradients`: whether gradients were on."""
         one.batches += 1
         new = Fetched(one, samples, self.at)
         if self._evaluating is not None or not gradients:
@@ -145,7 +145,7 @@ class SampleCounter:
         if self._evaluating is not None:
             self._want_gradients(True, self.at)
         self._in_eval_mode = None
-        # A model that was called several times probably was given the same samples.
+        # A model that was called several times was probably given the same samples.
         self._computed, self._called = self._computed + self._called, 0
 
     def computed(self, samples: int) -> None:
@@ -187,7 +187,7 @@ class SampleCounter:
             self._want_gradients(True, self.at)
         if self._pauses:
             self._num_paused += 1
-            if 2 * self._num_paused <= self._step:  # otherwise it is a part of every step
+            if 2 * self._num_paused <= self._step:  # otherwise it is part of every step
                 self._spans += self._pauses
         samples = 0
         if self._backwards:
@@ -223,7 +223,7 @@ class SampleCounter:
             self._without_gradients = []
 
     def finish(self, notes: Iterable[Any]) -> None:
-        """The script may end here; `notes`: those since its last step."""
+        """Complete passes that ended after the last step (`notes`): the script may end here."""
         again: set[Loader] = set()
         for note in notes:
             if note[0] is SampleCounter.started:
@@ -242,13 +242,13 @@ class SampleCounter:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The marks of evaluations in the step that was taken last, from and to."""
+        """The first and last marks of each evaluation in the step that was taken last."""
         return self._spans
 
     # Which batches a step was trained on.
 
     def _choose(self) -> list[Fetched]:
-        """The batches of this step, of several that may be."""
+        """Choose this step's batches from all that it may have been trained on."""
         candidates = self._without_evaluated(self._waiting)
         loaders = {one.of.loader for one in candidates}
         if given := self._given_to_model(candidates):
@@ -263,14 +263,14 @@ class SampleCounter:
         return chosen
 
     def _without_evaluated(self, waiting: list[Fetched]) -> list[Fetched]:
-        """Without passes that came to their end in this step and before a backward pass."""
+        """Leave out passes that began and ended in this step without a backward pass."""
         whole = [one for one in waiting if one.of.is_silent and one.of.step == self._step - 1]
         if not whole:
             return list(waiting)
         rest = [one for one in waiting if one not in whole]
         known = [one for one in whole if one.of.loader.num_trained]
         if not rest and self._num_alone and self.training is None:
-            known = []  # it trains on no loader's batches
+            known = []  # it does not train on the batches of any loader
         elif not rest:
             rest = known or whole
         for of in {one.of for one in whole if one not in rest}:
@@ -278,7 +278,7 @@ class SampleCounter:
         return rest
 
     def _choose_loaders(self, candidates: list[Fetched]) -> list[Fetched]:
-        """The batches of those loaders that give one in most steps."""
+        """The batches of the loaders that deliver one in most steps."""
         usual = [one for one in candidates if self._is_usual(one.of.loader)]
         if usual:
             chosen = usual
@@ -296,22 +296,22 @@ class SampleCounter:
         return chosen
 
     def _evaluate(self, others: list[Fetched], candidates: list[Fetched]) -> None:
-        """These candidates were fetched for something else than training."""
+        """Note that `others` were fetched for something other than training."""
         for one in others:
             if one.at > 0:
                 self._spans.append((one.at - 1, one.at + 1))
             candidates.remove(one)
 
     def _is_aside(self, one: Fetched, chosen: list[Fetched]) -> bool:
-        """Whether a batch is of a loader that is not trained on."""
+        """Whether a batch comes from a loader that is not trained on."""
         return all(one.of.loader is not each.of.loader for each in chosen)
 
     def _given_to_model(self, candidates: list[Fetched]) -> list[Fetched]:
-        """The candidates that the model was given, if that is what it was given."""
+        """The candidates that match the model's inputs; empty if none do."""
         calls = self._calls
         if not calls or self._num_unmatched or self.has_models or len(calls) < self._backwards:
             return []
-        # A loader that seldom gives a batch may be for a validation, even with gradients on.
+        # A loader that rarely delivers a batch may be for validation, even with gradients on.
         usual = [one for one in candidates if self._is_usual(one.of.loader)]
         new = [one for one in usual if one.at >= 0]
         if len(calls) == 1 < len(new) and calls[0] == sum(one.samples for one in new):
@@ -326,7 +326,7 @@ class SampleCounter:
         return [one for one in candidates if one in given]
 
     def _is_usual(self, loader: Loader) -> bool:
-        """Whether it gave a batch in most steps since the first that it gave one in."""
+        """Whether a loader has delivered a batch in most steps since its first."""
         now = self._step - 1
         before = loader.num_steps - (loader.last_step == now)
         return before > 0 and 2 * before >= now - (loader.first_step or 0)
@@ -335,7 +335,7 @@ class SampleCounter:
         """How many of one loader's batches, the oldest first, this step was trained on."""
         new, backwards = sum(one.at >= 0 for one in waiting), self._backwards
         self._num_excess = self._num_excess + 1 if new > backwards else 0
-        if self._num_excess > 1:  # a loader that fetches ahead does so once
+        if self._num_excess > 1:  # fetching ahead shows only once
             self._doubt(SUMMED, waiting[backwards:])
             return len(waiting)
         if new and len(waiting) > new and waiting[0].of.ended is None:
@@ -364,9 +364,9 @@ class SampleCounter:
         return samples
 
     def _trained_part(self, samples: int, whole: set[int]) -> int:
-        """How many of the samples of this step's batches were trained on: usually all of them.
+        """How many samples of this step's batches were trained on: usually all of them.
 
-        `whole`: lengths of its batches, and of all together.
+        `whole`: the length of each batch, and of all together.
         """
         if self._step <= CHECKED_STEPS:
             known = [one for one in self._lengths if one is not None]
@@ -382,7 +382,7 @@ class SampleCounter:
         return part
 
     def _train_on_nothing_new(self) -> int:
-        """Samples of a step whose backward passes had no batch that was fetched for them."""
+        """Samples of a step for which no batch was fetched."""
         aside = self._without_gradients
         if len(aside) == 1 and aside[0].of.ended is None and not self._num_alone:
             return self._train_in_doubt(self._without_gradients[-1:], NO_GRADIENTS)
@@ -409,7 +409,7 @@ class SampleCounter:
         return max(self._sizes, key=self._sizes.__getitem__, default=0)
 
     def _doubt(self, why: str, batches: list[Fetched]) -> None:
-        """It is not sure whether these batches were trained on."""
+        """Note that it is not certain whether these batches were trained on."""
         self._doubts[why] += sum(one.samples for one in batches)
         self.wants_model = True
 
@@ -443,7 +443,7 @@ class SampleCounter:
     # Evaluations.
 
     def _want_gradients(self, wanted: bool, at: int) -> None:
-        """From this mark on the script trains, or evaluates."""
+        """From this mark on, the script trains or evaluates."""
         if wanted and self._evaluating is not None:
             self._spans.append((self._evaluating, at))
             self._evaluating = None
@@ -451,14 +451,14 @@ class SampleCounter:
             self._evaluating = at
 
     def _drop(self, batches: list[Fetched]) -> None:
-        """These were not trained on."""
+        """Consider these batches no longer."""
         if batches:
             self._waiting = [one for one in self._waiting if one not in batches]
 
     # Epochs.
 
     def _leave(self, one: Pass) -> None:
-        """This pass will not go on."""
+        """This pass will not continue."""
         rest = [each for each in self._waiting if each.of is one]
         self._drop(rest)
         if one.trained and rest and not self._num_matched:
@@ -471,11 +471,11 @@ class SampleCounter:
             self._complete(one)
             return
         self._passes.remove(one)
-        if (one.epoch or 0) > self.epochs:  # no other has come to its end beside it
+        if (one.epoch or 0) > self.epochs:  # no pass alongside it has reached its end
             self._epoch_doubts[LEFT] = "unknown"
 
     def _complete_if_done(self, one: Pass) -> None:
-        """Complete a pass that has come to its end, once its last batch was trained on."""
+        """Complete a pass that has reached its end, once its last batch was trained on."""
         if one.ended is not None and all(each.of is not one for each in self._waiting):
             self._complete(one)
 
@@ -484,7 +484,7 @@ class SampleCounter:
             return
         self._passes.remove(one)
         if one.epoch is not None and one.epoch <= self.epochs:
-            # Another pass has come to its end meanwhile: this one is beside it.
+            # Another pass has reached its end in the meantime: this one ran alongside it.
             if one.epoch < self.epochs:
                 self._epoch_doubts[OTHER_LOADER] = "about"
             return

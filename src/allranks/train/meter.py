@@ -47,7 +47,7 @@ class Meter:
         self._timeline.restart()
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation has taken so long; it is not part of the next step."""
+        """Note how long an evaluation took, which is not part of the next step."""
         self._evaluation += seconds
 
     def end_step(self, progress: Progress, batch: Batch, loss: Tensor | None) -> None:

@@ -40,7 +40,7 @@ from allranks.watch.views import ACTIVE, RunView
 
 SIGNS = ("run.json", "attempts", "claims", ".lock", "stop.json")
 MIN_STEPS = 10  # a running run must have made before others are compared with it
-# Steps after which a running run gets remarks, and how many of each rank's events they are from.
+# Steps after which a running run first gets remarks, and how many events per rank these use.
 FIRST_REMARKS, REMARKED_EVENTS = 20, 400
 # If a run has more events than this, its pace is taken from its first rank alone. Small, because a
 # live screen takes no keys while it reads.
