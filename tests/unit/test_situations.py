@@ -145,9 +145,13 @@ def unknown(folder: Path) -> None:
     command = {"task": None, "command": "python train.py", "steps": None}
     make_run(folder, "1x1", step_seconds=0.4, gpu=None, job=command)
     run = make_run(folder, "1x2", step_seconds=0.22, number=1, gpu=None, comm=0.01, job=command)
-    for rank in range(2):
+    count_as("unknown", run)
+
+
+def count_as(samples: str, run: RunDir) -> None:
+    for rank in run.ranks(0):
         why = "its batches are lists of lists"
-        append_event(run.events(0, rank), "counted", samples="unknown", epochs="measured", why=why)
+        append_event(run.events(0, rank), "counted", samples=samples, epochs="measured", why=why)
 
 
 @dataclass(frozen=True)
@@ -331,6 +335,18 @@ def test_too_many_events_to_read_hide_nothing_and_are_not_called_short(
         assert all(words in text for words in SITUATIONS[name].says), text
         assert "too short" not in text
     assert (view.samples_per_second is None) == (name == "unknown samples")
+
+
+@pytest.mark.parametrize("samples", ["about", "unknown"])
+def test_what_samples_cost_is_as_sure_as_their_count(tmp_path: Path, samples: str) -> None:
+    command = {"task": None, "command": "python train.py", "steps": None}
+    count_as(samples, made := make_run(tmp_path, "1x1", step_seconds=0.4, job=command))
+    found = build([read_run(made)], created=0.0)
+    ((row,), text) = found["sections"][0]["rows"], on_console(lambda c: show_report(c, found))
+    assert (row["seconds_kind"], row["usd"] is not None) == ("measured", True)
+    assert (row["usd_per_million_samples"] is None) == (samples == "unknown")
+    assert ("about 15,360 samples to train" in text) == (samples == "about")
+    assert ("15,360" in text, "per M samples" in text) == (samples == "about",) * 2
 
 
 def test_attempts_without_a_step_are_not_counted(tmp_path: Path) -> None:

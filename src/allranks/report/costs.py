@@ -104,7 +104,7 @@ def with_seconds(row: Row, runs: Sequence[RunFacts], work: int | None) -> Row:
     whole = [
         run.seconds
         for run in runs
-        if run.is_complete and run.seconds and work and is_same(run.samples or 0, work)
+        if run.is_complete and run.seconds and is_same(run.samples or 0, work or 0)
     ]
     if whole:
         times = spread(whole, lowest=0.0)

@@ -103,6 +103,7 @@ def _read_run(run: RunDir) -> RunFacts:
     device, memory = device_of(start, info, seen)
     layouts = {one.get("layout") for one in info.get("attempts", []) if isinstance(one, dict)}
     state = found["state"]
+    is_counted = found["counted"]["samples"] != "unknown"
     said = {name: value for name, value in found["metrics"].items() if value is not None}
     return RunFacts(
         run=run.name,
@@ -119,7 +120,7 @@ def _read_run(run: RunDir) -> RunFacts:
         problem="; ".join(filter(None, [problem_of(run, state, measured), run.problem()])) or None,
         bench=bench_of(info),
         steps=found["steps"],
-        samples=found["samples"] or seen.samples or None,
+        samples=(found["samples"] or seen.samples or None) if is_counted else None,
         target_samples=target_samples({**job, **bench_of(info).get("job", {})}, start),
         samples_per_epoch=samples_per_epoch(run),
         is_complete=state == "finished" and newest_window(seen.last.values()) is None,

@@ -53,9 +53,9 @@ def name_of(row: Record, section: Record) -> str:
     return printable(f"{row['layout']} {row['device']}" if several else row["layout"])
 
 
-def about(pace: str, of: Record) -> str:
-    """A pace, marked if its samples are an estimate."""
-    return f"about {pace}" if of["is_guess"] else pace
+def about(figure: str, of: Record) -> str:
+    """A figure that depends on samples, marked if they are an estimate."""
+    return f"about {figure}" if of["is_guess"] and figure != NOTHING else figure
 
 
 def speed(section: Record) -> Table:
@@ -102,7 +102,7 @@ def hours(section: Record) -> Table:
                 NOTHING if row["layout"] == row["baseline"] else extra,
                 percent(row["doubling_share"], signed=True),
                 dollars(row["usd"]),
-                dollars(row["usd_per_million_samples"]),
+                about(dollars(row["usd_per_million_samples"]), row),
             )
         )
     kinds = {row["seconds_kind"] for row in section["rows"] if row["usd_per_million_samples"]}
@@ -159,10 +159,11 @@ def runs(found: Sequence[Record]) -> Table:
 def subtitle(section: Record) -> list[str]:
     """What was compared, as a list of short phrases."""
     words = [MODES[section["mode"]], ", ".join(section["devices"])]
+    guessed = {"is_guess": any(row["is_guess"] for row in section["rows"])}
     if section["batch"]:
-        words.append(f"batch {count(section['batch'])}")
+        words.append(f"batch {about(count(section['batch']), guessed)}")
     if section["samples"]:
-        words.append(f"{count(section['samples'])} samples to train")
+        words.append(f"{about(count(section['samples']), guessed)} samples to train")
     words += [f"{key}: {value}" for key, value in section["differs"].items()]
     return [printable(word) for word in words if word]
 
