@@ -114,7 +114,7 @@ class Layout:
 
     def _refused(self, what: str, *axes: str) -> AllranksError:
         """The error for axes that do not work; its fix suggests those of `axes` that do."""
-        possible = [f"{self}{one}" for one in axes if _is_layout(f"{self}{one}")]
+        possible = [f"{self}{one}" for one in axes if one and _is_layout(f"{self}{one}")]
         fix = f"write {self}, with a copy of the model on every rank"
         if possible:
             fix += f"; for a script that divides its model, {' or '.join(possible)}"

@@ -107,6 +107,7 @@ def refuse_script(ctx: Any, words: Sequence[str], params: Sequence[Any]) -> None
     first, *rest = words[place:] or [""]
     is_script, *others = (word.endswith(".py") and "=" not in word for word in (first, *rest))
     is_program = shutil.which(first) or (any(others) and not os.path.splitext(first)[1])
+    is_program = is_program and "=" not in first  # which is a setting
     if not is_script and (not is_program or os.path.exists(first)):
         return
     from allranks.errors import AllranksError
