@@ -245,7 +245,7 @@ def test_a_script_is_measured_as_it_is() -> None:
     assert "about 1,000 (a guess)" in drawn(data.script_as_json(RUN, guess, 2, cpus=4), 80)
     unknown = replace(timing(0.05), counted=Counted(samples="unknown", why="no loader"))
     answer = data.script_as_json(RUN, unknown, 2, cpus=4)
-    assert "not known: no loader" in drawn(answer, 80) and answer["samples_per_second"] is None
+    assert "unknown: no loader" in drawn(answer, 80) and answer["samples_per_second"] is None
 
 
 @pytest.mark.parametrize(
