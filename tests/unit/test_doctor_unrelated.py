@@ -48,6 +48,20 @@ NO_NAME = raised(
 
 # Programs that fail, for reasons of their own.
 FAILING: dict[str, str] = {
+    "a command that crashes": "subprocess.CalledProcessError: Command '['ffmpeg', '-i', 'x.mp4']'"
+    " died with <Signals.SIGSEGV: 11>.\n",
+    "a program for another CPU": "build.sh: line 5: 123 Illegal instruction     (core dumped)"
+    " ./a.out\n",
+    "a server that crashes": "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f2a"
+    ' (most recent call first):\n  File "/app/web.py", line 3 in handler\n',
+    "a supervisor": "supervisor: process 7 terminated with signal SIGKILL; restarting\n",
+    "a pod that waits": "pod/web-1 is Pending (Node had taint x, that the pod did not tolerate)\n",
+    "a build that waits": "deploy PENDING (Max surge reached)\nbuild pending (Dependency: lint)\n",
+    "a broker's socket": "rabbit: Socket closed [10.0.0.1:5672]\n",
+    "NaN in a table": "WARNING: Detected NaN values in column 'age'\nNaN detected in 3 rows\n",
+    "a screen": raised(
+        "ImportError: libGL.so.1: cannot open shared object file: No such file or directory"
+    ),
     "h5py": raised(
         "OSError: Unable to open file (truncated file: eof = 2048, sblock->base_addr = 0)",
         "h5py/_hl/files.py make_fid",
@@ -387,6 +401,9 @@ FAILING: dict[str, str] = {
 
 # Programs that are well.
 HEALTHY: dict[str, str] = {
+    "InfiniBand changes its addresses": "n1:77:91 [0] transport/net_ib.cc:94 NCCL WARN NET/IB : Got"
+    " async event : GID table change\n",
+    "a loss that recovers": "INFO step 1 loss inf, scale 65536 -> 32768\n" + STEPS,
     "srun waited": "srun: job 7 queued and waiting for resources\nsrun: job 7 has been allocated"
     " resources\n" + STEPS,
     "srun waited and is done": "srun: job 7 queued and waiting for resources\nsrun: job 7 has been"

@@ -323,6 +323,17 @@ WORDINGS = [
     ('slurmstepd: error: poll(): Bad address\nsrun: error: n1: tasks 0-3: Killed\n', 'rank-died'),
     ('srun: Force Terminated job 12\nsrun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nslurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2021-01-01T00:00:00 DUE TO TIME LIMIT ***\n', 'slurm-time-limit'),
     ('srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Terminated\nsrun: Force Terminated StepId=12.0\n', 'rank-died'),
+    # torch's watchdog aborts a rank that has waited too long: it is not the one that is missing.
+    (ABORTED + '\n' + FAILED.format(1).replace('exitcode: 1', 'exitcode: -6') + CHILD, 'rank-missing-from-collective'),
+    # What is said without a rank may be of the rank that failed.
+    ('ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\nsocketStartConnect: Connect to 10.0.0.4<52822> failed : No route to host\n' + FAILED.format(0), 'nccl-connect-failed'),
+    ('n1:795:822 [0] include/socket.h:409 NCCL WARN Net : Connect to 10.0.0.9<54263> failed : No route to host\n' + raised('RuntimeError: Socket Timeout', 'torch/distributed/elastic/agent/server/api.py _exit_barrier', 'torch/distributed/elastic/utils/store.py get_all'), 'nccl-connect-failed'),
+    ('[2020-12-14T09:43:55.500] [63532.0] error: *** STEP 63532.0 ON n1 CANCELLED AT 2020-12-14T09:43:55 ***\n[2020-12-14T09:44:56.002] [63532.0] error: *** STEP 63532.0 STEPD TERMINATED ON n1 AT 2020-12-14T09:44:56 DUE TO JOB NOT ENDING WITH SIGNALS ***\n', 'job-cancelled'),
+    ('[W socket.cpp:663] [c10d] The client socket has failed to connect to [::ffff:10.0.0.7]:29500 (errno: 110 - Connection timed out).\n', 'master-unreachable'),
+    ('n1:18553:18553 [0] INFO NET/Socket : 1 interfaces found\nn1:18553:18611 [0] include/socket.h:360 WARN Call to connect failed : Connection timed out\n', 'nccl-connect-failed'),
+    ("".join(f'[1,{n}]<stderr>:{line}\n' for n in range(2) for line in raised('ValueError: bad sample 3').splitlines()), 'rank-raised'),
+    ("".join(f'2025-10-31 03:11:02,478 - Tuner - INFO - [rank0]: {line}\n' for line in raised(FULL, 'torch/nn/functional.py linear').splitlines()), 'cuda-out-of-memory'),
+    ("".join(f'2024-07-24 08:45:13.616\n{line}\n' for line in raised('RuntimeError: disagreement between rank0 and rank1: rank0: [4, 5], rank1: [4, 7]', 'deepspeed/runtime/zero/utils.py assert_ints_same_as_other_ranks').splitlines()), 'collective-mismatch'),
 ]
 # fmt: on
 

@@ -59,7 +59,14 @@ def suspect(facts: FailureFacts) -> Candidate | None:
     if not any(hit.cause.slug == "peer-closed" for hit in echoes):
         timeouts += [hit for hit in echoes if hit.cause.slug == "collective-dumped"]
     spoke = {hit.rank for hit in echoes} | {one.rank for one in facts.raised}
-    for end in own_ends(facts, spoke)[:1]:
+    own = [
+        end
+        for end in own_ends(facts, spoke)
+        if end.rank not in _gave_up_waiting(facts, timeouts)
+        # What is said without a rank may be what this one said before it ended.
+        and (end.is_crash or all(hit.rank is not None for hit in echoes))
+    ]
+    for end in own[:1]:
         hits = [end.hit, *echoes] if end.hit is not None else echoes
         sure: Confidence = "high" if end.is_crash else "medium"
         return Candidate(end.cause, end.rank, sure, hits, {"how": end.in_words})
@@ -77,6 +84,17 @@ def own_ends(facts: FailureFacts, spoke: Set[int | None]) -> list[End]:
     """The ranks that failed by themselves and said nothing, the most telling end first."""
     own = [end for end in facts.ends.values() if end.is_own and end.rank not in spoke]
     return sorted(own, key=lambda end: (not end.is_crash, not end.is_first, end.rank))
+
+
+def _gave_up_waiting(facts: FailureFacts, timeouts: Sequence[Hit]) -> set[int]:
+    """Ranks that aborted after a collective had timed out: torch's watchdog ends a rank so."""
+    ends = [(end.rank, end.hit) for end in facts.ends.values() if end.signal == "SIGABRT"]
+    return {
+        rank
+        for rank, hit in ends
+        if hit is not None
+        and any(one.source is hit.source and one.number < hit.number for one in timeouts)
+    }
 
 
 def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]) -> Candidate:
@@ -99,7 +117,8 @@ def _missing(facts: FailureFacts, timeouts: Sequence[Hit], echoes: Sequence[Hit]
     apart = _apart(facts, echoes, tellers)
     if apart is not None:
         return apart
-    silent = _silent(facts, echoes)
+    waited = _gave_up_waiting(facts, timeouts)
+    silent = [rank for rank in _silent(facts, echoes) if rank not in waited]
     left = _ended_well(facts, silent, echoes)
     if left is not None:
         return Candidate("uneven-inputs", left, "medium", tellers, fields)

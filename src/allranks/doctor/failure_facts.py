@@ -140,7 +140,7 @@ def _passed_by(facts: FailureFacts) -> Iterator[tuple[int, int]]:
 
 def _is_withdrawn(hit: Hit) -> bool:
     """Whether a later line revokes what a hit says."""
-    if not hit.cause.until:
+    if not hit.cause.until or hit.source.is_told:
         return False
     later = read_around(hit.source, hit.offset, LATER_BYTES).partition("\n")[2]
     return hit.cause.is_withdrawn(later)

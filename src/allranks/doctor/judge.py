@@ -100,10 +100,11 @@ def _stated(facts: FailureFacts) -> list[Candidate]:
 
 
 def _is_last(hits: Sequence[Hit], facts: FailureFacts) -> bool:
-    """Whether a warning is repeated up to the end of the log."""
+    """Whether a warning is repeated up to the end of the log, or is all there is."""
     last = hits[-1]
     lines = next(one.num_lines for one in facts.scanned if one.source is last.source)
-    return len(hits) > 1 and lines - last.number <= LAST_LINES
+    is_all = lines <= LAST_LINES
+    return (len(hits) > 1 or is_all) and lines - last.number <= LAST_LINES
 
 
 # An error as the failing program prints it, rather than a mention of one.
@@ -265,7 +266,7 @@ def _crashes(facts: FailureFacts) -> list[Candidate]:
     """The rank that failed by itself, if no rank complains about another."""
     raised = {one.rank for one in facts.raised if not one.is_launchers}
     own = own_ends(facts, raised)
-    if not own or (raised and not own[0].is_crash):
+    if not own or ((raised or echoes_of(facts)) and not own[0].is_crash):
         return []
     end = own[0]
     sure: Confidence = "high" if end.is_crash else "medium"

@@ -398,6 +398,7 @@ MOST_PREFIXES = 4
 # What launchers put before each line; there may be several.
 _PREFIXES = (
     re.compile(r"\[rank[: =]{0,2}(?P<rank>\d+)\]:? ?"),  # torch, after init_process_group
+    re.compile(r"\[(?:\d+,)?(?P<rank>\d{1,5})\]<std(?:out|err)>: ?"),  # mpirun, horovodrun
     re.compile(r"\[[a-z_]\w*?\d+\]:"),  # torchrun --tee: role and local rank
     re.compile(r"\[(?P<rank>\d{1,4})\] (?!NCCL)"),  # allranks logs
     re.compile(r"\s{0,4}(?P<rank>\d{1,5}): "),  # srun --label
@@ -405,7 +406,8 @@ _PREFIXES = (
     re.compile(r"\w{8} \[rank=(?P<rank>\d+)\] \|\| "),  # Determined
     # What collected the log: a time stamp, Ray, docker compose, kubectl, journalctl, a quote.
     re.compile(
-        r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t]"
+        r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
+        r"(?:[ \t]|$)(?:\| )?"
     ),
     re.compile(r"\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) "),
     re.compile(r"\(raylet\) "),
@@ -413,7 +415,7 @@ _PREFIXES = (
     re.compile(r"[\w.-]+-\d+ +\| "),
     re.compile(r"\[pod/\S+\] "),
     re.compile(r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./-]+(?:\[\d+\])?: "),
-    re.compile(r"> "),
+    re.compile(r"> |\s{0,4}\| (?=\d{4}-\d\d-)|- [\w.]{1,40} - [A-Z]{4,8} - (?=\[rank\d)"),
 )
 _IN_LINE = (
     re.compile(r"\[(?:PG [^\][]*?)?Rank (?P<rank>\d+)\]"),  # ProcessGroupNCCL
@@ -431,6 +433,8 @@ _WARNING = re.compile(
     re.VERBOSE,
 )
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b(?:: |$)")
+# NCCL's warnings are its errors; up to 2.2 it did not put its name before them.
+_NCCL_ERROR = re.compile(r"NCCL WARN|\[\d+\] \S+\.(?:h|cc|cu):\d+ WARN ")
 # Looks like a rank's number but is the index in torchrun's list of failures.
 _NO_RANK = re.compile(r"\[\d+\]:\s*$")
 
@@ -477,6 +481,6 @@ def parse(raw: str) -> Line:
 
 
 def _is_warning(text: str) -> bool:
-    if _ERROR.match(text) or "NCCL WARN" in text:  # NCCL's warnings are its errors
+    if _ERROR.match(text) or _NCCL_ERROR.search(text):
         return False
     return _WARNING.search(text[:200]) is not None

@@ -44,6 +44,7 @@ OF_LAUNCHERS = {
     "ProcessExitedException",
     "GeneratorExit",
 }
+_LAUNCHER = re.compile(r"torch/distributed/(?:run\.py|elastic/agent/)")
 _STARTED = re.compile(r"python|\.py\b|torchrun|deepspeed")  # by a launcher, as its command
 
 
@@ -157,7 +158,7 @@ def _read(mark: Hit) -> Raised | None:
     frames = printed.frames
     own = [frame for frame in frames if frame.is_own]
     place = next(reversed(own or frames), None)
-    is_launchers = any("torch/distributed/run.py" in frame.file for frame in frames)
+    is_launchers = any(_LAUNCHER.search(frame.file) for frame in frames)
     is_launchers |= bool(frames) and frames[-1].file.endswith("torch/multiprocessing/spawn.py")
     return Raised(
         mark,
@@ -182,5 +183,6 @@ def _own_lines(mark: Hit) -> Iterator[tuple[int, str]]:
     lines = read_around(mark.source, mark.offset, READ_BYTES).split("\n")[1:]
     for number, raw in enumerate(lines, mark.number + 1):
         line = parse(raw.removeprefix("  ") if _is_in_block(mark) else raw)
-        if not mark.line.is_prefixed or line.rank == mark.line.rank:
+        is_empty = not line.text and bool(raw.strip())  # nothing but a prefix
+        if not is_empty and (not mark.line.is_prefixed or line.rank == mark.line.rank):
             yield number, line.text
