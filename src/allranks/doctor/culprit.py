@@ -63,7 +63,7 @@ def suspect(facts: FailureFacts) -> Candidate | None:
         end
         for end in own_ends(facts, spoke)
         if end.rank not in _gave_up_waiting(facts, timeouts)
-        # What is said without a rank may be what this one said before it ended.
+        # A line without a rank may have been printed by this one before it ended.
         and (end.is_crash or all(hit.rank is not None for hit in echoes))
     ]
     for end in own[:1]:
@@ -87,7 +87,7 @@ def own_ends(facts: FailureFacts, spoke: Set[int | None]) -> list[End]:
 
 
 def _gave_up_waiting(facts: FailureFacts, timeouts: Sequence[Hit]) -> set[int]:
-    """Ranks that aborted after a collective had timed out: torch's watchdog ends a rank so."""
+    """Ranks that aborted after a collective timed out, as torch's watchdog makes them do."""
     ends = [(end.rank, end.hit) for end in facts.ends.values() if end.signal == "SIGABRT"]
     return {
         rank
