@@ -356,6 +356,9 @@ def test_attempts_without_a_step_are_not_counted(tmp_path: Path) -> None:
     made.events(0, 0).write_text("".join(line for line in lines if '"step"' not in line))
     shutil.copytree(made.attempt(0), made.attempt(1))
     assert "resumed-script" not in [one.kind for one in remarks(made)]
+    made.events(0, 0).write_text("".join(lines))  # the first one trained
+    made.events(1, 0).unlink()
+    assert result(made)["samples"] == 256
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,9 @@ def repeat_words(repeat: Repeat) -> Text:
         return Text(f"{repeat.layout}: {repeat.problem}", style="red")
     timing = repeat.timing
     steady = "" if timing.steady else ", not steady"
+    about = "about " if timing.counted.samples == "about" else ""
     return Text(
-        f"{repeat.layout}: {number(timing.samples_per_second)} samples/s "
+        f"{repeat.layout}: {about}{number(timing.pace)} samples/s "
         f"over {timing.num_steps} steps{steady}  ({repeat.run})"
     )
 

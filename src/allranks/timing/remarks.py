@@ -389,7 +389,8 @@ def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
         found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
         whole = measured.samples_per_second_with_evaluation
         found["samples_per_second_with_evaluation"] = round(whole, 3)
-    if records and found["samples"] is None and found["counted"]["samples"] != "unknown":
+    is_counted = found["counted"]["samples"] != "unknown"
+    if records is not None and found["samples"] is None and is_counted:
         found["samples"] = samples_trained(run, records)
     found["remarks"] = [remark.as_json() for remark in remarks(run, measured, records)]
     return found

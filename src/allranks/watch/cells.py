@@ -118,7 +118,8 @@ def reason(run: RunView, now: float) -> str:
 
 def pace_words(run: RunView) -> str:
     """Its samples/s, marked if it is an estimate."""
-    return ("about " if run.is_guess else "") + number(run.samples_per_second)
+    pace = number(run.samples_per_second)
+    return f"about {pace}" if run.is_guess and run.samples_per_second else pace
 
 
 def doubts(run: RunView) -> list[str]:
