@@ -185,7 +185,7 @@ WORDINGS = [
     (raised('RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes.'), 'host-out-of-memory'),
     (raised('RuntimeError: $ Torch: not enough memory: you tried to allocate 2GB. Buy new RAM!'), 'host-out-of-memory'),
     ('run.sh: line 7: 12345 Killed                  python -m torch.distributed.launch --nproc_per_node=4 train.py\n', 'rank-died|host-out-of-memory|terminated-by-signal'),
-    ('run.sh: line 7: 12345 Bus error               (core dumped) python train.py\n', 'rank-died|shared-memory-full'),
+    ('run.sh: line 7: 12345 Bus error               (core dumped) python train.py\n', 'shared-memory-full'),
     ('run.sh: line 7: 12345 Aborted                 (core dumped) torchrun train.py\n', 'rank-died'),
     ('--------------------------------------------------------------------------\nPrimary job  terminated normally, but 1 process returned\na non-zero exit code. Per user-direction, the job has been aborted.\n--------------------------------------------------------------------------\nmpirun detected that one or more processes exited with non-zero status, thus causing\nthe job to be terminated. The first process to do so was:\n\n  Process name: [[1,1],1]\n  Exit code:    1\n', 'rank-died|cause-in-another-log'),
     ('mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 9 (Killed).\n', 'rank-died'),
@@ -334,6 +334,10 @@ WORDINGS = [
     ("".join(f'[1,{n}]<stderr>:{line}\n' for n in range(2) for line in raised('ValueError: bad sample 3').splitlines()), 'rank-raised'),
     ("".join(f'2025-10-31 03:11:02,478 - Tuner - INFO - [rank0]: {line}\n' for line in raised(FULL, 'torch/nn/functional.py linear').splitlines()), 'cuda-out-of-memory'),
     ("".join(f'2024-07-24 08:45:13.616\n{line}\n' for line in raised('RuntimeError: disagreement between rank0 and rank1: rank0: [4, 5], rank1: [4, 7]', 'deepspeed/runtime/zero/utils.py assert_ints_same_as_other_ranks').splitlines()), 'collective-mismatch'),
+    # A container with little shared memory.
+    (FAILED.format(0).replace('exitcode: 1', 'exitcode: -7') + CHILD, 'shared-memory-full'),
+    ("[2023-07-20 10:00:00,100] [ERROR] [launch.py:434:sigkill_handler] ['/usr/bin/python', '-u', 'main.py', '--local_rank=0', '--zero_stage', '2'] exits with return code = -7\n", 'shared-memory-full'),
+    ('n1:378934:382525 [2] NCCL INFO Connected all trees\n[n1:378934:0:382579] Caught signal 7 (Bus error: nonexistent physical address)\n' + FAILED.format(2).replace('exitcode: 1', 'exitcode: -7') + CHILD, 'shared-memory-full'),
 ]
 # fmt: on
 

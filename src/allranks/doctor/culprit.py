@@ -68,7 +68,7 @@ def suspect(facts: FailureFacts) -> Candidate | None:
     ]
     for end in own[:1]:
         hits = [end.hit, *echoes] if end.hit is not None else echoes
-        sure: Confidence = "high" if end.is_crash else "medium"
+        sure: Confidence = "high" if end.is_certain else "medium"
         return Candidate(end.cause, end.rank, sure, hits, {"how": end.in_words})
     if timeouts:
         return _missing(facts, timeouts, echoes)

@@ -220,6 +220,8 @@ def _situations(hits: Sequence[Hit]) -> list[str]:
     return found
 
 
+# A page of /dev/shm that there is no memory for ends a process with SIGBUS.
+OF_SIGNALS = {"SIGILL": "illegal-instruction", "SIGBUS": "shared-memory-full"}
 SENT_BY_LAUNCHER = ("SIGTERM", "SIGCONT", "SIGINT")
 GRACE = timedelta(seconds=20)  # torchrun waits 30 s for ranks to end before it kills them
 # What srun writes instead of a signal's name: "segmentation fault".
@@ -249,9 +251,14 @@ class End:
         return self.signal is not None and not self.is_by_launcher
 
     @property
+    def is_certain(self) -> bool:
+        """Whether its end alone shows the cause."""
+        return self.is_crash and self.cause != "shared-memory-full"
+
+    @property
     def cause(self) -> str:
         """The cause that the signal which ended it points to."""
-        return "illegal-instruction" if self.signal == "SIGILL" else "rank-died"
+        return OF_SIGNALS.get(self.signal or "", "rank-died")
 
     @property
     def in_words(self) -> str:

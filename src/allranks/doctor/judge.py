@@ -269,7 +269,7 @@ def _crashes(facts: FailureFacts) -> list[Candidate]:
     if not own or ((raised or echoes_of(facts)) and not own[0].is_crash):
         return []
     end = own[0]
-    sure: Confidence = "high" if end.is_crash else "medium"
+    sure: Confidence = "high" if end.is_certain else "medium"
     hits = [end.hit] if end.hit is not None else []
     fields = {"how": end.in_words, "node": end.node or ""}
     level = LEVELS[load()[end.cause].kind]
