@@ -338,6 +338,8 @@ WORDINGS = [
     (FAILED.format(0).replace('exitcode: 1', 'exitcode: -7') + CHILD, 'shared-memory-full'),
     ("[2023-07-20 10:00:00,100] [ERROR] [launch.py:434:sigkill_handler] ['/usr/bin/python', '-u', 'main.py', '--local_rank=0', '--zero_stage', '2'] exits with return code = -7\n", 'shared-memory-full'),
     ('n1:378934:382525 [2] NCCL INFO Connected all trees\n[n1:378934:0:382579] Caught signal 7 (Bus error: nonexistent physical address)\n' + FAILED.format(2).replace('exitcode: 1', 'exitcode: -7') + CHILD, 'shared-memory-full'),
+    # Windows' paths.
+    (raised("AttributeError: Can't pickle local object 'main.<locals>.<lambda>'", 'torch/utils/data/dataloader.py __init__').replace('/', '\\'), 'unpicklable-worker'),
 ]
 # fmt: on
 

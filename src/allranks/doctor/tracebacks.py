@@ -166,7 +166,7 @@ def _read(mark: Hit) -> Raised | None:
         printed.type,
         printed.message,
         f"{place.file}:{place.line}" if place is not None else "",
-        tuple(f"{frame.file} {frame.function}" for frame in frames),
+        tuple(f"{frame.file} {frame.function}".replace("\\", "/") for frame in frames),
         mark.rank,
         is_launchers or printed.name in OF_LAUNCHERS or _is_of_command(printed),
         bool(own) and own[-1] is frames[-1] and bool(_RAISES.search(frames[-1].source)),
