@@ -44,5 +44,5 @@ def test_no_finding_moves_a_terminal(tmp_path: Path) -> None:
     assert "'data.csv'" in found.evidence[0].text
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]|cm0=", "".join(said))
     console = Console(file=io.StringIO(), width=100)
-    show_findings(console, [replace(found, title="a\x1b]0;b\x07c", fix="\x1b[2Jd")], "job")
+    show_findings(console, [replace(found, title="a\x1b]0;b\x07c", fix="\x1b[2Jd")], {})
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]

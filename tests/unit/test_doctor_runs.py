@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tests.commandline import Allranks
 
-from allranks.doctor.diagnose import compare, diagnose_run
-from allranks.doctor.finding import Evidence, Finding
+from allranks.doctor.diagnose import compare, diagnose_run, without_findings
+from allranks.doctor.finding import UNKNOWN, WELL, Evidence, Finding
 from allranks.doctor.show import show_findings
 from allranks.run.folder import RunDir
 
@@ -180,10 +180,25 @@ def test_findings_fit_into_80_columns() -> None:
     line = Evidence(f"runs/{long}/rank-3.log", 12, long)
     found = Finding("rank-died", f"Rank 3 died {long}", f"type {long}", 3, "node7", "high", (line,))
     console = Console(file=io.StringIO(), width=80)
-    show_findings(console, [found, found], "job.log")
+    show_findings(console, [found, found], {})
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, printed.splitlines())) <= 80
     assert "rank 3 on node7" in printed and "fix" in printed
+
+
+def test_what_the_doctor_does_not_know_is_not_called_well(tmp_path: Path) -> None:
+    contents = {
+        "pip.log": (b"ERROR: No matching distribution found for torhc\n", UNKNOWN),
+        "empty.log": (b"", "it is empty"),
+        "bin.dat": (b"\x7fELF\0\0", "it is not a text file"),
+    }
+    for name, (content, said) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        assert without_findings(tmp_path, [str(tmp_path / name)]) == {str(tmp_path / name): said}
+    run = make_run(tmp_path)
+    for end, said in ((failed(1), UNKNOWN), ({"event": "end", "state": "finished"}, WELL)):
+        write_rank(run, 0, [STEP, end], world=1)
+        assert without_findings(tmp_path, ["last"]) == {run.name: said}
 
 
 def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
@@ -198,6 +213,7 @@ def test_the_command(allranks: Allranks, tmp_path: Path) -> None:
     ]
     log.write_text("all is well\n")
     assert json.loads(allranks("doctor", log, "--json").stdout) == []
+    assert f"{log}: no cause that the doctor knows" in allranks("doctor", log).stdout
     known = json.loads(allranks("doctor", "--list", "--json").stdout)
     assert "port-in-use" in {one["cause"] for one in known}
     wrong = allranks("doctor", "nothing-here")

@@ -21,7 +21,7 @@ from tests.watch_runs import GrowingRun
 
 from allranks.bench.measure import Ended
 from allranks.bench.scaling import as_json, repeat_of, show
-from allranks.doctor.diagnose import diagnosis, doubts
+from allranks.doctor.diagnose import diagnosis, doubts, without_findings
 from allranks.doctor.show import show_findings
 from allranks.doctor.slow import Thresholds
 from allranks.launch.screen import Screen
@@ -246,8 +246,8 @@ def run(runs: Sequence[RunDir]) -> Shown:
 def doctor(runs: Sequence[RunDir]) -> Shown:
     folder, name = runs[-1].path.parent, runs[-1].name
     found = diagnosis(folder, [name], Thresholds())
-    notes = doubts(folder, [name], found)
-    return Shown(on_console(lambda console: show_findings(console, found, name, notes)))
+    notes, without = doubts(folder, [name], found), without_findings(folder, [name])
+    return Shown(on_console(lambda console: show_findings(console, found, without, notes)))
 
 
 def watched(runs: Sequence[RunDir], show: Callable[[Any], str]) -> Shown:

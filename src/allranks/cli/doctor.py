@@ -93,7 +93,7 @@ def print_causes(as_json: bool) -> None:
 def print_diagnosis(
     runs: Path, subject: list[str], limits: list[str], stalled: float | None, *, as_json: bool
 ) -> None:
-    from allranks.doctor.diagnose import diagnosis, doubts
+    from allranks.doctor.diagnose import diagnosis, doubts, without_findings
     from allranks.doctor.finding import as_json as to_objects
     from allranks.doctor.show import show_findings
     from allranks.doctor.slow import Thresholds
@@ -102,7 +102,8 @@ def print_diagnosis(
     if as_json:
         print_json(to_objects(found))
     else:
-        show_findings(people_console(), found, " ".join(subject), doubts(runs, subject, found))
+        without = without_findings(runs, subject) if not found else {}
+        show_findings(people_console(), found, without, doubts(runs, subject, found))
 
 
 def print_checks(checks: Sequence[Check], host: str, started: float, *, as_json: bool) -> None:

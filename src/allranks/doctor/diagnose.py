@@ -13,7 +13,7 @@ from typing import Any
 from allranks.doctor import out_of_memory, run_evidence
 from allranks.doctor.catalogue import finding
 from allranks.doctor.failure_facts import FailureFacts, gather
-from allranks.doctor.finding import Evidence, Finding, shown_path
+from allranks.doctor.finding import UNKNOWN, WELL, Evidence, Finding, shown_path
 from allranks.doctor.flight_recorder import flight_source, is_dump
 from allranks.doctor.hang import hang, hung
 from allranks.doctor.judge import judge
@@ -356,6 +356,30 @@ def doubts(runs: Path, subjects: Sequence[str], found: Sequence[Finding]) -> lis
         for one in remarks(run)
         if causes.isdisjoint(SAME_AS_REMARKS.get(one.kind, ()))
     ]
+
+
+def without_findings(runs: Path, subjects: Sequence[str]) -> dict[str, str]:
+    """What to say of each log or run, by its name, if nothing was found."""
+    said = {}
+    for one in subjects:
+        if is_log(one):
+            said[one] = about_log(Path(one).expanduser())
+        else:
+            run = find_run(runs, one)
+            state = run_state.describe(run, backends.look([run]))["state"]
+            said[run.name] = UNKNOWN if state == "failed" else WELL
+    return said
+
+
+def about_log(path: Path) -> str:
+    """Why nothing was found in a log: that it has no known cause does not make it a good one."""
+    if not path.is_file() or path.suffix == ".gz" or is_dump(path):
+        return UNKNOWN
+    with path.open("rb") as file:
+        start = file.read(1 << 16)
+    if not start:
+        return "it is empty"
+    return "it is not a text file" if b"\0" in start else UNKNOWN
 
 
 def compare(runs: Sequence[RunDir]) -> list[Finding]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 Confidence = Literal["high", "medium", "low"]
 Status = Literal["pass", "warn", "fail", "not here"]
+WELL = "the doctor found nothing wrong"
+UNKNOWN = "no cause that the doctor knows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from allranks.doctor.catalogue import Cause
-from allranks.doctor.finding import Check, Finding, Status
+from allranks.doctor.finding import WELL, Check, Finding, Status
 from allranks.show.numbers import duration
 from allranks.show.tables import Table, show_table
 from allranks.show.text import plain
@@ -26,14 +26,23 @@ MAX_SHOWN = 220  # characters of a line: the file has the rest
 
 
 def show_findings(
-    console: Console, findings: Sequence[Finding], subject: str, doubts: Sequence[str] = ()
+    console: Console,
+    findings: Sequence[Finding],
+    without: Mapping[str, str],
+    doubts: Sequence[str] = (),
 ) -> None:
-    """Everything about the first finding; title and fix of the others; what is doubtful."""
+    """Everything about the first finding; title and fix of the others; what is doubtful.
+
+    `without`: what to say of each log or run if there is no finding.
+    """
     for doubt in doubts:
         console.print(Text(plain(f"note: {doubt}"), style="yellow"), soft_wrap=True)
     if not findings:
-        nothing, style = ("nothing else", "") if doubts else ("nothing wrong", "green")
-        console.print(Text(f"{plain(subject)}: the doctor found {nothing}", style=style))
+        for name, said in without.items():
+            is_well = said == WELL and not doubts
+            words = "the doctor found nothing else" if said == WELL and doubts else said
+            style = "green" if is_well else ""
+            console.print(Text(plain(f"{name}: {words}"), style=style), soft_wrap=True)
         return
     console.print(first_finding(findings[0]))
     if findings[1:]:
