@@ -111,6 +111,14 @@ REAL: dict[str, tuple[str, str, int | None]] = {
         "rank-died",
         1,
     ),
+    "is killed on another node, after which srun ends its step": (
+        "srun: error: node1: task 0: Exited with exit code 1\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
+        "srun: error: node2: task 1: Terminated\nsrun: Force Terminated StepId=1.0\n"
+        "error: rank 1 on node2 was killed by SIGKILL  (after step 11)\n  rank 0 went down with it\n",
+        "rank-died",
+        1,
+    ),
     "is told by a logger": (
         "ERROR:root:rank 1 failed\nTraceback (most recent call last):\n"
         '  File "/home/u/train.py", line 28, in bad\n    raise LookupError(name)\n'

@@ -132,14 +132,18 @@ def _is_earned(hit: Hit, facts: FailureFacts) -> bool:
 
 
 _OF_STEP = re.compile(" STEP |Force Terminated")
+_FAILED_TASK = re.compile(r"\btasks? [\d,-]+: Exited with exit code [1-9]")
 
 
 def _is_sruns(hit: Hit, facts: FailureFacts) -> bool:
     """Whether srun cancelled the step itself, because one of its tasks had failed."""
     if hit.cause.slug != "job-cancelled" or not _OF_STEP.search(hit.line.text):
         return False
-    own = [end.hit for end in facts.ends.values() if end.is_own]
-    return any(end is None or (end.source is hit.source and end.number < hit.number) for end in own)
+    ends = [end.hit for end in facts.ends.values() if end.is_own]
+    ends += [one for one in facts.hits if _FAILED_TASK.search(one.line.text)]
+    return any(
+        end is None or (end.source is hit.source and end.number < hit.number) for end in ends
+    )
 
 
 def _is_raised(hit: Hit, facts: FailureFacts) -> bool:
