@@ -933,7 +933,13 @@ def test_what_is_called_measured_is_what_the_script_counts(tmp_path: Path, form:
         assert samples_per_epoch(found.run) == form.per_epoch
 
 
-def test_an_evaluation_is_no_part_of_a_step_however_it_is_made(tmp_path: Path) -> None:
+EMA = "with torch.no_grad(): [own.lerp_(other, 0.01) for own, other in copies]"
+
+
+@pytest.mark.parametrize("in_each_step", ["pass", EMA])
+def test_an_evaluation_is_no_part_of_a_step_however_it_is_made(
+    tmp_path: Path, in_each_step: str
+) -> None:
     """The script's own stopwatch, in the same process, is stopped while it evaluates."""
     found = run(
         tmp_path,
@@ -961,18 +967,20 @@ def by_mode():
 def by_nothing_else():
     model(other_data.tensors[0])
     time.sleep(0.05)
+copies = [(p.detach().clone(), p) for p in model.parameters()]
 ways = [by_loader, by_loader_with_gradients, by_mode, by_nothing_else]
 for epoch in range(6):
     for n, (x, y) in enumerate(DataLoader(Items([*data]), batch_size=4)):
         began = began or time.perf_counter()
         time.sleep(0.002)
         learn(x, y)
+        IN_EACH_STEP
         own["seconds"].append(time.perf_counter() - began)
         if n == 5:
             ways[epoch % 4]()
         began = time.perf_counter()
     ended()
-"""
+""".replace("IN_EACH_STEP", in_each_step)
         + TELL,
     )
     (own,) = map(json.loads, found.said("own"))

@@ -115,7 +115,7 @@ REAL: dict[str, tuple[str, str, int | None]] = {
         "srun: error: node1: task 0: Exited with exit code 1\n"
         "srun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
         "srun: error: node2: task 1: Terminated\nsrun: Force Terminated StepId=1.0\n"
-        "error: rank 1 on node2 was killed by SIGKILL  (after step 11)\n  rank 0 went down with it\n",
+        "error: rank 1 on node2 was killed by SIGKILL  (after step 11)\n",
         "rank-died",
         1,
     ),

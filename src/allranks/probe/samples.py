@@ -9,6 +9,7 @@ batches.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from allranks.timing.timeline import EVALUATION, Mark, Step
 MAX_SIZES = 1000  # distinct batch sizes that are counted
 MAX_DOUBT = 0.01  # of the samples
 MIN_MATCHED = 3  # steps
+# Where gradients are off in every step, a pause that is this many times longer is an evaluation.
+LONG_PAUSE, LEAST_PAUSE_SECONDS, USUAL_PAUSES = 5, 0.001, 32
 CHECKED_STEPS = 8  # in which the probe checks that whole batches are trained on
 SAY_AGAIN_STEPS = 100  # for those who read only the last events
 # Why a count is not certain.
 NO_LOADER = "it trains without a DataLoader, so samples are counted from the model's inputs"
-NOTHING_SEEN = "neither a DataLoader nor the model's inputs were seen"
+NOTHING_SEEN = "what its backward passes train on was not seen"
 SUMMED = "several batches are fetched for one backward pass"
 OTHER_LOADER = "it is not clear which of several loaders it trains on"
 SKIPPED = "some batches are fetched but do not seem to be trained on"
@@ -59,6 +62,7 @@ class SampleCounter:
     def __init__(self, switch_off: Callable[[Exception], None] | None = None) -> None:
         self.switch_off = switch_off  # called if anything fails here
         self.at = 0
+        self.now = 0.0  # when that mark was made
         self.total = 0  # samples so far
         self.epochs = 0  # completed
         self.counted = MEASURED
@@ -98,6 +102,9 @@ class SampleCounter:
         self._in_eval_mode: int | None = None  # the mark since which the model is in that mode
         self._pauses: list[tuple[int, int]] = []  # marks between which gradients were switched off
         self._num_paused = 0  # steps before which they were
+        self._paused_at = 0.0
+        self._pause_seconds: list[float] = []  # of each of these pauses
+        self._usual_pauses: deque[float] = deque(maxlen=USUAL_PAUSES)  # seconds, of earlier steps
 
     # What happens in the script.
 
@@ -175,10 +182,13 @@ class SampleCounter:
     def paused(self) -> None:
         """The script switches gradients off between two steps."""
         self._pauses.append((self.at, self.at))
+        self._pause_seconds.append(0.0)
+        self._paused_at = self.now
 
     def resumed(self) -> None:
         if self._pauses:
             self._pauses[-1] = (self._pauses[-1][0], self.at)
+            self._pause_seconds[-1] = self.now - self._paused_at
 
     def take(self) -> int:
         """The samples of the step that ends here."""
@@ -187,8 +197,7 @@ class SampleCounter:
             self._want_gradients(True, self.at)
         if self._pauses:
             self._num_paused += 1
-            if 2 * self._num_paused <= self._step:  # otherwise it is part of every step
-                self._spans += self._pauses
+            self._spans += self._evaluating_pauses()
         samples = 0
         if self._backwards:
             chosen = self._waiting
@@ -218,7 +227,8 @@ class SampleCounter:
         """Begin the next step."""
         self._backwards = self._called = self._computed = 0
         self._spans, self._evaluating, self._in_eval_mode = [], None, None
-        self._calls, self._pauses, self._lengths, self.began = [], [], [], 0
+        self._calls, self._lengths, self.began = [], [], 0
+        self._pauses, self._pause_seconds = [], []
         if self._without_gradients:
             self._without_gradients = []
 
@@ -442,6 +452,20 @@ class SampleCounter:
 
     # Evaluations.
 
+    def _evaluating_pauses(self) -> list[tuple[int, int]]:
+        """The pauses before this step that are not part of every step, as an EMA's updates are."""
+        if 2 * self._num_paused <= self._step:
+            return self._pauses
+        usual = statistics.median(self._usual_pauses) if self._usual_pauses else None
+        timed = list(zip(self._pauses, self._pause_seconds, strict=True))
+        long = [
+            pause
+            for pause, took in timed
+            if usual is not None and took > max(LONG_PAUSE * usual, LEAST_PAUSE_SECONDS)
+        ]
+        self._usual_pauses.extend(took for pause, took in timed if pause not in long)
+        return long
+
     def _want_gradients(self, wanted: bool, at: int) -> None:
         """From this mark on, the script trains or evaluates."""
         if wanted and self._evaluating is not None:
@@ -530,9 +554,9 @@ class CountedStep(Step):
         self.epoch: int | None = None
         self.samples = 0
         try:
-            for at, (_, _, _, note) in enumerate(marks):
+            for at, (_, when, _, note) in enumerate(marks):
                 if note.__class__ is tuple:
-                    counter.at = at
+                    counter.at, counter.now = at, when
                     note[0](counter, *note[1:])
             counter.at = len(marks) - 1
             self.samples = counter.take()
