@@ -263,15 +263,16 @@ WITHOUT_DASHES = {
     "run --layout 1x2 --json train.py --lr 0.1 -v": (
         "run --layout 1x2 --json -- python train.py --lr 0.1 -v"
     ),
-    "run train.py --layout 1x4": (
-        "run -- python train.py --layout 1x4 (--layout before -- if meant for allranks)"
+    "run train.py --layout 1x4": "run --layout 1x4 -- python train.py",
+    "run --json train.py a --lr 0.1 --layout=1x4 -v": (
+        "run --json --layout=1x4 -- python train.py a --lr 0.1 -v"
     ),
+    "run python3 train.py job --layout 1x4": "run --layout 1x4 -- python3 train.py job",
+    "run no-such-launcher --layout 2 train.py": "run -- no-such-launcher --layout 2 train.py",
     "run no-such-launcher --gpus 2 train.py": "run -- no-such-launcher --gpus 2 train.py",
     "submit --race=1x2 python3 train.py": "submit --race=1x2 -- python3 train.py",
     "bench scaling --steps 9 train.py": "bench scaling --steps 9 -- python train.py",
-    "bench data train.py --steps 9": (
-        "bench data -- python train.py --steps 9 (--steps before -- if meant for allranks)"
-    ),
+    "bench data train.py --steps 9": "bench data --steps 9 -- python train.py",
 }
 
 

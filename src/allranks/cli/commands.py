@@ -100,7 +100,8 @@ def refuse(options: Sequence[str], where: str, *, fix: str = "") -> None:
 
 def refuse_script(ctx: Any, words: Sequence[str], params: Sequence[Any]) -> None:
     """Refuse a script where a job file is expected, with the command to type instead."""
-    is_flag = {opt: getattr(param, "is_flag", True) for param in params for opt in param.opts}
+    options = [param for param in params if not isinstance(param, TyperArgument)]
+    is_flag = {opt: getattr(param, "is_flag", True) for param in options for opt in param.opts}
     place = 0
     while place < len(words) and words[place].startswith("-"):
         place += 1 if is_flag.get(words[place], True) else 2
@@ -112,13 +113,27 @@ def refuse_script(ctx: Any, words: Sequence[str], params: Sequence[Any]) -> None
         return
     from allranks.errors import AllranksError
 
-    command = [*words[:place], "--", *(["python"] if is_script else []), first, *rest]
-    ours = [word for word in rest if word.partition("=")[0] in is_flag]
+    script = place + [is_script, *others, True].index(True) + 1
+    ours, theirs = options_apart(words[script:], is_flag)  # of a launcher's options, none is ours
+    command = [*(["python"] if is_script else []), *words[place:script], *theirs]
     raise AllranksError(
         f"{first} is a {'script' if is_script else 'program'}, not a job file",
-        fix=f"write {ctx.command_path} {shlex.join(command)}"
-        + (f" ({' '.join(ours)} before -- if meant for allranks)" if ours else ""),
+        fix=f"write {ctx.command_path} {shlex.join([*words[:place], *ours, '--', *command])}",
     )
+
+
+def options_apart(words: Sequence[str], is_flag: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The command's own options among these words, with their values; and the other words."""
+    ours: list[str] = []
+    others: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, has_value, _ = word.partition("=")
+        (ours if name in is_flag else others).append(word)
+        if left and not has_value and not is_flag.get(name, True):
+            ours.append(left.pop(0))
+    return ours, others
 
 
 def keep_typed(words: list[str], script: list[str] | None) -> None:
