@@ -93,8 +93,13 @@ def test_of_an_even_number_of_repeats_the_two_in_the_middle_are_averaged() -> No
 
 def test_repeats_that_differ_too_much_have_no_verdict() -> None:
     found = as_json([repeat("1x1", 0.5), repeat("1x1", 0.01), repeat("1x2", 0.1)])
-    assert "1x1: its 2 repeats vary too much" in found["verdict"]
+    assert "1x1: two repeats (200 and 10,000 samples/s) are too few" in found["verdict"]
     assert [row["speedup"] for row in found["rows"]] == [None, None]
+    assert found["verdict"].endswith("more runs (--repeats 3 or more)")
+    noisy = [repeat("1x2", seconds) for seconds in (0.1, 0.05, 0.01)]
+    found = as_json([repeat("1x1", 0.1), repeat("1x1", 0.09), *noisy])
+    assert found["verdict"].startswith("no speedup can be stated. 1x1: ")  # not 1x2's
+    assert found["rows"][1]["doubt"].startswith("1x2: its 3 repeats vary too much")
     noisy = [repeat("1x4", 0.1), repeat("1x4", 0.01)]
     found = as_json([repeat("1x1", 0.1), repeat("1x2", 0.052), *noisy])
     assert found["verdict"].startswith("1x2 is 1.92x as fast as 1x1") and found["fit"] is None
@@ -329,7 +334,10 @@ def scaled(speeds: dict[str, list[float]]) -> dict[str, Any]:
         ({"1x1": [1.0]}, "different numbers of ranks"),
         ({"1x1": [1.0, 1.01], "1x2": [0.9, 0.91]}, "no larger layout is faster than 1x1"),
         ({"1x1": [1.0, 1.0], "1x2": [2.1, 2.1]}, "nothing is lost"),
-        ({"1x1": [1.0, 1.0], "1x2": [1.0, 1.8]}, "1x2: its 2 repeats vary too much"),
+        (
+            {"1x1": [1.0, 1.0], "1x2": [1.0, 1.8]},
+            "1x2: two repeats (100 and 180 sam",
+        ),
         ({"1x1": [0.9, 1.0, 1.1], "1x2": [1.4, 1.5, 1.6]}, "too noisy: their 95% intervals"),
         ({"1x1": [1.0] * 3, "1x2": [1.1] * 3, "1x4": [3.4] * 3}, "Amdahl's law misses 1x2"),
     ],

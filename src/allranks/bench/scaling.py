@@ -32,6 +32,7 @@ from allranks.timing.comparison import (
     device_name,
     gpu_memory,
     mode_of,
+    worst_doubt,
 )
 from allranks.timing.remarks import Remark, on_comparison, remarks
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
@@ -358,8 +359,7 @@ def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, st
         return said + (f"{others} could not be measured" if others else "name more layouts")
     stated = [row for row in measured if row.speedup is not None and row.layout != row.baseline]
     if not stated:
-        doubt = next(row.doubt for row in reversed(measured) if row.doubt)
-        return f"no speedup can be stated. {doubt}"
+        return f"no speedup can be stated. {worst_doubt(measured)}"
     top = stated[-1]
     assert top.efficiency is not None and top.speedup is not None
     said = (

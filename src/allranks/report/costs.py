@@ -19,6 +19,7 @@ from allranks.timing.comparison import (
     is_same,
     relative_error,
     spread,
+    worst_doubt,
 )
 
 MEASURED, PREDICTED = "measured", "predicted"
@@ -247,7 +248,7 @@ def headline(rows: Sequence[Row]) -> str | None:
     larger = [row for row in rows if row.speedup is not None and row.layout != row.baseline]
     best = max(larger, key=lambda row: row.pace or 0, default=None)
     if best is None or best.speedup is None or best.efficiency is None:
-        doubt = next((row.doubt for row in reversed(rows) if row.doubt), None)
+        doubt = worst_doubt(rows)
         return doubt and f"No speedup can be stated. {doubt}."
     times = ratio(best.speedup)
     text = f"{best.layout} is {times} as fast as {best.baseline}"

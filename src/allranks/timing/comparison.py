@@ -240,11 +240,22 @@ def doubt_of(row: Compared, runs: Sequence[Measured]) -> str | None:
     if error <= WIDE:
         return None
     what = f"its {len(runs)} repeats vary" if len(runs) > 1 else "its steps vary"
+    what, again = f"{what} too much to compare it", "more repeats or longer runs"
+    if len(runs) == 2:  # they may be close to each other: their interval is wide all the same
+        both = " and ".join(number(run.samples_per_second) for run in runs)
+        what = f"two repeats ({both} samples/s) are too few to compare it"
+        again = "more runs (--repeats 3 or more)"
     return (
-        f"{row.layout}: {what} too much to compare it: {number(row.pace)} samples/s "
-        f"±{percent(error, 0)} (95% interval {between(row.ci95)}), and the limit is "
-        f"±{percent(WIDE, 0)}; measure again on an idle machine, with more repeats or longer runs"
+        f"{row.layout}: {what}: {number(row.pace)} samples/s ±{percent(error, 0)} (95% interval "
+        f"{between(row.ci95)}), and the limit is ±{percent(WIDE, 0)}; measure again on an idle "
+        f"machine, with {again}"
     )
+
+
+def worst_doubt(rows: Sequence[Compared]) -> str | None:
+    """A base's, which no speedup can do without; else the largest layout's."""
+    ordered = sorted(rows, key=lambda row: row.layout == row.baseline)
+    return next((row.doubt for row in reversed(ordered) if row.doubt), None)
 
 
 def pace_of(runs: Sequence[Measured]) -> Spread | None:
