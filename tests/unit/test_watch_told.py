@@ -17,6 +17,7 @@ from tests.watch_runs import GrowingRun
 from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
+from allranks.timing.remarks import SPEEDUP, Remark
 from allranks.watch import sampler
 from allranks.watch.cells import DEFAULT_MARKS, plain_line
 from allranks.watch.job_screen import (
@@ -37,6 +38,7 @@ from allranks.watch.status import (
     commands,
     gather,
     job_setting,
+    next_lines,
     next_steps,
     place_of,
     resource_lines,
@@ -231,6 +233,20 @@ def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
     steps = next_steps(RunStatus(view=run, parts=parts))
     assert "50% of its step time on data" in steps[0] and "bench data" in steps[0]
     assert "25% of its step time waiting for rank 3" in steps[1] and "--layout 1x1" in steps[2]
+
+
+def test_only_runs_that_can_be_compared_are_to_be_compared() -> None:
+    def finished(name: str, compared_as: str, *remarks: Remark) -> RunStatus:
+        run = view("finished", run=name, remarks=remarks)
+        return RunStatus(view=run, compared_as=compared_as)
+
+    alone = finished("alone", "job", Remark("alone", "its ranks train alone", (SPEEDUP,)))
+    one, two, other = finished("one", "job"), finished("two", "job"), finished("other", "else")
+    doctor = "- alone cannot be compared with others: `allranks doctor alone` shows why."
+    assert next_lines([one, alone, other]) == [doctor]
+    report = "- Compare the finished runs: `allranks report one two`."
+    assert next_lines([one, two, alone, other]) == [doctor, report]
+    assert "Compare" not in next_lines([one])[0]
 
 
 def test_ranks_that_take_turns_are_not_called_by_a_number() -> None:

@@ -69,6 +69,7 @@ class RunStatus:
     start: Mapping[str, Any] = field(default_factory=dict)  # its first rank's start event
     parts: Parts | None = None
     ranks: Sequence[RankView] = ()
+    compared_as: object = None  # equal for runs that can be compared; None if it cannot be
 
 
 def gather(watcher: Watcher) -> list[RunStatus]:
@@ -84,6 +85,7 @@ def gather(watcher: Watcher) -> list[RunStatus]:
             start=one.start,
             parts=watcher.parts(run.run),
             ranks=watcher.ranks(run.run),
+            compared_as=next(iter(one.sets), None),
         )
         for run in watcher.runs()
     ]
@@ -293,10 +295,15 @@ def gpu_use(ranks: Sequence[RankView], marks: Mapping[str, Mark]) -> str:
 
 def next_lines(runs: Sequence[RunStatus]) -> list[str]:
     lines = [f"- {line}" for one in runs for line in next_steps(one)]
-    finished = [one.view.run for one in runs if one.view.state == "finished"]
-    if finished:
-        typed = as_code(f"allranks report {shlex.join(finished)}")
-        lines.append(f"- Compare the finished runs: {typed}.")
+    finished: dict[object, list[str]] = {}
+    for one in runs:
+        is_comparable = one.compared_as and forbidding(SPEEDUP, one.view.remarks) is None
+        if one.view.state == "finished" and is_comparable:
+            finished.setdefault(one.compared_as, []).append(one.view.run)
+    for names in finished.values():
+        if len(names) > 1:
+            typed = as_code(f"allranks report {shlex.join(names)}")
+            lines.append(f"- Compare the finished runs: {typed}.")
     return lines or ["- Start a run: `allranks run job.yaml`."]
 
 
@@ -321,6 +328,8 @@ def next_steps(one: RunStatus) -> list[str]:
     if view.state == "queued":
         return [f"{name} is queued: {typed['ls']} shows layouts that would start earlier."]
     found = []
+    if view.state == "finished" and forbidding(SPEEDUP, view.remarks) is not None:
+        found.append(f"{name} cannot be compared with others: {typed['doctor']} shows why.")
     if one.parts is not None and forbidding(CAUSE, view.remarks) is None:
         whole = sum(one.parts.seconds.values()) or 1.0
         if one.parts.seconds["data"] > DATA_BOUND * whole:
