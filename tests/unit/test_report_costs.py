@@ -152,6 +152,9 @@ def test_without_one_rank_the_fewest_are_the_baseline_and_that_is_said() -> None
     assert [row["speedup"] for row in section["rows"]] == pytest.approx([1.0, 1.8])
     assert section["rows"][1]["efficiency"] == pytest.approx(0.9)
     assert any("no run with one rank" in note and "1x2" in note for note in section["notes"])
+    (alone,) = build([run("1x2", 200)], created=0.0)["sections"]
+    (note,) = [note for note in alone["notes"] if "no run with one rank" in note]
+    assert note.endswith("; measure one: --layout 1x1") and "relative" not in note
 
 
 def test_each_device_has_its_own_baseline() -> None:

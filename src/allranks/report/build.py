@@ -122,11 +122,13 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
     """What a reader must know to understand the numbers."""
     notes = []
     paced = [row for row in rows if row.pace]
+    stated = {row.device for row in paced if row.speedup and row.layout != row.baseline}
     for row in paced:
         if row.layout == row.baseline and row.ranks > 1:
+            relative = f": speedup, efficiency and extra hours are relative to {row.layout}"
             notes.append(
-                f"no run with one rank was measured on {row.device}: speedup, efficiency and extra "
-                f"hours are relative to {row.layout}"
+                f"no run with one rank was measured on {row.device}"
+                + (relative if row.device in stated else "; measure one: --layout 1x1")
             )
         if not row.is_steady:
             notes.append(f"{row.layout}: its steps never became steady; all but the first count")
