@@ -51,6 +51,7 @@ KINDS = {
     "counts": Kind("list of counts", lambda value: is_count(value) or list_of(is_count)(value)),
     "processes": Kind("list of process ids", list_of(is_count)),
     "list of seconds": Kind("list of seconds", list_of(is_number)),
+    "list of lines": Kind("list of lines and seconds", list_of(files.row_of(is_text, is_number))),
     "rates": Kind("bytes per second", files.values_of(is_number)),
     "texts by name": Kind("names and texts", files.values_of(is_text)),
     "numbers by name": Kind("names and numbers", files.values_of(or_none(is_number))),

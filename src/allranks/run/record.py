@@ -187,8 +187,9 @@ class RankRecord:
 
     @property
     def timed_steps(self) -> dict[int, Event]:
-        """The steps whose time is known, by number."""
-        return {event["step"]: event for event in self.steps if "seconds" in event}
+        """The steps whose time is known, by number; without those that tracing has slowed."""
+        timed = (event for event in self.steps if "seconds" in event and not event.get("traced"))
+        return {event["step"]: event for event in timed}
 
     def mean(self, field: str, *, of: Iterable[Event] | None = None) -> float | None:
         """The mean of a field over its steps, or other events; None if none has it."""
