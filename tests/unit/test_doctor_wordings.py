@@ -52,6 +52,7 @@ WORDINGS = [
     ('[W socket.cpp:401] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).\n[E socket.cpp:922] [c10d] The client socket has timed out after 60s while trying to connect to (10.0.0.1, 29500).\n', 'master-unreachable'),
     (raised('RuntimeError: Socket Timeout', *INIT, 'torch/distributed/distributed_c10d.py _store_based_barrier'), 'rendezvous-timeout'),
     (raised('RuntimeError: Timed out initializing process group in store based barrier on rank: 3, for key: store_based_barrier_key:1 (world_size=8, worker_count=7, timeout=0:30:00)', *INIT), 'rendezvous-timeout'),
+    (raised('RuntimeError: Timed out initializing process group in store based barrier on rank: 2, for key: store_based_barrier_key:1 (world_size=2, worker_count=4, timeout=0:30:00)', *INIT), 'rank-count-mismatch'),
     (raised('torch.distributed.DistStoreError: Socket Timeout', *INIT), 'rendezvous-timeout'),
     (raised('torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.', *INIT), 'rendezvous-timeout'),
     (raised('torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError: _matches_machine_hostname', 'torch/distributed/elastic/rendezvous/dynamic_rendezvous.py next_rendezvous'), 'rendezvous-timeout'),

@@ -286,6 +286,9 @@ def _count_mismatch(facts: FailureFacts) -> Candidate | None:
     said = facts.hits_of("world-said")
     tasks = {int(hit.fields["tasks"]) for hit in said if "tasks" in hit.fields}
     wanted = {int(hit.fields["wanted"]) for hit in [*said, *waiting] if "wanted" in hit.fields}
+    came = max((int(hit.fields["joined"]) for hit in waiting if "joined" in hit.fields), default=0)
+    if came > max(wanted, default=came):  # more than were expected, so nobody is missing
+        tasks.add(came)
     if not waiting or len(tasks) != 1 or not wanted or wanted == tasks:
         return None
     number, world = tasks.pop(), max(wanted)
