@@ -249,6 +249,21 @@ def read_ends(run: RunDir, attempt: int, rank: int, num_bytes: int = LAST_BYTES)
     return record
 
 
+def read_both_ends(run: RunDir, attempt: int, rank: int, num_bytes: int) -> RankRecord:
+    """What a rank writes once or rarely, at the beginning of its file, and its last events.
+
+    Takes the same time for a file of any size: of so many bytes, a quarter at the beginning.
+    """
+    path, first = run.events(attempt, rank), num_bytes // 4
+    early = read_events(path, first)
+    record = RankRecord(rank, (one for one in early if one["event"] not in ("step", "device")))
+    for event in read_last_events(path, num_bytes - first):
+        record.take(event)
+    if record.end is None:  # a long error may be in the way
+        record.end = run.end(attempt, rank)
+    return record
+
+
 def lead_rank(run: RunDir, attempt: int) -> int:
     """The rank that speaks for all: usually 0; in a node's part of a run, the first one."""
     return min(run.ranks(attempt), default=0)

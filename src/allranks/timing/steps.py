@@ -33,6 +33,7 @@ STEADY_STEPS, STEADY_CHANGE = 10, 0.05  # two blocks of them, and how far their 
 # turns at being late, and other work on a machine may slow one of them for a while.
 LEAST_LATE, SURE, SURE_BLOCKS = 0.01, 3.5, 10
 LEAST_STEPS = 5  # with fewer, one rank is late in most of them by chance
+ENOUGH_STEPS = 20  # steady ones: with fewer, nothing is said for certain of what limits a run
 LEAST_PART = 0.1  # of the time others wait for a slow rank: a part that explains as much is named
 LEAST_AFTER = 0.25  # of the exchange: how much later than all others a rank leaves it
 LEAST_SAME = 0.5  # of the steps: in these, all ranks wait longest in the same exchange
@@ -66,6 +67,7 @@ class Timing:
     counted: Counted = MEASURED  # how sure `samples` is
     late_seconds: float = 0.0  # how long the others wait for the slowest rank
     data_seconds: Mapping[int, float] = field(default_factory=dict)  # waiting for data, by rank
+    middle_rank: int | None = None  # the one whose parts these are
 
     @property
     def samples_per_second(self) -> float:
@@ -232,6 +234,7 @@ def timing_of(
             for at, rank in enumerate(sorted(steps))
             if split
         },
+        middle_rank=sorted(steps)[split.middle] if split else None,
     )
 
 
@@ -267,6 +270,7 @@ class Split:
     slowest_share: float  # of the steps in which it came last
     slowest_part: str | None
     late_seconds: float = 0.0  # how long the middle one of the others waits for it
+    middle: int = 0  # the one whose parts these are
 
 
 def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> Split:
@@ -301,14 +305,14 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
         "other": mine[OTHER],
     }
     if not is_met:
-        return Split(parts, None, 0.0, None)
+        return Split(parts, None, 0.0, None, middle=middle)
     least = LEAST_LATE * math.fsum(mine.values())
     late = [one[middle] - one[slowest] for one in waits]
     held = held_longest(rows, max(least, statistics.fmean(late))) if one_clock else None
     if held is not None:
-        return Split(parts, *held, "comm", max(0.0, statistics.fmean(late)))
+        return Split(parts, *held, "comm", max(0.0, statistics.fmean(late)), middle)
     if not is_longer(late, least):
-        return Split(parts, None, 0.0, None)
+        return Split(parts, None, 0.0, None, middle=middle)
     came_last = [min(ranks, key=lambda r: one[r]) for one in waits]
     part = max(excess, key=lambda phase: excess[phase])
     is_part = excess[part] >= LEAST_PART * statistics.fmean(late)
@@ -318,6 +322,7 @@ def split_waits(rows: Sequence[Sequence[Event]], *, one_clock: bool = False) -> 
         came_last.count(slowest) / len(rows),
         part if is_part else None,
         statistics.fmean(late),
+        middle,
     )
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
-from allranks.run.record import RankRecord
-from allranks.timing.steps import Timing
+from allranks.run.record import RankRecord, read_both_ends, read_ranks
+from allranks.show.numbers import count
+from allranks.timing.advice import facts_of, said_of
+from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure
+from allranks.timing.steps import (
+    ENOUGH_STEPS,
+    STOPPED_EARLY,
+    SURE,
+    TOO_FEW,
+    Timing,
+    event_bytes,
+    timing,
+    why_no_pace,
+)
 
 Limit = Literal[
     "compute",
@@ -22,6 +38,56 @@ Limit = Literal[
     "too-short",
     "unknown",
 ]
+LEAST_GAIN = 1.1  # what gains less is not worth a change
+MOST_BYTES = 4 << 20  # of events, of all ranks together: takes half a second
+LEAST_BYTES = 1 << 14  # of a rank
+TRACE_ERROR = 0.15  # of a share that a few traced steps show
+MOST_GAIN = 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """The values from which something is a limit. Shares are of the time."""
+
+    data: float = 1 - 1 / LEAST_GAIN
+    straggler: float = 1 - 1 / LEAST_GAIN
+    comm: float = 1 - 1 / LEAST_GAIN
+    launches: float = 1 - 1 / LEAST_GAIN
+    host: float = 1 - 1 / LEAST_GAIN
+    copies: float = 1 - 1 / LEAST_GAIN
+    pauses: float = 1 - 1 / LEAST_GAIN
+    least_ms: float = 0.0  # of a step: a smaller cost is not worth a change
+    least_seconds: float = 0.0  # of measured steps
+    least_steps: float = ENOUGH_STEPS
+    slowest: float = 0.6  # share of the steps in which the same rank comes last
+    utilization: float = 80.0  # percent, where there is no trace
+    temperature: float = 83.0  # degrees Celsius
+    clock: float = 0.9  # of the GPU's fastest
+    balance: float = 1.1  # a rank's samples over the mean
+    busy: float = 0.7  # of a CPU, by each loader worker
+    memory: float = 0.5  # of the GPU's memory
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Thresholds:
+        """The defaults, changed by `key=value` words. Raises AllranksError."""
+        known = {each.name for each in dataclasses.fields(cls)}
+        changed: dict[str, float] = {}
+        for word in words:
+            key, _, value = word.partition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                number = -1.0
+            if key not in known or not number >= 0:
+                raise AllranksError(
+                    f"{word} is not a threshold",
+                    fix=f"write KEY=NUMBER with one of {', '.join(sorted(known))}",
+                )
+            changed[key] = number
+        return cls(**changed)
+
+    def of(self, limit: str) -> float:
+        return float(getattr(self, "comm" if limit == "communication" else limit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +104,7 @@ class Verdict:
     line: str | None = None  # of the user's code, such as train.py:52
     shares: Mapping[str, float] = field(default_factory=dict)  # of all parts; they sum to 1
     cause: str | None = None  # under which the doctor publishes it; None for none
+    evidence: str = ""  # the numbers behind it
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,9 +141,140 @@ def judge(
     run: RunDir,
     measured: Timing | None = None,
     records: Mapping[int, RankRecord] | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Judgement:
     """What limited a run. Takes two seconds at most, however long the run.
 
     `measured`, `records`: if the caller has read them already.
     """
-    return Judgement(verdict=Verdict(limit="unknown", why="nothing was measured"))
+    try:
+        found = verdict_of(run, measured, records, thresholds or Thresholds())
+    except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
+        found = unknown("its event files are not what a rank writes")
+    return Judgement(verdict=found)
+
+
+def unknown(why: str) -> Verdict:
+    return Verdict(limit="unknown", why=why)
+
+
+def verdict_of(
+    run: RunDir,
+    measured: Timing | None,
+    records: Mapping[int, RankRecord] | None,
+    limits: Thresholds,
+) -> Verdict:
+    attempts = run.attempts()
+    if not attempts:
+        return unknown("it has not started yet")
+    if records is None:
+        records = read_within(run, attempts[-1])
+    if measured is None:
+        measured = timing(run, records=records)
+    if measured is None:
+        return not_measured(run, records)
+    is_one_clock = str(run.info().get("layout", "")).startswith("1x")
+    found = measure(records, measured, is_one_clock=is_one_clock)
+    if found is None:
+        return unknown("its steps do not say what they were spent on: the probe was off")
+    facts = facts_of(run, attempts[-1], records, found, limits)
+    limit = limit_of(found.shares, found, limits)
+    said = said_of(limit, facts)
+    verdict = Verdict(
+        limit=limit,
+        why=said.why,
+        share=round(found.shares[limit], 4),
+        rank=said.rank,
+        sure=is_sure(limit, found, limits) and facts.is_calm and said.is_sure,
+        next=said.next,
+        gain=gain_of(found.shares[limit]) if limit != "compute" else None,
+        line=said.line,
+        shares={part: round(share, 4) for part, share in found.shares.items()},
+        cause=said.cause,
+        evidence=said.evidence,
+    )
+    is_short = found.num_steps < limits.least_steps or measured.seconds < limits.least_seconds
+    return too_short(verdict, found) if is_short else verdict
+
+
+def read_within(run: RunDir, attempt: int) -> dict[int, RankRecord]:
+    """The records of all ranks; of long files the first and the last events."""
+    if event_bytes(run) <= MOST_BYTES:
+        return read_ranks(run, attempt)
+    ranks = run.ranks(attempt)
+    most = max(LEAST_BYTES, MOST_BYTES // len(ranks))
+    return {rank: read_both_ends(run, attempt, rank, most) for rank in ranks}
+
+
+def not_measured(run: RunDir, records: Mapping[int, RankRecord]) -> Verdict:
+    """Why a run has no verdict, though it has begun."""
+    ends = [record.end or {} for record in records.values()]
+    if any((end.get("error") or {}).get("own_ranks") for end in ends):
+        return unknown("the script started ranks itself, and only it knows what they train")
+    why = why_no_pace(run, None) or TOO_FEW
+    if why in (TOO_FEW, STOPPED_EARLY):
+        return Verdict(limit="too-short", why=why, cause="too-short-to-judge")
+    return unknown(why)
+
+
+def too_short(likely: Verdict, found: Measured) -> Verdict:
+    """What a run looks like so far, if it was not measured long enough to be sure."""
+    only = f"only {count(found.num_steps, 'steady step')}"
+    return dataclasses.replace(
+        likely,
+        limit="too-short",
+        why=f"{only}, and it takes {ENOUGH_STEPS} to judge; so far {likely.limit}: {likely.why}",
+        sure=False,
+        gain=None,
+        cause="too-short-to-judge",
+    )
+
+
+# --- Which part, and how sure --------------------------------------------------------------------
+
+
+def gain_of(share: float) -> float:
+    """At most so many times as fast without that share of the time."""
+    return round(min(MOST_GAIN, 1 / max(1e-9, 1 - share)), 3)
+
+
+def limit_of(shares: Shares, found: Measured, limits: Thresholds) -> Limit:
+    """The part whose removal gains most; compute if none gains enough."""
+    least = limits.least_ms / 1e3 / found.step_seconds
+    enough = [
+        part for part in LIMITS[1:] if shares[part] >= max(limits.of(part), least) and shares[part]
+    ]
+    best: Any = max(enough, key=lambda part: shares[part], default="compute")
+    return best  # type: ignore[no-any-return]
+
+
+def is_sure(limit: Limit, found: Measured, limits: Thresholds) -> bool:
+    """Whether no other part could be the limit, by how much the shares vary over the run."""
+    if limit in LOCAL and not found.has_trace:
+        return False
+    shares = found.shares
+    rivals = [part for part in LIMITS[1:] if part != limit]
+    if not found.has_trace:
+        # Anything may be hidden in the local work.
+        rivals = [part for part in rivals if part not in LOCAL]
+        hidden = math.fsum(shares[part] for part in LOCAL)
+        if shares[limit] <= hidden:
+            return False
+    borders = {part: limits.of(part) for part in LIMITS[1:]}
+    if limit == "compute":
+        return all(is_positive(found, {part: -1.0}, borders[part]) for part in rivals)
+    return is_positive(found, {limit: 1.0}, -borders[limit]) and all(
+        is_positive(found, {limit: 1.0, part: -1.0}) for part in rivals
+    )
+
+
+def is_positive(found: Measured, weights: Mapping[str, float], more: float = 0.0) -> bool:
+    """Whether a weighted sum of shares is positive, and not by chance."""
+
+    def total(shares: Shares) -> float:
+        return more + math.fsum(weight * shares[part] for part, weight in weights.items())
+
+    each = [total(shares) for shares in found.blocks]
+    error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf
+    by_trace = TRACE_ERROR * max((found.shares[one] for one in weights if one in LOCAL), default=0)
+    return total(found.shares) > SURE * error + by_trace

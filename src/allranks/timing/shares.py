@@ -1,0 +1,374 @@
+"""Where a run's time goes, from its first steady step to its last: shares that sum to 1.
+
+The steps say how long a rank waits for data and for other ranks. What it does between the steps, or
+in a few of them only, are pauses. The rest is local work, which a trace divides: the device's
+times are the trace's, the length of a step is that of the steps that were not traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.run.record import RankRecord
+from allranks.timing.steps import SURE_BLOCKS, Event, Timing, timing_of
+from allranks.timing.timeline import DATA, FORWARD, OTHER, PHASES, WAIT
+
+Shares = dict[str, float]
+
+LIMITS = ("compute", "launches", "host", "copies", "data", "communication", "straggler", "pauses")
+LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divide
+FAR = 0.3  # of a usual step: by how much a step's `other` exceeds the usual one in a pause
+FEW = 0.25  # of the steps: what happens more often is part of the steps
+# Traced steps may take so many times as long as others, besides what the trace has cost.
+LIKE_OTHERS = (0.75, 1.33)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What traces of one rank show. Seconds of the average traced step."""
+
+    device: str
+    parts: Mapping[str, float]  # of LOCAL
+    lines: tuple[tuple[str, float], ...] = ()  # of the user's code, with the host's time in them
+    copied: float = 0.0  # bytes
+    pageable: float = 0.0
+    kernels: float = 0.0
+    is_alike: bool = True  # whether the traced steps are like the others
+
+    @property
+    def line(self) -> str | None:
+        """The line that takes most of the host's time."""
+        return self.lines[0][0] if self.lines else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The shares of a run's time, and how much they vary over blocks of its steps."""
+
+    timing: Timing  # of the steps without their pauses
+    num_steps: int
+    shares: Shares
+    blocks: tuple[Shares, ...]
+    traced: Mapping[int, Traced]  # by rank; without those that have no trace
+    evaluation: float = 0.0  # share of the time: how much of the pauses that is
+    problem: str | None = None  # why there is no trace
+    is_gpu: bool = False
+    utilization: float | None = None  # of the GPUs, by NVML, where there is no trace
+    burst: float = 0.0  # of the time for data: how much of it falls into a few steps
+
+    @property
+    def typical(self) -> Traced | None:
+        """The trace that divides the local work: of the rank whose parts these are, or another."""
+        rank = trace_of(self.timing, self.traced)
+        return None if rank is None else self.traced[rank]
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether there is one that the other steps do not contradict."""
+        return self.typical is not None and self.typical.is_alike
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the average step, with its part of the pauses."""
+        return self.timing.step_seconds / (1 - self.shares["pauses"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The steps of all ranks without their pauses, and the pauses, by step."""
+
+    steps: Mapping[int, Mapping[int, Event]]
+    pauses: Mapping[int, float]  # seconds that all ranks lose before or in a step
+    first: int
+    is_one_clock: bool
+
+    def timing(self, numbers: Sequence[int], *, steady: bool = True) -> Timing | None:
+        of = {rank: {n: own[n] for n in numbers} for rank, own in self.steps.items()}
+        window = {"first": numbers[0], "steady": steady}
+        return timing_of(of, window, one_clock=self.is_one_clock)
+
+
+def measure(
+    records: Mapping[int, RankRecord], window: Timing, *, is_one_clock: bool
+) -> Measured | None:
+    """The shares of the window's time; None where the steps have no phases.
+
+    `records`: all ranks, or the last steps of each, with their traces.
+    """
+    steps = {rank: record.timed_steps for rank, record in records.items()}
+    common = set.intersection(*(set(own) for own in steps.values()))
+    numbers = sorted(n for n in common if window.first_step <= n <= window.last_step)
+    rows = [[own[n] for own in steps.values()] for n in numbers]
+    if len(rows) < 2 or any(phase not in one for row in rows for one in row for phase in PHASES):
+        return None
+    cleaned = without_pauses(steps, numbers, is_one_clock=is_one_clock)
+    timing = cleaned.timing(numbers, steady=window.steady)
+    if timing is None or timing.parts is None:
+        return None
+    lead = min(records)
+    between = time_between(records[lead], numbers)
+    is_gpu = any(one.mean("utilization", of=one.devices) is not None for one in records.values())
+    traced = {
+        rank: found
+        for rank, record in records.items()
+        if (found := traced_of(record, cleaned.steps[rank])) is not None
+    }
+    is_gpu = is_gpu or any(one.device == "cuda" for one in traced.values())
+    utilization = None if traced or not is_gpu else mean_utilization(records)
+    division = divided(timing, traced, utilization)
+    ends = [len(numbers) * n // SURE_BLOCKS for n in range(SURE_BLOCKS + 1)]
+    blocks = [numbers[a:b] for a, b in itertools.pairwise(ends) if b > a]
+    shares = shares_of(cleaned, numbers, division, between)
+    evaluation = math.fsum(steps[lead][n].get("evaluation", 0.0) for n in numbers) / len(numbers)
+    return Measured(
+        timing=timing,
+        num_steps=len(numbers),
+        shares=shares,
+        blocks=tuple(shares_of(cleaned, block, division, between) for block in blocks),
+        traced=traced,
+        evaluation=evaluation * (1 - shares["pauses"]) / timing.step_seconds,
+        problem=next((why for one in records.values() if (why := problem_of(one))), None),
+        is_gpu=is_gpu,
+        utilization=utilization,
+        burst=burst_of([own[n][DATA] for own in cleaned.steps.values() for n in numbers]),
+    )
+
+
+def shares_of(
+    cleaned: _Steps, numbers: Sequence[int], division: Shares | None, between: float
+) -> Shares:
+    """The shares of these steps' time."""
+    timing = cleaned.timing(numbers)
+    if timing is None or timing.parts is None:  # a block of one step
+        own = cleaned.steps[min(cleaned.steps)][numbers[0]]
+        parts = {"compute": own["seconds"] - own[DATA] - own[WAIT], "comm": own[WAIT]}
+        parts |= {"data": own[DATA], "straggler": 0.0, "other": 0.0}
+    else:
+        parts = timing.parts
+    local = parts["compute"] + parts["other"]
+    pauses = statistics.fmean(cleaned.pauses[n] for n in numbers) + between
+    seconds = {
+        **{part: local * (division or {}).get(part, 0.0) for part in LOCAL},
+        "data": parts["data"],
+        "communication": parts["comm"],
+        "straggler": parts["straggler"],
+        "pauses": pauses,
+    }
+    if division is None:  # what is outside the passes is all that is known
+        seconds |= {"compute": parts["compute"], "host": parts["other"]}
+    seconds = {part: max(0.0, took) for part, took in seconds.items()}
+    total = math.fsum(seconds.values())
+    return {part: took / total if total else 0.0 for part, took in seconds.items()}
+
+
+# --- Pauses --------------------------------------------------------------------------------------
+
+
+def without_pauses(
+    steps: Mapping[int, Mapping[int, Event]], numbers: Sequence[int], *, is_one_clock: bool
+) -> _Steps:
+    """The steps as they would be without pauses: the others wait for a rank that makes one."""
+    usual = statistics.median(own[n]["seconds"] for own in steps.values() for n in numbers)
+    # A script without a loader has no mark between a pause and its forward pass.
+    has_data = any(own[n][DATA] for own in steps.values() for n in numbers)
+    phases = (OTHER,) if has_data else (OTHER, FORWARD)
+    excess = {
+        rank: {phase: far_above([own[n][phase] for n in numbers], usual) for phase in phases}
+        for rank, own in steps.items()
+    }
+    waits = {rank: statistics.median(own[n][WAIT] for n in numbers) for rank, own in steps.items()}
+    cleaned: dict[int, dict[int, Event]] = {rank: {} for rank in steps}
+    pauses: dict[int, float] = {}
+    for at, n in enumerate(numbers):
+        more = {rank: {p: excess[rank][p][at] for p in phases} for rank in steps}
+        own = {
+            rank: steps[rank][n].get("evaluation", 0.0) + math.fsum(more[rank].values())
+            for rank in steps
+        }
+        pauses[n] = max(own.values())
+        for rank, of_rank in steps.items():
+            event = of_rank[n]
+            waited = min(max(0.0, event[WAIT] - waits[rank]), pauses[n] - own[rank])
+            is_same = not waited and not any(more[rank].values())
+            cleaned[rank][n] = event if is_same else shortened(event, more[rank], waited)
+    return _Steps(cleaned, pauses, numbers[0], is_one_clock)
+
+
+def far_above(seconds: Sequence[float], step: float) -> list[float]:
+    """By how much each exceeds the usual where that is far, and rare; elsewhere 0."""
+    usual = statistics.median(seconds)
+    found = [took - usual if took - usual > FAR * step else 0.0 for took in seconds]
+    is_rare = sum(map(bool, found)) <= FEW * len(found)
+    return found if is_rare else [0.0] * len(found)
+
+
+def shortened(event: Event, more: Mapping[str, float], waited: float) -> Event:
+    """A step without so many seconds of these phases and of its longest wait."""
+    new = {**event, WAIT: event[WAIT] - waited}
+    for phase, took in more.items():
+        new[phase] = event[phase] - took
+    new["seconds"] = event["seconds"] - waited - math.fsum(more.values())
+    if waits := list(event.get("waits", ())):
+        longest = max(range(len(waits)), key=waits.__getitem__)
+        waits[longest] = max(0.0, waits[longest] - waited)
+        new["waits"] = waits
+    return new
+
+
+def time_between(record: RankRecord, numbers: Sequence[int]) -> float:
+    """Seconds before the average step that belong neither to it nor to an evaluation: saves.
+
+    Positive and negative differences add up: a host may be ahead of its device.
+    """
+    by_number = {event["step"]: event for event in record.steps if not event.get("traced")}
+    gaps = [
+        by_number[n]["t"]
+        - by_number[n - 1]["t"]
+        - by_number[n]["seconds"]
+        - by_number[n].get("evaluation", 0.0)
+        for n in numbers
+        if n - 1 in by_number
+    ]
+    return max(0.0, statistics.fmean(gaps)) if gaps else 0.0
+
+
+def burst_of(seconds: Sequence[float]) -> float:
+    """How much of a phase's time falls into few steps, as where workers start anew."""
+    total = math.fsum(seconds)
+    most = sorted(seconds, reverse=True)[: max(1, len(seconds) // 20)]
+    return math.fsum(most) / total if total else 0.0
+
+
+# --- Local work ----------------------------------------------------------------------------------
+
+
+def traced_of(record: RankRecord, steps: Mapping[int, Event]) -> Traced | None:
+    """What the traces of a rank show; those of the steps in question, or the last one."""
+    known = [one for one in record.others["trace"] if "compute" in one and "first" in one]
+    within = [one for one in known if one["first"] >= min(steps)] or known[-1:]
+    if not within:
+        return None
+    numbers = {n for one in within for n in traced_steps(one)}
+    weights = [len(traced_steps(one)) for one in within]
+
+    def mean(name: str) -> float:
+        total = math.fsum(w * one.get(name, 0.0) for w, one in zip(weights, within, strict=True))
+        return float(total / sum(weights))
+
+    own = [event for event in record.steps if event["step"] in numbers and OTHER in event]
+    usual = statistics.median(event["seconds"] for event in steps.values())
+    others = [event[OTHER] for event in steps.values()]
+    # A pause in a traced step is no work of every step.
+    far = [max(0.0, event[OTHER] - statistics.median(others)) for event in own]
+    pauses = [took if took > FAR * usual else 0.0 for took in far]
+    parts = {part: mean(part) for part in LOCAL}
+    if own and math.fsum(pauses):
+        parts["host"] = max(0.0, parts["host"] - statistics.fmean(pauses))
+    lines: dict[str, float] = {}
+    for one in within:
+        for line, took in one.get("lines", ()):
+            lines[line] = lines.get(line, 0.0) + took / len(within)
+    return Traced(
+        device=str(within[-1].get("device", "")),
+        parts=parts,
+        lines=tuple(sorted(lines.items(), key=lambda each: -each[1])),
+        copied=mean("copied"),
+        pageable=mean("pageable"),
+        kernels=mean("kernels"),
+        is_alike=are_alike(own, steps, pauses, within),
+    )
+
+
+def traced_steps(trace: Mapping[str, Any]) -> range:
+    return range(trace["first"], trace.get("last", trace["first"]) + 1)
+
+
+def are_alike(
+    traced: Sequence[Event],
+    others: Mapping[int, Event],
+    pauses: Sequence[float],
+    traces: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Whether traced steps took as long as the others, and what the traces have cost."""
+    if not traced:
+        return True
+    longer = [local_seconds(event) - more for event, more in zip(traced, pauses, strict=True)]
+    usual = statistics.median(local_seconds(event) for event in others.values())
+    least, most = LIKE_OTHERS
+    cost = math.fsum(one.get("cost", 0.0) for one in traces) / len(traced)
+    took = statistics.fmean(longer)
+    return least * usual <= took <= most * usual + cost
+
+
+def local_seconds(event: Event) -> float:
+    """A step without its waiting."""
+    return float(event["seconds"] - event[DATA] - event[WAIT])
+
+
+def problem_of(record: RankRecord) -> str | None:
+    """Why a rank has no trace."""
+    said = [one["problem"] for one in record.others["trace"] if "problem" in one]
+    return said[-1] if said else None
+
+
+def mean_utilization(records: Mapping[int, RankRecord]) -> float | None:
+    """Of all GPUs, 0 to 1."""
+    means = [one.mean("utilization", of=one.devices) for one in records.values()]
+    known = [mean for mean in means if mean is not None]
+    return statistics.fmean(known) / 100 if known else None
+
+
+def divided(
+    timing: Timing, traced: Mapping[int, Traced], utilization: float | None
+) -> Shares | None:
+    """How local work divides: shares of it that sum to 1; None where nothing shows it."""
+    parts = timing.parts or {}
+    local = parts["compute"] + parts["other"]
+    if not local:
+        return None
+    rank = trace_of(timing, traced)
+    if rank is not None:
+        seconds = of_local(local, traced[rank])
+    elif utilization is not None:
+        idle = min(local, max(0.0, timing.step_seconds * (1 - utilization) - waiting(parts)))
+        kind = "host" if parts["other"] > idle / 2 else "launches"
+        seconds = {"compute": local - idle, kind: idle}
+    else:
+        return None
+    return {part: seconds.get(part, 0.0) / local for part in LOCAL}
+
+
+def trace_of(timing: Timing, traced: Mapping[int, Traced]) -> int | None:
+    """The rank whose trace divides the local work."""
+    return timing.middle_rank if timing.middle_rank in traced else min(traced, default=None)
+
+
+def waiting(parts: Mapping[str, float]) -> float:
+    return parts["data"] + parts["comm"] + parts["straggler"]
+
+
+def of_local(local: float, traced: Traced) -> Shares:
+    """So many seconds of local work by what a trace shows; tracing slows the host, not a GPU."""
+    own = traced.parts
+    if traced.device != "cuda":
+        host = min(local, own["host"])
+        return {"compute": local - host, "host": host}
+    working = own["compute"] + own["copies"]
+    scale = min(1.0, local / working) if working else 1.0
+    idle = max(0.0, local - working)
+    asked = own["host"] + own["launches"]
+    if asked <= idle:
+        host = idle * own["host"] / asked if asked else idle
+    else:  # tracing makes launches longer, and little else
+        host = min(idle, own["host"])
+    return {
+        "compute": own["compute"] * scale,
+        "copies": own["copies"] * scale,
+        "host": host,
+        "launches": idle - host,
+    }

@@ -1,0 +1,181 @@
+"""What limited a run, from folders with one planted limit each."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.verdict_runs import HEALTHY, Event, cpu_trace, gpu_trace, planted
+
+from allranks.run.folder import RunDir
+from allranks.timing.verdict import Verdict, judge
+
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 4])
+
+
+def verdict_of(run: RunDir, **more: Any) -> Verdict:
+    found = judge(run, **more).verdict
+    if found.shares:
+        assert sum(found.shares.values()) == pytest.approx(1, abs=1e-3)
+    return found
+
+
+def traces(ranks: int, **more: Any) -> dict[int, Event]:
+    return {rank: cpu_trace(**more) for rank in range(ranks)}
+
+
+@RANKS
+def test_a_healthy_run_computes(tmp_path: Path, ranks: int) -> None:
+    found = verdict_of(planted(tmp_path, *[HEALTHY] * ranks, comm=1.0, traces=traces(ranks)))
+    assert (found.limit, found.sure, found.gain, found.cause) == ("compute", True, None, None)
+    assert found.share and found.share > 0.9
+
+
+@RANKS
+def test_slow_data(tmp_path: Path, ranks: int) -> None:
+    slow = {**HEALTHY, "data": 300.0}
+    run = planted(tmp_path, *[slow] * ranks, comm=1.0, traces=traces(ranks))
+    found = verdict_of(run)
+    assert (found.limit, found.sure, found.rank) == ("data", True, None)
+    assert found.share == pytest.approx(0.75, abs=0.02)
+    assert found.gain == pytest.approx(4, abs=0.2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_rank_s_slow_data(tmp_path: Path, ranks: int) -> None:
+    each = [HEALTHY] * (ranks - 1) + [{**HEALTHY, "data": 300.0}]
+    run = planted(tmp_path, *each, comm=1.0, traces=traces(ranks))
+    found = verdict_of(run)
+    assert (found.limit, found.sure, found.rank) == ("data", True, ranks - 1)
+    assert f"rank {ranks - 1} waits for its loader 75% of the time" in found.why
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_communication_after_the_last_rank_has_come(tmp_path: Path, ranks: int) -> None:
+    run = planted(tmp_path, *[HEALTHY] * ranks, comm=50.0, traces=traces(ranks))
+    found = verdict_of(run)
+    assert (found.limit, found.sure, found.cause) == ("communication", True, "communication-bound")
+    assert found.gain == pytest.approx(1.5, abs=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_the_others_wait_for(tmp_path: Path, ranks: int) -> None:
+    each = [HEALTHY] * (ranks - 1) + [{**HEALTHY, "forward": 130.0}]
+    lines = [["train.py:7", 0.1]]
+    shown = traces(ranks) | {ranks - 1: cpu_trace(host=100.0, local=198.8, lines=lines)}
+    found = verdict_of(planted(tmp_path, *each, comm=1.0, traces=shown))
+    assert (found.limit, found.sure, found.rank) == ("straggler", True, ranks - 1)
+    assert found.share == pytest.approx(0.5, abs=0.02) and found.line == "train.py:7"
+
+
+@RANKS
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+def test_pauses(tmp_path: Path, ranks: int, who: str) -> None:
+    """Evaluations, and saves that the script makes in a few of its steps."""
+
+    def each(rank: int, number: int, step: Event) -> Event:
+        if number % 10 or (who == "rank 0" and rank):
+            return step
+        return {**step, "evaluation": 0.5, "other": step["other"] + 0.3}
+
+    run = planted(tmp_path, *[HEALTHY] * ranks, comm=1.0, traces=traces(ranks), each=each)
+    found = verdict_of(run)
+    assert (found.limit, found.sure) == ("pauses", True)
+    assert found.share == pytest.approx(0.08 / 0.18, abs=0.03)
+
+
+def test_time_between_steps_is_a_pause(tmp_path: Path) -> None:
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "between": 0.5 * (number % 10 == 0)}
+
+    found = verdict_of(planted(tmp_path, HEALTHY, traces=traces(1), each=each))
+    assert found.limit == "pauses" and found.share == pytest.approx(0.05 / 0.15, abs=0.03)
+
+
+@RANKS
+@pytest.mark.parametrize("where", ["forward", "other"])
+def test_python_outside_torch(tmp_path: Path, ranks: int, where: str) -> None:
+    busy = {**HEALTHY, where: HEALTHY[where] + 30.0}
+    shown = traces(ranks, host=30.5, local=128.8, lines=[["train.py:52", 0.03]])
+    found = verdict_of(planted(tmp_path, *[busy] * ranks, comm=1.0, traces=shown))
+    assert (found.limit, found.sure, found.line) == ("host", True, "train.py:52")
+    assert found.share == pytest.approx(30.5 / 129, abs=0.02)
+
+
+def test_without_a_trace_nothing_local_is_sure(tmp_path: Path) -> None:
+    found = verdict_of(planted(tmp_path, HEALTHY))
+    assert (found.limit, found.sure) == ("compute", False)
+    # More could be hidden in what is called forward than is lost to the loader.
+    found = verdict_of(planted(tmp_path, {**HEALTHY, "data": 30.0}, number=1))
+    assert (found.limit, found.sure) == ("data", False)
+    found = verdict_of(planted(tmp_path, {**HEALTHY, "data": 130.0}, number=2))
+    assert (found.limit, found.sure) == ("data", True)
+
+
+@RANKS
+@pytest.mark.parametrize(
+    ("limit", "trace"),
+    [
+        ("launches", gpu_trace(20.0, launches=140.0)),  # tracing makes launches longer
+        ("host", gpu_trace(20.0, launches=5.0, host=73.0, lines=[["train.py:9", 0.07]])),
+        ("copies", gpu_trace(30.0, copies=68.0, copied=4e8, pageable=4e8)),
+        ("compute", gpu_trace(97.0, launches=1.0)),
+    ],
+)
+def test_the_device_s_own_truth(tmp_path: Path, ranks: int, limit: str, trace: Event) -> None:
+    shown = dict.fromkeys(range(ranks), trace)
+    found = verdict_of(planted(tmp_path, *[HEALTHY] * ranks, comm=1.0, traces=shown))
+    assert (found.limit, found.sure) == (limit, True)
+    assert found.line == ("train.py:9" if limit == "host" else None)
+    assert limit != "copies" or "pin_memory=True" in (found.next or "")
+
+
+def test_traced_steps_that_differ_from_the_others_make_nothing_sure(tmp_path: Path) -> None:
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "forward": step["forward"] * (4 if 30 <= number < 34 else 1)}
+
+    shown = {0: gpu_trace(60.0, host=130.0)}
+    found = verdict_of(planted(tmp_path, HEALTHY, traces=shown, each=each))
+    assert (found.limit, found.sure) == ("host", False)
+
+
+def test_a_gpu_without_a_trace_is_judged_by_nvml_and_never_surely(tmp_path: Path) -> None:
+    def idle(rank: int) -> list[Event]:
+        use = {"event": "device", "utilization": 40.0, "memory_peak": 8e9, "memory_total": 80e9}
+        return [use] * 5 + [{"event": "trace", "problem": "the driver does not allow it"}]
+
+    found = verdict_of(planted(tmp_path, HEALTHY, events=idle))
+    assert (found.limit, found.sure, found.cause) == ("launches", False, "small-batch")
+    assert found.share == pytest.approx(0.6, abs=0.02) and "the driver" in found.why
+
+
+def test_a_short_run_says_what_it_looks_like(tmp_path: Path) -> None:
+    found = verdict_of(planted(tmp_path, {**HEALTHY, "data": 300.0}, steps=15))
+    assert (found.limit, found.sure, found.gain) == ("too-short", False, None)
+    assert "it waits for its loader" in found.why
+    found = verdict_of(planted(tmp_path, HEALTHY, steps=1, number=1))
+    assert found.limit == "too-short" and "too few steps" in found.why
+    found = verdict_of(planted(tmp_path, HEALTHY, steps=0, number=2))
+    assert found.limit == "unknown" and "no optimizer step" in found.why
+    assert verdict_of(RunDir(tmp_path / "none")).limit == "unknown"
+
+
+def test_a_mixture_is_not_surely_one_thing(tmp_path: Path) -> None:
+    """Data and host take about the same, and vary."""
+    chance = random.Random(0)
+
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "data": chance.uniform(0.0, 0.064)}
+
+    both = {**HEALTHY, "other": 30.0}
+    shown = {0: cpu_trace(host=30.0, local=128.0)}
+    found = verdict_of(planted(tmp_path, both, traces=shown, each=each))
+    assert found.limit in ("data", "host") and not found.sure
+
+
+def test_more_threads_than_cpus_make_nothing_sure(tmp_path: Path) -> None:
+    run = planted(tmp_path, *[HEALTHY] * 4, comm=50.0, traces=traces(4), start={"threads": 4})
+    found = verdict_of(run)
+    assert (found.limit, found.sure) == ("communication", False)
