@@ -13,7 +13,7 @@ import pytest
 from tests.scripts import run
 
 from allranks.run.record import samples_per_epoch
-from allranks.timing.remarks import result
+from allranks.timing.result import result
 
 pytestmark = pytest.mark.ranks
 

@@ -21,7 +21,7 @@ from allranks.run.record import (
     steps_in_all,
 )
 from allranks.run.run_state import Queue, describe
-from allranks.timing.remarks import result
+from allranks.timing.result import result
 from allranks.watch.reader import RunReader
 
 BEGIN = 1e9

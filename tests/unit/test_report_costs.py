@@ -9,10 +9,11 @@ import pytest
 
 from allranks.machine.prices import parse_price
 from allranks.report.build import build
-from allranks.report.costs import Row, Targets, groups, headline, recommended, rows_of, verdict
+from allranks.report.costs import Row, Targets, groups, recommended, rows_of, verdict
 from allranks.report.facts import RunFacts
 from allranks.timing.comparison import mode_of
 from allranks.timing.steps import Timing
+from allranks.timing.verdict import Judgement, Verdict
 
 WORK = 360_000  # samples: an hour at 100 a second
 
@@ -243,14 +244,20 @@ def test_without_a_price_the_cheapest_has_the_fewest_hours() -> None:
 
 def test_one_layout_alone_is_not_recommended() -> None:
     assert set(recommended(rows_of([run("1x1", 100)]), Targets()).values()) == {None}
-    assert headline(rows_of([run("1x1", 100)])) is None
 
 
-def test_the_headline_names_the_largest_loss() -> None:
-    text = headline(rows_of([run("1x1", 100), run("1x4", 300)]))
-    assert text == (
-        "1x4 is 3.00x as fast as 1x1, at 75.0% efficiency; 15.0% of its step is communication."
+def test_the_headline_names_the_limit_of_the_fastest_layout() -> None:
+    said = {}
+    for limit, runs in {"compute": [run("1x1", 100)], "data": [run("1x4", 300)]}.items():
+        verdict = Verdict(limit=limit, why="so it was seen", sure=True)  # type: ignore[arg-type]
+        said[limit] = [replace(one, judgement=Judgement(verdict=verdict)) for one in runs]
+    (alone,) = build(said["compute"], created=0.0)["sections"]
+    assert alone["headline"] == "1x1 is limited by compute: so it was seen (sure)."
+    (both,) = build([*said["compute"], *said["data"]], created=0.0)["sections"]
+    assert both["headline"] == (
+        "1x4 is 3.00x as fast as 1x1, at 75.0% efficiency; limited by data: so it was seen (sure)."
     )
+    assert [row["limit"] for row in both["rows"]] == ["compute", "data"]
 
 
 def test_an_efficiency_beyond_belief_is_questioned() -> None:

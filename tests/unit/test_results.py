@@ -13,7 +13,7 @@ from allranks.run.events import append_event
 from allranks.run.failures import failure
 from allranks.run.folder import RunDir
 from allranks.run.record import outcome, samples_per_epoch, steps_by_rank
-from allranks.timing.remarks import result
+from allranks.timing.result import result
 from allranks.timing.steps import timing
 
 START = {

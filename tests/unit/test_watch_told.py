@@ -18,6 +18,7 @@ from allranks.run.run_state import Queue, QueuedJob
 from allranks.slurm import commands as slurm
 from allranks.slurm.reasons import waiting_reason
 from allranks.timing.remarks import SPEEDUP, Remark
+from allranks.timing.verdict import Judgement, Verdict, Warning
 from allranks.watch import sampler
 from allranks.watch.cells import DEFAULT_MARKS, plain_line
 from allranks.watch.job_screen import (
@@ -38,6 +39,7 @@ from allranks.watch.status import (
     commands,
     gather,
     job_setting,
+    limit_lines,
     next_lines,
     next_steps,
     place_of,
@@ -46,7 +48,7 @@ from allranks.watch.status import (
     shown_override,
     status_page,
 )
-from allranks.watch.views import Parts, RankView, RunView
+from allranks.watch.views import RankView, RunView
 
 GOLDEN = Path(__file__).with_name("golden") / "status.md"
 BEGIN = 1_794_750_000.0
@@ -226,13 +228,20 @@ def test_a_slurm_that_does_not_answer_is_one_sentence_of_the_page(
     assert lines[0].startswith("This machine (") and len(lines) == 2
 
 
-def test_next_steps_of_a_run_that_waits_for_its_data(tmp_path: Path) -> None:
-    seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.2, "other": 0.0}
-    parts = Parts(seconds=seconds, steps=16, slowest_rank=3, slowest_share=1.0, slowest_part="data")
-    run = view("running", world_size=4, step=5)
-    steps = next_steps(RunStatus(view=run, parts=parts))
-    assert "50% of its step time on data" in steps[0] and "bench data" in steps[0]
-    assert "25% of its step time waiting for rank 3" in steps[1] and "--layout 1x1" in steps[2]
+def test_the_page_says_what_limits_a_run_and_what_to_type() -> None:
+    verdict = Verdict(limit="data", why="rank 1 waits", sure=True, next="num_workers=4", gain=3.84)
+    found = Judgement(
+        verdict=verdict, warnings=(Warning(kind="memory", text="it grows", line="a.py:5"),)
+    )
+    run = RunStatus(view=view("running", world_size=4, step=5, judgement=found))
+    assert limit_lines([run]) == [
+        f"- {run.view.run}",
+        "  - limited by data: rank 1 waits (sure)",
+        "  - next `num_workers=4` (up to 3.8x)",
+        "  - warning it grows (a.py:5)",
+    ]
+    assert run.view.as_json()["verdict"]["gain"] == 3.84
+    assert "--layout 1x1" in next_steps(run)[0]
 
 
 def test_only_runs_that_can_be_compared_are_to_be_compared() -> None:
@@ -247,12 +256,6 @@ def test_only_runs_that_can_be_compared_are_to_be_compared() -> None:
     report = "- Compare the finished runs: `allranks report one two`."
     assert next_lines([one, two, alone, other]) == [doctor, report]
     assert "Compare" not in next_lines([one])[0]
-
-
-def test_ranks_that_take_turns_are_not_called_by_a_number() -> None:
-    seconds = {"compute": 0.1, "comm": 0.0, "straggler": 0.1, "data": 0.0, "other": 0.0}
-    steps = next_steps(RunStatus(view=view("finished"), parts=Parts(seconds=seconds, steps=32)))
-    assert "50% of its step time waiting for slower ranks" in steps[0] and "None" not in steps[0]
 
 
 def test_commands_say_where_the_runs_are() -> None:

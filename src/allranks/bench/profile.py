@@ -25,6 +25,8 @@ from allranks.run.folder import RunDir, write_atomically
 from allranks.show import tables
 from allranks.show.numbers import NOTHING, count, duration, number, percent, size
 from allranks.show.tables import Table, show_table
+from allranks.timing.result import LIMITED, judged, sentences
+from allranks.timing.verdict import judge
 
 MAX_ROWS, MAX_GAPS = 10, 5  # of a table
 TERMINAL_ROWS = 6  # of a table in the terminal; profile.md has all
@@ -77,7 +79,10 @@ def summarise(run: RunDir) -> Fields | None:
         if trace is not None:
             file = {"trace": str(path), "trace_bytes": path.stat().st_size}
             ranks.append({**rank_summary(trace), **file})
-    return {"v": 1, "run": run.name, "attempt": attempt, **together(ranks)} if ranks else None
+    if not ranks:
+        return None
+    limits = sentences(judged(judge(run)), LIMITED)
+    return {"v": 1, "run": run.name, "attempt": attempt, **together(ranks, limits)}
 
 
 # --- One rank -----------------------------------------------------------------------------------
@@ -224,8 +229,8 @@ def of_one_step(
 # --- All ranks ----------------------------------------------------------------------------------
 
 
-def together(ranks: Sequence[Found]) -> Fields:
-    """The ranks side by side, and the averages over all of them."""
+def together(ranks: Sequence[Found], limits: Sequence[str] = ()) -> Fields:
+    """The ranks side by side, and the averages over all of them. `limits`: what limits the run."""
     own = (*TABLES, "collectives_of_a_step")
     means = {table: mean_rows(ranks, table) for table in TABLES}
     return {
@@ -236,7 +241,7 @@ def together(ranks: Sequence[Found]) -> Fields:
         "gaps": means["gaps"][:MAX_GAPS],
         "collectives_of_a_step": ranks[0]["collectives_of_a_step"],
         "differences": differences(ranks),
-        "verdict": verdict(ranks),
+        "verdict": "; ".join([*limits, hidden_words(ranks)]),
     }
 
 
@@ -267,20 +272,12 @@ def differences(ranks: Sequence[Found]) -> list[Fields]:
     return found
 
 
-def verdict(ranks: Sequence[Found]) -> str:
-    """Where a step's time goes, in a sentence."""
-    step = mean_of(ranks, "step_seconds")
-    parts = {
-        "computing": mean_of(ranks, "compute_seconds") / step,
-        "exchanging data while nothing is computed": mean_of(ranks, "exposed_seconds") / step,
-        "idle": mean_of(ranks, "idle_seconds") / step,
-    }
-    shares = [f"{percent(share, 0)} {name}" for name, share in parts.items() if share >= 0.005]
+def hidden_words(ranks: Sequence[Found]) -> str:
+    """How much of the communication costs no time."""
     hidden = [rank["hidden_share"] for rank in ranks if rank["hidden_share"] is not None]
-    ending = "nothing is exchanged"
-    if hidden:
-        ending = f"{percent(statistics.fmean(hidden), 0)} of the communication is hidden"
-    return f"of a step, {', '.join(shares)}; {ending}"
+    if not hidden:
+        return "nothing is exchanged"
+    return f"{percent(statistics.fmean(hidden), 0)} of the communication is hidden"
 
 
 def mean_of(ranks: Sequence[Found], key: str) -> float:

@@ -19,7 +19,7 @@ from allranks.launch.prepare import Prepared
 from allranks.layout import Layout
 from allranks.machine.prices import Price, find_price
 from allranks.run.record import RankRecord, read_ranks, samples_per_epoch
-from allranks.show.numbers import between, count, dollars, duration, number, percent, ratio
+from allranks.show.numbers import NOTHING, between, count, dollars, duration, number, percent, ratio
 from allranks.show.tables import Table, show_table
 from allranks.timing.comparison import (
     CPU,
@@ -35,9 +35,12 @@ from allranks.timing.comparison import (
     worst_doubt,
 )
 from allranks.timing.remarks import Remark, on_comparison, remarks
+from allranks.timing.result import LIMITED, NEXT, judged, sentences
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
+from allranks.timing.verdict import Judgement, judge
 
 ENDLESS_STEPS = 10_000_000  # the probe ends the run long before that
+SCALES = 0.95  # efficiency
 NO_PACE = ("no optimizer step", "too few steps", "no samples")  # of a run that did not fail
 
 
@@ -167,6 +170,7 @@ class Repeat:
     problem: str | None = None
     samples_per_epoch: int | None = None
     remarks: Sequence[Remark] = ()
+    judgement: Judgement | None = None
     state: str = "finished"
     device: str = ""  # unknown for a run that never began
     device_memory: int | None = None
@@ -196,6 +200,7 @@ def repeat_of(ended: Ended) -> Repeat:
         problem=ended.problem(measured),
         samples_per_epoch=samples_per_epoch(run),
         remarks=remarks(run, measured, records),
+        judgement=judge(run, measured, records),
         state=run.state(),
         device=device,
         device_memory=gpu_memory(info).get(device),
@@ -246,15 +251,17 @@ def as_json(
     usual = next((one.device for one in repeats if one.device), CPU)
     repeats = [one if one.device else replace(one, device=usual) for one in repeats]
     rows = compare(repeats)
-    judged = most_measured(rows)
-    fit, no_fit = law_of(judged)
+    compared = most_measured(rows)
+    fit, no_fit = law_of(compared)
     return {
-        "mode": mode_of(judged),
+        "mode": mode_of(compared),
         "rows": [row_object(row, repeats, added, price_of) for row in rows],
-        "fit": fit and {"predicted": True, **asdict(fit), "prediction": beyond(fit, judged)},
+        "fit": fit and {"predicted": True, **asdict(fit), "prediction": beyond(fit, compared)},
         "fit_problem": no_fit,
         **(more or {}),
-        "verdict": verdict(judged, fit, problems_of(repeats)),
+        "verdict": verdict(
+            compared, fit, problems_of(repeats), {one.run: judged(one.judgement) for one in repeats}
+        ),
     }
 
 
@@ -275,6 +282,7 @@ def row_object(
     price_of: Callable[[str, int | None], float | None],
 ) -> dict[str, Any]:
     own = [one for one in repeats if (one.layout, one.device) == (row.layout, row.device)]
+    typical = next((one.judgement for one in own if one.run == row.typical), None)
     hours, price = hours_per_epoch(row, own), price_of(row.device, own[0].device_memory)
     return {
         "layout": row.layout,
@@ -301,6 +309,7 @@ def row_object(
         "lost": row.lost or None,
         "slowest_rank": row.slowest_rank,
         "slowest_part": row.slowest_part,
+        "limit": typical.verdict.limit if typical else None,
         "steady": row.is_steady and row.pace is not None,
         "hours_per_epoch": hours,
         "cost_per_epoch": None if hours is None or price is None else hours * price,
@@ -331,21 +340,15 @@ def hours_per_epoch(row: Compared, repeats: Sequence[Repeat]) -> float | None:
     return row.ranks * sizes[0] / row.pace / 3600
 
 
-NEXT = {
-    "compute": "a rank computes less efficiently on its smaller share, or ranks share a processor: "
-    "try a larger batch_size, or fewer ranks",
-    "comm": "exchanging gradients is not hidden behind the computation: try a larger batch_size or "
-    "accumulation (fewer exchanges for each sample), and allranks bench comm for the network",
-    "straggler": "ranks wait for a slower one: find out what is different there",
-    "data": "ranks wait for their data: try more data.num_workers, and allranks bench data",
-    "other": "the loop does other things between its steps: --profile 20 shows them",
-}
+def verdict(
+    rows: Sequence[Compared],
+    fit: Fit | None,
+    problems: Mapping[str, str],
+    judgements: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """The result in a sentence or two, what limits the largest layout, and what to try next.
 
-
-def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, str]) -> str:
-    """The result in a sentence or two, and the next thing to try.
-
-    `problems`: of layouts, by name.
+    `problems`: of layouts, by name. `judgements`: what is concluded about runs, by name.
     """
     measured = [row for row in rows if row.pace]
     if not measured:
@@ -366,32 +369,9 @@ def verdict(rows: Sequence[Compared], fit: Fit | None, problems: Mapping[str, st
         f"{top.layout} is {ratio(top.speedup)} as fast as {base.layout} "
         f"({percent(top.efficiency)} efficient, measured)"
     )
-    if top.efficiency >= 0.95:
-        return f"{said}: it scales; try more ranks{_beyond(fit, measured)}"
-    if not top.lost:
-        return f"{said}{_beyond(fit, measured)}"
-    part = max(top.lost, key=lambda name: top.lost[name])
-    where = " for slower ranks" if part == "straggler" else ""
-    if top.slowest_rank is not None:
-        doing = WORDS.get(top.slowest_part or "", top.slowest_part)
-        if part == "straggler":
-            longer = f" (its {doing} takes longer)" if doing else ""
-            where = f" for rank {top.slowest_rank}{longer}"
-        elif part == top.slowest_part:
-            where = f" (longest on rank {top.slowest_rank})"
-    return (
-        f"{said}; {percent(top.lost[part])} is lost to {WORDS[part]}{where}: "
-        f"{NEXT[part]}{_beyond(fit, measured)}"
-    )
-
-
-WORDS = {
-    "compute": "computing",
-    "comm": "communication",
-    "straggler": "waiting",
-    "data": "waiting for data",
-    "other": "the rest of the loop",
-}
+    said += ": it scales; try more ranks" if top.efficiency >= SCALES else ""
+    follows = sentences(judgements.get(top.typical or "", {}), LIMITED, NEXT)
+    return f"{'; '.join([said, *follows])}{_beyond(fit, measured)}"
 
 
 def beyond(fit: Fit, rows: Sequence[Compared]) -> dict[str, Any]:
@@ -487,11 +467,12 @@ def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             name_of(row, rows),
             *(duration(row["parts"][part]) for part in PARTS),
             count(row["slowest_rank"]),
+            row["limit"] or NOTHING,
         )
         for row in rows
     ]
-    columns = ("layout", *PART_WORDS.values(), "slowest rank")
-    return Table("where the time of a step goes", columns, cells)
+    columns = ("layout", *PART_WORDS.values(), "slowest rank", "limited by")
+    return Table("where the time of a step goes", columns, cells, texts=("limited by",))
 
 
 def lost_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -123,8 +123,6 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    from dataclasses import asdict
-
     from allranks.run.folder import find_run
     from allranks.watch.cells import parse_marks
     from allranks.watch.status import make_status, write_page
@@ -136,6 +134,6 @@ def status(
         write_page(file, page)
     if as_json:
         written = str(file.absolute()) if file is not None else None
-        print_json({"md": written, "page": page, "runs": [asdict(one) for one in found]})
+        print_json({"md": written, "page": page, "runs": [one.as_json() for one in found]})
     else:
         print(page if file is None else f"wrote {file}", end="" if file is None else "\n")

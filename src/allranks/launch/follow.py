@@ -20,7 +20,7 @@ from allranks.run import claims, run_state
 from allranks.run.failures import failure, failure_in_words, missing_in_words
 from allranks.run.folder import RunDir, State
 from allranks.run.logs import LogTail
-from allranks.timing.remarks import result
+from allranks.timing.result import result
 
 READ_SECONDS = 0.3  # between two looks at the logs
 ALIKE_SECONDS = 1.0  # within which ranks that print the same line do so

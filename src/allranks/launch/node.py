@@ -28,7 +28,7 @@ from allranks.run.failures import describe_for_json, failure, failure_in_words, 
 from allranks.run.folder import RunDir, State
 from allranks.run.stalls import ended_for
 from allranks.show.console import PeopleConsole
-from allranks.timing.remarks import result
+from allranks.timing.result import result
 
 if TYPE_CHECKING:
     from allranks.launch.agent import Agent

@@ -35,6 +35,7 @@ from allranks.show.numbers import (
 from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, facts, show_table
 from allranks.show.text import clean
 from allranks.timing.remarks import SPEEDUP
+from allranks.timing.result import NOT_SURE, SURE, WARNING, Said, mfu_words, said_of
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -481,15 +482,23 @@ def summary_table(result: dict[str, Any]) -> Table:
         about = "about " * (result.get("counted", {}).get("epochs") == "about")
         epochs = f" ({about}{count(result['epochs'], 'epoch')})" if result["epochs"] else ""
         rows.append(("steps", f"{made}{epochs}"))
-    if pace := throughput(result):
-        rows.append(("throughput", pace))
     rows.append(("time", duration(result["seconds"])))
     values = result["metrics"].items()
-    return facts([*rows, *((name, metric(value)) for name, value in values if value is not None)])
+    rows += [(name, metric(value)) for name, value in values if value is not None]
+    if pace := throughput(result):
+        rows.append(("throughput", pace))
+    return facts([*rows, *((said.label, styled(said)) for said in said_of(result))])
+
+
+def styled(said: Said) -> Text:
+    """What is concluded about a run, after its label."""
+    colour = {SURE: "green", NOT_SURE: "yellow"}.get(said.aside, "dim")
+    text = Text(said.text, style="yellow" if said.label == WARNING else "")
+    return text + Text(f"   {said.aside}" if said.aside else "", style=colour)
 
 
 def throughput(result: Mapping[str, Any]) -> str | None:
-    """Samples/s if it is known, without and with evaluation."""
+    """Samples/s if it is known, without and with evaluation, and model FLOPs utilisation."""
     counted, pace = Counted(**result.get("counted", {})), result["samples_per_second"]
     if not pace and counted.samples != "unknown":
         return None
@@ -498,7 +507,7 @@ def throughput(result: Mapping[str, Any]) -> str | None:
         whole = result["samples_per_second_with_evaluation"]
         share = percent(1 - whole / pace, 0)
         text += f", {number(whole)} with evaluation ({share} of the time)"
-    return text
+    return ", ".join(filter(None, [text, mfu_words(result.get("mfu"))]))
 
 
 def show_runs(

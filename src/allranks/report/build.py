@@ -16,6 +16,7 @@ from allranks.report.costs import (
     PREDICTED,
     Row,
     Targets,
+    best_of,
     groups,
     headline,
     recommended,
@@ -29,6 +30,7 @@ from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
 from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
 from allranks.timing.remarks import SPEEDUP, Remark, is_guess, on_comparison
+from allranks.timing.result import LIMITED, judged, sentences
 
 VERSION = 1
 
@@ -75,8 +77,11 @@ def section(
 ) -> dict[str, Any]:
     """One job: its layouts against each other."""
     rows = rows_of(runs, prices)
+    objects = {run.run: run_object(run) for run in runs}
     job = runs[0].same_job
     mode = mode_of(rows)
+    best = best_of(rows)
+    shown = objects[best.typical] if best is not None and best.typical else {}
     return {
         "job": runs[-1].job,
         "trains": _plain(job.get("command") or job.get("task")),
@@ -86,12 +91,13 @@ def section(
         "devices": list(dict.fromkeys(row.device for row in rows)),
         "batch": batch_of(rows) if mode in ("strong", "one layout") else None,
         "samples": work_of(runs),
-        "headline": (said := headline(rows)),
+        "headline": (said := headline(rows, best, sentences(shown, LIMITED))),
+        "headline_run": shown.get("run"),
         "notes": [note for note in section_notes(runs, rows, mode) if note not in (said or "")],
-        "rows": [row_object(row, targets) for row in rows],
+        "rows": [row_object(row, targets, objects.get(row.typical or "")) for row in rows],
         "recommended": recommended(rows, targets),
         "curves": {name: curves(runs, name) for name in ("loss", "utilization")},
-        "runs": [run_object(run) for run in runs],
+        "runs": [*objects.values()],
     }
 
 
@@ -99,9 +105,10 @@ def batch_of(rows: Sequence[Row]) -> float | None:
     return next((row.batch for row in rows if row.batch), None)
 
 
-def row_object(row: Row, targets: Targets) -> dict[str, Any]:
+def row_object(row: Row, targets: Targets, typical: Mapping[str, Any] | None) -> dict[str, Any]:
     words, text = verdict(row, targets)
     fields = {**asdict(row), "num_counted": len(row.counted)}
+    fields["limit"] = typical["verdict"]["limit"] if typical and typical["verdict"] else None
     return {**fields, "verdict": ", ".join(words), "verdict_text": text}
 
 
@@ -115,6 +122,7 @@ def run_object(run: RunFacts) -> dict[str, Any]:
         "bench": dict(run.bench) or None,
         "is_guess": is_guess(run.remarks),
         "remarks": said,
+        **judged(run.judgement),
     }
 
 

@@ -190,13 +190,6 @@ def what_differs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 GOOD, BELOW, DIMINISHING = "good", "below target", "diminishing returns"
 BASELINE, UNKNOWN, DOUBTFUL = "baseline", "not measured", "doubtful"
-LOSSES = {
-    "comm": "communication",
-    "straggler": "waiting for slower ranks",
-    "data": "waiting for data",
-    "other": "spent outside of training",
-}
-WORTH_SAYING = 0.02  # of a step
 BOTH = "the fastest layout whose verdict is good: it meets its target, without diminishing returns"
 
 
@@ -243,23 +236,24 @@ def hours_name(row: Row) -> str:
     return "GPU-hours" if row.is_gpu else "rank-hours"
 
 
-def headline(rows: Sequence[Row]) -> str | None:
-    """The result in a sentence: the fastest layout against the baseline, and what it loses."""
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """The row that the headline is about: the fastest that has a speedup, or the only one."""
     larger = [row for row in rows if row.speedup is not None and row.layout != row.baseline]
-    best = max(larger, key=lambda row: row.pace or 0, default=None)
-    if best is None or best.speedup is None or best.efficiency is None:
+    paced = [row for row in rows if row.pace]
+    only = paced[0] if len(paced) == 1 and not paced[0].doubt else None
+    return max(larger, key=lambda row: row.pace or 0, default=only)
+
+
+def headline(rows: Sequence[Row], best: Row | None, limits: Sequence[str]) -> str | None:
+    """The result in a sentence: the best layout against the baseline, and what limits it."""
+    if best is None:
         doubt = worst_doubt(rows)
         return doubt and f"No speedup can be stated. {doubt}."
-    times = ratio(best.speedup)
-    text = f"{best.layout} is {times} as fast as {best.baseline}"
+    if best.speedup is None or best.efficiency is None or best.layout == best.baseline:
+        return f"{best.layout} is {limits[0]}." if limits else None
+    text = f"{best.layout} is {ratio(best.speedup)} as fast as {best.baseline}"
     text += f" on {best.device}, at " if len({row.device for row in rows}) > 1 else ", at "
-    text += f"{percent(best.efficiency)} efficiency"
-    if best.parts and best.step_seconds:
-        part = max(LOSSES, key=lambda name: best.parts[name] if best.parts else 0.0)
-        share = best.parts[part] / best.step_seconds
-        if share >= WORTH_SAYING:
-            text += f"; {percent(share)} of its step is {LOSSES[part]}"
-    return text + "."
+    return "; ".join([f"{text}{percent(best.efficiency)} efficiency", *limits]) + "."
 
 
 def recommended(rows: Sequence[Row], targets: Targets) -> dict[str, Choice | None]:

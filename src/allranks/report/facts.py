@@ -24,6 +24,7 @@ from allranks.timing.comparison import (
 )
 from allranks.timing.remarks import Remark, remarks
 from allranks.timing.steps import Timing, timing, why_no_pace
+from allranks.timing.verdict import Judgement, judge
 
 MAX_POINTS = 400  # of a curve: more than a chart has pixels for
 
@@ -62,6 +63,7 @@ class RunFacts:
     timing: Timing | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     remarks: tuple[Remark, ...] = ()
+    judgement: Judgement | None = None
     cpus: CpuUse = field(default_factory=CpuUse)
     loss: Curve | None = None  # by step
     utilization: Curve | None = None  # by seconds: percent of a GPU, or CPUs of a rank
@@ -127,6 +129,7 @@ def _read_run(run: RunDir) -> RunFacts:
         seconds=found["seconds"] or None if len(layouts) <= 1 else None,
         timing=measured,
         remarks=tuple(odd),
+        judgement=judge(run, measured, seen.last),
         cpus=cpu_use(seen.last.values()),
         metrics=said | seen.metrics | said,
         loss=thinned([(step, loss) for step, loss in sorted(seen.losses.items())]),

@@ -20,9 +20,10 @@ from allranks.show.numbers import (
     percent,
     ratio,
 )
-from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
+from allranks.show.tables import STATE_STYLES, Table, facts, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.comparison import MODES
+from allranks.timing.result import LIMITED, Said, said_of
 from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
@@ -115,7 +116,7 @@ def hours(section: Record) -> Table:
 
 
 def parts(rows: Sequence[Record], section: Record) -> Table:
-    columns = ("layout", "batch", "step", *PART_WORDS.values(), "slowest rank")
+    columns = ("layout", "batch", "step", *PART_WORDS.values(), "slowest rank", "limited by")
     cells = [
         (
             name_of(row, section),
@@ -123,11 +124,12 @@ def parts(rows: Sequence[Record], section: Record) -> Table:
             duration(row["step_seconds"]),
             *(percent(row["parts"][part] / row["step_seconds"]) for part in PARTS),
             count(row["slowest_rank"]),
+            row["limit"] or NOTHING,
         )
         for row in rows
         if row["parts"]
     ]
-    return Table("Where a step's time goes", columns, cells)
+    return Table("Where a step's time goes", columns, cells, texts=("limited by",))
 
 
 def metrics(rows: Sequence[Record], section: Record) -> Table:
@@ -141,6 +143,7 @@ def metrics(rows: Sequence[Record], section: Record) -> Table:
 
 
 def runs(found: Sequence[Record]) -> Table:
+    has_mfu = any(run["mfu"] is not None for run in found)
     cells = [
         (
             printable(run["run"]),
@@ -149,11 +152,13 @@ def runs(found: Sequence[Record]) -> Table:
             count(run["steps"]),
             about(number(run["samples_per_second"]), run),
             duration(run["seconds"]),
+            *([percent(run["mfu"])] if has_mfu else []),
         )
         for run in found
     ]
     columns = ("run", "layout", "state", "steps", "samples/s", "training time")
-    return Table("Runs", columns, cells, texts=("layout", "state"))
+    more = ("MFU",) if has_mfu else ()
+    return Table("Runs", (*columns, *more), cells, texts=("layout", "state"))
 
 
 def subtitle(section: Record) -> list[str]:
@@ -166,6 +171,12 @@ def subtitle(section: Record) -> list[str]:
         words.append(f"{about(count(section['samples']), guessed)} samples to train")
     words += [f"{key}: {value}" for key, value in section["differs"].items()]
     return [printable(word) for word in words if word]
+
+
+def said_next(section: Record) -> list[Said]:
+    """What follows from the limit that the headline names: what to type next, and warnings."""
+    found = [run for run in section["runs"] if run["run"] == section["headline_run"]]
+    return [said for run in found for said in said_of(run) if said.label != LIMITED]
 
 
 def recommendation(section: Record) -> Iterator[tuple[str, str, str]]:
@@ -207,6 +218,8 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print(Text("; ".join(subtitle(section)), style="dim"))
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
+        if lines := said_next(section):
+            show_table(console, facts([(said.label, said.line) for said in lines]))
         for table in tables(section):
             told = without_empty(table)
             if len(told.columns) > 1:

@@ -144,6 +144,7 @@ class Compared:
     state: str
     runs: tuple[str, ...]
     counted: tuple[str, ...]  # the runs that the numbers come from
+    typical: str | None  # the one of median pace: what limited it is what limits the layout
     num_failed: int
     is_steady: bool  # whether all of them reached steady steps
     is_guess: bool = False  # whether their samples are an estimate
@@ -205,6 +206,7 @@ def layout_row(runs: Sequence[Measured]) -> Compared:
         state=min((run.state for run in runs), key=STATES.index),
         runs=tuple(run.run for run in runs),
         counted=tuple(run.run for run in those),
+        typical=ordered[(len(ordered) - 1) // 2].run if ordered else None,
         num_failed=sum(run.state == "failed" for run in runs),
         is_steady=all(timing.steady for timing in timings),
         is_guess=is_guess(remark for run in those for remark in run.remarks),

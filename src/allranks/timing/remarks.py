@@ -12,17 +12,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from allranks.run.folder import RunDir, State
+from allranks.run.folder import RunDir
 from allranks.run.record import (
     EARLY_EVENTS,
     RankRecord,
     attempt_steps,
     counted_of,
     newest_window,
-    outcome,
     read_leads,
     read_ranks,
-    samples_trained,
     steps_in_all,
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
@@ -30,7 +28,6 @@ from allranks.timing.steps import (
     STOPPED_EARLY,
     TOO_FEW,
     Timing,
-    affordable_timing,
     event_bytes,
     timing,
     why_no_pace,
@@ -373,24 +370,3 @@ def exchanges(timing: Timing) -> bool:
     if timing.ranks < 2 or timing.parts is None:
         return True
     return timing.parts["comm"] + timing.parts["straggler"] > LEAST_EXCHANGED * timing.step_seconds
-
-
-def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
-    """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
-    found = outcome(run, state)
-    is_reported = found["samples_per_second"] is not None  # by the rank itself: only a task does
-    records = None if is_reported else read_ranks(run, max(run.attempts(), default=0))
-    measured = affordable_timing(run, records=records)
-    if found["counted"]["samples"] == "unknown":
-        found["samples_per_second"] = None
-    elif measured is not None and measured.samples:
-        # From the same steps as in every other command: a task itself reports on all its steps.
-        found["samples_per_second"] = round(measured.samples_per_second, 3)
-        found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
-        whole = measured.samples_per_second_with_evaluation
-        found["samples_per_second_with_evaluation"] = round(whole, 3)
-    is_counted = found["counted"]["samples"] != "unknown"
-    if records is not None and found["samples"] is None and is_counted:
-        found["samples"] = samples_trained(run, records)
-    found["remarks"] = [remark.as_json() for remark in remarks(run, measured, records)]
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from rich.text import Text
 from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
+from allranks.timing.result import LIMITED, WARNING, Said, mfu_words
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     RANK_COLUMNS,
@@ -148,6 +150,8 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     rule = Text(f"── {clean(run.run)} ", style="bold")
     rule.append("─" * max(0, width - rule.cell_len), style="dim")
     facts = [word, *facts_of(run), f"{number(run.rank_hours)} {run.hours_unit}"]
+    if run.judgement is not None and run.judgement.mfu is not None:
+        facts.append(mfu_words(run.judgement.mfu))
     facts += [f"{clean(name)} {metric(value)}" for name, value in run.metrics.items()]
     if run.is_compared:
         of = f" (median of {run.repeats} runs)" if run.repeats > 1 else ""
@@ -159,6 +163,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     lines += [Text(doubt, style="yellow") for doubt in doubts(run)]
     if is_alarming(run):
         lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
+    lines += [line for said in run.said for line in said_lines(said, width)]
     if scene.parts is not None:
         shares, slowest = parts_lines(scene.parts)
         fits = shares.cell_len + slowest.cell_len + 2 <= width
@@ -166,6 +171,18 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     for line in lines[1:]:
         line.truncate(width, overflow="ellipsis")
     return lines
+
+
+def said_lines(said: Said, width: int) -> list[Text]:
+    """What is concluded about a run: its label, and the text beside it, wrapped."""
+    room = max(20, width - len(LIMITED) - 2)
+    labels = [said.label, *[""] * (len(wrapped := textwrap.wrap(said.line, room)) - 1)]
+    style = "yellow" if said.label == WARNING else ""
+    pairs = zip(labels, wrapped, strict=True)
+    return [
+        Text(f"{label:<{len(LIMITED)}}  ", style="dim") + Text(line, style=style)
+        for label, line in pairs
+    ]
 
 
 def parts_lines(parts: Parts) -> tuple[Text, Text]:

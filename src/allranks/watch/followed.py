@@ -35,6 +35,7 @@ from allranks.timing.steps import (
     affordable_timing,
     event_bytes,
 )
+from allranks.timing.verdict import Judgement
 from allranks.watch.reader import RunReader
 from allranks.watch.views import ACTIVE, RunView
 
@@ -70,6 +71,7 @@ class Followed:
     is_measured: bool = False  # it has ended and its pace is known
     measured: Timing | None = None
     remarks: list[Remark] = field(default_factory=list)
+    judgement: Judgement | None = None
     remarked: tuple[int | None, int] = (None, 0)  # a running run's attempt, and its steps by then
     pace: float | None = None
     status: RunState = field(default_factory=RunState)
@@ -274,6 +276,7 @@ def run_view(one: Followed, *, now: float, stalled: float | None) -> RunView:
         efficiency=efficiency,
         doubt=one.comparison.row.doubt if one.comparison else None,
         remarks=tuple(one.remarks),
+        judgement=one.judgement,
         repeats=len(one.comparison.row.counted) if one.comparison and not one.is_active else 0,
         baseline=base.counted[0] if base else None,
         baseline_layout=base.layout if base else None,

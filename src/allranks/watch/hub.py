@@ -17,6 +17,7 @@ from allranks.watch import logs, page_data
 from allranks.watch.cells import DEFAULT_MARKS, Mark
 from allranks.watch.live import Watcher
 from allranks.watch.page_data import Wish
+from allranks.watch.questions import Questions
 from allranks.watch.views import RunView
 
 TICK_SECONDS = 0.5
@@ -28,7 +29,6 @@ LONE_SECONDS = 2.0  # between looks while no browser is open
 FILES_SECONDS = 5.0
 PAST_SECONDS = 1.4
 DIAGNOSE_SECONDS = 60.0  # between questions to the doctor about a running run
-TIMES_ITS_ANSWER = 50  # times as long as it took to answer: a slow doctor is asked less often
 
 # The state of a page without runs.
 NOTHING: dict[str, Any] = {
@@ -37,62 +37,18 @@ NOTHING: dict[str, Any] = {
     **{"head": None, "files": {}, "file": None, "findings": None},
 }
 
+UNANSWERED: dict[str, Any] = {"list": None, "problem": None}  # by the doctor
+
 Notify = Callable[[list[RunView]], object]
 Diagnose = Callable[[RunDir], list[dict[str, Any]]]
 
 
-class Findings:
-    """The doctor's findings by run. A thread asks for them, one run at a time."""
-
-    def __init__(self, diagnose: Diagnose | None) -> None:
-        self._diagnose = diagnose
-        self._known: dict[str, dict[str, Any]] = {}
-        self._asked: dict[str, object] = {}  # what the run looked like then
-        self._due: dict[str, float] = {}
-        self._thread: threading.Thread | None = None
-        self._has_news = False
-
-    def of(self, run: str) -> dict[str, Any] | None:
-        """The findings about a run; `list` is None until the doctor has answered."""
-        if self._diagnose is None:
-            return None
-        return self._known.get(run, {"list": None, "problem": None})
-
-    def look(self, watcher: Watcher, names: set[str]) -> bool:
-        """Ask about a run if that is due; returns whether an answer has come."""
-        if self._diagnose is None:
-            return False
-        if self._thread is None or not self._thread.is_alive():
-            for view in watcher.runs():
-                run = watcher.run_dir(view.run)
-                if view.run in names and run is not None and self._is_due(view.run, view):
-                    self._thread = threading.Thread(
-                        target=self._ask, args=(run,), name="findings", daemon=True
-                    )
-                    self._thread.start()
-                    break
-        has_news, self._has_news = self._has_news, False
-        return has_news
-
-    def _is_due(self, name: str, view: RunView) -> bool:
-        sign = (view.state, view.attempt, view.stalled)
-        is_due = view.state == "running" and time.monotonic() >= self._due.get(name, 0.0)
-        if sign == self._asked.get(name) and not is_due:
-            return False
-        self._asked[name] = sign
-        return True
-
-    def _ask(self, run: RunDir) -> None:
-        assert self._diagnose is not None
-        begin = time.monotonic()
-        try:
-            found = {"list": redact_all(self._diagnose(run)), "problem": None}
-        except Exception as error:  # the page works without it, and says so
-            found = {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
-        now = time.monotonic()
-        self._due[run.name] = now + max(DIAGNOSE_SECONDS, TIMES_ITS_ANSWER * (now - begin))
-        self._known[run.name] = found
-        self._has_news = True
+def findings_of(diagnose: Diagnose, run: RunDir) -> dict[str, Any]:
+    """What the doctor finds in a run, or why it could not examine it."""
+    try:
+        return {"list": redact_all(diagnose(run)), "problem": None}
+    except Exception as error:  # the page works without it, and says so
+        return {"list": [], "problem": redact(f"{type(error).__name__}: {error}")}
 
 
 class Hub:
@@ -110,7 +66,9 @@ class Hub:
         watcher.look_seconds = LOOK_SECONDS
         self.marks = marks
         self._notify = notify
-        self.findings = Findings(diagnose)
+        self._findings = (
+            Questions(partial(findings_of, diagnose), DIAGNOSE_SECONDS) if diagnose else None
+        )
         self._wishes: dict[object, Wish] = {}  # one per connection
         self._pictures: dict[Wish, dict[str, Any]] = {}
         self._files: dict[str, tuple[float, list[str]]] = {}
@@ -216,7 +174,8 @@ class Hub:
             poll(names)
             has_news, self._pasts = True, {}
         self._read = names
-        has_news |= self.findings.look(self.watcher, names)
+        if self._findings is not None:
+            has_news |= self._findings.look(self.watcher.shown(names))
         self._tell_notifier()
         if has_news or wishes != set(self._pictures) or time.monotonic() >= self._pasts_due:
             self._show(wishes)
@@ -261,7 +220,7 @@ class Hub:
             "head": page_data.head(view, watcher.silence, time.time()),
             "files": logs.log_titles(files),
             "file": logs.first_log(files, view.culprit),
-            "findings": self.findings.of(chosen),
+            "findings": self._findings and (self._findings.of(chosen) or UNANSWERED),
         }
         if chosen not in self._read:
             return state

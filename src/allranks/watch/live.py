@@ -19,7 +19,10 @@ from pathlib import Path
 from allranks.launch.backends import look
 from allranks.run.folder import RunDir, list_runs
 from allranks.run.run_state import Queue, RunState, look_at_run, unreadable
+from allranks.timing.steps import Timing
+from allranks.timing.verdict import Judgement, judge
 from allranks.watch.followed import ComparableRuns, Followed, modified, run_view
+from allranks.watch.questions import Questions
 from allranks.watch.reader import RunReader
 from allranks.watch.views import History, Parts, RankView, RunView
 
@@ -33,6 +36,7 @@ ASK_SECONDS = 10.0
 MAX_SECONDS = 120.0
 TIMES_ITS_ANSWER = 20  # a SLURM that is slow to answer is asked less often
 CLOSE_SECONDS = 0.5
+JUDGE_SECONDS = 20.0  # between judgements of a running run
 FIRST_SECONDS = 3.0  # how long the first screen may wait for an answer
 
 Ask = Callable[[Sequence[RunDir]], Queue]
@@ -108,6 +112,7 @@ class Watcher:
         self.stalled = stalled  # seconds without a step; None: judged by earlier steps
         self._now = now
         self._asking = Asking(ask)
+        self._judging = Questions(judgement_of, JUDGE_SECONDS)
         self._followed: dict[str, Followed] = {}  # newest first
         self._newest: set[str] = set()
         self._find_due = 0.0
@@ -133,7 +138,19 @@ class Watcher:
         self._is_first = False
         if looked or self._is_behind:
             has_news |= self._compare(looked, reading + budget)
-        return has_news
+        return has_news | self._judge(detail)
+
+    def judge_all(self) -> None:
+        """Judge every run that is shown, now; `poll` judges those in `detail`, after a while."""
+        for one in self._followed.values():
+            if not one.is_hidden and has_steps(one.view):
+                one.judgement = judgement_of(one.run, one.measured)
+                self._show(one)
+
+    def shown(self, names: Collection[str]) -> list[tuple[RunDir, RunView]]:
+        """These runs, with their views."""
+        followed = (one for name, one in self._followed.items() if name in names)
+        return [(one.run, one.view) for one in followed if one.view is not None]
 
     def runs(self) -> list[RunView]:
         """Queued and running runs, newest first, then the others."""
@@ -184,6 +201,7 @@ class Watcher:
 
     def close(self) -> None:
         self._asking.close()
+        self._judging.close()
 
     def _find(self, now: float) -> bool:
         """Find runs that are new or gone; returns whether there are any."""
@@ -266,6 +284,15 @@ class Watcher:
         self._is_behind = comparable.is_behind
         return any([self._show(self._followed[name]) for name in changed])
 
+    def _judge(self, names: Collection[str]) -> bool:
+        """Ask what limits these runs; returns whether any answer is new."""
+        wanted = [(run, view) for run, view in self.shown(names) if has_steps(view)]
+        if not self._judging.look(wanted):
+            return False
+        for one in self._followed.values():
+            one.judgement = self._judging.of(one.run.name) or one.judgement
+        return any([self._show(one) for one in self._followed.values()])
+
     def _show(self, one: Followed) -> bool:
         """Rebuild its view; returns whether it has changed."""
         if not one.is_read or one.is_hidden:
@@ -289,3 +316,15 @@ class Watcher:
         last = one.run.attempts()[-1:]
         lead = one.run.events(last[0], 0) if last else one.run.path
         return self._now() - modified(lead) / 1e9 > OLD_SECONDS
+
+
+def has_steps(view: RunView | None) -> bool:
+    return view is not None and bool(view.step)
+
+
+def judgement_of(run: RunDir, measured: Timing | None = None) -> Judgement | None:
+    """What limits a run; None for files that no rank has written."""
+    try:
+        return judge(run, measured)
+    except Exception:  # its line and everything else about it is shown without
+        return None

@@ -107,8 +107,10 @@ def look_once(watcher: Watcher, wanted: Wanted) -> None:
     watcher.poll(budget=float("inf"))
     if wanted.ranks:
         watcher.poll([run.run for run in watcher.runs()], budget=float("inf"))
+    if wanted.as_json or wanted.ranks:
+        watcher.judge_all()
     if wanted.as_json:
-        described = [asdict(run) for run in watcher.runs()]
+        described = [run.as_json() for run in watcher.runs()]
         for run in described if wanted.ranks else ():
             run["ranks"] = [asdict(rank) for rank in watcher.ranks(run["run"])]
         print(to_json(described))

@@ -6,7 +6,6 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from allranks.run.events import to_json
 from allranks.watch.views import RunView
@@ -50,7 +49,7 @@ class Notifier:
             thread.join()
 
     def _report(self, run: RunView, state: str) -> None:
-        content = asdict(run) | {"state": state}
+        content = run.as_json() | {"state": state}
         for curve in ("losses", "loss_steps"):
             del content[curve]
         variables = {

@@ -30,6 +30,7 @@ METRICS = ("work", "seconds", "data", "wait", "utilization")
 SPARK_POINTS = 40
 MOST_METRICS = 4  # among the large numbers of a run
 HOT_DEGREES = 85
+MFU = "model FLOPs utilisation: what the model needs, of what its devices can do"
 MUCH_DATA = 0.1  # of a step, waiting for data
 
 Row = Sequence[float | None]
@@ -80,6 +81,7 @@ def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
     return {
         "facts": [*facts_of(view), *([", ".join(view.nodes)] if view.nodes else [])],
         "warnings": [redact(warning) for warning in warnings if warning],
+        "said": [[said.label, redact(said.text), said.aside] for said in view.said],
         "is_alarming": is_alarming(view),
         # The number of steps of a user's script is not known.
         "has_progress": bool(view.steps) or view.state == "finished",
@@ -105,6 +107,7 @@ def tiles(view: RunView) -> list[list[str]]:
         ["samples/s", pace_words(view), "", ""],
         ["efficiency", percent(view.efficiency if base else None), "", base],
         ["step time", duration(view.step_seconds), "", ""],
+        ["MFU", percent(view.judgement.mfu if view.judgement else None), "", MFU],
         time,
         [view.hours_unit, number(view.rank_hours or None), "", ""],
         *(

@@ -31,12 +31,11 @@ from allranks.show.text import as_code, in_markdown, plain
 from allranks.slurm.cluster import describe_cluster
 from allranks.slurm.commands import SlurmError
 from allranks.timing.comparison import bench_of
-from allranks.timing.remarks import CAUSE, SPEEDUP, forbidding
+from allranks.timing.remarks import SPEEDUP, forbidding
 from allranks.watch.cells import Mark, doubts, judged, pace_words, reason, state_word
 from allranks.watch.live import Watcher
-from allranks.watch.views import Parts, RankView, RunView
+from allranks.watch.views import RankView, RunView
 
-DATA_BOUND, STRAGGLING = 0.10, 0.10  # shares of a step that are worth a look
 MOST_NODES = 8  # that a run's line names
 SHOWN_SETTINGS = (
     *("task", "command", "launcher", "options", "batch_size", "batch_size_per_rank"),
@@ -67,7 +66,6 @@ class RunStatus:
     job: Mapping[str, Any] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     start: Mapping[str, Any] = field(default_factory=dict)  # its first rank's start event
-    parts: Parts | None = None
     ranks: Sequence[RankView] = ()
     compared_as: object = None  # equal for runs that can be compared; None if it cannot be
 
@@ -77,13 +75,13 @@ def gather(watcher: Watcher) -> list[RunStatus]:
     watcher.poll(budget=float("inf"))
     names = [run.run for run in watcher.runs()]
     watcher.poll(names, budget=float("inf"))
+    watcher.judge_all()
     return [
         RunStatus(
             view=run,
             job=(one := watcher.followed(run.run)).job,
             info=one.info,
             start=one.start,
-            parts=watcher.parts(run.run),
             ranks=watcher.ranks(run.run),
             compared_as=next(iter(one.sets), None),
         )
@@ -143,6 +141,7 @@ def status_page(
         "## Resources": resource_lines(resources),
         "## Runs": run_table(runs, created),
         "## Performance": performance_lines(runs, marks),
+        "## Limits": limit_lines(runs),
         "## Settings": settings_lines(runs),
         "## Next steps": next_lines(runs),
         "## Follow the runs": ["```", *commands(runs, folder), "```"],
@@ -265,6 +264,17 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
     return [*doubt_lines(runs), *table, *notes]
 
 
+def limit_lines(runs: Sequence[RunStatus]) -> list[str]:
+    """What limits each run, and what to type next."""
+    by_run = {one.view.run: one.view.said for one in runs}
+    return [
+        line
+        for name, lines in by_run.items()
+        if lines
+        for line in (f"- {in_markdown(name)}", *(f"  - {said.markdown}" for said in lines))
+    ] or ["Nothing has been measured yet."]
+
+
 def doubt_lines(runs: Sequence[RunStatus]) -> list[str]:
     """What makes the numbers doubtful, to be read before them."""
     lines = [
@@ -330,19 +340,6 @@ def next_steps(one: RunStatus) -> list[str]:
     found = []
     if view.state == "finished" and forbidding(SPEEDUP, view.remarks) is not None:
         found.append(f"{name} cannot be compared with others: {typed['doctor']} shows why.")
-    if one.parts is not None and forbidding(CAUSE, view.remarks) is None:
-        whole = sum(one.parts.seconds.values()) or 1.0
-        if one.parts.seconds["data"] > DATA_BOUND * whole:
-            share = percent(one.parts.seconds["data"] / whole, 0)
-            found.append(
-                f"{name} spends {share} of its step time on data: try `allranks bench data`."
-            )
-        if one.parts.seconds["straggler"] > STRAGGLING * whole:
-            share = percent(one.parts.seconds["straggler"] / whole, 0)
-            said = f"{name} spends {share} of its step time waiting for"
-            rank = one.parts.slowest_rank
-            whom = f"rank {rank}" if rank is not None else "slower ranks, which take turns"
-            found.append(f"{said} {whom}: try {typed['doctor']}.")
     is_comparable = not view.doubt and forbidding(SPEEDUP, view.remarks) is None
     if (view.world_size or 1) > 1 and not view.is_compared and view.step and is_comparable:
         found.append(f"{name} has no baseline: also run its job with `--layout 1x1`.")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from allranks.timing.remarks import Remark, is_guess
+from allranks.timing.result import Said, judged, said_of
+from allranks.timing.verdict import Judgement
 
 ACTIVE = ("queued", "running")
 
@@ -44,6 +47,7 @@ class RunView:
     repeats: int = 0  # runs behind these two numbers
     doubt: str | None = None  # why it is not compared, though it has a pace
     remarks: tuple[Remark, ...] = ()  # what makes its numbers doubtful, the worst first
+    judgement: Judgement | None = None  # what limits it, and warnings
     baseline: str | None = None  # the newest run of the baseline
     baseline_layout: str | None = None
     baseline_runs: tuple[str, ...] = ()  # the runs whose median pace is the baseline's
@@ -54,6 +58,15 @@ class RunView:
     started: float | None = None  # UNIX time; newest attempt
     last_step: float | None = None  # UNIX time
     heartbeat: float | None = None  # UNIX time of its first rank's last event
+
+    def as_json(self) -> dict[str, Any]:
+        fields = asdict(replace(self, judgement=None))
+        return {key: fields[key] for key in fields if key != "judgement"} | judged(self.judgement)
+
+    @property
+    def said(self) -> list[Said]:
+        """What is concluded about it, in words."""
+        return said_of({"state": self.state, **judged(self.judgement)})
 
     @property
     def is_active(self) -> bool:

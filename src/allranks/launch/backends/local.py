@@ -25,7 +25,7 @@ from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue
 from allranks.show.numbers import duration
 from allranks.show.text import clean
-from allranks.timing.remarks import result
+from allranks.timing.result import result
 
 is_queue = False
 AT_ONCE_SECONDS = 30.0  # for a run that is to end at once

@@ -16,8 +16,20 @@ export function drawHead(run, state) {
   progress.hidden = !head.has_progress;
   progress.firstElementChild.style.width = run.share * 100 + "%";
   progress.setAttribute("aria-valuenow", String(Math.round(run.share * 100)));
+  drawSaid(head.said);
   drawTiles(head.tiles);
   drawParts(state.parts);
+}
+/** What limits the run, what to type next, what has changed since the last run, and warnings. */
+function drawSaid(said) {
+  const list = byId("said"), text = JSON.stringify(said);
+  list.hidden = !said.length;
+  if (list.dataset.text === text) return;
+  list.dataset.text = text;
+  list.replaceChildren(...said.flatMap(([label, words, aside]) => {
+    const shown = make(label === "next" ? "code" : "span", "", words);
+    return [make("dt", "", label), make("dd", label === "warning" ? "warn" : "", shown, make("small", "", aside))];
+  }));
 }
 /** Where the time of the last steps went, and which rank the others wait for. */
 function drawParts(parts) {

@@ -482,7 +482,7 @@ class Allocation:
         from allranks.launch.node import Place, describe_failure
         from allranks.launch.screen import Screen
         from allranks.show.console import PeopleConsole
-        from allranks.timing.remarks import result
+        from allranks.timing.result import result
 
         attempt = max(self.run.attempts())
         # Ranks that could not write their end: another one failed, and their launcher was killed.

@@ -1,0 +1,110 @@
+"""A run in one object, and what is concluded about it in the words of every screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.run.folder import RunDir, State
+from allranks.run.record import outcome, read_ranks, samples_trained
+from allranks.show.numbers import number, percent
+from allranks.show.text import as_code, clean, in_markdown
+from allranks.timing.remarks import remarks
+from allranks.timing.steps import affordable_timing
+from allranks.timing.verdict import Judgement, judge
+
+
+def result(run: RunDir, state: State | None = None) -> dict[str, Any]:
+    """A run in one object: what `allranks run --json` prints. `state`: if the caller knows it."""
+    found = outcome(run, state)
+    is_reported = found["samples_per_second"] is not None  # by the rank itself: only a task does
+    records = None if is_reported else read_ranks(run, max(run.attempts(), default=0))
+    measured = affordable_timing(run, records=records)
+    if found["counted"]["samples"] == "unknown":
+        found["samples_per_second"] = None
+    elif measured is not None and measured.samples:
+        # From the same steps as in every other command: a task itself reports on all its steps.
+        found["samples_per_second"] = round(measured.samples_per_second, 3)
+        found["evaluation_seconds"] = round(measured.evaluation_seconds, 3)
+        whole = measured.samples_per_second_with_evaluation
+        found["samples_per_second_with_evaluation"] = round(whole, 3)
+    is_counted = found["counted"]["samples"] != "unknown"
+    if records is not None and found["samples"] is None and is_counted:
+        found["samples"] = samples_trained(run, records)
+    found["remarks"] = [remark.as_json() for remark in remarks(run, measured, records)]
+    return found | judged(judge(run, measured, records))
+
+
+def judged(found: Judgement | None) -> dict[str, Any]:
+    """The keys of a run's object that hold what is concluded about it."""
+    if found is not None:
+        return found.as_json()
+    return {"verdict": None, "warnings": [], "mfu": None, "since": None}
+
+
+SURE, NOT_SURE = "sure", "not sure"
+LIMITED, NEXT, SINCE, WARNING = "limited by", "next", "since", "warning"
+NOT_KNOWN = {"too-short": "too short to judge", "unknown": "not known"}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One line of what is concluded about a run."""
+
+    label: str
+    text: str
+    aside: str = ""  # how sure it is, or what it can gain
+
+    @property
+    def line(self) -> str:
+        """In a terminal, after the label."""
+        return f"{self.text}   {self.aside}" if self.aside else self.text
+
+    @property
+    def sentence(self) -> str:
+        """Within a text."""
+        return f"{self.label} {self.text}" + (f" ({self.aside})" if self.aside else "")
+
+    @property
+    def markdown(self) -> str:
+        is_typed = self.label == NEXT
+        text = as_code(self.text) if is_typed else in_markdown(self.text)
+        return f"{self.label} {text}" + (f" ({self.aside})" if self.aside else "")
+
+
+def said_of(found: Mapping[str, Any]) -> list[Said]:
+    """What is concluded about a run, from its object: its limit comes first."""
+    verdict, since = found.get("verdict"), found.get("since")
+    lines = []
+    is_unknown = verdict and verdict["limit"] == "unknown"
+    if verdict and not (is_unknown and found.get("state") in ("queued", "failed")):
+        is_known = verdict["limit"] not in NOT_KNOWN
+        what = verdict["limit"] if is_known else NOT_KNOWN[verdict["limit"]]
+        sure = SURE if verdict["sure"] else NOT_SURE
+        why = with_line(verdict["why"], verdict["line"])
+        lines.append(Said(LIMITED, f"{what}: {why}", sure if is_known else ""))
+        if verdict["next"]:
+            gain = f"up to {number(verdict['gain'], 2)}x" if verdict["gain"] else ""
+            lines.append(Said(NEXT, clean(verdict["next"]), gain))
+    if since:
+        lines.append(Said(SINCE, clean(since["text"])))
+    warnings = found.get("warnings") or ()
+    return [*lines, *(Said(WARNING, with_line(one["text"], one["line"])) for one in warnings)]
+
+
+def sentences(found: Mapping[str, Any], *labels: str) -> list[str]:
+    """What is concluded about a run under these labels; nothing of a limit that is not known."""
+    if not found.get("verdict") or found["verdict"]["limit"] in NOT_KNOWN:
+        return []
+    return [said.sentence for said in said_of(found) if said.label in labels]
+
+
+def with_line(text: str, line: str | None) -> str:
+    """A text that names the line of the user's code."""
+    return clean(text if not line or line in text else f"{text} ({line})")
+
+
+def mfu_words(mfu: float | None) -> str:
+    """Model FLOPs utilisation; empty if it is not known."""
+    return "" if mfu is None else f"{percent(mfu)} MFU"
