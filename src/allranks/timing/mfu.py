@@ -1,0 +1,59 @@
+"""Model FLOPs utilisation: how much of its GPUs' peak a run's training step reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from allranks.machine.gpus import Precision, find_gpu
+from allranks.run.record import RankRecord
+from allranks.timing.comparison import device_name, gpu_memory
+
+# What the catalogue of GPUs calls them; the first that a GPU has is the one that it computes in.
+PEAKS: Mapping[str, tuple[Precision, ...]] = {
+    "float32": ("fp32",),
+    "tf32": ("tf32", "fp32"),
+    "float16": ("fp16",),
+    "bfloat16": ("bf16",),
+    "float8": ("fp8",),
+}
+NEGLIGIBLE = 0.01  # of all operations: a precision with fewer needs no peak
+
+
+def utilisation(
+    records: Iterable[RankRecord], step_seconds: float, info: Mapping[str, Any]
+) -> float | None:
+    """Model FLOPs utilisation, 0 to 1: the mean over all ranks; None if it is not known.
+
+    `step_seconds`: of a step that was not traced; `info`: the run's run.json.
+    """
+    shares: list[float] = []
+    for record in records:
+        counted = [event for event in record.others["trace"] if event.get("flops")]
+        if not counted or step_seconds <= 0:
+            return None
+        uses_gpu = counted[-1].get("device") == "cuda"
+        name = device_name(record.start, info, uses_gpu=uses_gpu)
+        seconds = least_seconds(counted[-1]["flops"], name, gpu_memory(info).get(name))
+        if not uses_gpu or seconds is None:
+            return None
+        shares.append(seconds / step_seconds)
+    return math.fsum(shares) / len(shares) if shares else None
+
+
+def least_seconds(
+    flops: Mapping[str, float], device: str, memory_bytes: int | None = None
+) -> float | None:
+    """How long a GPU at its peak takes for these operations; None if a peak is not known."""
+    board = find_gpu(device, memory_bytes)
+    if board is None:
+        return None
+    total, seconds = math.fsum(flops.values()), 0.0
+    for precision, number in flops.items():
+        known = [name for name in PEAKS.get(precision, ()) if name in board.peak_flops]
+        if known:
+            seconds += number / board.peak_flops[known[0]]
+        elif number > NEGLIGIBLE * total:
+            return None
+    return seconds
