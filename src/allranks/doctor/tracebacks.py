@@ -43,6 +43,8 @@ OF_LAUNCHERS = {
     "ProcessRaisedException",
     "ProcessExitedException",
     "GeneratorExit",
+    "ActorDiedError",  # of Ray, about another process
+    "RayActorError",
 }
 _LAUNCHER = re.compile(r"torch/distributed/(?:run\.py|elastic/agent/)")
 _STARTED = re.compile(r"python|\.py\b|torchrun|deepspeed")  # by a launcher, as its command
