@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.verdict_runs import HEALTHY, gpu_trace, planted
 from torch import nn
 from torch.nn.functional import relu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,8 @@ from allranks.bench.trace import STEP_MARK, trace_of
 from allranks.run.record import RankRecord
 from allranks.timing.flops import Flops, flops_of
 from allranks.timing.mfu import least_seconds, utilisation
+from allranks.timing.steps import timing_of
+from allranks.timing.verdict import judge
 
 STEPS = 2
 TOKENS, WIDTH, HEADS = 6, 8, 2
@@ -170,7 +173,8 @@ def test_recurrent_layers(tmp_path: Path) -> None:
     assert found.model == {"float32": 3 * 2 * 7 * 2 * (16 * 3 + 16 * 4 + 2 * 16 * 4)}
 
 
-H100, STEP = "NVIDIA H100 80GB HBM3", 0.5
+H100 = "NVIDIA H100 80GB HBM3"
+STEP = timing_of({0: {n: {"step": n, "seconds": 0.5} for n in range(1, 9)}}, None)
 
 
 def rank(device: str | None, kind: str, flops: dict[str, float] | None) -> RankRecord:
@@ -200,6 +204,12 @@ def test_utilisation_is_not_known_without_a_peak_or_a_count(
     device: str, kind: str, flops: dict[str, float] | None
 ) -> None:
     assert utilisation([rank(device, kind, flops)], STEP, {}) is None
+
+
+def test_the_judgement_of_a_run_has_it(tmp_path: Path) -> None:
+    traces = {0: {**gpu_trace(97.0), "flops": {"bfloat16": 989.5e12 / 100}}}  # a step takes 100 ms
+    run = planted(tmp_path, HEALTHY, traces=traces, start={"device": H100})
+    assert judge(run).mfu == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_few_operations_in_another_precision_do_not_hide_it() -> None:

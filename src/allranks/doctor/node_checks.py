@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from allranks.doctor.finding import Check, failed, not_here, passed, warned
-from allranks.machine.gpus import DRIVER_FILES, local_gpus, nvml
+from allranks.machine.gpus import DRIVER_FILES, SLOWDOWNS, local_gpus, nvml
 from allranks.show.numbers import size
 
 WRITE_BYTES = 1 << 20
 LEAST_FREE_BYTES = 1 << 30
 LEFT_OVER_BYTES = 1 << 30  # of GPU memory in use before the job has started
-# Bits of NVML's "clocks event reasons" that mean trouble, not just an idle or busy GPU.
-SLOWDOWNS = {
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
 
 
 def write_test(folder: Path, node: str) -> Check:

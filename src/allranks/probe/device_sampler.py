@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from allranks.machine.allotted import cpus_allotted
+from allranks.machine.gpus import POWER_CAP, SLOWDOWNS
 from allranks.machine.network import infiniband_bytes, infiniband_ports
 from allranks.probe.recorder import Recorder
 from allranks.run.tracebacks import is_worker, record, where_now
@@ -35,6 +37,8 @@ class DeviceSampler:
         self._list_due = 0.0
         self._time = 0.0
         self._gpu: Any = None
+        self._cpus: int | None = None
+        self._cpu_wait: float | None = None
 
     def begin_with_steps(self) -> None:
         self.recorder.at_step.append(self._begin)
@@ -77,16 +81,8 @@ class DeviceSampler:
         """The current values; rates are since the last sample."""
         now = time.monotonic()
         passed, self._time = now - self._time, now
-        fields: dict[str, Any] = {}
         started = children()
-        cpu, self._cpu = self._cpu, cpu_seconds(started)
-        if cpu is not None:
-            fields["cpu"] = round((self._cpu["rank"] - cpu["rank"]) / passed, 3)
-            workers = max(0.0, self._cpu["workers"] - cpu["workers"])
-            if self._cpu["num_workers"]:
-                fields["workers_cpu"] = round(workers / passed, 3)
-                fields["num_workers"] = int(self._cpu["num_workers"])
-        fields |= host_memory()
+        fields = {**self._cpu_fields(passed, started), **host_memory()}
         # The kernel's messages have process ids; only here are those of loader workers known.
         if started != self._started or now > self._list_due:
             self._started, self._list_due = started, now + LIST_SECONDS
@@ -104,7 +100,23 @@ class DeviceSampler:
             else:
                 self._link = link_bytes()  # once: it takes as long as everything else
         if self._gpu is not None:
-            fields |= gpu_fields(*self._gpu)
+            fields |= gpu_fields(*self._gpu, own=self._processes)
+        return fields
+
+    def _cpu_fields(self, passed: float, started: list[str]) -> dict[str, Any]:
+        if self._cpus is None:
+            self._cpus = cpus_allotted()
+        fields: dict[str, Any] = {"cpus_allotted": self._cpus}
+        cpu, self._cpu = self._cpu, cpu_seconds(started)
+        if cpu is not None:
+            fields["cpu"] = round((self._cpu["rank"] - cpu["rank"]) / passed, 3)
+            workers = max(0.0, self._cpu["workers"] - cpu["workers"])
+            if self._cpu["num_workers"]:
+                fields["workers_cpu"] = round(workers / passed, 3)
+                fields["num_workers"] = int(self._cpu["num_workers"])
+        waited, self._cpu_wait = self._cpu_wait, cpu_wait_seconds(self.recorder.timeline.thread)
+        if waited is not None and self._cpu_wait is not None:
+            fields["cpu_wait"] = round(100 * (self._cpu_wait - waited) / passed, 1)
         return fields
 
     def whereabouts(self) -> dict[str, Any]:
@@ -140,6 +152,15 @@ def cpu_seconds(started: list[str]) -> dict[str, float]:
             workers += (int(fields[11]) + int(fields[12])) / tick
             num_workers += 1
     return {"rank": own.user + own.system, "workers": workers, "num_workers": num_workers}
+
+
+def cpu_wait_seconds(thread: int) -> float | None:
+    """How long a thread of this process has been ready to run without a CPU; None: not counted."""
+    ids = [one.native_id for one in threading.enumerate() if one.ident == thread]
+    with suppress(OSError, ValueError, IndexError):
+        counts = Path(f"/proc/self/task/{ids[0]}/schedstat").read_text().split()
+        return int(counts[1]) / 1e9
+    return None
 
 
 def children(process: str = "self") -> list[str]:
@@ -220,7 +241,7 @@ def gpu_handle(device: Any) -> tuple[Any, Any, Any] | None:
         return None
 
 
-def gpu_fields(nvml: Any, handle: Any, device: Any) -> dict[str, Any]:
+def gpu_fields(nvml: Any, handle: Any, device: Any, *, own: list[int]) -> dict[str, Any]:
     """What this GPU reports about itself; not every GPU reports everything."""
     import torch
 
@@ -230,14 +251,34 @@ def gpu_fields(nvml: Any, handle: Any, device: Any) -> dict[str, Any]:
         "memory_total": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
         # The device is passed because this thread's current one may not be the training's.
         "memory_peak": lambda: torch.cuda.max_memory_allocated(device),
+        "memory_allocated": lambda: torch.cuda.memory_allocated(device),
         "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         "clock": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         "clock_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
         "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         "power_limit": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+        "slowed_by": lambda: slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        "neighbours": lambda: neighbours(
+            [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)], own
+        ),
     }
     fields = {}
     for name, ask in asked.items():
         with suppress(Exception):
             fields[name] = ask()
     return fields
+
+
+def slowed_by(reasons: int) -> list[str]:
+    """What keeps a GPU's clock low, from NVML's bits."""
+    words = {POWER_CAP: "power cap", **SLOWDOWNS}
+    return [meaning for bit, meaning in words.items() if reasons & bit]
+
+
+def neighbours(on_gpu: list[int], own: list[int]) -> int:
+    """How many of the processes on a GPU are not this rank's.
+
+    In a container NVML may use the ids of the host: then one of them is this rank.
+    """
+    others = [process for process in on_gpu if process not in own]
+    return len(others) if len(others) < len(on_gpu) else max(0, len(others) - 1)

@@ -49,6 +49,7 @@ KINDS = {
         "`measured`, `about` or `unknown`", files.one_of("measured", "about", "unknown")
     ),
     "counts": Kind("list of counts", lambda value: is_count(value) or list_of(is_count)(value)),
+    "texts": Kind("list of texts", list_of(is_text)),
     "processes": Kind("list of process ids", list_of(is_count)),
     "list of seconds": Kind("list of seconds", list_of(is_number)),
     "list of lines": Kind("list of lines and seconds", list_of(files.row_of(is_text, is_number))),

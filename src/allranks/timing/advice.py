@@ -12,6 +12,7 @@ from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.show.numbers import count, duration, percent, size
 from allranks.timing.shares import Measured
+from allranks.timing.slow_rank import slow_rank_reason
 from allranks.timing.steps import SLOWER_IN
 from allranks.timing.timeline import BACKWARD, FORWARD
 
@@ -417,7 +418,7 @@ def slow_because(facts: Facts, rank: int) -> Reason:
         fix = "give every rank the same number of samples: DistributedSampler"
         words = f": it has {more} more samples than average"
         return Reason(words=words, cause="unbalanced-data", fix=fix)
-    return hot(facts, rank) or own_code(facts, rank)
+    return hot(facts, rank) or on_its_machine(facts, rank) or own_code(facts, rank)
 
 
 def hot(facts: Facts, rank: int) -> Reason | None:
@@ -430,6 +431,16 @@ def hot(facts: Facts, rank: int) -> Reason | None:
     fix = "tell the site that its cooling is insufficient"
     fix += f"; until then #SBATCH --exclude={node}" if node else ""
     return Reason(words=f": its GPU is hot ({at})", cause="thermal-throttling", fix=fix)
+
+
+def on_its_machine(facts: Facts, rank: int) -> Reason | None:
+    """What is different about the rank's GPU and CPUs."""
+    reason, node = slow_rank_reason(facts.records, rank), facts.node_of(rank)
+    if reason is None:
+        return None
+    cause = "thermal-throttling" if reason.kind == "temperature" else "slow-rank"
+    fix = reason.fix + (f"; until then #SBATCH --exclude={node}" if node else "")
+    return Reason(words=f": {reason.text}", cause=cause, fix=fix)
 
 
 def own_code(facts: Facts, rank: int) -> Reason:

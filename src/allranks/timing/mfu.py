@@ -9,6 +9,7 @@ from typing import Any
 from allranks.machine.gpus import Precision, find_gpu
 from allranks.run.record import RankRecord
 from allranks.timing.comparison import device_name, gpu_memory
+from allranks.timing.steps import Timing
 
 # What the catalogue of GPUs calls them; the first that a GPU has is the one that it computes in.
 PEAKS: Mapping[str, tuple[Precision, ...]] = {
@@ -22,23 +23,25 @@ NEGLIGIBLE = 0.01  # of all operations: a precision with fewer needs no peak
 
 
 def utilisation(
-    records: Iterable[RankRecord], step_seconds: float, info: Mapping[str, Any]
+    records: Iterable[RankRecord], measured: Timing | None, info: Mapping[str, Any]
 ) -> float | None:
     """Model FLOPs utilisation, 0 to 1: the mean over all ranks; None if it is not known.
 
-    `step_seconds`: of a step that was not traced; `info`: the run's run.json.
+    `measured`: the steps that were not traced; `info`: the run's run.json.
     """
+    if measured is None or not measured.step_seconds:
+        return None
     shares: list[float] = []
     for record in records:
         counted = [event for event in record.others["trace"] if event.get("flops")]
-        if not counted or step_seconds <= 0:
+        if not counted:
             return None
         uses_gpu = counted[-1].get("device") == "cuda"
         name = device_name(record.start, info, uses_gpu=uses_gpu)
         seconds = least_seconds(counted[-1]["flops"], name, gpu_memory(info).get(name))
         if not uses_gpu or seconds is None:
             return None
-        shares.append(seconds / step_seconds)
+        shares.append(seconds / measured.step_seconds)
     return math.fsum(shares) / len(shares) if shares else None
 
 

@@ -14,6 +14,7 @@ from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_both_ends, read_ranks
 from allranks.show.numbers import count
 from allranks.timing.advice import facts_of, said_of
+from allranks.timing.mfu import utilisation
 from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure
 from allranks.timing.steps import (
     ENOUGH_STEPS,
@@ -148,10 +149,19 @@ def judge(
     `measured`, `records`: if the caller has read them already.
     """
     try:
-        found = verdict_of(run, measured, records, thresholds or Thresholds())
+        attempts = run.attempts()
+        if not attempts:
+            return Judgement(verdict=unknown("it has not started yet"))
+        if records is None:
+            records = read_within(run, attempts[-1])
+        if measured is None:
+            measured = timing(run, records=records)
+        return Judgement(
+            verdict=verdict_of(run, measured, records, thresholds or Thresholds()),
+            mfu=utilisation(records.values(), measured, run.info()),
+        )
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
-        found = unknown("its event files are not what a rank writes")
-    return Judgement(verdict=found)
+        return Judgement(verdict=unknown("its event files are not what a rank writes"))
 
 
 def unknown(why: str) -> Verdict:
@@ -161,23 +171,16 @@ def unknown(why: str) -> Verdict:
 def verdict_of(
     run: RunDir,
     measured: Timing | None,
-    records: Mapping[int, RankRecord] | None,
+    records: Mapping[int, RankRecord],
     limits: Thresholds,
 ) -> Verdict:
-    attempts = run.attempts()
-    if not attempts:
-        return unknown("it has not started yet")
-    if records is None:
-        records = read_within(run, attempts[-1])
-    if measured is None:
-        measured = timing(run, records=records)
     if measured is None:
         return not_measured(run, records)
     is_one_clock = str(run.info().get("layout", "")).startswith("1x")
     found = measure(records, measured, is_one_clock=is_one_clock)
     if found is None:
         return unknown("its steps do not say what they were spent on: the probe was off")
-    facts = facts_of(run, attempts[-1], records, found, limits)
+    facts = facts_of(run, max(run.attempts()), records, found, limits)
     limit = limit_of(found.shares, found, limits)
     said = said_of(limit, facts)
     verdict = Verdict(
