@@ -35,7 +35,7 @@ from allranks.show.numbers import (
 from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, facts, show_table
 from allranks.show.text import clean
 from allranks.timing.remarks import SPEEDUP
-from allranks.timing.result import NOT_SURE, SURE, WARNING, Said, mfu_words, said_of
+from allranks.timing.result import NOT_SURE, SURE, WARNING, VerdictLine, mfu_words, verdict_lines
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -487,14 +487,14 @@ def summary_table(result: dict[str, Any]) -> Table:
     rows += [(name, metric(value)) for name, value in values if value is not None]
     if pace := throughput(result):
         rows.append(("throughput", pace))
-    return facts([*rows, *((said.label, styled(said)) for said in said_of(result))])
+    return facts([*rows, *((one.label, styled(one)) for one in verdict_lines(result))])
 
 
-def styled(said: Said) -> Text:
-    """What is concluded about a run, after its label."""
-    colour = {SURE: "green", NOT_SURE: "yellow"}.get(said.aside, "dim")
-    text = Text(said.text, style="yellow" if said.label == WARNING else "")
-    return text + Text(f"   {said.aside}" if said.aside else "", style=colour)
+def styled(one: VerdictLine) -> Text:
+    """A line of the verdict, after its label."""
+    colour = {SURE: "green", NOT_SURE: "yellow"}.get(one.aside, "dim")
+    text = Text(one.text, style="yellow" if one.label == WARNING else "")
+    return text + Text(f"   {one.aside}" if one.aside else "", style=colour)
 
 
 def throughput(result: Mapping[str, Any]) -> str | None:

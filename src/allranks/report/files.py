@@ -83,8 +83,8 @@ def section_lines(section: Mapping[str, Any]) -> Iterator[str]:
     )
     if section["headline"]:
         yield from (in_markdown(section["headline"]), "")
-    if lines := tables.said_next(section):
-        yield from (*(f"- {said.markdown}" for said in lines), "")
+    if lines := tables.lines_after(section):
+        yield from (*(f"- {one.markdown}" for one in lines), "")
     choices = list(tables.recommendation(section))
     for name, layout, why in choices:
         yield f"- **{name}: {in_markdown(layout)}**. {in_markdown(why)}"
@@ -136,7 +136,7 @@ def page_section(section: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **section,
         "subtitle": tables.subtitle(section),
-        "said": [[said.label, said.text, said.aside] for said in tables.said_next(section)],
+        "next": [[one.label, one.text, one.aside] for one in tables.lines_after(section)],
         "choices": list(tables.recommendation(section)),
         "tables": shown,
         "parts": PART_WORDS,

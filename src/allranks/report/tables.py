@@ -23,7 +23,7 @@ from allranks.show.numbers import (
 from allranks.show.tables import STATE_STYLES, Table, facts, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.comparison import MODES
-from allranks.timing.result import LIMITED, Said, said_of
+from allranks.timing.result import LIMITED, VerdictLine, verdict_lines
 from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
@@ -173,10 +173,10 @@ def subtitle(section: Record) -> list[str]:
     return [printable(word) for word in words if word]
 
 
-def said_next(section: Record) -> list[Said]:
+def lines_after(section: Record) -> list[VerdictLine]:
     """What follows from the limit that the headline names: what to type next, and warnings."""
     found = [run for run in section["runs"] if run["run"] == section["headline_run"]]
-    return [said for run in found for said in said_of(run) if said.label != LIMITED]
+    return [one for run in found for one in verdict_lines(run) if one.label != LIMITED]
 
 
 def recommendation(section: Record) -> Iterator[tuple[str, str, str]]:
@@ -218,8 +218,8 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print(Text("; ".join(subtitle(section)), style="dim"))
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
-        if lines := said_next(section):
-            show_table(console, facts([(said.label, said.line) for said in lines]))
+        if lines := lines_after(section):
+            show_table(console, facts([(one.label, one.line) for one in lines]))
         for table in tables(section):
             told = without_empty(table)
             if len(told.columns) > 1:

@@ -9,7 +9,7 @@ from typing import Any
 from allranks.run.folder import RunDir, State
 from allranks.run.record import outcome, read_ranks, samples_trained
 from allranks.show.numbers import number, percent
-from allranks.show.text import as_code, clean, in_markdown
+from allranks.show.text import clean, in_markdown
 from allranks.timing.remarks import remarks
 from allranks.timing.steps import affordable_timing
 from allranks.timing.verdict import Judgement, judge
@@ -45,11 +45,11 @@ def judged(found: Judgement | None) -> dict[str, Any]:
 
 SURE, NOT_SURE = "sure", "not sure"
 LIMITED, NEXT, SINCE, WARNING = "limited by", "next", "since", "warning"
-NOT_KNOWN = {"too-short": "too short to judge", "unknown": "not known"}
+NOT_KNOWN = ("too-short", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class VerdictLine:
     """One line of what is concluded about a run."""
 
     label: str
@@ -68,36 +68,37 @@ class Said:
 
     @property
     def markdown(self) -> str:
-        is_typed = self.label == NEXT
-        text = as_code(self.text) if is_typed else in_markdown(self.text)
-        return f"{self.label} {text}" + (f" ({self.aside})" if self.aside else "")
+        return in_markdown(self.sentence)
 
 
-def said_of(found: Mapping[str, Any]) -> list[Said]:
+def verdict_lines(found: Mapping[str, Any]) -> list[VerdictLine]:
     """What is concluded about a run, from its object: its limit comes first."""
     verdict, since = found.get("verdict"), found.get("since")
     lines = []
     is_unknown = verdict and verdict["limit"] == "unknown"
     if verdict and not (is_unknown and found.get("state") in ("queued", "failed")):
         is_known = verdict["limit"] not in NOT_KNOWN
-        what = verdict["limit"] if is_known else NOT_KNOWN[verdict["limit"]]
+        what = verdict["limit"] if is_known else "not known"
         sure = SURE if verdict["sure"] else NOT_SURE
         why = with_line(verdict["why"], verdict["line"])
-        lines.append(Said(LIMITED, f"{what}: {why}", sure if is_known else ""))
+        lines.append(VerdictLine(LIMITED, f"{what}: {why}", sure if is_known else ""))
         if verdict["next"]:
             gain = f"up to {number(verdict['gain'], 2)}x" if verdict["gain"] else ""
-            lines.append(Said(NEXT, clean(verdict["next"]), gain))
+            lines.append(VerdictLine(NEXT, clean(verdict["next"]), gain))
     if since:
-        lines.append(Said(SINCE, clean(since["text"])))
+        lines.append(VerdictLine(SINCE, clean(since["text"])))
     warnings = found.get("warnings") or ()
-    return [*lines, *(Said(WARNING, with_line(one["text"], one["line"])) for one in warnings)]
+    return [
+        *lines,
+        *(VerdictLine(WARNING, with_line(one["text"], one["line"])) for one in warnings),
+    ]
 
 
 def sentences(found: Mapping[str, Any], *labels: str) -> list[str]:
     """What is concluded about a run under these labels; nothing of a limit that is not known."""
     if not found.get("verdict") or found["verdict"]["limit"] in NOT_KNOWN:
         return []
-    return [said.sentence for said in said_of(found) if said.label in labels]
+    return [one.sentence for one in verdict_lines(found) if one.label in labels]
 
 
 def with_line(text: str, line: str | None) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
-from allranks.timing.result import LIMITED, WARNING, Said, mfu_words
+from allranks.timing.result import LIMITED, WARNING, VerdictLine, mfu_words
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     RANK_COLUMNS,
@@ -163,7 +163,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     lines += [Text(doubt, style="yellow") for doubt in doubts(run)]
     if is_alarming(run):
         lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
-    lines += [line for said in run.said for line in said_lines(said, width)]
+    lines += [line for one in run.verdict_lines for line in wrapped(one, width)]
     if scene.parts is not None:
         shares, slowest = parts_lines(scene.parts)
         fits = shares.cell_len + slowest.cell_len + 2 <= width
@@ -173,15 +173,15 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
     return lines
 
 
-def said_lines(said: Said, width: int) -> list[Text]:
-    """What is concluded about a run: its label, and the text beside it, wrapped."""
-    room = max(20, width - len(LIMITED) - 2)
-    labels = [said.label, *[""] * (len(wrapped := textwrap.wrap(said.line, room)) - 1)]
-    style = "yellow" if said.label == WARNING else ""
-    pairs = zip(labels, wrapped, strict=True)
+def wrapped(one: VerdictLine, width: int) -> list[Text]:
+    """A line of the verdict with its label; further lines are indented."""
+    indent = len(LIMITED) + 2
+    style = "yellow" if one.label == WARNING else ""
+    texts = textwrap.wrap(one.line, max(20, width - indent))
+    labels = [one.label, *[""] * (len(texts) - 1)]
     return [
-        Text(f"{label:<{len(LIMITED)}}  ", style="dim") + Text(line, style=style)
-        for label, line in pairs
+        Text(label.ljust(indent), style="dim") + Text(text, style=style)
+        for label, text in zip(labels, texts, strict=True)
     ]
 
 

@@ -81,7 +81,7 @@ def head(view: RunView, silence: str | None, now: float) -> dict[str, Any]:
     return {
         "facts": [*facts_of(view), *([", ".join(view.nodes)] if view.nodes else [])],
         "warnings": [redact(warning) for warning in warnings if warning],
-        "said": [[said.label, redact(said.text), said.aside] for said in view.said],
+        "verdict": [[one.label, redact(one.text), one.aside] for one in view.verdict_lines],
         "is_alarming": is_alarming(view),
         # The number of steps of a user's script is not known.
         "has_progress": bool(view.steps) or view.state == "finished",

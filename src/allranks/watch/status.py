@@ -266,13 +266,11 @@ def performance_lines(runs: Sequence[RunStatus], marks: Mapping[str, Mark]) -> l
 
 def limit_lines(runs: Sequence[RunStatus]) -> list[str]:
     """What limits each run, and what to type next."""
-    by_run = {one.view.run: one.view.said for one in runs}
-    return [
-        line
-        for name, lines in by_run.items()
-        if lines
-        for line in (f"- {in_markdown(name)}", *(f"  - {said.markdown}" for said in lines))
-    ] or ["Nothing has been measured yet."]
+    lines = []
+    for one in runs:
+        found = [f"  - {line.markdown}" for line in one.view.verdict_lines]
+        lines += [f"- {in_markdown(one.view.run)}", *found] if found else []
+    return lines or ["Nothing has been measured yet."]
 
 
 def doubt_lines(runs: Sequence[RunStatus]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from allranks.timing.remarks import Remark, is_guess
-from allranks.timing.result import Said, judged, said_of
+from allranks.timing.result import VerdictLine, judged, verdict_lines
 from allranks.timing.verdict import Judgement
 
 ACTIVE = ("queued", "running")
@@ -64,9 +64,9 @@ class RunView:
         return {key: fields[key] for key in fields if key != "judgement"} | judged(self.judgement)
 
     @property
-    def said(self) -> list[Said]:
+    def verdict_lines(self) -> list[VerdictLine]:
         """What is concluded about it, in words."""
-        return said_of({"state": self.state, **judged(self.judgement)})
+        return verdict_lines({"state": self.state, **judged(self.judgement)})
 
     @property
     def is_active(self) -> bool:

@@ -42,8 +42,8 @@ function section(job, index) {
     make("p", "what", ...job.subtitle.map(word => make("span", "", word))));
   if (job.trains && job.trains !== job.job) element.append(make("p", "trains", job.trains));
   if (job.headline) element.append(make("p", "headline", job.headline));
-  if (job.said.length) element.append(make("dl", "said", ...job.said.flatMap(([label, words, aside]) =>
-    [make("dt", "", label), make("dd", "", make(label === "next" ? "code" : "span", "", words), make("small", "", aside))])));
+  if (job.next.length) element.append(make("dl", "next", ...job.next.flatMap(([label, words, aside]) =>
+    [make("dt", "", label), make("dd", "", words, make("small", "", aside))])));
   element.append(make("div", "choices", ...job.choices.map(([goal, layout, why]) => make("div", goal === "best of both" ? "choice both" : "choice",
     make("div", "goal", goal), make("div", "layout", layout), make("div", "why", why)))));
   // Before the numbers, not after them: what a reader must know to read them right.

@@ -16,19 +16,19 @@ export function drawHead(run, state) {
   progress.hidden = !head.has_progress;
   progress.firstElementChild.style.width = run.share * 100 + "%";
   progress.setAttribute("aria-valuenow", String(Math.round(run.share * 100)));
-  drawSaid(head.said);
+  drawVerdict(head.verdict);
   drawTiles(head.tiles);
   drawParts(state.parts);
 }
 /** What limits the run, what to type next, what has changed since the last run, and warnings. */
-function drawSaid(said) {
-  const list = byId("said"), text = JSON.stringify(said);
-  list.hidden = !said.length;
+function drawVerdict(lines) {
+  const list = byId("verdict"), text = JSON.stringify(lines);
+  list.hidden = !lines.length;
   if (list.dataset.text === text) return;
   list.dataset.text = text;
-  list.replaceChildren(...said.flatMap(([label, words, aside]) => {
-    const shown = make(label === "next" ? "code" : "span", "", words);
-    return [make("dt", "", label), make("dd", label === "warning" ? "warn" : "", shown, make("small", "", aside))];
+  list.replaceChildren(...lines.flatMap(([label, words, aside]) => {
+    const shown = make("dd", label === "warning" ? "warn" : "", words, make("small", "", aside));
+    return [make("dt", "", label), shown];
   }));
 }
 /** Where the time of the last steps went, and which rank the others wait for. */
