@@ -131,6 +131,51 @@ def test_the_summary_ends_with_the_run_folder_whole_and_the_accuracy() -> None:
     assert lines[-1] == "validation accuracy 98.8%"
 
 
+JUDGED: dict[str, Any] = {
+    "verdict": {
+        **{"limit": "data", "share": 0.74, "rank": 1, "sure": True, "gain": 3.84, "line": None},
+        "why": "rank 1 waits for its loader 74% of the time (no workers)",
+        "next": "DataLoader(..., num_workers=4, persistent_workers=True)",
+    },
+    "mfu": 0.041,
+    "since": {"text": "train-20261118-120000-369e: data 74% -> 2%, 1,293 -> 4,870 samples/s"},
+    "warnings": [
+        {
+            "kind": "memory",
+            "text": "device memory grows by 114 MiB a step: full in about 9 minutes",
+            "line": "train.py:52",
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_summary_ends_with_what_limited_the_run_and_what_to_type(width: int) -> None:
+    lines = summary(RESULT | JUDGED, width).splitlines()
+    assert all(len(line) <= width for line in lines if line != RESULT["run_dir"])
+    (begin,) = [at for at, line in enumerate(lines) if line.startswith("throughput")]
+    said = lines[begin : lines.index(RESULT["run_dir"])]
+    labels = [line.split("  ")[0] for line in said if line[0] != " "]
+    assert labels == ["throughput", "limited by", "next", "since", "warning"]
+    if width < 120:
+        return
+    assert " ".join(" ".join(said).split()) == (
+        "throughput 12,346 samples/s (measured), 4.1% MFU "
+        "limited by data: rank 1 waits for its loader 74% of the time (no workers) sure "
+        "next DataLoader(..., num_workers=4, persistent_workers=True) up to 3.8x "
+        "since train-20261118-120000-369e: data 74% -> 2%, 1,293 -> 4,870 samples/s "
+        "warning device memory grows by 114 MiB a step: full in about 9 minutes (train.py:52)"
+    )
+
+
+def test_a_limit_that_is_not_sure_or_not_known_says_so() -> None:
+    verdict = JUDGED["verdict"]
+    assert " not sure" in summary(RESULT | {"verdict": verdict | {"sure": False}})
+    unknown = RESULT | {"verdict": {**verdict, "limit": "unknown", "why": "no step", "next": None}}
+    assert "not known: no step\n" in re.sub(" +\n", "\n", summary(unknown))
+    assert "limited by" not in summary(unknown | {"state": "failed"}) + summary(RESULT)
+
+
 def test_the_summary_has_what_there_is() -> None:
     text = summary(RESULT)
     for words in (

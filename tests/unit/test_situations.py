@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.report_runs import make_run
+from tests.verdict_runs import HEALTHY, Phases, cpu_trace, gpu_trace, planted
 from tests.watch_runs import GrowingRun
 
 from allranks.bench.measure import Ended
@@ -275,9 +276,24 @@ def watch(runs: Sequence[RunDir]) -> Shown:
 def page(runs: Sequence[RunDir]) -> Shown:
     def words(one: Any) -> str:
         head = page_data.head(one.view, None, time.time())
-        return "\n".join([*head["warnings"], str(head["tiles"])])
+        verdict = (" ".join(line) for line in head["verdict"])
+        return "\n".join([*head["warnings"], str(head["tiles"]), *verdict])
 
     return watched(runs, words)
+
+
+def verdicts(runs: Sequence[RunDir]) -> dict[str, Any]:
+    """The verdict of the last run, as each command that has one prints it with --json."""
+    last = runs[-1]
+    watcher = Watcher(last.path.parent, [last])
+    (watched,) = [one.view.as_json() for one in gather(watcher)]
+    watcher.close()
+    (section,) = build([read_run(last)], created=0.0)["sections"]
+    return {
+        "run": result(last)["verdict"],
+        "watch": watched["verdict"],
+        "report": section["runs"][0]["verdict"],
+    }
 
 
 SCREENS = (bench_scaling, report, run, doctor, status, watch, page)
@@ -310,6 +326,41 @@ def test_every_screen_says_the_same_and_concludes_no_more(
     if not situation.has_speedup:
         assert not any(shown.conclusions), shown.conclusions
         assert "nothing wrong" not in shown.text
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_every_command_names_the_same_limit(made: dict[str, list[RunDir]], name: str) -> None:
+    found = verdicts(made[name])
+    assert found["run"] == found["watch"] == found["report"]
+
+
+LIMITS: dict[str, tuple[Event, Sequence[Phases], float]] = {  # traces, phases, milliseconds
+    "compute": (cpu_trace(), [HEALTHY], 1.0),
+    "launches": (gpu_trace(20.0, launches=75.0), [HEALTHY], 1.0),
+    "host": (cpu_trace(host=30.0, lines=[["train.py:52", 0.03]]), [HEALTHY], 1.0),
+    "copies": (gpu_trace(30.0, copies=68.0, copied=4e8, pageable=4e8), [HEALTHY], 1.0),
+    "data": (cpu_trace(), [HEALTHY, {**HEALTHY, "data": 300.0}], 1.0),
+    "communication": (cpu_trace(), [HEALTHY], 60.0),
+    "straggler": (cpu_trace(), [HEALTHY, {**HEALTHY, "forward": 130.0}], 1.0),
+    "pauses": (cpu_trace(), [HEALTHY], 1.0),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_screen_names_the_limit_and_why(tmp_path: Path, limit: str) -> None:
+    trace, phases, comm = LIMITS[limit]
+
+    def each(rank: int, number: int, step: Event) -> Event:
+        is_pause = limit == "pauses" and number % 10 == 0
+        return {**step, "evaluation": 0.5} if is_pause else step
+
+    traces = dict.fromkeys(range(2), trace)
+    runs = [planted(tmp_path, phases[0], phases[-1], comm=comm, traces=traces, each=each)]
+    first, *others = verdicts(runs).values()
+    assert first["limit"] == limit and all(other == first for other in others)
+    for screen in set(SCREENS) - {doctor}:
+        text = " ".join(screen(runs).text.split()).replace("\\", "")
+        assert f"limited by {limit}: {first['why']}" in text, text
 
 
 @pytest.mark.parametrize(

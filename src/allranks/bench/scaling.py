@@ -350,6 +350,10 @@ def verdict(
 
     `problems`: of layouts, by name. `judgements`: what is concluded about runs, by name.
     """
+
+    def limits(row: Compared) -> list[str]:
+        return sentences(judgements.get(row.typical or "", {}), LIMITED, NEXT)
+
     measured = [row for row in rows if row.pace]
     if not measured:
         why = next(iter(problems.values()), "no step was made")
@@ -358,8 +362,9 @@ def verdict(
     if len(measured) == 1:
         others = ", ".join(problems)
         about = "about " if base.is_guess else ""
-        said = f"{base.layout} makes {about}{number(base.pace)} samples/s; "
-        return said + (f"{others} could not be measured" if others else "name more layouts")
+        said = f"{base.layout} makes {about}{number(base.pace)} samples/s"
+        then = f"{others} could not be measured" if others else "name more layouts"
+        return "; ".join([said, then, *limits(base)])
     stated = [row for row in measured if row.speedup is not None and row.layout != row.baseline]
     if not stated:
         return f"no speedup can be stated. {worst_doubt(measured)}"
@@ -370,8 +375,7 @@ def verdict(
         f"({percent(top.efficiency)} efficient, measured)"
     )
     said += ": it scales; try more ranks" if top.efficiency >= SCALES else ""
-    follows = sentences(judgements.get(top.typical or "", {}), LIMITED, NEXT)
-    return f"{'; '.join([said, *follows])}{_beyond(fit, measured)}"
+    return "; ".join([said, *limits(top)]) + _beyond(fit, measured)
 
 
 def beyond(fit: Fit, rows: Sequence[Compared]) -> dict[str, Any]:

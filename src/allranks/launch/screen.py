@@ -32,10 +32,10 @@ from allranks.show.numbers import (
     percent,
     progress,
 )
-from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, facts, show_table
+from allranks.show.tables import STATE_STYLES, Cell, Table, aligned, show_table
 from allranks.show.text import clean
 from allranks.timing.remarks import SPEEDUP
-from allranks.timing.result import NOT_SURE, SURE, WARNING, VerdictLine, mfu_words, verdict_lines
+from allranks.timing.result import mfu_words, verdict_lines, verdict_table
 
 PLAIN_LINE_SECONDS = 10.0
 READ_SECONDS = 0.5
@@ -487,14 +487,7 @@ def summary_table(result: dict[str, Any]) -> Table:
     rows += [(name, metric(value)) for name, value in values if value is not None]
     if pace := throughput(result):
         rows.append(("throughput", pace))
-    return facts([*rows, *((one.label, styled(one)) for one in verdict_lines(result))])
-
-
-def styled(one: VerdictLine) -> Text:
-    """A line of the verdict, after its label."""
-    colour = {SURE: "green", NOT_SURE: "yellow"}.get(one.aside, "dim")
-    text = Text(one.text, style="yellow" if one.label == WARNING else "")
-    return text + Text(f"   {one.aside}" if one.aside else "", style=colour)
+    return verdict_table(rows, verdict_lines(result))
 
 
 def throughput(result: Mapping[str, Any]) -> str | None:

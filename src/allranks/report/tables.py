@@ -20,10 +20,10 @@ from allranks.show.numbers import (
     percent,
     ratio,
 )
-from allranks.show.tables import STATE_STYLES, Table, facts, show_table, without_empty
+from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.comparison import MODES
-from allranks.timing.result import LIMITED, VerdictLine, verdict_lines
+from allranks.timing.result import LIMITED, VerdictLine, verdict_lines, verdict_table
 from allranks.timing.steps import PART_WORDS, PARTS
 
 Record = Mapping[str, Any]
@@ -219,7 +219,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         if section["headline"]:
             console.print(Text(printable(section["headline"])))
         if lines := lines_after(section):
-            show_table(console, facts([(one.label, one.line) for one in lines]))
+            show_table(console, verdict_table((), lines))
         for table in tables(section):
             told = without_empty(table)
             if len(told.columns) > 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.text import Text
 
 from allranks.run.folder import RunDir, State
 from allranks.run.record import outcome, read_ranks, samples_trained
 from allranks.show.numbers import number, percent
+from allranks.show.tables import Cell, Table, facts
 from allranks.show.text import clean, in_markdown
 from allranks.timing.remarks import remarks
 from allranks.timing.steps import affordable_timing
@@ -92,6 +95,19 @@ def verdict_lines(found: Mapping[str, Any]) -> list[VerdictLine]:
         *lines,
         *(VerdictLine(WARNING, with_line(one["text"], one["line"])) for one in warnings),
     ]
+
+
+def verdict_table(rows: Sequence[tuple[str, Cell]], lines: Sequence[VerdictLine]) -> Table:
+    """Facts, and what is concluded from them, with a column for how sure that is."""
+    if not lines:
+        return facts(rows)
+    styles = {SURE: "green", NOT_SURE: "yellow"}
+    cells: list[tuple[Cell, ...]] = [(*row, "") for row in rows]
+    for one in lines:
+        text = Text(one.text, style="yellow" if one.label == WARNING else "")
+        cells.append((one.label, text, Text(one.aside, style=styles.get(one.aside, "dim"))))
+    columns = ("name", "fact", "aside")
+    return Table("", columns, cells, texts=columns, has_head=False)
 
 
 def sentences(found: Mapping[str, Any], *labels: str) -> list[str]:
