@@ -1,0 +1,358 @@
+"""The situations: a script, what is planted in it, and what a run of it must be called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+EVALUATION = """\
+if step % 10 == 0:
+    model.eval()
+    with torch.no_grad():
+        for _ in range({batches}):
+            model(inputs)
+    model.train()
+"""
+CHECKPOINT = """\
+if step % 10 == 0:
+    torch.save(model.state_dict(), "last.pt")
+    time.sleep(0.2)  # as a slow disk would
+"""
+LONG_SAMPLES = """\
+inputs = inputs.repeat(1 + 2 * (RANK == 1), 1)
+targets = targets.repeat(1 + 2 * (RANK == 1), 1)
+"""
+COPY_OF_WEIGHTS = "weights = torch.ones({size}, device=device)"
+# What takes the place of launching each kernel, so that a step without the limit can be timed.
+GRAPHED = """\
+inputs, targets = next(iter(loader))
+inputs = inputs.to(device)
+model = torch.cuda.make_graphed_callables(model, (inputs,))
+"""
+EXCHANGES_OFF = "model.require_backward_grad_sync = False"
+SMALL_BATCH = "--width 1024 --depth 6 --repeat 1 --batch 2"
+GPU = "--width 8192 --depth 4 --repeat 1 --batch 256 --workers 4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """A script with something planted in it."""
+
+    name: str
+    limit: str  # what the run is limited by
+    # By place in the script: the code, and optionally the code that stands in its place without it.
+    plant: Mapping[str, str | tuple[str, str]] = field(default_factory=dict)
+    script: str = "plain"
+    args: str = ""
+    ranks: int = 1
+    rank: int | None = None  # the one that it is about
+    is_named: bool = False  # whether the verdict must name a planted line
+    reason: str = ""  # a word that must be in `why`
+    warning: str = ""  # the kind of the warning that must be given
+    is_warning_named: bool = False  # whether the warning must name a planted line
+    gpu: bool = False
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.limit == "compute" and not self.plant
+
+
+def healthy(name: str, **settings: object) -> Situation:
+    return Situation(name=f"healthy-{name}", limit="compute", **settings)  # type: ignore[arg-type]
+
+
+ON_CPU = [
+    healthy("plain"),
+    healthy("2-ranks", ranks=2),
+    healthy("lightning", script="with_lightning"),
+    healthy("lightning-2-ranks", script="with_lightning", ranks=2),
+    healthy("accelerate", script="with_accelerate"),
+    healthy("accelerate-accumulating", script="with_accelerate", args="--accumulate 4 --steps 80"),
+    healthy("compiled", args="--compile"),
+    healthy("accumulating", args="--accumulate 4 --steps 80"),
+    healthy("workers", args="--workers 1"),
+    Situation(
+        name="host-1-ms",
+        limit="host",
+        plant={"step": "python_work(0.001)"},
+        args="--repeat 6 --steps 400",
+        is_named=True,
+    ),
+    Situation(
+        name="host-3-ms",
+        limit="host",
+        plant={"loss": "python_work(0.003)"},
+        args="--repeat 12 --steps 300",
+        is_named=True,
+    ),
+    Situation(
+        name="host-30-ms",
+        limit="host",
+        plant={"forward": "python_work(0.030)"},
+        args="--steps 120",
+        is_named=True,
+    ),
+    Situation(
+        name="host-2-ranks",
+        limit="host",
+        plant={"backward": "time.sleep(0.025)"},
+        args="--steps 120",
+        ranks=2,
+        is_named=True,
+    ),
+    Situation(
+        name="host-lightning",
+        limit="host",
+        plant={"step": "time.sleep(0.015)"},
+        script="with_lightning",
+        args="--steps 150",
+        is_named=True,
+    ),
+    Situation(
+        name="data",
+        limit="data",
+        plant={"sample": "time.sleep(0.0005)"},
+        args="--steps 100",
+    ),
+    Situation(
+        name="data-collate",
+        limit="data",
+        plant={"collate": "python_work(0.015)"},
+        args="--steps 150",
+    ),
+    Situation(
+        name="data-rank-1",
+        limit="data",
+        plant={"sample": "time.sleep(0.0005 * (RANK == 1))"},
+        args="--steps 100",
+        ranks=2,
+        rank=1,
+    ),
+    Situation(
+        name="data-workers",
+        limit="data",
+        plant={"collate": "time.sleep(0.05)"},
+        args="--steps 100 --workers 1",
+    ),
+    Situation(
+        name="data-lightning",
+        limit="data",
+        plant={"sample": "time.sleep(0.0005)"},
+        script="with_lightning",
+        args="--steps 100",
+    ),
+    Situation(
+        name="communication-gradients",
+        limit="communication",
+        plant={"begin": ("pass", EXCHANGES_OFF)},
+        args=f"{SMALL_BATCH} --steps 100",
+        ranks=2,
+    ),
+    Situation(
+        name="communication-by-hand",
+        limit="communication",
+        plant={
+            "begin": COPY_OF_WEIGHTS.format(size="8_000_000"),
+            "backward": "dist.all_reduce(weights)",
+        },
+        args="--steps 100",
+        ranks=2,
+    ),
+    Situation(
+        name="straggler",
+        limit="straggler",
+        plant={"forward": "time.sleep(0.030 * (RANK == 1))"},
+        args="--steps 100",
+        ranks=2,
+        rank=1,
+    ),
+    Situation(
+        name="straggler-samples",
+        limit="straggler",
+        plant={"batch": LONG_SAMPLES},
+        args="--steps 100",
+        ranks=2,
+        rank=1,
+    ),
+    Situation(
+        name="straggler-logging",
+        limit="straggler",
+        plant={"step": "python_work(0.020 * (RANK == 0))"},
+        args="--steps 100",
+        ranks=2,
+        rank=0,
+    ),
+    Situation(
+        name="pauses-evaluation",
+        limit="pauses",
+        plant={"step": EVALUATION.format(batches=40)},
+    ),
+    Situation(name="pauses-checkpoint", limit="pauses", plant={"step": CHECKPOINT}),
+    Situation(
+        name="pauses-2-ranks",
+        limit="pauses",
+        plant={"step": EVALUATION.format(batches=40)},
+        args="--steps 120",
+        ranks=2,
+    ),
+    Situation(name="short", limit="too-short", args="--steps 12"),
+    Situation(
+        name="short-data",
+        limit="too-short",
+        plant={"sample": "time.sleep(0.001)"},
+        args="--steps 16",
+        reason="data",
+    ),
+    Situation(name="no-optimizer", limit="unknown", script="without_optimizer"),
+    Situation(name="own-update", limit="unknown", script="without_optimizer", args="--update"),
+    Situation(
+        name="mixed-data-host",
+        limit="data",
+        plant={"sample": "time.sleep(0.0005)", "step": "python_work(0.008)"},
+        args="--steps 100",
+    ),
+    Situation(
+        name="mixed-host-pauses",
+        limit="host",
+        plant={"forward": "python_work(0.030)", "step": EVALUATION.format(batches=3)},
+        args="--steps 120",
+        is_named=True,
+    ),
+    Situation(
+        name="mixed-straggler-communication",
+        limit="straggler",
+        plant={
+            "begin": COPY_OF_WEIGHTS.format(size="1_000_000"),
+            "forward": "time.sleep(0.040 * (RANK == 1))",
+            "backward": "dist.all_reduce(weights)",
+        },
+        args="--steps 100",
+        ranks=2,
+        rank=1,
+    ),
+    Situation(
+        name="memory",
+        limit="compute",
+        plant={"begin": "kept = []", "step": "kept.append(torch.ones(1_000_000))"},
+        args="--steps 500",
+        warning="memory",
+    ),
+    Situation(
+        name="memory-graphs",
+        limit="compute",
+        plant={"begin": "kept = []", "loss": "kept.append(outputs)"},
+        args="--steps 500",
+        warning="memory",
+    ),
+]
+
+# Only where each rank has cores of its own.
+ON_16_CORES = [
+    healthy("4-ranks", ranks=4),
+    Situation(
+        name="data-rank-2-of-4",
+        limit="data",
+        plant={"sample": "time.sleep(0.0005 * (RANK == 2))"},
+        args="--steps 100",
+        ranks=4,
+        rank=2,
+    ),
+    Situation(
+        name="straggler-of-4",
+        limit="straggler",
+        plant={"loss": "python_work(0.020 * (RANK == 3))"},
+        args="--steps 100",
+        ranks=4,
+        rank=3,
+    ),
+    Situation(
+        name="communication-of-4",
+        limit="communication",
+        plant={"begin": ("pass", EXCHANGES_OFF)},
+        args=f"{SMALL_BATCH} --steps 100",
+        ranks=4,
+    ),
+]
+
+ON_GPU = [
+    healthy("gpu-plain", args=f"{GPU} --steps 400", gpu=True),
+    healthy("gpu-lightning", script="with_lightning", args=f"{GPU} --steps 400", gpu=True),
+    healthy("gpu-compiled", args=f"{GPU} --steps 400 --compile", gpu=True),
+    Situation(
+        name="launches-layers",
+        limit="launches",
+        plant={"begin": ("pass", GRAPHED)},
+        args="--width 64 --depth 60 --repeat 1 --batch 64 --workers 4 --steps 400",
+        gpu=True,
+    ),
+    Situation(
+        name="launches-repeated",
+        limit="launches",
+        plant={"begin": ("pass", GRAPHED)},
+        args="--width 256 --depth 4 --repeat 30 --batch 32 --workers 4 --steps 400",
+        gpu=True,
+    ),
+    Situation(
+        name="copies-pageable",
+        limit="copies",
+        plant={
+            "begin": "table = torch.ones(100_000_000)",
+            "batch": "table.to(device)",
+        },
+        args=f"{GPU} --steps 120",
+        gpu=True,
+    ),
+    Situation(
+        name="copies-back",
+        limit="copies",
+        plant={
+            "begin": "table = torch.ones(50_000_000, device=device)",
+            "step": "kept = table.cpu()",
+        },
+        args=f"{GPU} --steps 120",
+        gpu=True,
+    ),
+    Situation(
+        name="host-gpu-forward",
+        limit="host",
+        plant={"forward": "time.sleep(0.030)"},
+        args=f"{GPU} --steps 150",
+        is_named=True,
+        gpu=True,
+    ),
+    Situation(
+        name="host-gpu-item",
+        limit="host",
+        plant={"loss": "values = [loss.item() for _ in range(240)]"},
+        args=f"{GPU} --steps 300",
+        is_named=True,
+        gpu=True,
+    ),
+    Situation(
+        name="host-gpu-python",
+        limit="host",
+        plant={"loss": "loss.item()\npython_work(0.003)"},
+        args=f"{GPU} --steps 300",
+        is_named=True,
+        gpu=True,
+    ),
+    Situation(
+        name="data-gpu",
+        limit="data",
+        plant={"collate": "time.sleep(0.1)"},
+        args=f"{GPU} --steps 200",
+        gpu=True,
+    ),
+    Situation(
+        name="memory-gpu",
+        limit="compute",
+        plant={
+            "begin": "kept = []",
+            "step": "kept.append(torch.empty(20_000_000, device=device))",
+        },
+        args=f"{GPU} --steps 600",
+        warning="memory",
+        is_warning_named=True,
+        gpu=True,
+    ),
+]
