@@ -4,6 +4,7 @@
     python benchmarks/verdicts.py --only host-3-ms    # one situation, or several
     python benchmarks/verdicts.py --gpu               # those of a GPU, 8 minutes
     python benchmarks/verdicts.py --traceml ~/traceml/bin/python   # beside TraceML, see below
+    python benchmarks/verdicts.py --keep DIR          # what DIR has already does not run again
 
 Every situation of situations/table.py is a script with something planted in it: the scripts are in
 the same folder, and each planted line stands in an `if PLANTED:`, so that the same script can run
@@ -42,13 +43,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from situations.table import ON_16_CORES, ON_CPU, ON_GPU, Situation
-from situations.written import WRITTEN
+from situations.written import WRITTEN, write_run
 
 from allranks.machine import allotted
 from allranks.run.folder import RunDir
@@ -101,7 +102,7 @@ class Row:
     answer: Mapping[str, Any] = field(default_factory=dict)  # verdict, warnings
     run_dir: str = ""
     problem: str = ""
-    lines: frozenset[str] = frozenset()  # those that are planted
+    lines: Collection[str] = ()  # those that are planted
     planted: float | None = None  # seconds of a step
     removed: float | None = None
     bare: float | None = None
@@ -330,6 +331,21 @@ class Stage:
             "evidence": evidence,
         }
 
+    def row(self, situation: Situation, *, judge_again: bool) -> Row:
+        """A situation, or what is left of it from an earlier command."""
+        kept = self.folder / f"{situation.name}.json"
+        if situation in WRITTEN:
+            return self.write(situation)
+        if not kept.is_file():
+            row = self.play(situation)
+            saved = {**vars(row), "situation": situation.name, "lines": sorted(row.lines)}
+            kept.write_text(json.dumps(saved))
+            return row
+        row = Row(**{**json.loads(kept.read_text()), "situation": situation})
+        if judge_again and row.run_dir:
+            row.answer = judge(RunDir(Path(row.run_dir))).as_json()
+        return row
+
     def play(self, situation: Situation) -> Row:
         """A situation in all its variants."""
         folder = self.folder / situation.name
@@ -355,7 +371,8 @@ class Stage:
 
     def write(self, situation: Situation) -> Row:
         """A situation whose events are written, not measured."""
-        run = RunDir(WRITTEN[situation.name][1](self.folder / "runs" / situation.name))
+        runs = Path(tempfile.mkdtemp(dir=self.folder))
+        run = write_run(runs, situation.name, WRITTEN[situation])
         return Row(situation=situation, answer=judge(run).as_json(), run_dir=str(run.path))
 
 
@@ -457,7 +474,7 @@ def main() -> int:
     )
     rows = []
     for situation in chosen:
-        row = stage.write(situation) if situation.name in WRITTEN else stage.play(situation)
+        row = stage.row(situation, judge_again=options.judge_again)
         rows.append(row)
         print(table_row(row) if len(chosen) > 1 else table([row]), flush=True)
         if not row.is_right or options.verbose:
@@ -473,8 +490,7 @@ def main() -> int:
 
 def situations(options: argparse.Namespace) -> list[Situation]:
     """Those that can run here, or those that were named."""
-    written = [situation for situation, _ in WRITTEN.values()]
-    every = [*ON_CPU, *ON_16_CORES, *written, *ON_GPU]
+    every = [*ON_CPU, *ON_16_CORES, *WRITTEN, *ON_GPU]
     if options.only:
         unknown = set(options.only) - {situation.name for situation in every}
         if unknown:
@@ -484,7 +500,7 @@ def situations(options: argparse.Namespace) -> list[Situation]:
     if options.gpu:
         return ON_GPU
     many = ON_16_CORES if allotted.cpus_allotted() >= 16 else []
-    here = [*ON_CPU, *many, *written]
+    here = [*ON_CPU, *many, *WRITTEN]
     missing = {
         script for script in ("accelerate", "lightning") if importlib.util.find_spec(script) is None
     }
@@ -501,6 +517,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="the situations of a GPU")
     parser.add_argument("--traceml", metavar="PYTHON", help="of an environment that has TraceML")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep scripts and runs there")
+    parser.add_argument(
+        "--judge-again", action="store_true", help="what --keep has kept, by today's rules"
+    )
     parser.add_argument("--verbose", action="store_true", help="the whole verdict of every run")
     return parser.parse_args()
 

@@ -33,7 +33,7 @@ def begin() -> None:
             spans = [
                 (event.time_range.start, event.time_range.end)
                 for event in profiler.events()
-                if event.device_type == DeviceType.CUDA
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation
             ]
             out.write_text(json.dumps(covered(spans) / 1e6 / seconds))
 

@@ -34,7 +34,7 @@ SMALL_BATCH = "--width 1024 --depth 6 --repeat 1 --batch 2"
 GPU = "--width 8192 --depth 4 --repeat 1 --batch 256 --workers 4"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Situation:
     """A script with something planted in it."""
 
