@@ -23,25 +23,26 @@ SLOWER = 1.5
 EXCHANGE = 0.002
 REST = {"data": 0.0005, "optimizer": 0.002, "other": 0.0005}
 STEP_SECONDS = sum(COMPUTE.values()) * SLOWER + EXCHANGE + sum(REST.values())
-HEALTHY = {
-    **{"cpu": 1.0, "utilization": 97, "memory": 21 << 30, "memory_total": GPU["memory_bytes"]},
-    **{"memory_peak": 20 << 30, "power": 560.0, "power_limit": 700.0, "temperature": 58},
-    **{"clock": 1965, "clock_max": 1980},
+HEALTHY: dict[str, Any] = {
+    **{"cpu": 1.0, "cpu_wait": 0.5, "cpus_allotted": 16, "utilization": 97, "neighbours": 0},
+    **{"memory": 21 << 30, "memory_total": GPU["memory_bytes"], "memory_peak": 20 << 30},
+    **{"power": 560.0, "power_limit": 700.0, "temperature": 58, "clock": 1965, "clock_max": 1980},
+    "slowed_by": [],
 }
-# What the device events of rank 2 say instead.
-HOT = {"clock": 1275, "temperature": 88, "power": 410.0}
-POWER_CAPPED = {"clock": 1290, "power": 398.0, "power_limit": 400.0}
-SHARED = {"memory": 62 << 30}
-
+# What the device events of rank 2 say instead, and a word of the reason.
+REASONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "clock": ("MHz", {"clock": 1275, "power": 390.0}),
+    "heat": ("hot", {"clock": 1275, "temperature": 88, "slowed_by": ["thermal slowdown"]}),
+    "power": ("power limit", {"clock": 1290, "power": 398.0, "power_limit": 400.0}),
+    "power-cap": ("power limit", {"clock": 1290, "power": 698.0, "slowed_by": ["power cap"]}),
+    "neighbour": ("another process", {"neighbours": 1, "memory": 62 << 30}),
+    "cores": ("CPUs", {"cpus_allotted": 2}),
+}
 WRITTEN = {
     Situation(
         name=f"written-{name}", limit="straggler", ranks=NUM_RANKS, rank=SLOW, reason=reason
     ): slow
-    for name, reason, slow in (
-        ("clock", "clock", HOT),
-        ("power", "power", POWER_CAPPED),
-        ("neighbour", "another process", SHARED),
-    )
+    for name, (reason, slow) in REASONS.items()
 }
 
 
