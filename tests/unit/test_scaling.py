@@ -201,7 +201,7 @@ def test_the_verdict_is_the_limit_of_the_largest_layout_and_what_to_type() -> No
     found = as_json([repeat("1x1", 0.1), judged])
     assert found["verdict"].startswith(
         "1x2 is 1.25x as fast as 1x1 (62.5% efficient, measured); limited by data: ranks wait for "
-        "it (not sure); next data.num_workers=4 (up to 1.6x). Predicted for 4 ranks by Amdahl's law"
+        "it (not sure); next: data.num_workers=4 (up to 1.6x). Predicted for 4 ranks by Amdahl's"
     )
     assert [row["limit"] for row in found["rows"]] == [None, "data"]
 

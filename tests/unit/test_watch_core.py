@@ -17,6 +17,7 @@ from tests.watch_runs import GrowingRun, event_line
 
 from allranks.run.folder import RunDir
 from allranks.run.run_state import Queue, QueuedJob
+from allranks.timing.verdict import Judgement, Verdict
 from allranks.watch.live import ASK_SECONDS, MAX_SECONDS, Asking, Watcher
 from allranks.watch.reader import MAX_BUCKETS, MAX_POINTS, Points, Series
 from allranks.watch.tail import MAX_STEPS, WHOLE_BYTES, EventTail
@@ -269,6 +270,44 @@ def test_a_folder_that_no_run_has_written_is_told_in_words(tmp_path: Path) -> No
     watcher = Watcher(tmp_path)
     watcher.poll(budget=math.inf)
     assert watcher.runs()[0].state == "failed" and watcher.runs()[0].reason
+
+
+def test_a_selected_run_is_judged_beside_the_reading_and_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def judge(run: RunDir, measured: object = None) -> Judgement:
+        asked.append(run.name)
+        return Judgement(verdict=Verdict(limit="data", why=f"answer {len(asked)}"))
+
+    monkeypatch.setattr("allranks.watch.live.judge", judge)
+    growing, other = GrowingRun(tmp_path), GrowingRun(tmp_path, number=1)
+    watcher, name = Watcher(tmp_path, old=True), growing.run.name
+
+    def look_until(why: str) -> None:
+        deadline = time.monotonic() + 60
+        while f"limited by data: {why} (not sure)" not in shown() and time.monotonic() < deadline:
+            watcher.poll({name})
+        assert shown() == [f"limited by data: {why} (not sure)"]
+
+    def shown() -> list[str]:
+        views = [view for view in watcher.runs() if view.run == name]
+        return [line.sentence for view in views for line in view.verdict_lines]
+
+    with growing.live(), other.live():
+        for one in (growing, other):
+            one.begin()
+            one.steps(30)
+        look_until("answer 1")
+        growing.steps(30)
+        for _ in range(10):
+            watcher.poll({name})
+        assert asked == [name]
+        growing.end()
+    watcher.hurry(name)
+    look_until("answer 2")
+    watcher.close()
 
 
 def slurm_run(tmp_path: Path) -> GrowingRun:

@@ -237,8 +237,8 @@ def test_the_page_says_what_limits_a_run_and_what_to_type() -> None:
     assert limit_lines([run]) == [
         f"- {run.view.run}",
         "  - limited by data: rank 1 waits (sure)",
-        "  - next num_workers=4 (up to 3.8x)",
-        "  - warning it grows (a.py:5)",
+        "  - next: num_workers=4 (up to 3.8x)",
+        "  - warning: it grows (a.py:5)",
     ]
     assert run.view.as_json()["verdict"]["gain"] == 3.84
     assert "--layout 1x1" in next_steps(run)[0]

@@ -60,14 +60,10 @@ class VerdictLine:
     aside: str = ""  # how sure it is, or what it can gain
 
     @property
-    def line(self) -> str:
-        """In a terminal, after the label."""
-        return f"{self.text}   {self.aside}" if self.aside else self.text
-
-    @property
     def sentence(self) -> str:
-        """Within a text."""
-        return f"{self.label} {self.text}" + (f" ({self.aside})" if self.aside else "")
+        """Within a text: `limited by data: ... (sure)`, `next: ... (up to 3.8x)`."""
+        label = self.label if self.label == LIMITED else f"{self.label}:"
+        return f"{label} {self.text}" + (f" ({self.aside})" if self.aside else "")
 
     @property
     def markdown(self) -> str:

@@ -177,7 +177,10 @@ def wrapped(one: VerdictLine, width: int) -> list[Text]:
     """A line of the verdict with its label; further lines are indented."""
     indent = len(LIMITED) + 2
     style = "yellow" if one.label == WARNING else ""
-    texts = textwrap.wrap(one.line, max(20, width - indent))
+    whole = f"{one.text}   {one.aside}".rstrip()
+    texts = textwrap.wrap(whole, max(20, width - indent))
+    if one.aside and not texts[-1].endswith(one.aside):  # it stays in one piece
+        texts = [*textwrap.wrap(one.text, max(20, width - indent)), one.aside]
     labels = [one.label, *[""] * (len(texts) - 1)]
     return [
         Text(label.ljust(indent), style="dim") + Text(text, style=style)

@@ -220,7 +220,7 @@ class Hub:
             "head": page_data.head(view, watcher.silence, time.time()),
             "files": logs.log_titles(files),
             "file": logs.first_log(files, view.culprit),
-            "findings": self._findings and (self._findings.of(chosen) or UNANSWERED),
+            "findings": self._found(view),
         }
         if chosen not in self._read:
             return state
@@ -231,6 +231,15 @@ class Hub:
             **page_data.rank_table(watcher.ranks(chosen), self.marks),
             "parts": page_data.parts_line(watcher.parts(chosen)),
         }
+
+    def _found(self, view: RunView) -> dict[str, Any] | None:
+        """The doctor's findings, without the limit, which is shown anyway."""
+        if self._findings is None:
+            return None
+        found = self._findings.of(view.run) or UNANSWERED
+        limit = view.judgement.verdict.cause if view.judgement else None
+        others = [one for one in found["list"] or () if one["cause"] != limit]
+        return found if found["list"] is None else {**found, "list": others}
 
     def _past(self, name: str) -> dict[str, Any]:
         """A run's curves: thousands of numbers, so they are not rebuilt at every look."""
