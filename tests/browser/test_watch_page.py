@@ -209,6 +209,12 @@ def test_curves_grow_as_drawn(at_large: Seen, site: Site) -> None:
         at_large.wait(f"last => {axis}.max >= last - 20", arg=site.large.step)
 
 
+def test_what_limits_a_run_is_shown_while_it_lasts(at_large: Seen, site: Site) -> None:
+    at_large.wait("() => document.querySelector('#verdict dd')")
+    lines = at_large.page.text_content("#verdict")
+    assert re.match(r"limited by(communication|straggler|compute): .+(not )?sure", lines), lines
+
+
 def test_every_rank_is_shown_and_the_slowest_marked(at_large: Seen, site: Site) -> None:
     page = at_large.page
     at_large.wait("() => document.querySelector('tr.slowest')")
