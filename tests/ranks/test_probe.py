@@ -165,6 +165,9 @@ def test_workers_that_stay_and_a_last_batch_that_is_shorter(tmp_path: Path) -> N
     )
     assert found.samples() == [12, 12, 12, 4] * 2
     assert [event["epoch"] for event in found.steps()] == [1] * 4 + [2] * 4
+    [loader] = found.events("loader")
+    known = {"num_workers": 2, "batch_size": 12, "pin_memory": False, "persistent_workers": True}
+    assert known.items() <= loader.items() and loader["multiprocessing_context"] == "fork"
 
 
 def test_an_iterable_data_set(tmp_path: Path) -> None:

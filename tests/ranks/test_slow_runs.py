@@ -9,7 +9,8 @@ import pytest
 from tests.scripts import run_script
 
 from allranks.doctor.finding import Finding
-from allranks.doctor.slow import Thresholds, read_slow_facts, slow
+from allranks.doctor.slow import slow
+from allranks.timing.verdict import Thresholds
 
 pytestmark = pytest.mark.ranks
 
@@ -47,7 +48,7 @@ for step, (x, y) in enumerate(DataLoader(Data(), batch_size=BATCH)):
     end = now
 dist.destroy_process_group()
 """
-SHORT = Thresholds(least_seconds=1.0)  # of 28 steps, the last ones
+SHORT = Thresholds(least_steps=10)  # of 28 steps, the last ones
 MEASURED_STEPS = 18
 LEAST = 5  # percent of a step: as much is told where it was not asked for
 
@@ -71,8 +72,6 @@ def diagnose(tmp_path: Path, data: str = "0", work: str = "0.1", batch: str = "4
     text = SCRIPT.replace("DATA)", f"({data}))").replace("WORK)", f"{work})")
     found = run_script(tmp_path, text.replace("batch_size=BATCH", f"batch_size={batch}"), 2)
     assert found.exits == [0, 0], found.log(0)
-    facts = read_slow_facts(found.run)
-    assert facts is not None
     said = [found.said("took", rank)[-MEASURED_STEPS:] for rank in range(2)]
     ours, others = (
         [[float(word) for word in line.split()] for line in of_rank] for of_rank in said
@@ -80,7 +79,7 @@ def diagnose(tmp_path: Path, data: str = "0", work: str = "0.1", batch: str = "4
     percent = 100 / sum(took for _, _, took in ours)
     late = [other[1] - own[1] for own, other in zip(ours, others, strict=True)]
     return Diagnosis(
-        slow(facts, SHORT),
+        slow(found.run, SHORT),
         percent * max(sum(took for took, _, _ in of_rank) for of_rank in (ours, others)),
         percent * sum(max(0.0, seconds) for seconds in late),
         percent * sum(map(abs, late)),

@@ -24,7 +24,6 @@ from allranks.bench.measure import Ended
 from allranks.bench.scaling import as_json, repeat_of, show
 from allranks.doctor.diagnose import diagnosis, doubts, without_findings
 from allranks.doctor.show import show_findings
-from allranks.doctor.slow import Thresholds
 from allranks.launch.screen import Screen
 from allranks.report.build import build
 from allranks.report.facts import read_run
@@ -33,6 +32,7 @@ from allranks.run.events import append_event
 from allranks.run.folder import RunDir
 from allranks.timing.remarks import remarks
 from allranks.timing.result import result
+from allranks.timing.verdict import Thresholds
 from allranks.watch import page_data
 from allranks.watch.draw import Scene, about_run
 from allranks.watch.live import Watcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 from tests.verdict_runs import HEALTHY, Event, cpu_trace, gpu_trace, planted
 
+from allranks.run import files
 from allranks.run.folder import RunDir
-from allranks.timing.verdict import Verdict, judge
+from allranks.timing.verdict import MOST_BYTES, Verdict, judge
 
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 4])
 
@@ -179,3 +181,43 @@ def test_more_threads_than_cpus_make_nothing_sure(tmp_path: Path) -> None:
     run = planted(tmp_path, *[HEALTHY] * 4, comm=50.0, traces=traces(4), start={"threads": 4})
     found = verdict_of(run)
     assert (found.limit, found.sure) == ("communication", False)
+
+
+def test_a_pause_too_rare_for_the_last_steps_is_seen_by_the_clock(tmp_path: Path) -> None:
+    """Of a long file only both ends are read, and steps at a few places in between."""
+
+    def each(rank: int, number: int, step: Event) -> Event:
+        return {**step, "evaluation": 160.0 * (number % 3000 == 1000)}
+
+    run = planted(tmp_path, HEALTHY, steps=22_000, traces=traces(1), each=each)
+    assert run.events(0, 0).stat().st_size > MOST_BYTES
+    found = verdict_of(run)
+    assert found.limit == "pauses" and found.share == pytest.approx(0.37, abs=0.06)
+
+
+def test_of_many_long_files_only_the_ends_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the files of 64 ranks, a hole stands for what is never read."""
+    slow = {**HEALTHY, "data": 300.0}
+    many = {"hardware": {"cpus_allotted": 64}}
+    run = planted(tmp_path, *[slow] * 64, comm=1.0, steps=250, traces=traces(64), info=many)
+    for rank in range(1, 64):
+        head, line, tail = run.events(0, rank).read_bytes().partition(b'{"v": 1, "t"')
+        with run.events(0, rank).open("wb") as file:
+            file.write(head + line + tail[: 1 << 15] + b"\n")
+            file.seek(60 << 20)
+            file.write(b"\n" + line + tail)
+    read = 0
+
+    class Counted(io.BufferedReader):
+        def readline(self, *args: Any) -> bytes:
+            nonlocal read
+            found = super().readline(*args)
+            read += len(found)
+            return found
+
+    monkeypatch.setattr(files, "open_file", lambda path: Counted(io.FileIO(path)))
+    found = verdict_of(run)
+    assert (found.limit, found.sure, found.rank) == ("data", True, None)
+    assert read < 2 * MOST_BYTES

@@ -19,7 +19,7 @@ from allranks.doctor.hang import hang, hung
 from allranks.doctor.judge import judge
 from allranks.doctor.log_search import Scanned, Source, scan
 from allranks.doctor.run_evidence import KernelLog, Starts, error_file
-from allranks.doctor.slow import Thresholds, read_slow_facts, slow
+from allranks.doctor.slow import slow
 from allranks.errors import AllranksError
 from allranks.launch import backends
 from allranks.run import claims, run_state
@@ -28,6 +28,7 @@ from allranks.run.failures import missing_in_words
 from allranks.run.folder import ODD, RunDir, State, find_run
 from allranks.run.record import EARLY_EVENTS, read_ranks
 from allranks.timing.remarks import fingerprints, remarks, same_order, same_samples
+from allranks.timing.verdict import Thresholds
 
 LOGS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json", "*trace_rank_*")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
@@ -284,8 +285,7 @@ def slowed(run: RunDir, state: State, limits: Thresholds | None = None) -> list[
     """Why a run that trains, or has trained, is slow."""
     if state not in ("running", "finished", "stopped"):
         return []
-    facts = read_slow_facts(run)
-    return slow(facts, limits) if facts is not None else []
+    return slow(run, limits)
 
 
 def odd_folder(run: RunDir) -> list[Finding]:
@@ -329,6 +329,8 @@ SAME_AS_REMARKS = {kind: (cause,) for kind, cause in FROM_REMARKS.items()} | {
     "uneven-ranks": (
         "data-bound",
         "slow-rank",
+        "thermal-throttling",
+        "too-few-workers",
         "unbalanced-data",
         "uneven-lengths",
         "uneven-steps",

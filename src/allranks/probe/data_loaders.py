@@ -18,6 +18,7 @@ from allranks.probe.samples import SampleCounter
 from allranks.timing.timeline import COUNT_AFTER, DATA, FORWARD, OTHER
 
 MAP_DATASET = 0  # torch's number for it
+SETTINGS = ("num_workers", "batch_size", "pin_memory", "persistent_workers", "prefetch_factor")
 
 
 class Loaders:
@@ -56,6 +57,7 @@ class Loaders:
     def _look(self, loader: Loader, data_loader: Any) -> None:
         """What a loader says about itself."""
         loader.dataset = id(data_loader.dataset)
+        loader.settings = settings_of(data_loader)
         loader.is_collated = data_loader._auto_collation
         loader.is_checked = data_loader.collate_fn is not self._own_collate
         if data_loader._dataset_kind != MAP_DATASET:
@@ -191,6 +193,15 @@ def hook_starting(recorder: Recorder, loaders: Loaders, data_loader: Any) -> Non
         return iterating
 
     data_loader.__iter__ = __iter__
+
+
+def settings_of(data_loader: Any) -> dict[str, Any]:
+    """How a loader was made, as far as that matters for its speed; a subclass may lack some."""
+    found = {name: getattr(data_loader, name, None) for name in SETTINGS}
+    context = getattr(data_loader, "multiprocessing_context", None)
+    found["multiprocessing_context"] = getattr(context, "_name", None)
+    kinds = (bool, int, str)
+    return {name: value for name, value in found.items() if isinstance(value, kinds)}
 
 
 def length(counted: Any) -> int | None:

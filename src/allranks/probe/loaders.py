@@ -23,6 +23,7 @@ class Loader:
     batch_size: int | None = None  # of an iterable data set, whose batches may be less full
     is_collated: bool = True  # batches are made of samples; the data set does not hold batches
     is_checked: bool = False  # by the script's own function, which may leave some out
+    settings: dict[str, Any] = field(default_factory=dict)  # as the script made it
     number: int | None = None  # among the fingerprinted loaders
     starts: int = 0  # how many times it was started
     batches: int = 0  # since it was started

@@ -30,6 +30,7 @@ EXIT_SECONDS = 5.0  # for a device to finish the last steps
 # The writing thread holds Python's lock, so it releases it every few lines. Half a second's lines
 # in one go would delay a step by milliseconds, and with it those of all other ranks.
 LINES_AT_ONCE, BREATH_SECONDS = 10, 0.0002
+MOST_LOADERS = 8  # whose settings are written
 MEET_WITHIN = 20  # steps; ranks that have not met by then train independently
 
 STARTED_AS = "ALLRANKS_RANK"  # the rank that the launcher started, whatever that rank then starts
@@ -59,6 +60,7 @@ class Recorder:
         self._ended: deque[CountedStep] = deque()  # steps to be written
         self._taking = threading.Lock()
         self._stepped: set[int] = set()  # ids of the optimizers that made the last step
+        self._loaders: list[dict[str, Any]] = []  # the settings that were written
         self._is_alone = False  # whether one optimizer alone made the last two steps
         self._followed = 0  # id of the optimizer that `_follow` was called with
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
@@ -150,7 +152,17 @@ class Recorder:
         if self._log is not None:
             for seen in self.fingerprints.take(self.counter.training):
                 self._log.write("batch", **seen)
+            self._write_loader(self._log)
             self._write_counts(self._log)
+
+    def _write_loader(self, log: EventLog) -> None:
+        """How the training loader was made, once: a script may make one for every epoch."""
+        training = self.counter.training
+        if training is None or training.settings in self._loaders:
+            return
+        if training.settings and len(self._loaders) < MOST_LOADERS:
+            self._loaders.append(training.settings)
+            log.write("loader", **training.settings)
 
     def _write_counts(self, log: EventLog) -> None:
         counter = self.counter
@@ -290,7 +302,7 @@ def claim_rank(path: Path, rank: int) -> IO[bytes]:
     except OSError:
         pass  # a disk without locks
     if is_free:
-        append_event(path, "recorder", **own)
+        append_event(path, "recorder", **own, threads=torch_threads())
     before = [*read_events(path, EARLY_BYTES, kind="recorder")]
     others = [one for one in before if (one["pid"], one["host"]) != (own["pid"], own["host"])]
     # A script may train several things in sequence, each in its own process.
@@ -300,6 +312,13 @@ def claim_rank(path: Path, rank: int) -> IO[bytes]:
     if not any(one["host"] == own["host"] and one["pid"] in ancestors() for one in others):
         write_atomically(path.parent / TWICE, to_json({"rank": rank, **own}))
     raise RuntimeError(f"another process is already recording rank {rank}")
+
+
+def torch_threads() -> int:
+    """Threads that torch computes with on a CPU."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def ancestors() -> list[int]:

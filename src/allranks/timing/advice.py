@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks.run import files
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord
 from allranks.show.numbers import count, duration, percent, size
 from allranks.timing.shares import Measured
 from allranks.timing.slow_rank import slow_rank_reason
-from allranks.timing.steps import SLOWER_IN
+from allranks.timing.steps import ENOUGH_STEPS, SLOWER_IN
 from allranks.timing.timeline import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from allranks.timing.verdict import Thresholds
 
 ONE_RANK = 0.05  # of a step: by how much one rank alone waits longer for data than twice the others
-ENOUGH_STEPS = 20
 HEAVY = 1.5  # times a light step's forward pass
 ALIKE = 0.8  # how closely forward and backward passes grow together
 ALL_CPUS = 0.9  # of a machine's: above this, none is left for more workers
 BURST = 0.8  # of the time for data: more in a few steps are workers that start
+LOG_BYTES = 1 << 18  # of the beginning of a log, where NCCL names its network
+NCCL_LINES = re.compile(
+    r"NCCL INFO .*(?:Using network|NET/Socket|NET/IB|NCCL_IB_DISABLE|NCCL_NET\b|No device found)"
+)
 OWN_PART = 0.3  # of what others wait for a rank: a part of its time that explains as much is named
 
 
@@ -58,7 +65,7 @@ class Facts:
     @cached_property
     def is_task(self) -> bool:
         """Of allranks: the job file has the settings."""
-        return any("rank_batch" in record.start for record in self.records.values())
+        return any(record.counts_on for record in self.records.values())
 
     @property
     def cpus(self) -> int | None:
@@ -140,11 +147,20 @@ def compute(facts: Facts) -> Said:
         why = f"the GPU is in use {percent(found.utilization, 0)} of the time, by NVML"
     else:
         why = f"{facts.share('compute')} of the time is spent in forward, backward and update"
-    next_ = None
-    if facts.is_alone:
-        what = "JOB.yaml" if facts.is_task else "-- python …"
-        next_ = f"allranks bench scaling {what} measures what more ranks would gain"
-    return Said(why=why, next=next_, cause=None, evidence=facts.of_step(facts.seconds("compute")))
+    evidence = facts.of_step(facts.seconds("compute"))
+    if throttled := {rank: one for rank in facts.records if (one := hot(facts, rank))}:
+        rank, reason = next(iter(throttled.items()))
+        of = "" if facts.is_alone else f" of rank {rank}"
+        return Said(
+            why=f"{why}, but the GPU{of} is slow{reason.words.replace(' its GPU', ' it')}",
+            next=reason.fix,
+            cause=reason.cause,
+            evidence=evidence,
+            rank=None if facts.is_alone else rank,
+        )
+    what = "JOB.yaml" if facts.is_task else "-- python …"
+    more = f"allranks bench scaling {what} measures what more ranks would gain"
+    return Said(why=why, next=more if facts.is_alone else None, cause=None, evidence=evidence)
 
 
 def launches(facts: Facts) -> Said:
@@ -344,16 +360,57 @@ def communication(facts: Facts) -> Said:
     steps = [record.mean("samples") for record in facts.records.values()]
     samples = statistics.fmean(each or 0.0 for each in steps)
     few = f", with {count(samples)} samples per rank" if samples else ""
-    fix = (
-        "a larger batch per rank, with model.no_sync(): on all but every 4th batch, or fewer ranks"
-    )
+    share = facts.share("communication")
+    evidence = f"comm {facts.of_step(facts.seconds('communication'))}"
+    if (sockets := sockets_words(facts)) is not None:
+        why = f"exchanging data between nodes takes {share} of the time: {SOCKETS}"
+        cause = "sockets-instead-of-infiniband"
+        return Said(why=why, next=sockets, cause=cause, evidence=evidence)
+    fix = "with model.no_sync(): on all but every 4th batch, a larger batch, or fewer ranks"
     if facts.is_task:
         fix = "a larger batch_size (which changes the training), or fewer ranks"
     return Said(
-        why=f"exchanging data between ranks takes {facts.share('communication')} of the time{few}",
+        why=f"exchanging data between ranks takes {share} of the time{few}",
         next=f"{fix}; allranks bench comm measures the network",
         cause="communication-bound",
-        evidence=f"comm {facts.of_step(facts.seconds('communication'))}",
+        evidence=evidence,
+    )
+
+
+SOCKETS = "NCCL uses sockets, not InfiniBand"
+LogLine = tuple[str, int, str]  # file, number, text
+
+
+def sockets_words(facts: Facts) -> str | None:
+    """What to do about NCCL over TCP between nodes; None where that is not seen."""
+    if len(facts.nodes) < 2:
+        return None
+    lines = nccl_lines(facts.run.log(facts.attempt, rank) for rank in facts.records)
+    texts = [text for *_, text in lines]
+    if not any("NET/Socket" in text or "network Socket" in text for text in texts):
+        return None
+    if any("NCCL_IB_DISABLE" in text for text in texts):
+        return "unset NCCL_IB_DISABLE"
+    return "allranks doctor on the nodes checks InfiniBand"
+
+
+def nccl_lines(logs: Iterable[Path]) -> tuple[LogLine, ...]:
+    """What NCCL prints about its network, from the first log that has any of it."""
+    for log in logs:
+        with suppress(OSError):
+            if found := _nccl_lines(log, min(LOG_BYTES, log.stat().st_size)):
+                return found
+    return ()
+
+
+@lru_cache(maxsize=1024)  # the beginning of a log does not change
+def _nccl_lines(log: Path, num_bytes: int) -> tuple[LogLine, ...]:
+    with files.open_file(log) as file:
+        text = file.read(num_bytes).decode(errors="replace")
+    return tuple(
+        (str(log), number, line.strip()[:400])
+        for number, line in enumerate(text.splitlines(), start=1)
+        if NCCL_LINES.search(line)
     )
 
 

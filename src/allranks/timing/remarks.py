@@ -25,6 +25,7 @@ from allranks.run.record import (
 )
 from allranks.show.numbers import count, duration, number, percent, ranks_in_words
 from allranks.timing.steps import (
+    ENOUGH_STEPS,
     STOPPED_EARLY,
     TOO_FEW,
     Timing,
@@ -230,7 +231,7 @@ def of_slow_rank(timing: Timing) -> Iterable[Remark]:
 
 def of_length(timing: Timing) -> Iterable[Remark]:
     """A run that is too short to judge, and what it looks like so far."""
-    if timing.seconds >= JUDGED_SECONDS:
+    if timing.num_steps >= ENOUGH_STEPS:
         return
     only = f"measured for only {count(timing.num_steps, 'step')} ({duration(timing.seconds)})"
     looks = ""
@@ -238,11 +239,12 @@ def of_length(timing: Timing) -> Iterable[Remark]:
         part = max(WAITING, key=lambda name: (timing.parts or {})[name])
         share = timing.parts[part] / timing.step_seconds
         looks = f", so far with {percent(share, 0)} {WAITING[part]}" if share >= LATE else ""
-    if timing.num_steps < JUDGED_STEPS:
+    if timing.num_steps < JUDGED_STEPS and timing.seconds < JUDGED_SECONDS:
         text = f"too short to judge: {only}{looks}; let it run longer"
         yield Remark("too-short", text, (SPEEDUP, CAUSE))
         return
-    text = f"too short to judge what limits it: {only}{looks}; let it run for at least 10 s"
+    enough = f"let it run for at least {ENOUGH_STEPS} steady steps"
+    text = f"too short to judge what limits it: {only}{looks}; {enough}"
     yield Remark("too-short", text, (CAUSE,))
 
 

@@ -12,10 +12,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from allranks.run.events import read_events
 from allranks.run.record import RankRecord
-from allranks.timing.steps import SURE_BLOCKS, Event, Timing, timing_of
+from allranks.timing.steps import SURE, SURE_BLOCKS, Event, Timing, timing_of
 from allranks.timing.timeline import DATA, FORWARD, OTHER, PHASES, WAIT
 
 Shares = dict[str, float]
@@ -24,6 +26,7 @@ LIMITS = ("compute", "launches", "host", "copies", "data", "communication", "str
 LOCAL = ("compute", "launches", "host", "copies")  # what only a trace can divide
 FAR = 0.3  # of a usual step: by how much a step's `other` exceeds the usual one in a pause
 FEW = 0.25  # of the steps: what happens more often is part of the steps
+PLACES, PLACE_BYTES = 12, 1 << 14  # of a long file, where steps are read to see how long one takes
 # Traced steps may take so many times as long as others, besides what the trace has cost.
 LIKE_OTHERS = (0.75, 1.33)
 
@@ -94,11 +97,16 @@ class _Steps:
 
 
 def measure(
-    records: Mapping[int, RankRecord], window: Timing, *, is_one_clock: bool
+    records: Mapping[int, RankRecord],
+    window: Timing,
+    *,
+    is_one_clock: bool,
+    rare: float = 0.0,
 ) -> Measured | None:
     """The shares of the window's time; None where the steps have no phases.
 
-    `records`: all ranks, or the last steps of each, with their traces.
+    `records`: all ranks, or the last steps of each, with their traces. `rare`: seconds of pauses
+    for the average step, if there are more between all steps than between these.
     """
     steps = {rank: record.timed_steps for rank, record in records.items()}
     common = set.intersection(*(set(own) for own in steps.values()))
@@ -106,12 +114,12 @@ def measure(
     rows = [[own[n] for own in steps.values()] for n in numbers]
     if len(rows) < 2 or any(phase not in one for row in rows for one in row for phase in PHASES):
         return None
-    cleaned = without_pauses(steps, numbers, is_one_clock=is_one_clock)
+    between = time_between(records[min(records)], numbers, rare)
+    cleaned = without_pauses(steps, numbers, between, is_one_clock=is_one_clock)
     timing = cleaned.timing(numbers, steady=window.steady)
     if timing is None or timing.parts is None:
         return None
     lead = min(records)
-    between = time_between(records[lead], numbers)
     is_gpu = any(one.mean("utilization", of=one.devices) is not None for one in records.values())
     traced = {
         rank: found
@@ -123,13 +131,15 @@ def measure(
     division = divided(timing, traced, utilization)
     ends = [len(numbers) * n // SURE_BLOCKS for n in range(SURE_BLOCKS + 1)]
     blocks = [numbers[a:b] for a, b in itertools.pairwise(ends) if b > a]
-    shares = shares_of(cleaned, numbers, division, between)
+    shares = shares_of(cleaned, numbers, timing, division)
     evaluation = math.fsum(steps[lead][n].get("evaluation", 0.0) for n in numbers) / len(numbers)
     return Measured(
         timing=timing,
         num_steps=len(numbers),
         shares=shares,
-        blocks=tuple(shares_of(cleaned, block, division, between) for block in blocks),
+        blocks=tuple(
+            shares_of(cleaned, block, cleaned.timing(block), division) for block in blocks
+        ),
         traced=traced,
         evaluation=evaluation * (1 - shares["pauses"]) / timing.step_seconds,
         problem=next((why for one in records.values() if (why := problem_of(one))), None),
@@ -140,18 +150,17 @@ def measure(
 
 
 def shares_of(
-    cleaned: _Steps, numbers: Sequence[int], division: Shares | None, between: float
+    cleaned: _Steps, numbers: Sequence[int], timing: Timing | None, division: Shares | None
 ) -> Shares:
-    """The shares of these steps' time."""
-    timing = cleaned.timing(numbers)
-    if timing is None or timing.parts is None:  # a block of one step
+    """The shares of these steps' time; `timing`: theirs, None for a single one."""
+    if timing is not None and timing.parts is not None:
+        parts = timing.parts
+    else:
         own = cleaned.steps[min(cleaned.steps)][numbers[0]]
         parts = {"compute": own["seconds"] - own[DATA] - own[WAIT], "comm": own[WAIT]}
         parts |= {"data": own[DATA], "straggler": 0.0, "other": 0.0}
-    else:
-        parts = timing.parts
     local = parts["compute"] + parts["other"]
-    pauses = statistics.fmean(cleaned.pauses[n] for n in numbers) + between
+    pauses = statistics.fmean(cleaned.pauses[n] for n in numbers)
     seconds = {
         **{part: local * (division or {}).get(part, 0.0) for part in LOCAL},
         "data": parts["data"],
@@ -170,9 +179,16 @@ def shares_of(
 
 
 def without_pauses(
-    steps: Mapping[int, Mapping[int, Event]], numbers: Sequence[int], *, is_one_clock: bool
+    steps: Mapping[int, Mapping[int, Event]],
+    numbers: Sequence[int],
+    between: Mapping[int, float],
+    *,
+    is_one_clock: bool,
 ) -> _Steps:
-    """The steps as they would be without pauses: the others wait for a rank that makes one."""
+    """The steps as they would be without pauses: the others wait for a rank that makes one.
+
+    `between`: seconds before a step that belong to none.
+    """
     usual = statistics.median(own[n]["seconds"] for own in steps.values() for n in numbers)
     # A script without a loader has no mark between a pause and its forward pass.
     has_data = any(own[n][DATA] for own in steps.values() for n in numbers)
@@ -196,6 +212,7 @@ def without_pauses(
             waited = min(max(0.0, event[WAIT] - waits[rank]), pauses[n] - own[rank])
             is_same = not waited and not any(more[rank].values())
             cleaned[rank][n] = event if is_same else shortened(event, more[rank], waited)
+        pauses[n] += between.get(n, 0.0)
     return _Steps(cleaned, pauses, numbers[0], is_one_clock)
 
 
@@ -220,21 +237,45 @@ def shortened(event: Event, more: Mapping[str, float], waited: float) -> Event:
     return new
 
 
-def time_between(record: RankRecord, numbers: Sequence[int]) -> float:
-    """Seconds before the average step that belong neither to it nor to an evaluation: saves.
+def time_between(record: RankRecord, numbers: Sequence[int], rare: float = 0.0) -> dict[int, float]:
+    """Seconds before each step that belong neither to it nor to an evaluation, such as saves.
 
-    Positive and negative differences add up: a host may be ahead of its device.
+    Some are negative, since a host may be ahead of its device: only their sum means something.
     """
-    by_number = {event["step"]: event for event in record.steps if not event.get("traced")}
-    gaps = [
-        by_number[n]["t"]
-        - by_number[n - 1]["t"]
-        - by_number[n]["seconds"]
-        - by_number[n].get("evaluation", 0.0)
-        for n in numbers
-        if n - 1 in by_number
-    ]
-    return max(0.0, statistics.fmean(gaps)) if gaps else 0.0
+    before = {event["step"]: event["t"] for event in record.steps}
+    own = {n: event for n, event in record.timed_steps.items() if n - 1 in before}
+    traced = {event["step"] for event in record.steps if event.get("traced")}
+    found = {n: own[n]["t"] - before[n - 1] - lasted(own[n]) for n in numbers if n in own}
+    found = {n: took for n, took in found.items() if n - 1 not in traced}
+    seen = statistics.fmean(own[n].get("evaluation", 0.0) for n in found) if found else 0.0
+    more = rare - seen - statistics.fmean(found.values()) if found else rare
+    return {n: found.get(n, 0.0) + max(0.0, more) for n in numbers}
+
+
+def lasted(event: Event) -> float:
+    """A step with the evaluation before it."""
+    return float(event["seconds"] + event.get("evaluation", 0.0))
+
+
+def rare_pauses(path: Path) -> float:
+    """Seconds between the steps of a long file, for the average step; 0 if it may be by chance.
+
+    Steps at several places in it show how long one takes, and the clock how long all of them took.
+    """
+    whole, places = path.stat().st_size, []
+    for place in range(PLACES):
+        begin = whole * (place + 1) // (PLACES + 1)
+        read = read_events(path, begin + PLACE_BYTES, last=whole - begin, kind="step")
+        places.append([event for event in read if "seconds" in event and not event.get("traced")])
+    places = [steps for steps in places if steps]
+    if len(places) < 2 or places[-1][-1]["step"] <= places[0][0]["step"]:
+        return 0.0
+    first, last = places[0][0], places[-1][-1]
+    means = [statistics.fmean(event["seconds"] for event in steps) for steps in places]
+    whole_step = (last["t"] - first["t"]) / (last["step"] - first["step"])
+    error = statistics.stdev(means) / math.sqrt(len(means))
+    pauses = whole_step - statistics.fmean(means)
+    return float(pauses) if pauses > SURE * error else 0.0
 
 
 def burst_of(seconds: Sequence[float]) -> float:

@@ -68,6 +68,7 @@ class Timing:
     late_seconds: float = 0.0  # how long the others wait for the slowest rank
     data_seconds: Mapping[int, float] = field(default_factory=dict)  # waiting for data, by rank
     middle_rank: int | None = None  # the one whose parts these are
+    traced_steps: int = 0  # of the window, which are in none of these figures
 
     @property
     def samples_per_second(self) -> float:
@@ -98,7 +99,7 @@ class Timing:
 
     @property
     def num_steps(self) -> int:
-        return self.last_step - self.first_step + 1
+        return self.last_step - self.first_step + 1 - self.traced_steps
 
     @property
     def window(self) -> str:
@@ -235,6 +236,7 @@ def timing_of(
             if split
         },
         middle_rank=sorted(steps)[split.middle] if split else None,
+        traced_steps=chosen[-1] - chosen[0] + 1 - len(chosen),
     )
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from allranks.errors import AllranksError
 from allranks.run.folder import RunDir
 from allranks.run.record import RankRecord, read_both_ends, read_ranks
-from allranks.show.numbers import count
+from allranks.show.numbers import count, duration
 from allranks.timing.advice import facts_of, said_of
 from allranks.timing.mfu import utilisation
-from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure
+from allranks.timing.shares import LIMITS, LOCAL, Measured, Shares, measure, rare_pauses
 from allranks.timing.steps import (
     ENOUGH_STEPS,
     STOPPED_EARLY,
@@ -40,7 +40,7 @@ Limit = Literal[
     "unknown",
 ]
 LEAST_GAIN = 1.1  # what gains less is not worth a change
-MOST_BYTES = 4 << 20  # of events, of all ranks together: takes half a second
+MOST_BYTES = 3 << 20  # of events, of all ranks together: takes a second on a busy machine
 LEAST_BYTES = 1 << 14  # of a rank
 TRACE_ERROR = 0.15  # of a share that a few traced steps show
 MOST_GAIN = 1000.0
@@ -152,12 +152,16 @@ def judge(
         attempts = run.attempts()
         if not attempts:
             return Judgement(verdict=unknown("it has not started yet"))
-        if records is None:
-            records = read_within(run, attempts[-1])
+        rare = 0.0
+        if event_bytes(run) > MOST_BYTES:  # all commands judge by the same events
+            records, measured = read_ends_within(run, attempts[-1]), None
+            rare = rare_pauses(run.events(attempts[-1], min(records)))
+        elif records is None:
+            records = read_ranks(run, attempts[-1])
         if measured is None:
             measured = timing(run, records=records)
         return Judgement(
-            verdict=verdict_of(run, measured, records, thresholds or Thresholds()),
+            verdict=verdict_of(run, measured, records, thresholds or Thresholds(), rare),
             mfu=utilisation(records.values(), measured, run.info()),
         )
     except (KeyError, TypeError, ValueError, OSError):  # files that no rank has written
@@ -173,11 +177,13 @@ def verdict_of(
     measured: Timing | None,
     records: Mapping[int, RankRecord],
     limits: Thresholds,
+    rare: float = 0.0,
 ) -> Verdict:
+    """`rare`: pauses of the average step that these records do not show."""
     if measured is None:
         return not_measured(run, records)
     is_one_clock = str(run.info().get("layout", "")).startswith("1x")
-    found = measure(records, measured, is_one_clock=is_one_clock)
+    found = measure(records, measured, is_one_clock=is_one_clock, rare=rare)
     if found is None:
         return unknown("its steps do not say what they were spent on: the probe was off")
     facts = facts_of(run, max(run.attempts()), records, found, limits)
@@ -200,10 +206,8 @@ def verdict_of(
     return too_short(verdict, found) if is_short else verdict
 
 
-def read_within(run: RunDir, attempt: int) -> dict[int, RankRecord]:
-    """The records of all ranks; of long files the first and the last events."""
-    if event_bytes(run) <= MOST_BYTES:
-        return read_ranks(run, attempt)
+def read_ends_within(run: RunDir, attempt: int) -> dict[int, RankRecord]:
+    """The first and the last events of all ranks, as many as can be read at once."""
     ranks = run.ranks(attempt)
     most = max(LEAST_BYTES, MOST_BYTES // len(ranks))
     return {rank: read_both_ends(run, attempt, rank, most) for rank in ranks}
@@ -216,20 +220,21 @@ def not_measured(run: RunDir, records: Mapping[int, RankRecord]) -> Verdict:
         return unknown("the script started ranks itself, and only it knows what they train")
     why = why_no_pace(run, None) or TOO_FEW
     if why in (TOO_FEW, STOPPED_EARLY):
-        return Verdict(limit="too-short", why=why, cause="too-short-to-judge")
+        return Verdict(limit="too-short", why=why)
     return unknown(why)
 
 
 def too_short(likely: Verdict, found: Measured) -> Verdict:
     """What a run looks like so far, if it was not measured long enough to be sure."""
-    only = f"only {count(found.num_steps, 'steady step')}"
+    only = f"only {count(found.num_steps, 'steady step')} in {duration(found.timing.seconds)}"
     return dataclasses.replace(
         likely,
         limit="too-short",
-        why=f"{only}, and it takes {ENOUGH_STEPS} to judge; so far {likely.limit}: {likely.why}",
+        why=f"{only}, so far {likely.limit}: {likely.why}",
         sure=False,
+        next=f"let it run for at least {ENOUGH_STEPS} steady steps",
         gain=None,
-        cause="too-short-to-judge",
+        cause=likely.cause and "too-short-to-judge",
     )
 
 
