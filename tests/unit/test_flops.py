@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from allranks.bench.trace import STEP_MARK, trace_of
 from tests.verdict_runs import HEALTHY, gpu_trace, planted
 from torch import nn
 from torch.nn.functional import relu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from allranks.bench.trace import STEP_MARK, trace_of
 from allranks.run.record import RankRecord
 from allranks.timing.flops import Flops, flops_of
 from allranks.timing.mfu import least_seconds, utilisation

@@ -10,27 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.traces import event, mark
 
-from allranks.bench import profile, trace
-from allranks.probe.profile import STEP_MARK
+from allranks.bench import profile
 from allranks.run.folder import RunDir
-
-
-def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": cat,
-        "ts": ts,
-        "dur": dur,
-        "pid": 1,
-        "tid": tid,
-        "args": args,
-    }
-
-
-def mark(step: int, ts: float) -> dict[str, Any]:
-    return event(f"{STEP_MARK}{step}", "user_annotation", ts, 1)
+from allranks.timing import trace
 
 
 def gloo(ts: float, dur: float, elements: int = 1000) -> dict[str, Any]:
@@ -223,7 +207,3 @@ def test_a_gpu_that_may_not_be_profiled_is_noticed() -> None:
     content["traceEvents"].append(event("cudaLaunchKernel", "cuda_runtime", 500, 5, correlation=1))
     found = profile.together([{**profile.rank_summary(read(content)), "trace_bytes": 1}])
     assert any("missing from the traces" in line for line in profile.remarks(found))
-
-
-def test_both_sides_call_the_marks_alike() -> None:
-    assert trace.STEP_MARK == STEP_MARK

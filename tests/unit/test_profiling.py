@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 from allranks.bench.profile import LOUDNESS, VARIABLE, show_profile
-from allranks.bench.trace import read_trace
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.timing.trace import read_trace
 
 INJECT = Path(profile.__file__).with_name("inject")
 

@@ -18,14 +18,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from allranks.bench import trace as traces
-from allranks.bench.trace import Exchange, Span, Trace
 from allranks.run.events import read_events, to_json
 from allranks.run.folder import RunDir, write_atomically
 from allranks.show import tables
 from allranks.show.numbers import NOTHING, count, duration, number, percent, size
 from allranks.show.tables import Table, show_table
+from allranks.timing import trace as traces
 from allranks.timing.result import LIMITED, judged, sentences
+from allranks.timing.trace import Exchange, Span, Trace
 from allranks.timing.verdict import judge
 
 MAX_ROWS, MAX_GAPS = 10, 5  # of a table

@@ -65,7 +65,7 @@ DEFAULT_TASK = "spiral"
 BUILT_IN = {"env": {"NCCL_DEBUG": "WARN"}}
 BUILT_IN_TASK = {"batch_size": 128, "epochs": 20}
 
-SECTIONS = ("options", "optimizer", "data", "checkpoint", "slurm", "env")
+SECTIONS = ("options", "optimizer", "data", "checkpoint", "probe", "slurm", "env")
 COMMAND_ONLY = ("launcher", "last", "resume", "stage")
 TASK_ONLY = (
     *("options", "batch_size", "batch_size_per_rank", "micro_batch_size", "epochs", "steps"),
@@ -146,6 +146,15 @@ class Checkpoint(Section):
         default=Duration(600), description="a time (30s, 10m, 1h) or a number of steps (500)"
     )
     keep: PositiveInt = Field(default=3, description="how many of the newest are kept")
+
+
+class Probe(Section):
+    """What ranks record about their own steps."""
+
+    trace: bool = Field(
+        default=True,
+        description="trace a few steps, to see what limits the run",
+    )
 
 
 class Slurm(Section):
@@ -287,6 +296,7 @@ class Job(Section):
         default=None,
         description="end the run after this long without a step; --stall-timeout overrides it",
     )
+    probe: Probe = Field(default=Probe(), description="what ranks record about their own steps")
     slurm: Slurm = Field(default=Slurm(), description="what to ask sbatch for; null: leave it out")
     env: dict[EnvName, EnvText] = Field(
         default=BUILT_IN["env"], description="environment variables for every rank"

@@ -434,6 +434,8 @@ def ranks_environment(
     }
     if job.stage:
         env["ALLRANKS_STAGE"] = json.dumps(job.stage)
+    if not job.probe.trace:
+        env["ALLRANKS_TRACE"] = "off"
     if oversubscribe:
         env["ALLRANKS_OVERSUBSCRIBE"] = "1"
     threads = prepared.threads or max(1, allotted.cpus_allotted() // here)

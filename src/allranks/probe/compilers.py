@@ -16,7 +16,8 @@ from torch.compiler import is_compiling
 # Modules of the probe that hooks call.
 PARTS = (
     *("backward_pass", "batches", "data_loaders", "device_sampler", "fingerprints", "hooks"),
-    *("loaders", "model_inputs", "recorder", "samples", "window"),
+    *("loaders", "model_inputs", "profile", "profilers", "recorder", "sampler", "samples"),
+    *("tracing", "window"),
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from allranks.probe.recorder import Recorder
 from allranks.show.numbers import size
+from allranks.timing.trace import STEP_MARK
 
 VARIABLE = "ALLRANKS_PROFILE"  # how many steps
 SKIP_STEPS = 8  # in which memory is allocated, kernels are chosen and models are compiled
@@ -23,7 +24,6 @@ PAUSE_STEPS = 2
 FIRST_STEP = SKIP_STEPS + 1 + PAUSE_STEPS + 1  # the first mark is at its end
 # Of a trace before compression. Perfetto opens larger ones, but slowly.
 MAX_TRACE_BYTES = 1 << 27
-STEP_MARK = "allranks.step#"  # in the trace, at the end of every step
 
 
 class Profile:

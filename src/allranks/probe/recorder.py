@@ -50,6 +50,7 @@ class Recorder:
         self.fingerprints = Fingerprints()
         self.guarded = _Guard(self)
         self.device: Any = None  # the GPU used for training
+        self.device_type = "cpu"  # of the trained parameters
         self.at_first_step: list[Callable[[Any], None]] = []  # called with the optimizer
         self.at_step: list[Callable[[int], None]] = []  # called after each step is recorded
         self.at_meeting: list[Callable[[], None]] = []  # called once ranks are known to have met
@@ -64,6 +65,7 @@ class Recorder:
         self._is_alone = False  # whether one optimizer alone made the last two steps
         self._followed = 0  # id of the optimizer that `_follow` was called with
         self._claim: IO[bytes] | None = None  # held open: its lock keeps other processes out
+        self.is_measured = False  # by a benchmark, from now on
         self.peers: bool | None = None  # whether there are other ranks; None until they meet
 
     @property
@@ -137,7 +139,8 @@ class Recorder:
         with self._taking:
             self.timeline.follow_clock()
             for marks in self.timeline.take_steps():
-                self._ended.append(CountedStep(marks, self.timeline.unix, self.counter))
+                is_traced = marks[-1][3] in self.timeline.traced
+                self._ended.append(CountedStep(marks, self.timeline.unix, self.counter, is_traced))
 
     def _lines(self, late: WhatIsLate) -> Iterator[str]:
         """Lines of steps that are over and that the device has finished."""
@@ -187,7 +190,9 @@ class Recorder:
             self.timeline.thread = threading.get_ident()
             self.counter.elsewhere.clear()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if parameters and parameters[0].is_cuda:
+        if parameters:
+            self.device_type = parameters[0].device.type
+        if self.device_type == "cuda":
             self.device = parameters[0].device
             self.timeline.record_event = functools.partial(record_cuda_event, self.device)
 

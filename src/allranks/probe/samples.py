@@ -549,8 +549,10 @@ class CountedStep(Step):
 
     __slots__ = ("epoch", "samples")
 
-    def __init__(self, marks: list[Mark], unix: float, counter: SampleCounter) -> None:
-        super().__init__(marks, unix)
+    def __init__(
+        self, marks: list[Mark], unix: float, counter: SampleCounter, is_traced: bool = False
+    ) -> None:
+        super().__init__(marks, unix, is_traced)
         self.epoch: int | None = None
         self.samples = 0
         try:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 from allranks.probe import hooks
 from allranks.probe.device_sampler import DeviceSampler
+from allranks.probe.profile import VARIABLE as PROFILE
 from allranks.probe.profile import profile_if_asked
+from allranks.probe.profilers import Profilers
 from allranks.probe.recorder import Recorder
+from allranks.probe.tracing import VARIABLE as TRACE
+from allranks.probe.tracing import Tracer
 from allranks.probe.window import Window
 from allranks.timing import timeline
 
@@ -28,4 +32,6 @@ def start() -> None:
     DeviceSampler(recorder, env).begin_with_steps()
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
+    if env.get(TRACE) != "off" and not env.get(PROFILE):
+        Tracer(recorder, Profilers(recorder))
     profile_if_asked(recorder, env)

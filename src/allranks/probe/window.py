@@ -7,10 +7,10 @@ would not make itself.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -38,13 +38,19 @@ class Window:
         self.recorder = recorder
         self.num_steps = num_steps
         self.last_step: int | None = None
-        self._ends: list[float] = []
+        self._seconds: list[float] = []  # of the steps so far, without traced ones
+        self._first_end = self._last_end = 0.0
         self._is_leaving = False
         recorder.at_step.append(self.at_step)
         recorder.at_meeting.append(self.at_meeting)
 
     def at_step(self, step: int) -> None:
-        self._ends.append(time.perf_counter())
+        now = time.perf_counter()
+        if not self._first_end:
+            self._first_end = now
+        elif step not in self.recorder.timeline.traced:
+            self._seconds.append(now - self._last_end)
+        self._last_end = now
         leads = self.recorder.rank == 0 or not self.recorder.has_peers()
         if leads and self.last_step is None:
             self._decide(step)
@@ -52,11 +58,14 @@ class Window:
             self.recorder.leave = self._leave
 
     def _decide(self, step: int) -> None:
-        steady = are_steady(self._ends)
-        patience = step >= PATIENCE_STEPS or self._ends[-1] - self._ends[0] >= PATIENCE_SECONDS
+        steady = are_steady(self._seconds)
+        patience = step >= PATIENCE_STEPS or self._last_end - self._first_end >= PATIENCE_SECONDS
         if not steady and not (patience and step > 2):
             return
-        pace = (self._ends[-1] - self._ends[max(0, step - 10)]) / min(step - 1, 10)
+        if self.recorder.timeline.kept is not None:  # steps are being traced
+            return
+        self.recorder.is_measured = True
+        pace = statistics.fmean(self._seconds[-10:])
         to_come = max(self.num_steps, math.ceil(HEAR_SECONDS / max(pace, 1e-6)))
         if not self.recorder.has_peers():
             to_come = self.num_steps
@@ -79,6 +88,7 @@ class Window:
             while not known.check([KEY]):
                 time.sleep(LOOK_SECONDS)
             self.last_step = int(known.get(KEY))
+            self.recorder.is_measured = True
             while self.recorder.step == 0 and not known.check([LEFT]):
                 time.sleep(LOOK_SECONDS)
             has_steps = self.recorder.step > 0
@@ -111,12 +121,11 @@ class Window:
         sys.exit(0)
 
 
-def are_steady(ends: list[float]) -> bool:
-    """Whether the last steps took as long as those before. `ends`: when each step ended."""
-    if len(ends) < 2 * STEADY_STEPS + 1:
+def are_steady(seconds: list[float]) -> bool:
+    """Whether the last steps took as long as those before."""
+    if len(seconds) < 2 * STEADY_STEPS:
         return False
-    last = ends[-2 * STEADY_STEPS - 1 :]
-    return is_steady([end - begin for begin, end in itertools.pairwise(last)])
+    return is_steady(seconds[-2 * STEADY_STEPS :])
 
 
 def store() -> Any:

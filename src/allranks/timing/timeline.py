@@ -72,7 +72,7 @@ class Timeline:
 
     __slots__ = (
         *("_cutting", "_num_taken", "calls", "depth", "expect", "is_on", "is_taken", "label"),
-        *("marks", "num_steps", "record_event", "thread", "unix"),
+        *("kept", "marks", "num_steps", "record_event", "thread", "traced", "unix"),
     )
 
     def __init__(self) -> None:
@@ -89,6 +89,8 @@ class Timeline:
         # Of the step under way, behind those of the steps that nobody has taken yet. The first step
         # begins with its first mark. It is always the same list, so that hooks may append to it.
         self.marks: list[Mark] = []
+        self.kept: list[Mark] | None = None  # those taken, while somebody wants them too
+        self.traced: set[int] = set()  # steps that tracing slows
         self._num_taken = 0  # steps
         self._cutting = threading.Lock()
         # What to add to a mark's time for UNIX time: kept, so that steps add up.
@@ -120,7 +122,7 @@ class Timeline:
     def close(self) -> Step:
         """End the step here, begin the next, and return the one that ended."""
         self.end()
-        return Step(self.take_steps()[-1], self.unix)
+        return Step(self.take_steps()[-1], self.unix, self.num_steps in self.traced)
 
     def take_steps(self) -> list[list[Mark]]:
         """The marks of all steps that have ended since the last time. Any thread may ask."""
@@ -134,6 +136,8 @@ class Timeline:
                 elif label == END and step != self._num_taken:
                     steps.append(marks[first : index + 1])
                     first, self._num_taken = index, step
+            if self.kept is not None:
+                self.kept += marks[:first]
             del marks[:first]
         return steps
 
@@ -184,11 +188,12 @@ def mark(label: str) -> None:
 class Step:
     """The marks of a step that is over; a `Late` value of its event (see events.py)."""
 
-    __slots__ = ("_marks", "_unix")
+    __slots__ = ("_marks", "_unix", "is_traced")
 
-    def __init__(self, marks: list[Mark], unix: float) -> None:
+    def __init__(self, marks: list[Mark], unix: float, is_traced: bool = False) -> None:
         self._marks = marks
         self._unix = unix
+        self.is_traced = is_traced
 
     @property
     def host_seconds(self) -> float:
@@ -215,6 +220,8 @@ class Step:
         text = _TEXT % (sum(sums.values()), *sums.values())  # formatting by hand: once a step
         if evaluation:
             text += f',"evaluation":{evaluation:.7f}'
+        if self.is_traced:
+            text += ',"traced":true'
         if arrive is not None:
             text += f',"arrive":{self._unix + arrive:.6f}'
         if left is not None:

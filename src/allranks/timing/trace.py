@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from allranks.run.folder import RunDir
 
-STEP_MARK = "allranks.step#"  # as probe/profile.py writes it
+STEP_MARK = "allranks.step#"  # as the probe writes it, at the end of every step
 HOST_EXCHANGE = re.compile(r"(gloo|mpi|ucc|xccl):(\w+)")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
@@ -73,6 +73,7 @@ class Trace:
     annotations: list[Span]
     device: list[Span]  # empty without a GPU
     launched: dict[int, float] = field(default_factory=dict)  # index in `device` -> when
+    runtime: list[Span] = field(default_factory=list)  # the host's calls of the device's library
     group_sizes: set[int] = field(default_factory=set)
     is_blind: bool = False  # kernels were launched, but none was seen
 
@@ -101,8 +102,8 @@ def trace_files(run: RunDir, attempt: int) -> dict[int, Path]:
 def read_trace(path: Path, rank: int) -> Trace | None:
     """A trace from its file; None if it is not whole or has no whole step."""
     try:
-        with gzip.open(path, "rb") as file:
-            content = json.load(file)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = json.loads(file.read())
     except (OSError, EOFError, ValueError):
         return None
     return trace_of(content, rank)
@@ -137,6 +138,7 @@ def trace_of(content: Mapping[str, Any], rank: int) -> Trace | None:
             number: launches.get(span.args.get("correlation"), span.begin)
             for number, span in enumerate(device)
         },
+        runtime=sorted((span for span in spans if span.kind in LAUNCHES), key=begin_of),
         group_sizes={group["pg_size"] for group in groups if "pg_size" in group},
         is_blind=bool(launches) and not device,
     )

@@ -1,0 +1,162 @@
+"""Samples what the training thread is executing, by a timer that needs no lock of Python's.
+
+A signal interrupts the thread every half millisecond, whoever holds Python's lock; Python then
+calls the handler in that thread before it executes anything else. So a sample shows the line that
+was being executed, also if that line was waiting, or in a C function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import threading
+from time import perf_counter
+from types import CodeType, FrameType
+from typing import Any
+
+from allranks.probe.compilers import unseen_by_compilers
+from allranks.run.tracebacks import INSTALLED, OURS, short_path
+from allranks.timing.traced_steps import Sample
+
+PERIOD_SECONDS = 0.0005
+MAX_SAMPLES = 20_000
+# A signal that neither torch nor NCCL nor MPI uses; the one before it asks for stacks.
+SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 8 if hasattr(signal, "SIGRTMIN") else 0
+CLOCK_MONOTONIC, SIGEV_THREAD_ID, TIMER_ABSTIME = 1, 4, 1  # as Linux has them
+OWN, TORCH, LIBRARY = "own", "torch", "library"
+
+
+class _Event(ctypes.Structure):
+    """struct sigevent of Linux."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("thread", ctypes.c_int),
+        ("rest", ctypes.c_char * 44),
+    )
+
+
+class _Times(ctypes.Structure):
+    """struct itimerspec."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_long)
+        for name in ("period_seconds", "period_nanos", "first_seconds", "first_nanos")
+    )
+
+
+class Sampler:
+    """Samples the thread that starts it, which must be the main thread."""
+
+    def __init__(self, torch_folder: str) -> None:
+        self._torch = (torch_folder, "torchinductor")
+        self._kinds: dict[CodeType, str] = {}
+        self._seen: list[tuple[float, str, tuple[str, int] | None]] = []
+        self._timer = ctypes.c_void_p()
+        self._began = 0.0
+        self.is_running = False
+
+    def start(self) -> bool:
+        """Start to sample; False if that is not possible here."""
+        if not SIGNAL or threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(SIGNAL) != signal.SIG_DFL or caught_by_others():
+            return False
+        libc = library()
+        event = _Event(None, SIGNAL, SIGEV_THREAD_ID, threading.get_native_id(), b"")
+        if libc is None or libc.timer_create(
+            CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
+        ):
+            return False
+        signal.signal(SIGNAL, self._take)
+        signal.siginterrupt(SIGNAL, False)  # calls that it interrupts go on
+        period = round(PERIOD_SECONDS * 1e9)
+        self._began = perf_counter() + PERIOD_SECONDS  # the same clock
+        first = round(self._began * 1e9)
+        times = _Times(0, period, first // 10**9, first % 10**9)
+        self.is_running = True
+        libc.timer_settime(self._timer, TIMER_ABSTIME, ctypes.byref(times), None)
+        return True
+
+    def stop(self) -> None:
+        if not self.is_running:
+            return
+        self.is_running = False
+        libc = library()
+        assert libc is not None
+        libc.timer_delete(self._timer)
+        signal.signal(SIGNAL, signal.SIG_IGN)  # one that is still pending is dropped
+        signal.signal(SIGNAL, signal.SIG_DFL)
+
+    @unseen_by_compilers
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        now, kind, place = perf_counter(), LIBRARY, None
+        while frame is not None:
+            code = frame.f_code
+            kind = self._kinds.get(code) or self._learn(code)
+            if kind == OWN:
+                place = (code.co_filename, frame.f_lineno)
+            if kind != LIBRARY:
+                break
+            frame = frame.f_back
+        if len(self._seen) < MAX_SAMPLES:
+            self._seen.append((now, kind, place))
+
+    def _learn(self, code: CodeType) -> str:
+        file = code.co_filename
+        kind = OWN
+        if any(part in file for part in self._torch):
+            kind = TORCH
+        elif file.startswith(OURS) or any(part in file for part in INSTALLED):
+            kind = LIBRARY
+        self._kinds[code] = kind
+        return kind
+
+    def samples(self, offset: float) -> list[Sample]:
+        """One for every period, at times of another clock, which is so many seconds ahead.
+
+        A signal that comes within a C function is handled at its end, however many have come.
+        """
+        found: list[Sample] = []
+        tick = itertools.count()
+        due = self._began
+        for now, kind, place in self._seen:
+            line = None if place is None else f"{short_path(place[0])}:{place[1]}"
+            while due <= now:
+                found.append(Sample(due + offset, kind == TORCH, line))
+                due = self._began + (next(tick) + 1) * PERIOD_SECONDS
+        return found
+
+
+def caught_by_others() -> bool:
+    """Whether a handler that Python does not know of is there for the signal."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if (
+                line.startswith(("SigCgt", "SigIgn"))
+                and int(line.split()[1], 16) >> (SIGNAL - 1) & 1
+            ):
+                return True
+    return False
+
+
+def library() -> Any:
+    """The C library, if it has timers."""
+    for name in (None, "librt.so.1"):
+        try:
+            found = ctypes.CDLL(name, use_errno=True)
+            if hasattr(found, "timer_create"):
+                return found
+        except OSError:
+            continue
+    return None
+
+
+def folder_of_torch() -> str:
+    import torch
+
+    return os.path.dirname(torch.__file__) + os.sep
