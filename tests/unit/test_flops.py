@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from allranks.bench.trace import STEP_MARK, trace_of
 from tests.verdict_runs import HEALTHY, gpu_trace, planted
 from torch import nn
 from torch.nn.functional import relu, scaled_dot_product_attention
@@ -20,6 +19,7 @@ from allranks.run.record import RankRecord
 from allranks.timing.flops import Flops, flops_of
 from allranks.timing.mfu import least_seconds, utilisation
 from allranks.timing.steps import timing_of
+from allranks.timing.trace import STEP_MARK, trace_of
 from allranks.timing.verdict import judge
 
 STEPS = 2

@@ -26,7 +26,7 @@ def reduced(
     return reduce_trace(trace, [(low * MICRO, high * MICRO) for low, high in away], at)
 
 
-def micros(found: dict[str, Any], *names: str) -> list[float]:
+def micros(found: dict[str, Any], *names: str) -> list[Any]:
     return [pytest.approx(found[name] / MICRO, abs=0.2) for name in names]
 
 
@@ -53,7 +53,7 @@ def cpu_steps() -> list[dict[str, Any]]:
 
 def test_a_cpu_is_busy_in_torch_and_in_the_python_between_its_operators() -> None:
     waits = [(10, 2010), (10_010, 12_010)]
-    samples = []
+    samples: list[tuple[float, bool, str | None]] = []
     for at in (10, 10_010):
         samples += [(at + 100 + 500 * n, True, None) for n in range(4)]
         samples += [(at + 2100 + 500 * n, False, "train.py:7") for n in range(2)]

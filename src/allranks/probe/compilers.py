@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -35,6 +36,21 @@ def unseen_by_compilers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile from tracing a function, which it would recompile at every step."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, no function is looked at by torch.compile, whatever it calls."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    before = set_eval_frame(None)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
 
 
 class Called:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
@@ -22,8 +24,9 @@ from allranks.timing.traced_steps import Sample
 
 PERIOD_SECONDS = 0.0005
 MAX_SAMPLES = 20_000
-# A signal that neither torch nor NCCL nor MPI uses; the one before it asks for stacks.
-SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 8 if hasattr(signal, "SIGRTMIN") else 0
+# Hardly anybody uses it, and a process without a handler ignores it: whatever a script does to its
+# handlers, such as Lightning, which puts all back at its end, the timer never kills it.
+SIGNAL = signal.SIGURG
 CLOCK_MONOTONIC, SIGEV_THREAD_ID, TIMER_ABSTIME = 1, 4, 1  # as Linux has them
 OWN, TORCH, LIBRARY = "own", "torch", "library"
 
@@ -62,9 +65,7 @@ class Sampler:
 
     def start(self) -> bool:
         """Start to sample; False if that is not possible here."""
-        if not SIGNAL or threading.current_thread() is not threading.main_thread():
-            return False
-        if signal.getsignal(SIGNAL) != signal.SIG_DFL or caught_by_others():
+        if threading.current_thread() is not threading.main_thread() or is_caught(SIGNAL):
             return False
         libc = library()
         event = _Event(None, SIGNAL, SIGEV_THREAD_ID, threading.get_native_id(), b"")
@@ -89,8 +90,8 @@ class Sampler:
         libc = library()
         assert libc is not None
         libc.timer_delete(self._timer)
-        signal.signal(SIGNAL, signal.SIG_IGN)  # one that is still pending is dropped
-        signal.signal(SIGNAL, signal.SIG_DFL)
+        if signal.getsignal(SIGNAL) == self._take:
+            signal.signal(SIGNAL, signal.SIG_DFL)
 
     @unseen_by_compilers
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -132,16 +133,11 @@ class Sampler:
         return found
 
 
-def caught_by_others() -> bool:
-    """Whether a handler that Python does not know of is there for the signal."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        for line in file:
-            if (
-                line.startswith(("SigCgt", "SigIgn"))
-                and int(line.split()[1], 16) >> (SIGNAL - 1) & 1
-            ):
-                return True
-    return False
+def is_caught(number: int) -> bool:
+    """Whether somebody has a handler for a signal, even one that Python does not know of."""
+    status = Path("/proc/self/status").read_text(errors="replace")
+    masks = re.findall(r"^Sig(?:Cgt|Ign):\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def library() -> Any:

@@ -19,9 +19,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from allranks.probe.compilers import uncompiled
 from allranks.probe.profilers import Profilers
 from allranks.probe.recorder import Recorder
 from allranks.probe.sampler import Sampler, folder_of_torch
+from allranks.timing.flops import flops_of
 from allranks.timing.timeline import AFTER, AROUND, DATA, WAIT, Mark
 from allranks.timing.trace import STEP_MARK, Interval, read_trace
 from allranks.timing.traced_steps import reduce_trace
@@ -53,7 +55,8 @@ class Tracer:
 
     def at_step(self, step: int) -> None:
         try:
-            self._next(step)
+            with uncompiled():
+                self._next(step)
         except Exception as error:
             self._give_up(f"tracing failed: {type(error).__name__}: {error}".splitlines()[0])
             print(f"allranks: tracing is off: {error!r}", file=sys.stderr, flush=True)
@@ -128,7 +131,11 @@ class Tracer:
         timeline = self.recorder.timeline
         marks, timeline.kept = [*(timeline.kept or ()), *timeline.marks], None
         samples = self._sampler.samples(offset) if self._sampler is not None else []
-        return reduce_trace(trace, waits(marks, offset), samples)
+        fields = reduce_trace(trace, waits(marks, offset), samples)
+        counted = flops_of(trace, in_tf32() if trace.device else ())
+        if counted is not None:
+            fields |= {"flops": dict(counted.model), "recomputed": counted.recomputed}
+        return fields
 
     def _rest(self) -> None:
         self.is_first_done = True
@@ -150,6 +157,17 @@ class Tracer:
         if self._sampler is not None:
             self._sampler.stop()
         return self.profilers.stop()
+
+
+def in_tf32() -> list[str]:
+    """What torch computes in tf32 where a script has asked for float32."""
+    from torch import backends
+
+    allowed = {
+        "matmul": backends.cuda.matmul.allow_tf32,
+        "convolution": backends.cudnn.allow_tf32,
+    }
+    return [name for name, is_allowed in allowed.items() if is_allowed]
 
 
 def waits(marks: list[Mark], offset: float) -> list[Interval]:
