@@ -53,6 +53,8 @@ WORDINGS = [
     (raised('RuntimeError: Socket Timeout', *INIT, 'torch/distributed/distributed_c10d.py _store_based_barrier'), 'rendezvous-timeout'),
     (raised('RuntimeError: Timed out initializing process group in store based barrier on rank: 3, for key: store_based_barrier_key:1 (world_size=8, worker_count=7, timeout=0:30:00)', *INIT), 'rendezvous-timeout'),
     (raised('RuntimeError: Timed out initializing process group in store based barrier on rank: 2, for key: store_based_barrier_key:1 (world_size=2, worker_count=4, timeout=0:30:00)', *INIT), 'rank-count-mismatch'),
+    (raised('RuntimeError: Permission denied', 'torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py next_rendezvous'), 'port-forbidden'),
+    (raised('torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled system error, NCCL version 2.18.6\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\nError while creating shared memory segment /dev/shm/nccl-9fKq2T (size 8912896)', *BARRIER) + "[2024-06-02 17:24:15,001] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python', '-u', 'train.py', '--local_rank=3'] exits with return code = 1\n", 'shared-memory-full'),
     (raised('torch.distributed.DistStoreError: Socket Timeout', *INIT), 'rendezvous-timeout'),
     (raised('torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.', *INIT), 'rendezvous-timeout'),
     (raised('torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError: _matches_machine_hostname', 'torch/distributed/elastic/rendezvous/dynamic_rendezvous.py next_rendezvous'), 'rendezvous-timeout'),

@@ -241,7 +241,7 @@ def _silent(facts: FailureFacts, echoes: Sequence[Hit]) -> list[int]:
 def _num_closed(facts: FailureFacts) -> int:
     """How many processes torchrun had to end without saying more about them."""
     marks = facts.hits_of("agent-block")
-    told = {hit.fields["pid"] for hit in marks if "code" in hit.fields}
+    told = {hit.fields.get("pid") for hit in marks if "code" in hit.fields}
     return len({hit.fields["pid"] for hit in marks if "closing" in hit.fields} - told)
 
 
