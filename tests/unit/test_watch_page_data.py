@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.page_runs import LiveRun, held
 
 from allranks.run.folder import RunDir
+from allranks.timing.verdict import Judgement, Verdict
 from allranks.watch import logs, page_data
 from allranks.watch.cells import DEFAULT_MARKS, rank_cells
 from allranks.watch.live import Watcher
@@ -139,9 +140,18 @@ def test_memory_is_what_is_used_now_and_a_peak_is_called_one() -> None:
 
 def test_where_the_time_goes_in_words() -> None:
     seconds = {"compute": 0.09, "comm": 0.01, "straggler": 0.0, "data": 0.0, "other": 0.0}
-    line = page_data.parts_line(Parts(seconds=seconds, steps=9, slowest_rank=2, slowest_share=0.5))
+    parts = Parts(seconds=seconds, steps=9, slowest_rank=2, slowest_share=0.5)
+    run = RunView(run="a", run_dir="/a", job="a", state="running")
+    line = page_data.parts_line(parts, run)
     assert line is not None and line["shares"]["comm"] == [0.1, "comm 10.0%"]
     assert line["slowest"] == "slowest: rank 2, last in 50% of the last 9 steps"
+    # A trace shows that two thirds of what looks like computing are other code.
+    shares = {"compute": 0.3, "host": 0.6, "communication": 0.1}
+    verdict = Verdict(limit="host", why="", shares=shares)
+    line = page_data.parts_line(parts, replace(run, judgement=Judgement(verdict=verdict)))
+    assert line is not None and line["shares"]["host"] == [0.6, "host 60.0%"]
+    assert line["shares"]["compute"] == [0.3, "compute 30.0%"]
+    assert sum(share for share, _ in line["shares"].values()) == pytest.approx(1)
 
 
 def test_sixty_four_ranks_of_a_long_run_fit_in_a_message(tmp_path: Path) -> None:

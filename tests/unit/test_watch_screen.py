@@ -282,10 +282,10 @@ def test_a_log_in_the_terminal_has_no_secrets_and_no_endless_lines(tmp_path: Pat
 
 def test_ranks_that_take_turns_have_no_slowest_among_them() -> None:
     seconds = {"compute": 0.08, "comm": 0.0, "straggler": 0.02, "data": 0.0, "other": 0.0}
-    shares, turns = parts_lines(Parts(seconds=seconds, steps=32))
+    shares, turns = parts_lines(Parts(seconds=seconds, steps=32), run())
     assert shares.plain == "step 100ms: compute 80%  waiting 20%"
     assert turns.plain == "no rank is slower than the others in the last 32 steps: they take turns"
-    calm = parts_lines(Parts(seconds=seconds | {"straggler": 0.002}, steps=32))
+    calm = parts_lines(Parts(seconds=seconds | {"straggler": 0.002}, steps=32), run())
     assert calm[1].plain == ""
 
 

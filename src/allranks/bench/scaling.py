@@ -35,7 +35,7 @@ from allranks.timing.comparison import (
     worst_doubt,
 )
 from allranks.timing.remarks import Remark, on_comparison, remarks
-from allranks.timing.result import LIMITED, NEXT, judged, sentences
+from allranks.timing.result import LIMITED, NEXT, divided, judged, sentences, shown_parts
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 from allranks.timing.verdict import Judgement, judge
 
@@ -306,6 +306,7 @@ def row_object(
         "speedup": row.speedup,
         "efficiency": row.efficiency,
         "parts": row.parts,
+        "divided": divided(row.parts, judged(typical)) if row.parts else None,
         "lost": row.lost or None,
         "slowest_rank": row.slowest_rank,
         "slowest_part": row.slowest_part,
@@ -466,16 +467,17 @@ def notes(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def parts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    shown = shown_parts(row["divided"] for row in rows)
     cells = [
         (
             name_of(row, rows),
-            *(duration(row["parts"][part]) for part in PARTS),
+            *(duration(row["divided"][part]) for part in shown),
             count(row["slowest_rank"]),
             row["limit"] or NOTHING,
         )
         for row in rows
     ]
-    columns = ("layout", *PART_WORDS.values(), "slowest rank", "limited by")
+    columns = ("layout", *shown.values(), "slowest rank", "limited by")
     return Table("where the time of a step goes", columns, cells, texts=("limited by",))
 
 

@@ -30,7 +30,7 @@ from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
 from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
 from allranks.timing.remarks import SPEEDUP, Remark, is_guess, on_comparison
-from allranks.timing.result import LIMITED, judged, sentences
+from allranks.timing.result import LIMITED, divided, judged, sentences
 
 VERSION = 1
 
@@ -109,6 +109,7 @@ def row_object(row: Row, targets: Targets, typical: Mapping[str, Any] | None) ->
     words, text = verdict(row, targets)
     fields = {**asdict(row), "num_counted": len(row.counted)}
     fields["limit"] = typical["verdict"]["limit"] if typical and typical["verdict"] else None
+    fields["divided"] = divided(row.parts, typical or {}) if row.parts else None
     return {**fields, "verdict": ", ".join(words), "verdict_text": text}
 
 

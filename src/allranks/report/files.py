@@ -19,7 +19,7 @@ from allranks.show import tables as show
 from allranks.show.numbers import duration, listed, percent, ratio
 from allranks.show.tables import as_cells
 from allranks.show.text import in_markdown, printable
-from allranks.timing.steps import PART_WORDS
+from allranks.timing.result import shown_parts
 
 PAGE, PICTURE, TEXT = "report.html", "scaling.png", "report.md"
 INK, QUIET, GRID = "#1c2330", "#6b7486", "#e4e8ee"
@@ -139,7 +139,7 @@ def page_section(section: Mapping[str, Any]) -> dict[str, Any]:
         "next": [[one.label, one.text, one.aside] for one in tables.lines_after(section)],
         "choices": list(tables.recommendation(section)),
         "tables": shown,
-        "parts": PART_WORDS,
+        "parts": shown_parts(row["divided"] for row in section["rows"] if row["divided"]),
         "rows": [row | row_words(row, section) for row in section["rows"]],
     }
 
@@ -147,7 +147,7 @@ def page_section(section: Mapping[str, Any]) -> dict[str, Any]:
 def row_words(row: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """The labels of a row's points and bars in the charts."""
     name, efficiency = tables.name_of(row, section), percent(row["efficiency"])
-    parts = {part: duration(seconds) for part, seconds in (row["parts"] or {}).items()}
+    parts = {part: duration(seconds) for part, seconds in (row["divided"] or {}).items()}
     return {
         "name": name,
         "point": f"{name}: {ratio(row['speedup'])} at {efficiency} efficiency",

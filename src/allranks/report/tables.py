@@ -23,8 +23,7 @@ from allranks.show.numbers import (
 from allranks.show.tables import STATE_STYLES, Table, show_table, without_empty
 from allranks.show.text import printable
 from allranks.timing.comparison import MODES
-from allranks.timing.result import LIMITED, VerdictLine, verdict_lines, verdict_table
-from allranks.timing.steps import PART_WORDS, PARTS
+from allranks.timing.result import LIMITED, VerdictLine, shown_parts, verdict_lines, verdict_table
 
 Record = Mapping[str, Any]
 GOALS = (("both", "best of both"), ("time", "by time"), ("cost", "by cost"))
@@ -116,13 +115,14 @@ def hours(section: Record) -> Table:
 
 
 def parts(rows: Sequence[Record], section: Record) -> Table:
-    columns = ("layout", "batch", "step", *PART_WORDS.values(), "slowest rank", "limited by")
+    shown = shown_parts(row["divided"] for row in rows if row["divided"])
+    columns = ("layout", "batch", "step", *shown.values(), "slowest rank", "limited by")
     cells = [
         (
             name_of(row, section),
             count(row["batch"]),
             duration(row["step_seconds"]),
-            *(percent(row["parts"][part] / row["step_seconds"]) for part in PARTS),
+            *(percent(row["divided"][part] / row["step_seconds"]) for part in shown),
             count(row["slowest_rank"]),
             row["limit"] or NOTHING,
         )

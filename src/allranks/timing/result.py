@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from allranks.show.numbers import number, percent
 from allranks.show.tables import Cell, Table, facts
 from allranks.show.text import clean, in_markdown
 from allranks.timing.remarks import remarks
-from allranks.timing.steps import affordable_timing
+from allranks.timing.shares import LOCAL
+from allranks.timing.steps import PART_WORDS, PARTS, affordable_timing
 from allranks.timing.verdict import Judgement, judge
 
 
@@ -48,6 +49,8 @@ def judged(found: Judgement | None) -> dict[str, Any]:
 
 SURE, NOT_SURE = "sure", "not sure"
 LIMITED, NEXT, SINCE, WARNING = "limited by", "next", "since", "warning"
+OF_TRACE = tuple(part for part in LOCAL if part != "compute")
+SHOWN_PARTS = (*LOCAL, *(part for part in PARTS if part != "compute"))
 NOT_KNOWN = ("too-short", "unknown")
 
 
@@ -111,6 +114,30 @@ def sentences(found: Mapping[str, Any], *labels: str) -> list[str]:
     if not found.get("verdict") or found["verdict"]["limit"] in NOT_KNOWN:
         return []
     return [one.sentence for one in verdict_lines(found) if one.label in labels]
+
+
+def divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of a step, with a rank's own work divided as the traced steps show it.
+
+    `found`: the object of its run. Without a trace, all of that work is called compute.
+    """
+    shares = (found.get("verdict") or {}).get("shares") or {}
+    own = {part: shares.get(part, 0.0) for part in LOCAL}
+    if not any(own[part] for part in OF_TRACE):
+        return dict.fromkeys(SHOWN_PARTS, 0.0) | dict(parts)
+    seconds = (parts["compute"] + parts["other"]) / sum(own.values())
+    waits = {part: parts[part] for part in ("comm", "straggler", "data")}
+    return {**{part: share * seconds for part, share in own.items()}, **waits, "other": 0.0}
+
+
+def shown_parts(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """What to call each part in a table of these: only parts of a trace may be left out."""
+    those = [*rows]
+    return {
+        part: PART_WORDS.get(part, part)
+        for part in SHOWN_PARTS
+        if part not in OF_TRACE or any(row[part] for row in those)
+    }
 
 
 def with_line(text: str, line: str | None) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
-from allranks.timing.result import LIMITED, WARNING, VerdictLine, mfu_words
+from allranks.timing.result import LIMITED, WARNING, VerdictLine, divided, mfu_words
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     RANK_COLUMNS,
@@ -165,7 +165,7 @@ def about_run(run: RunView, scene: Scene, width: int) -> list[Text]:
         lines.append(Text(f"why: allranks doctor {clean(run.run)}"))
     lines += [line for one in run.verdict_lines for line in wrapped(one, width)]
     if scene.parts is not None:
-        shares, slowest = parts_lines(scene.parts)
+        shares, slowest = parts_lines(scene.parts, run)
         fits = shares.cell_len + slowest.cell_len + 2 <= width
         lines += [shares + Text("  ") + slowest] if fits or not slowest else [shares, slowest]
     for line in lines[1:]:
@@ -188,12 +188,13 @@ def wrapped(one: VerdictLine, width: int) -> list[Text]:
     ]
 
 
-def parts_lines(parts: Parts) -> tuple[Text, Text]:
+def parts_lines(parts: Parts, run: RunView) -> tuple[Text, Text]:
     """Where a step's time goes, and which rank the others wait for."""
     whole = sum(parts.seconds.values()) or 1.0
-    by_size = sorted(parts.seconds.items(), key=lambda item: -item[1])
+    seconds_of = divided(parts.seconds, run.judged)
+    by_size = sorted(seconds_of.items(), key=lambda item: -item[1])
     shares = "  ".join(
-        f"{PART_WORDS[part]} {percent(seconds / whole, 0)}"
+        f"{PART_WORDS.get(part, part)} {percent(seconds / whole, 0)}"
         for part, seconds in by_size
         if seconds >= 0.005 * whole
     )

@@ -229,7 +229,7 @@ class Hub:
             "heat": past["heat"](wish.metric),
             "use": past["use"],
             **page_data.rank_table(watcher.ranks(chosen), self.marks),
-            "parts": page_data.parts_line(watcher.parts(chosen)),
+            "parts": page_data.parts_line(watcher.parts(chosen), view),
         }
 
     def _found(self, view: RunView) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from allranks.show.numbers import NOTHING, count, duration, metric, number, percent, rate, size
 from allranks.show.secrets import redact
+from allranks.timing.result import divided
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     Mark,
@@ -118,15 +119,16 @@ def tiles(view: RunView) -> list[list[str]]:
     return [one for one in found if one[1] != NOTHING or one[0] in ("step", "loss", "samples/s")]
 
 
-def parts_line(parts: Parts | None) -> dict[str, Any] | None:
+def parts_line(parts: Parts | None, view: RunView) -> dict[str, Any] | None:
     """Where a step's time goes, by part: its share, and its name with the share."""
     if parts is None:
         return None
     whole = sum(parts.seconds.values()) or 1.0
-    shares = {part: seconds / whole for part, seconds in parts.seconds.items()}
+    seconds_of = divided(parts.seconds, view.judged)
+    shares = {part: seconds / whole for part, seconds in seconds_of.items()}
     return {
         "shares": {
-            part: [rounded(share), f"{PART_WORDS[part]} {percent(share)}"]
+            part: [rounded(share), f"{PART_WORDS.get(part, part)} {percent(share)}"]
             for part, share in shares.items()
         },
         "slowest": slowest_words(parts),

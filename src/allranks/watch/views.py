@@ -61,12 +61,17 @@ class RunView:
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(replace(self, judgement=None))
-        return {key: fields[key] for key in fields if key != "judgement"} | judged(self.judgement)
+        return {key: fields[key] for key in fields if key != "judgement"} | self.judged
 
     @property
     def verdict_lines(self) -> list[VerdictLine]:
         """What is concluded about it, in words."""
-        return verdict_lines({"state": self.state, **judged(self.judgement)})
+        return verdict_lines({"state": self.state, **self.judged})
+
+    @property
+    def judged(self) -> dict[str, Any]:
+        """The keys of its object that hold what is concluded about it."""
+        return judged(self.judgement)
 
     @property
     def is_active(self) -> bool:

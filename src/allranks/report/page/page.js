@@ -168,7 +168,7 @@ function partTraces(job, name) {
   if (!rows.length) return [];
   const parts = Object.entries(job.parts);
   return parts.map(([part, words], i) => ({type: "bar", orientation: "h", name: words, meta: part,
-    y: rows.map(name), x: rows.map(row => row.parts[part] / row.step_seconds * 100),
+    y: rows.map(name), x: rows.map(row => row.divided[part] / row.step_seconds * 100),
     marker: {color: colour(part)}, customdata: rows.map(row => row.part_words[part]),
     text: rows.map(row => i === parts.length - 1 ? row.step_words : ""),
     textposition: "outside", textfont: {color: colour("ink")}, cliponaxis: false,
