@@ -183,7 +183,7 @@ SITUATIONS = {
     "uneven samples": Situation(
         uneven_samples, ("rank 0 trains on 192.0 samples a step, rank 1 on 64.0",), True
     ),
-    "slow loader": Situation(slow_loader, ("rank 1", " 80.0ms ", " 500µs", "disk", "data"), True),
+    "slow loader": Situation(slow_loader, ("ank 1 waits for its loader",), True),
     "contended baseline": Situation(
         contended,
         (
@@ -358,9 +358,13 @@ def test_every_screen_names_the_limit_and_why(tmp_path: Path, limit: str) -> Non
     runs = [planted(tmp_path, phases[0], phases[-1], comm=comm, traces=traces, each=each)]
     first, *others = verdicts(runs).values()
     assert first["limit"] == limit and all(other == first for other in others)
-    for screen in set(SCREENS) - {doctor}:
+    for screen in SCREENS:
         text = " ".join(screen(runs).text.split()).replace("\\", "")
-        assert f"limited by {limit}: {first['why']}" in text, text
+        if screen is doctor:  # whose findings are of what is wrong
+            said = f"{first['why'][0].upper()}{first['why'][1:]}"
+            assert (said in text) == (limit != "compute"), text
+        else:
+            assert f"limited by {limit}: {first['why']}" in text, text
 
 
 @pytest.mark.parametrize(

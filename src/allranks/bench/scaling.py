@@ -34,8 +34,8 @@ from allranks.timing.comparison import (
     mode_of,
     worst_doubt,
 )
-from allranks.timing.remarks import Remark, on_comparison, remarks
-from allranks.timing.result import LIMITED, NEXT, divided, judged, sentences, shown_parts
+from allranks.timing.remarks import Remark, remarks
+from allranks.timing.result import LIMITED, NEXT, judged, own_work_divided, sentences, shown_parts
 from allranks.timing.steps import PART_WORDS, PARTS, STOPPED_EARLY, Timing, timing
 from allranks.timing.verdict import Judgement, judge
 
@@ -306,7 +306,7 @@ def row_object(
         "speedup": row.speedup,
         "efficiency": row.efficiency,
         "parts": row.parts,
-        "divided": divided(row.parts, judged(typical)) if row.parts else None,
+        "divided": own_work_divided(row.parts, judged(typical)) if row.parts else None,
         "lost": row.lost or None,
         "slowest_rank": row.slowest_rank,
         "slowest_part": row.slowest_part,
@@ -327,9 +327,7 @@ def problems_of(repeats: Sequence[Repeat]) -> dict[str, str]:
 
 def remarks_of(repeats: Sequence[Repeat]) -> list[str]:
     """What makes the repeats of a layout doubtful, each kind once."""
-    by_kind = {
-        said.kind: said.text for one in reversed(repeats) for said in on_comparison(one.remarks)
-    }
+    by_kind = {said.kind: said.text for one in reversed(repeats) for said in one.remarks}
     return [*by_kind.values()]
 
 

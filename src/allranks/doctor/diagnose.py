@@ -326,15 +326,7 @@ SAME_AS_REMARKS = {kind: (cause,) for kind, cause in FROM_REMARKS.items()} | {
     "same-samples": ("ranks-read-same-data",),
     "same-order": ("missing-set-epoch",),
     "too-short": ("too-short-to-judge",),
-    "uneven-ranks": (
-        "data-bound",
-        "slow-rank",
-        "thermal-throttling",
-        "too-few-workers",
-        "unbalanced-data",
-        "uneven-lengths",
-        "uneven-steps",
-    ),
+    "uneven-ranks": ("unbalanced-data",),
 }
 
 

@@ -29,8 +29,8 @@ from allranks.report.facts import RunFacts
 from allranks.run.folder import RunDir, find_run, find_runs, list_runs
 from allranks.show.numbers import count
 from allranks.timing.comparison import bench_of, is_comparable, is_compared, mode_of
-from allranks.timing.remarks import SPEEDUP, Remark, is_guess, on_comparison
-from allranks.timing.result import LIMITED, divided, judged, sentences
+from allranks.timing.remarks import SPEEDUP, Remark, is_guess
+from allranks.timing.result import LIMITED, judged, own_work_divided, sentences
 
 VERSION = 1
 
@@ -109,7 +109,7 @@ def row_object(row: Row, targets: Targets, typical: Mapping[str, Any] | None) ->
     words, text = verdict(row, targets)
     fields = {**asdict(row), "num_counted": len(row.counted)}
     fields["limit"] = typical["verdict"]["limit"] if typical and typical["verdict"] else None
-    fields["divided"] = divided(row.parts, typical or {}) if row.parts else None
+    fields["divided"] = own_work_divided(row.parts, typical or {}) if row.parts else None
     return {**fields, "verdict": ", ".join(words), "verdict_text": text}
 
 
@@ -168,7 +168,7 @@ def section_notes(runs: Sequence[RunFacts], rows: Sequence[Row], mode: str) -> l
     notes = [*doubts, *notes]
     told = {}  # of each layout, every kind once
     for run in reversed(runs):
-        for said in on_comparison(run.remarks):
+        for said in run.remarks:
             told[run.layout, said.kind] = f"{run.layout}: {said.text}{left_out(run, said, rows)}"
     notes += [note for note in told.values() if note not in doubts]
     notes += [f"{run.run}: {run.state}, {run.problem}" for run in runs if run.problem]

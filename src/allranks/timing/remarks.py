@@ -23,9 +23,8 @@ from allranks.run.record import (
     read_ranks,
     steps_in_all,
 )
-from allranks.show.numbers import count, duration, number, percent, ranks_in_words
+from allranks.show.numbers import count, duration, number, ranks_in_words
 from allranks.timing.steps import (
-    ENOUGH_STEPS,
     STOPPED_EARLY,
     TOO_FEW,
     Timing,
@@ -33,7 +32,6 @@ from allranks.timing.steps import (
     timing,
     why_no_pace,
 )
-from allranks.timing.timeline import DATA
 
 Conclusion = Literal["pace", "speedup", "cause"]
 PACE: Conclusion = "pace"  # no samples/s is shown
@@ -84,11 +82,6 @@ def forbidding(what: Conclusion, said: Iterable[Remark]) -> Remark | None:
 def is_guess(said: Iterable[Remark]) -> bool:
     """Whether samples/s is only an estimate."""
     return any(remark.kind == ABOUT_SAMPLES for remark in said)
-
-
-def on_comparison(said: Iterable[Remark]) -> list[Remark]:
-    """The remarks that matter when runs are compared: not those on what limits one of them."""
-    return [remark for remark in said if remark.forbids != (CAUSE,)]
 
 
 def remarks(
@@ -182,7 +175,7 @@ def of_ranks(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Rema
     if same_order(seen):
         said = "every epoch reads its samples in the same order; call sampler.set_epoch(epoch)"
         yield Remark("same-order", said)
-    yield from [*of_shares(samples_by_rank(records), records), *of_slow_rank(timing)][:1]
+    yield from of_shares(samples_by_rank(records), records)
 
 
 def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -> Iterable[Remark]:
@@ -210,50 +203,12 @@ def of_shares(samples: Mapping[int, float], records: Mapping[int, RankRecord]) -
         )
 
 
-def of_slow_rank(timing: Timing) -> Iterable[Remark]:
-    """A rank that the others wait for."""
-    if timing.slowest_rank is None or timing.late_seconds < LATE * timing.step_seconds:
-        return
-    look = "look for other work on its node"
-    if timing.slowest_part == DATA:
-        own = timing.data_seconds[timing.slowest_rank]
-        others = [took for rank, took in timing.data_seconds.items() if rank != timing.slowest_rank]
-        look = (
-            f"it waits {duration(own)} for data, the others at most {duration(max(others))}: check "
-            "its node's disk and CPUs, and its part of the data"
-        )
-    yield Remark(
-        "uneven-ranks",
-        f"in each step of {duration(timing.step_seconds)}, the others wait "
-        f"{duration(timing.late_seconds)} for {timing.slowest_words}; {look}",
-    )
-
-
 def of_length(timing: Timing) -> Iterable[Remark]:
-    """A run that is too short to judge, and what it looks like so far."""
-    if timing.num_steps >= ENOUGH_STEPS:
-        return
-    only = f"measured for only {count(timing.num_steps, 'step')} ({duration(timing.seconds)})"
-    looks = ""
-    if timing.parts is not None and timing.step_seconds:
-        part = max(WAITING, key=lambda name: (timing.parts or {})[name])
-        share = timing.parts[part] / timing.step_seconds
-        looks = f", so far with {percent(share, 0)} {WAITING[part]}" if share >= LATE else ""
+    """A run that is too short to compare. Its verdict says if it is too short to judge at all."""
     if timing.num_steps < JUDGED_STEPS and timing.seconds < JUDGED_SECONDS:
-        text = f"too short to judge: {only}{looks}; let it run longer"
+        only = f"measured for only {count(timing.num_steps, 'step')} ({duration(timing.seconds)})"
+        text = f"too short to judge: {only}; let it run longer"
         yield Remark("too-short", text, (SPEEDUP, CAUSE))
-        return
-    enough = f"let it run for at least {ENOUGH_STEPS} steady steps"
-    text = f"too short to judge what limits it: {only}{looks}; {enough}"
-    yield Remark("too-short", text, (CAUSE,))
-
-
-WAITING = {
-    "comm": "communication",
-    "straggler": "waiting for slower ranks",
-    "data": "waiting for data",
-    "other": "outside the training code",
-}
 
 
 def of_warm_up(records: Mapping[int, RankRecord], timing: Timing) -> Iterable[Remark]:

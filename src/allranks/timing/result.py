@@ -51,6 +51,7 @@ SURE, NOT_SURE = "sure", "not sure"
 LIMITED, NEXT, SINCE, WARNING = "limited by", "next", "since", "warning"
 OF_TRACE = tuple(part for part in LOCAL if part != "compute")
 SHOWN_PARTS = (*LOCAL, *(part for part in PARTS if part != "compute"))
+LEAST_SHOWN = 0.01  # of a step
 NOT_KNOWN = ("too-short", "unknown")
 
 
@@ -116,14 +117,14 @@ def sentences(found: Mapping[str, Any], *labels: str) -> list[str]:
     return [one.sentence for one in verdict_lines(found) if one.label in labels]
 
 
-def divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> dict[str, float]:
+def own_work_divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> dict[str, float]:
     """The parts of a step, with a rank's own work divided as the traced steps show it.
 
-    `found`: the object of its run. Without a trace, all of that work is called compute.
+    `found`: the object of its run. Without a trace, that work is called compute and other.
     """
     shares = (found.get("verdict") or {}).get("shares") or {}
     own = {part: shares.get(part, 0.0) for part in LOCAL}
-    if not any(own[part] for part in OF_TRACE):
+    if sum(own[part] for part in OF_TRACE) < LEAST_SHOWN:
         return dict.fromkeys(SHOWN_PARTS, 0.0) | dict(parts)
     seconds = (parts["compute"] + parts["other"]) / sum(own.values())
     waits = {part: parts[part] for part in ("comm", "straggler", "data")}
@@ -131,12 +132,13 @@ def divided(parts: Mapping[str, float], found: Mapping[str, Any]) -> dict[str, f
 
 
 def shown_parts(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """What to call each part in a table of these: only parts of a trace may be left out."""
+    """What to call each part in a table of these: of a trace, only parts that matter in any."""
     those = [*rows]
     return {
         part: PART_WORDS.get(part, part)
         for part in SHOWN_PARTS
-        if part not in OF_TRACE or any(row[part] for row in those)
+        if part not in OF_TRACE
+        or any(row[part] >= LEAST_SHOWN * sum(row.values()) for row in those)
     }
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from allranks.show.numbers import count, duration, metric, number, percent
 from allranks.show.tables import STATE_STYLES, fit, header, join
 from allranks.show.text import clean, shortened
-from allranks.timing.result import LIMITED, WARNING, VerdictLine, divided, mfu_words
+from allranks.timing.result import LIMITED, WARNING, VerdictLine, mfu_words, own_work_divided
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     RANK_COLUMNS,
@@ -191,7 +191,7 @@ def wrapped(one: VerdictLine, width: int) -> list[Text]:
 def parts_lines(parts: Parts, run: RunView) -> tuple[Text, Text]:
     """Where a step's time goes, and which rank the others wait for."""
     whole = sum(parts.seconds.values()) or 1.0
-    seconds_of = divided(parts.seconds, run.judged)
+    seconds_of = own_work_divided(parts.seconds, run.judged)
     by_size = sorted(seconds_of.items(), key=lambda item: -item[1])
     shares = "  ".join(
         f"{PART_WORDS.get(part, part)} {percent(seconds / whole, 0)}"

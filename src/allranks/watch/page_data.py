@@ -10,7 +10,7 @@ from typing import Any
 
 from allranks.show.numbers import NOTHING, count, duration, metric, number, percent, rate, size
 from allranks.show.secrets import redact
-from allranks.timing.result import divided
+from allranks.timing.result import own_work_divided
 from allranks.timing.steps import PART_WORDS
 from allranks.watch.cells import (
     Mark,
@@ -124,7 +124,7 @@ def parts_line(parts: Parts | None, view: RunView) -> dict[str, Any] | None:
     if parts is None:
         return None
     whole = sum(parts.seconds.values()) or 1.0
-    seconds_of = divided(parts.seconds, view.judged)
+    seconds_of = own_work_divided(parts.seconds, view.judged)
     shares = {part: seconds / whole for part, seconds in seconds_of.items()}
     return {
         "shares": {
