@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
-from tests.scripts import run
+from tests.scripts import MODEL, run, run_script
+
+from allranks.probe.profilers import ITS_OWN
 
 pytestmark = pytest.mark.ranks
 
@@ -19,6 +22,10 @@ LOOP = """
     print("loss", loss.item().hex())
     dist.destroy_process_group()
     """
+
+
+def body(text: str) -> str:
+    return MODEL + textwrap.dedent(text)
 
 
 def test_all_ranks_trace_the_same_steps_and_name_the_line_that_holds_them_up(
@@ -41,3 +48,57 @@ def test_all_ranks_trace_the_same_steps_and_name_the_line_that_holds_them_up(
         assert found.log(rank) == bare.log(rank)
     assert traced[0] == traced[1] and traced[0][0] == 12 and traced[0][-1] < 30
     assert not bare.events("trace") and not any("traced" in step for step in bare.steps())
+
+
+OF_ITS_OWN = """
+    from torch.profiler import profile, record_function, schedule
+    numbers, step, own, around = [], 0, None, None
+    for epoch in range(6):
+        for x, y in DataLoader(data, batch_size=4):
+            step += 1
+            if step == AROUND:
+                around = record_function("around").__enter__()
+            if step == FIRST:
+                own = profile(
+                    activities=[torch.profiler.ProfilerActivity.CPU],
+                    schedule=schedule(wait=1, warmup=2, active=4, repeat=1),
+                    on_trace_ready=lambda p: numbers.extend(
+                        one.count for one in p.key_averages() if one.key == "aten::addmm"
+                    ),
+                )
+                own.start()
+            loss = train(x, y)
+            if own is not None:
+                own.step()
+            if step == FIRST + 10:
+                own.stop()
+                own = None
+            if around is not None and step == FIRST + 5:
+                around.__exit__(None, None, None)
+    print("loss", loss.item().hex(), numbers)
+    """
+
+
+@pytest.mark.parametrize(
+    ("first", "around", "profile"),
+    [
+        pytest.param(2, 0, "", id="before"),
+        pytest.param(14, 0, "", id="during"),
+        pytest.param(15, 14, "", id="within an operation that began under ours"),
+        pytest.param(30, 20, "", id="after"),
+        pytest.param(2, 0, "5", id="before a profile"),
+        pytest.param(9, 9, "5", id="during the trial of a profile"),
+        pytest.param(15, 14, "5", id="during a profile"),
+    ],
+)
+def test_a_script_that_profiles_itself_is_left_alone(
+    tmp_path: Path, first: int, around: int, profile: str
+) -> None:
+    script = OF_ITS_OWN.replace("FIRST", str(first)).replace("AROUND", str(around))
+    found = run_script(tmp_path, body(script), env={"ALLRANKS_PROFILE": profile})
+    assert found.exits == [0], found.log()
+    bare = run(tmp_path, script, ALLRANKS_PROBE="off")
+    assert found.said("loss") == bare.said("loss") != []
+    assert len(found.steps()) == 60
+    problems = [event.get("problem") for event in found.events("profile" if profile else "trace")]
+    assert problems == [None] if first == 30 else ITS_OWN in str(problems[0])

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from rich.console import Console
 from allranks.bench.profile import LOUDNESS, VARIABLE, show_profile
 from allranks.probe import profile
 from allranks.probe.profile import FIRST_STEP, Profile, profile_if_asked
+from allranks.probe.profilers import Profilers
 from allranks.run.events import append_event
 from allranks.run.folder import RunDir
+from allranks.timing.timeline import Timeline
 from allranks.timing.trace import read_trace
 
 INJECT = Path(profile.__file__).with_name("inject")
@@ -31,6 +34,9 @@ class Recorder:
         self.rank = 0
         self.step = 0
         self.is_on = True
+        self.device = None
+        self.timeline = Timeline()
+        self.guarded = nullcontext()
         self.at_step: list[Any] = []
         self.events: list[dict[str, Any]] = []
 
@@ -54,7 +60,7 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def new_profile(recorder: Any, steps: int) -> Profile:
-    return Profile(recorder, steps)
+    return Profile(recorder, Profilers(recorder), steps)
 
 
 def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:
@@ -62,7 +68,9 @@ def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:
     recorder.make_steps(FIRST_STEP + 10)
     assert recorder.at_step == []
     first = FIRST_STEP + 1
-    (event,) = recorder.events
+    event, reduced = recorder.events
+    assert reduced["event"] == "trace" and reduced["device"] == "cpu" and reduced["busy"] > 0
+    assert (reduced["first"], reduced["last"]) == (event["first"], event["last"])
     assert (event["event"], event["first"], event["last"]) == ("profile", first, first + 2)
     assert event["trace"] == "rank-0.trace.json.gz" and not event["with_device"]
     trace = read_trace(made.path, 0)
@@ -71,7 +79,7 @@ def test_so_many_steps_are_traced_once(recorder: Recorder) -> None:
     assert sum(span.name == "aten::mm" for span in trace.host) >= 3
     assert sorted(os.listdir(made.path.parent)) == ["rank-0.trace.json.gz"]
     made.finish()
-    assert len(recorder.events) == 1
+    assert len(recorder.events) == 2
 
 
 def test_a_script_that_ends_early_keeps_what_there_is(recorder: Recorder) -> None:
@@ -109,10 +117,10 @@ def test_a_trace_that_would_be_too_large_gets_fewer_steps(
 def test_a_profiler_that_fails_leaves_the_script_alone(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(**options: Any) -> None:
+    def broken(*_: Any) -> None:
         raise RuntimeError("another profiler is running\nand more")
 
-    monkeypatch.setattr(torch.profiler, "profile", broken)
+    monkeypatch.setattr(Profilers, "start", broken)
     made = new_profile(recorder, 5)
     recorder.make_steps(FIRST_STEP + 10)
     made.finish()
@@ -124,12 +132,13 @@ def test_a_profiler_that_fails_leaves_the_script_alone(
 
 @pytest.mark.parametrize("value", [None, "", "0", "many"])
 def test_nothing_happens_unasked(recorder: Any, value: str | None) -> None:
-    profile_if_asked(recorder, {} if value is None else {profile.VARIABLE: value})
+    profilers = Profilers(recorder)
+    profile_if_asked(recorder, profilers, {} if value is None else {profile.VARIABLE: value})
     assert recorder.at_step == []
 
 
 def test_the_environment_asks(recorder: Any) -> None:
-    profile_if_asked(recorder, {profile.VARIABLE: "20"})
+    profile_if_asked(recorder, Profilers(recorder), {profile.VARIABLE: "20"})
     assert len(recorder.at_step) == 1
 
 

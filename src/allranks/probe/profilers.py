@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from allranks.probe.compilers import unseen_by_compilers
 from allranks.probe.recorder import Recorder
@@ -22,9 +21,9 @@ from allranks.probe.recorder import Recorder
 SILENT = 6  # above the highest level of Kineto's log
 LOG_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
 ITS_OWN = "the script has a profiler of its own"
-GRAPHS = "the script uses CUDA graphs, which a profiler that comes and goes can crash"
-KEPT_OPEN = "a record_function of the script has been open since an earlier trace"
-CAPTURING = "a CUDA graph is being captured"
+GRAPHS = "the script uses CUDA graphs, which a profiler that comes and goes may crash"
+DAEMON = "another program may profile the script (KINETO_USE_DAEMON)"
+UNLOADED = "TEARDOWN_CUPTI"  # 1: the library that traces a GPU is unloaded after a trace
 
 
 class Profilers:
@@ -32,12 +31,13 @@ class Profilers:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.problem: str | None = None  # why there will be no profiler any more
-        self.interrupted: Callable[[], None] | None = None  # called if ours has to end
+        self.problem: str | None = None  # why there can be no profiler any more
+        self.interrupted: Callable[[str], None] | None = None  # called if the running one must end
         self._running: Any = None
+        self._thread = 0  # in which it runs
         self._is_making = False  # one of ours
-        self._open: WeakSet[Any] = WeakSet()  # record_functions that began under ours
-        self._thread = 0
+        self._open: dict[int, Any] = {}  # the script's record_functions that began under ours
+        self._hooked: list[tuple[str, Any, Any]] = []
         hook_profilers(self)
 
     @property
@@ -46,31 +46,29 @@ class Profilers:
 
     def why_not(self) -> str | None:
         """Why no profiler can be started now."""
-        import torch
-
-        if self.problem is None and self.recorder.device is not None:
-            if torch.cuda.is_current_stream_capturing():
-                return CAPTURING
-            if os.environ.get("TEARDOWN_CUPTI") == "0":  # torch sets it for compiled graphs
-                self.problem = GRAPHS
         if self.problem is None and os.environ.get("KINETO_USE_DAEMON"):
-            self.problem = "a daemon may profile the script"
-        return self.problem or (KEPT_OPEN if self._open else None)
+            self.problem = DAEMON
+        has_device = self.recorder.device is not None
+        if self.problem is None and has_device and os.environ.get(UNLOADED) == "0":
+            self.problem = GRAPHS  # torch sets it for graphs that it compiles
+        return self.problem
 
     def start(self) -> None:
         """Trace what this thread does from now on, and what it launches."""
         from torch.autograd import profiler
 
-        if self.recorder.device is not None:
-            # Otherwise CUPTI stays attached, and every launch takes longer until the script ends.
-            os.environ.setdefault("TEARDOWN_CUPTI", "1")
-        device = None if self.recorder.device is None else "cuda"
+        with_device = self.recorder.device is not None
+        if with_device:
+            # Otherwise every launch takes longer from now on, until the script ends.
+            os.environ.setdefault(UNLOADED, "1")
         self._is_making = True
         try:
-            made: Any = profiler.profile(use_kineto=True, use_device=device, record_shapes=True)
+            made: Any = profiler.profile(
+                use_kineto=True, use_device="cuda" if with_device else None, record_shapes=True
+            )
         finally:
             self._is_making = False
-        # The list of events that people can print takes seconds to make; nobody prints it.
+        # The list of events that people can print takes seconds to make, and nobody prints it.
         made._parse_kineto_results = lambda *args, **kwargs: []
         self._thread = threading.get_ident()
         with silence():
@@ -78,19 +76,22 @@ class Profilers:
         with silence():  # the first time, the level was read from the environment just now
             made._start_trace()
         self._running = made
+        self._follow_functions()
 
-    def stop(self) -> Any:
-        """Stop, and return what can be exported; None if nothing is running."""
+    def stop(self, *, waits: bool = True) -> Any:
+        """Stop, and return what can be exported; None if nothing is running.
+
+        `waits`: for the device, which may still be at work on what was launched.
+        """
         made, self._running = self._running, None
-        if made is not None:
-            with silence():
-                made.__exit__(None, None, None)
-        return made
-
-    @staticmethod
-    def export(made: Any, path: Path) -> None:
+        if made is None:
+            return None
+        if not waits:
+            made.use_device = None
         with silence():
-            made.export_chrome_trace(str(path))
+            self._end_functions()
+            made.__exit__(None, None, None)
+        return made
 
     def end(self, why: str) -> None:
         """No profiler any more; one that is running is stopped."""
@@ -98,41 +99,67 @@ class Profilers:
         if self.is_running and threading.get_ident() == self._thread:
             interrupted, self.interrupted = self.interrupted, None
             if interrupted is not None:
-                interrupted()
+                interrupted(why)
 
     def made_by_script(self) -> None:
         if not self._is_making:
             self.end(ITS_OWN)
 
-    def opened(self, function: Any) -> None:
-        if self.is_running:
-            self._open.add(function)
+    def _follow_functions(self) -> None:
+        """Know which record_functions are open; only now, as torch.jit compiles their methods."""
+        from torch.autograd.profiler import record_function as kind
 
-    def closed(self, function: Any) -> None:
-        self._open.discard(function)
+        def opened(function: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._open[id(function)] = function
+
+        def closed(function: Any) -> None:
+            self._open.pop(id(function), None)
+
+        for name, tell in (("__enter__", opened), ("__exit__", closed)):
+            original = getattr(kind, name)
+            hooked = told_before(original, self.recorder, tell)
+            setattr(kind, name, hooked)
+            self._hooked.append((name, hooked, original))
+
+    def _end_functions(self) -> None:
+        """End the record_functions that are still open: under another profiler it would crash."""
+        from torch.autograd.profiler import record_function as kind
+
+        while self._hooked:
+            name, hooked, original = self._hooked.pop()
+            if vars(kind).get(name) is hooked:
+                setattr(kind, name, original)
+        while self._open:
+            _, function = self._open.popitem()
+            function.__exit__(None, None, None)
+            function.run_callbacks_on_exit = False  # when the script ends it
+
+
+def export(made: Any, path: Path) -> None:
+    """Write what a profiler has seen."""
+    with silence():
+        made.export_chrome_trace(str(path))
 
 
 def hook_profilers(profilers: Profilers) -> None:
-    """Notice the script's own profilers, and the operations that it names."""
+    """Notice the script's own profilers, and CUDA graphs."""
     from torch import profiler as public
     from torch.autograd import profiler
+    from torch.cuda import CUDAGraph
 
-    recorder = profilers.recorder
-    kinds: tuple[Any, ...] = (
-        profiler.profile,
-        profiler.emit_nvtx,
-        profiler.emit_itt,
-        public._KinetoProfile,
-    )
-    for kind in kinds:
-        before(kind, "__init__", recorder, lambda _: profilers.made_by_script())
-    before(profiler.record_function, "__enter__", recorder, profilers.opened)
-    before(profiler.record_function, "__exit__", recorder, profilers.closed)
+    def told(kind: Any, name: str, tell: Callable[[Any], None]) -> None:
+        setattr(kind, name, told_before(getattr(kind, name), profilers.recorder, tell))
+
+    for kind in (profiler.profile, profiler.emit_nvtx, profiler.emit_itt, public._KinetoProfile):
+        told(kind, "__init__", lambda _: profilers.made_by_script())
+    told(CUDAGraph, "capture_begin", lambda _: profilers.end(GRAPHS))
 
 
-def before(kind: Any, name: str, recorder: Recorder, tell: Callable[[Any], None]) -> None:
-    """Call a function with the object before a method of its class."""
-    original = getattr(kind, name)
+def told_before(
+    original: Callable[..., Any], recorder: Recorder, tell: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """A method that tells us its object before it does what it did."""
 
     @unseen_by_compilers
     @functools.wraps(original)
@@ -141,7 +168,7 @@ def before(kind: Any, name: str, recorder: Recorder, tell: Callable[[Any], None]
             tell(self)
         return original(self, *args, **kwargs)
 
-    setattr(kind, name, call)
+    return call
 
 
 @contextmanager

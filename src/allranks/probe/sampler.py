@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from types import CodeType, FrameType
@@ -55,8 +56,9 @@ class _Times(ctypes.Structure):
 class Sampler:
     """Samples the thread that starts it, which must be the main thread."""
 
-    def __init__(self, torch_folder: str) -> None:
-        self._torch = (torch_folder, "torchinductor")
+    def __init__(self, look: Callable[[float], None]) -> None:
+        self._look = look  # called with the time of each sample, between any two instructions
+        self._torch = (folder_of_torch(), "torchinductor")
         self._kinds: dict[CodeType, str] = {}
         self._seen: list[tuple[float, str, tuple[str, int] | None]] = []
         self._timer = ctypes.c_void_p()
@@ -106,6 +108,7 @@ class Sampler:
             frame = frame.f_back
         if len(self._seen) < MAX_SAMPLES:
             self._seen.append((now, kind, place))
+        self._look(now)
 
     def _learn(self, code: CodeType) -> str:
         file = code.co_filename

@@ -32,6 +32,7 @@ def start() -> None:
     DeviceSampler(recorder, env).begin_with_steps()
     if env.get(MEASURE):
         Window(recorder, int(env[MEASURE]))
-    if env.get(TRACE) != "off" and not env.get(PROFILE):
-        Tracer(recorder, Profilers(recorder))
-    profile_if_asked(recorder, env)
+    if env.get(TRACE) != "off" or env.get(PROFILE):
+        profilers = Profilers(recorder)
+        if not profile_if_asked(recorder, profilers, env) and env.get(TRACE) != "off":
+            Tracer(recorder, profilers)

@@ -20,19 +20,95 @@ from time import perf_counter
 from typing import Any
 
 from allranks.probe.compilers import uncompiled
-from allranks.probe.profilers import Profilers
+from allranks.probe.profilers import Profilers, export
 from allranks.probe.recorder import Recorder
-from allranks.probe.sampler import Sampler, folder_of_torch
+from allranks.probe.sampler import Sampler
 from allranks.timing.flops import flops_of
 from allranks.timing.timeline import AFTER, AROUND, DATA, WAIT, Mark
-from allranks.timing.trace import STEP_MARK, Interval, read_trace
+from allranks.timing.trace import STEP_MARK, Interval, Trace, read_trace
 from allranks.timing.traced_steps import reduce_trace
 
 VARIABLE = "ALLRANKS_TRACE"  # off: no traces
 START_AFTER = 11  # steps, in which memory is allocated, kernels are chosen and models compiled
 # So many steps are traced, by how long they take; all ranks must find the same.
 SHORT_STEP_SECONDS, NUM_SHORT, NUM_LONG = 0.025, 12, 3
+LEAST_STEPS = 2  # that were traced when something came in between
+MAX_ATTEMPTS = 3
+# A step that takes this many times longer than usual, and a bit, is no step: an evaluation or a
+# checkpoint, of which a profiler might record gigabytes.
+PAUSE, PAUSE_SECONDS = 5, 0.1
 MAX_TRACE_BYTES = 1 << 26  # to read more takes seconds
+INTERRUPTED = "every trace was interrupted, by an evaluation or a checkpoint"
+
+
+class Session:
+    """One trace of some steps, from its start until it is reduced to an event."""
+
+    def __init__(
+        self, recorder: Recorder, profilers: Profilers, usual_seconds: float | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.profilers = profilers
+        self.usual_seconds = usual_seconds  # of a step; None: a trace may take as long as it takes
+        self.ends: dict[int, float] = {}  # of the traced steps
+        self.made: Any = None  # what has been traced, once it has ended
+        self._began = 0.0
+        self._sampler = Sampler(self._look)
+
+    @property
+    def num_steps(self) -> int:
+        """That were traced; the first end is that of the step that the start has slowed."""
+        return len(self.ends) - 1
+
+    def start(self, step: int, interrupted: Callable[[str], None]) -> None:
+        """Trace from here on. `step` has just ended, or is about to."""
+        self._began = perf_counter()
+        timeline = self.recorder.timeline
+        timeline.kept = []
+        timeline.traced.update((step, step + 1) if timeline.is_taken else (step + 1,))
+        self.profilers.interrupted = interrupted
+        self.profilers.start()
+        self._sampler.start()
+
+    def end_step(self, step: int) -> None:
+        """Mark the end of a step."""
+        import torch
+
+        self.recorder.timeline.traced.add(step + 1)
+        if self.made is None:
+            with torch.profiler.record_function(f"{STEP_MARK}{step}"):
+                self.ends[step] = perf_counter()
+
+    def stop(self, *, waits: bool = True) -> None:
+        """Stop whatever is running."""
+        self._sampler.stop()
+        self.made = self.profilers.stop(waits=waits) or self.made
+
+    def _look(self, now: float) -> None:
+        """Stop if a step takes too long. Called by a signal: nothing else can be done here."""
+        usual, last = self.usual_seconds, next(reversed(self.ends.values()), self._began)
+        if usual is not None and now - last > PAUSE * usual + PAUSE_SECONDS:
+            self.stop(waits=False)
+
+    def reduce(self, trace: Trace) -> dict[str, Any]:
+        """The fields of the trace's event."""
+        steps = sorted(self.ends)
+        offset = statistics.median(begin - self.ends[step] for step, begin in trace.marks)
+        timeline = self.recorder.timeline
+        away = waits([*(timeline.kept or ()), *timeline.marks], offset)
+        fields = reduce_trace(trace, away, self._sampler.samples(offset))
+        counted = flops_of(trace, in_tf32() if trace.device else ())
+        if counted is not None:
+            fields |= {"flops": dict(counted.model), "recomputed": counted.recomputed}
+        took = perf_counter() - self._began
+        cost = max(0.0, took - len(self.ends) * (self.usual_seconds or 0.0))
+        return {"first": steps[1], "last": steps[-1], "cost": round(cost, 6), **fields}
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.stop()
+        self.profilers.interrupted = None
+        self.recorder.timeline.kept = None
 
 
 class Tracer:
@@ -41,33 +117,39 @@ class Tracer:
     def __init__(self, recorder: Recorder, profilers: Profilers) -> None:
         self.recorder = recorder
         self.profilers = profilers
-        self.is_first_done = False  # or given up
         self._seconds: deque[float] = deque(maxlen=8)  # of the last steps that were not traced
         self._last_end = 0.0
-        self._began = 0.0
+        self._start_after = START_AFTER
+        self._attempts = 0
         self._num_steps = 0  # to be traced
-        self._marks: dict[int, float] = {}  # ends of traced steps
-        self._sampler: Sampler | None = None
-        self._next: Callable[[int], None] = self._wait
+        self._session: Session | None = None
         recorder.at_step.append(self.at_step)
         # Before the recorder's own finaliser; a running profiler would crash the process's exit.
-        Finalize(None, self.stop, exitpriority=1)
+        Finalize(None, self.finish, exitpriority=1)
 
     def at_step(self, step: int) -> None:
         try:
-            with uncompiled():
-                self._next(step)
+            if self._session is None:
+                self._wait(step)
+            else:
+                with uncompiled():
+                    self._trace(step, self._session)
         except Exception as error:
-            self._give_up(f"tracing failed: {type(error).__name__}: {error}".splitlines()[0])
-            print(f"allranks: tracing is off: {error!r}", file=sys.stderr, flush=True)
+            self.give_up(f"tracing failed: {type(error).__name__}: {error}".splitlines()[0])
+
+    def finish(self) -> None:
+        """The script is ending."""
+        if self._session is not None:
+            self._session.stop()
 
     def _wait(self, step: int) -> None:
         now = perf_counter()
-        if step > 1:
+        if self._last_end and step not in self.recorder.timeline.traced:
             self._seconds.append(now - self._last_end)
         self._last_end = now
-        if step >= START_AFTER:
-            self._start(step)
+        if step >= self._start_after:
+            with uncompiled():
+                self._start(step)
 
     def _start(self, step: int) -> None:
         why = self.profilers.why_not()
@@ -76,50 +158,43 @@ class Tracer:
         if self.recorder.is_measured:
             why = "a benchmark measures these steps"
         if why is not None:
-            self._give_up(why)
+            self.give_up(why)
             return
-        self._began = perf_counter()
         usual = statistics.median(self._seconds)
         self._num_steps = NUM_SHORT if usual < SHORT_STEP_SECONDS else NUM_LONG
-        self._marks.clear()
-        timeline = self.recorder.timeline
-        timeline.traced.update((step, step + 1) if timeline.is_taken else (step + 1,))
-        timeline.kept = []
-        self.profilers.interrupted = self._interrupted
-        self.profilers.start()
-        self._sampler = Sampler(folder_of_torch())
-        self._sampler.start()
-        self._next = self._trace
+        self._attempts += 1
+        self._session = Session(self.recorder, self.profilers, usual)
+        self._session.start(step, self.give_up)
 
-    def _trace(self, step: int) -> None:
-        """Mark the end of a step; the first mark ends the step that the start has slowed."""
-        import torch
-
-        self.recorder.timeline.traced.add(step + 1)
-        if self._sampler is not None and len(self._marks) == self._num_steps:
-            self._sampler.stop()
-        with torch.profiler.record_function(f"{STEP_MARK}{step}"):
-            self._marks[step] = perf_counter()
-        if len(self._marks) > self._num_steps:
-            self._finish()
-
-    def _finish(self) -> None:
-        steps, collects = list(self._marks), gc.isenabled()
+    def _trace(self, step: int, session: Session) -> None:
+        session.end_step(step)
+        if session.made is None and session.num_steps < self._num_steps:
+            return
+        session.stop()
+        if session.num_steps < LEAST_STEPS:
+            self._try_again(step, session)
+            return
+        collects = gc.isenabled()
         gc.disable()  # it would look through all of torch, again and again
         try:
-            fields = self._reduce(self.stop())
+            fields = session.reduce(self._read(session.made))
         finally:
             if collects:
                 gc.enable()
-        took = perf_counter() - self._began
-        cost = max(0.0, took - len(steps) * statistics.median(self._seconds))
-        self.recorder.write("trace", first=steps[1], last=steps[-1], cost=round(cost, 6), **fields)
         self._rest()
+        self.recorder.write("trace", **fields)
 
-    def _reduce(self, made: Any) -> dict[str, Any]:
+    def _try_again(self, step: int, session: Session) -> None:
+        session.close()
+        self._session, self._last_end = None, 0.0
+        self._start_after = step + 1
+        if self._attempts >= MAX_ATTEMPTS:
+            self.give_up(INTERRUPTED)
+
+    def _read(self, made: Any) -> Trace:
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             path = Path(folder, "trace.json")
-            self.profilers.export(made, path)
+            export(made, path)
             if path.stat().st_size > MAX_TRACE_BYTES:
                 raise RuntimeError(f"the trace has {path.stat().st_size >> 20} MiB")
             trace = read_trace(path, self.recorder.rank)
@@ -127,36 +202,21 @@ class Tracer:
             raise RuntimeError("the trace has no steps")
         if trace.is_blind:
             raise RuntimeError("the GPU's driver does not let this user trace it")
-        offset = statistics.median(begin - self._marks[step] for step, begin in trace.marks)
-        timeline = self.recorder.timeline
-        marks, timeline.kept = [*(timeline.kept or ()), *timeline.marks], None
-        samples = self._sampler.samples(offset) if self._sampler is not None else []
-        fields = reduce_trace(trace, waits(marks, offset), samples)
-        counted = flops_of(trace, in_tf32() if trace.device else ())
-        if counted is not None:
-            fields |= {"flops": dict(counted.model), "recomputed": counted.recomputed}
-        return fields
+        return trace
 
-    def _rest(self) -> None:
-        self.is_first_done = True
-        self.recorder.timeline.kept = None
-        self._sampler = None
-        self.recorder.at_step.remove(self.at_step)
-
-    def _interrupted(self) -> None:
-        """The script makes a profiler of its own, in the middle of this trace."""
-        self._give_up(self.profilers.problem or "it was interrupted")
-
-    def _give_up(self, problem: str) -> None:
-        self.stop()
+    def give_up(self, problem: str) -> None:
+        """No traces any more; the event says why."""
         self._rest()
         self.recorder.write("trace", problem=problem)
+        if problem.startswith("tracing failed"):
+            print(f"allranks: {problem}", file=sys.stderr, flush=True)
 
-    def stop(self) -> Any:
-        """Stop whatever is running."""
-        if self._sampler is not None:
-            self._sampler.stop()
-        return self.profilers.stop()
+    def _rest(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self.at_step in self.recorder.at_step:
+            self.recorder.at_step.remove(self.at_step)
 
 
 def in_tf32() -> list[str]:
